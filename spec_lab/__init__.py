@@ -1,0 +1,1 @@
+"""spec_lab: a laboratory for speculative decoding."""

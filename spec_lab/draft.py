@@ -1,0 +1,211 @@
+"""A draft is a forest: one tree of proposed tokens below each live sequence.
+
+Rows number everything the target gives logits for: rows ``0 .. B-1`` are the heads (the last pending token of each
+sequence), rows ``B .. B+M-1`` are the M drafted nodes. A node's parent is a row, so "child of the head" and "child of a
+node" are one thing. No nodes: autoregressive decoding. A path: a chain. More heads: a batch.
+
+Letters used in shapes everywhere: B heads (live sequences), M nodes, R = B + M rows, V vocabulary, E expanded parents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Drawn = Literal["iid", "without", "point"]
+"""How siblings were drawn: independently, without replacement, or deterministically (top-k, n-gram)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """The shape of a forest, without its tokens. Host arrays; shared between drafts of the same shape.
+
+    Args:
+        heads: B, the number of trees.
+        parent: ``[M]`` int64, the row of each node's parent. Parents come before their children, siblings stand in the
+            order in which they were drawn.
+    """
+
+    heads: int
+    parent: np.ndarray  # [M]
+
+    def __post_init__(self) -> None:
+        own = np.arange(self.heads, self.rows)
+        if self.parent.ndim != 1 or (self.parent < 0).any() or (self.parent >= own).any():
+            raise ValueError("every node's parent must be an earlier row: a head or a node listed before it")
+
+    @property
+    def nodes(self) -> int:
+        """M."""
+        return len(self.parent)
+
+    @property
+    def rows(self) -> int:
+        """R = B + M."""
+        return self.heads + len(self.parent)
+
+    @cached_property
+    def depth(self) -> np.ndarray:  # [R]
+        """Edges between each row and its head; heads have depth 0."""
+        depth = np.zeros(self.rows, dtype=np.int64)
+        for row, parent in enumerate(self.parent, start=self.heads):
+            depth[row] = depth[parent] + 1
+        return depth
+
+    @cached_property
+    def root(self) -> np.ndarray:  # [R]
+        """The head above each row."""
+        root = np.arange(self.rows)
+        for row, parent in enumerate(self.parent, start=self.heads):
+            root[row] = root[parent]
+        return root
+
+    @cached_property
+    def rank(self) -> np.ndarray:  # [M]
+        """Each node's place among its siblings, in the order drawn, from 0."""
+        seen = np.zeros(self.rows, dtype=np.int64)
+        rank = np.zeros(self.nodes, dtype=np.int64)
+        for node, parent in enumerate(self.parent):
+            rank[node] = seen[parent]
+            seen[parent] += 1
+        return rank
+
+    @cached_property
+    def children(self) -> list[np.ndarray]:
+        """For each row the rows of its children, in the order drawn."""
+        lists: list[list[int]] = [[] for _ in range(self.rows)]
+        for row, parent in enumerate(self.parent, start=self.heads):
+            lists[parent].append(row)
+        return [np.array(rows, dtype=np.int64) for rows in lists]
+
+    @cached_property
+    def trees(self) -> list[np.ndarray]:
+        """For each head the rows of its tree: the head, then its nodes in order."""
+        if self.heads == 1:
+            return [np.arange(self.rows)]
+        return [np.flatnonzero(self.root == head) for head in range(self.heads)]
+
+    @cached_property
+    def ancestors(self) -> np.ndarray:  # [R, R]
+        """``ancestors[r, a]``: a lies on the path from r's head to r, both ends included."""
+        above = np.eye(self.rows, dtype=bool)
+        for row, parent in enumerate(self.parent, start=self.heads):
+            above[row] |= above[parent]
+        return above
+
+    def path(self, row: int) -> list[int]:
+        """The rows from the head (left out) down to ``row`` (included); empty for a head."""
+        path = []
+        while row >= self.heads:
+            path.append(row)
+            row = int(self.parent[row - self.heads])
+        return path[::-1]
+
+    def ranks(self, row: int) -> tuple[int, ...]:
+        """The path to ``row`` written as child ranks, as published tree choices write it."""
+        return tuple(int(self.rank[r - self.heads]) for r in self.path(row))
+
+    def keep(self, rows: np.ndarray) -> tuple[Shape, np.ndarray]:
+        """The shape left when only the nodes marked in ``rows`` ``[R]`` and having all ancestors marked stay.
+
+        Returns the shape and the kept nodes' old numbers ``[M']``. Heads always stay.
+        """
+        marked = rows.copy()
+        marked[: self.heads] = True
+        for row, parent in enumerate(self.parent, start=self.heads):
+            marked[row] &= marked[parent]
+        new_row = np.cumsum(marked) - 1
+        kept = np.flatnonzero(marked[self.heads :])
+        return Shape(self.heads, new_row[self.parent[kept]]), kept
+
+
+@lru_cache(maxsize=256)
+def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
+    """The one-tree shape whose nodes are given as paths of child ranks, e.g. ``((0,), (1,), (0, 0))``.
+
+    Nodes are ordered breadth first, siblings by rank.
+
+    Raises:
+        ValueError: a node whose parent or earlier sibling is missing, an empty or a repeated path.
+    """
+    paths = sorted(set(choices), key=lambda path: (len(path), path))
+    if len(paths) != len(choices) or not all(paths):
+        raise ValueError("tree choices must be distinct and not empty")
+    row = {(): 0} | {path: number for number, path in enumerate(paths, start=1)}
+    for path in paths:
+        if path[:-1] not in row:
+            raise ValueError(f"tree choice {list(path)} has no parent {list(path[:-1])}")
+        if path[-1] < 0 or (path[-1] > 0 and (*path[:-1], path[-1] - 1) not in row):
+            raise ValueError(f"tree choice {list(path)} has no earlier sibling of rank {path[-1] - 1}")
+    return Shape(1, np.array([row[path[:-1]] for path in paths], dtype=np.int64))
+
+
+@lru_cache(maxsize=256)
+def chain(length: int) -> Shape:
+    """One path of ``length`` nodes below one head; ``chain(0)`` drafts nothing."""
+    return Shape(1, np.arange(length, dtype=np.int64))
+
+
+@lru_cache(maxsize=256)
+def forest(trees: tuple[Shape, ...]) -> Shape:
+    """Several one-tree shapes side by side: head b is the head of ``trees[b]``, nodes tree by tree."""
+    if len(trees) == 1:
+        return trees[0]
+    heads, parents, nodes = len(trees), [], 0
+    for head, one in enumerate(trees):
+        parents.append(np.where(one.parent == 0, head, one.parent - 1 + heads + nodes))
+        nodes += one.nodes
+    return Shape(heads, np.concatenate(parents).astype(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A forest with its tokens, and the laws they were drawn from.
+
+    Args:
+        shape: the forest.
+        token: ``[M]`` int64, on the target's device.
+        drawn: how siblings were drawn. ``point`` needs no ``q``.
+        q: ``[E, V]`` float, the law at each expanded parent *before* anything was drawn there; rows sum to 1.
+        q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was drawn.
+    """
+
+    shape: Shape
+    token: Tensor  # [M]
+    drawn: Drawn = "point"
+    q: Tensor | None = None  # [E, V]
+    q_row: np.ndarray | None = None  # [R]
+
+    def __post_init__(self) -> None:
+        if len(self.token) != self.shape.nodes:
+            raise ValueError(f"{len(self.token)} tokens for {self.shape.nodes} nodes")
+        if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
+            raise ValueError("a draft drawn 'iid' or 'without' carries q and q_row, one drawn 'point' neither")
+
+    def parents_q(self, nodes: np.ndarray) -> Tensor:
+        """``[n, V]``: the law at the parents of ``nodes``, before anything was drawn there."""
+        assert self.q is not None and self.q_row is not None
+        return self.q[torch.from_numpy(self.q_row[self.shape.parent[nodes]])]
+
+    def cut(self, depth: Sequence[int]) -> Draft:
+        """The draft without nodes deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
+        shape = self.shape
+        allowed = shape.depth <= np.asarray(depth)[shape.root]
+        if allowed.all():
+            return self
+        smaller, kept = shape.keep(allowed)
+        q_row = None
+        if self.q_row is not None:
+            q_row = np.concatenate([self.q_row[: shape.heads], self.q_row[shape.heads :][kept]])
+        return Draft(smaller, self.token[torch.from_numpy(kept)], self.drawn, self.q, q_row)
+
+
+def empty(heads: int, device: torch.device | str = "cpu") -> Draft:
+    """The draft of the null proposer: heads and no nodes."""
+    return Draft(forest((chain(0),) * heads), torch.empty(0, dtype=torch.long, device=device))

@@ -1,0 +1,224 @@
+"""Laws: from logits to the law that is sampled, and the one seam through which anything is ever chosen.
+
+The same ``law`` warps the target, a draft model and the autoregressive baseline, once, in this order:
+repetition penalty, constraint mask, temperature, top-k, top-p, min-p (the order of transformers, the mask before the
+temperature). Temperature 0 is the one-hot law of the arg max.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of one request.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens (and ties of the k-th); 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens with mass >= top_p; 1 keeps all.
+        min_p: keep tokens with at least min_p times the mass of the likeliest; 0 keeps all.
+        repetition_penalty: positive logits of tokens seen before (prompt included) are divided by it, negative ones
+            multiplied (CTRL, 1909.05858); 1 does nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            whole = name == "top_k"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"sampling.{name} must be {kind}, not {value!r}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"sampling.temperature must be 0 or more, not {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k must be 0 (off) or more, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p must lie in (0, 1], not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"sampling.min_p must lie in [0, 1], not {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"sampling.repetition_penalty must be above 0, not {self.repetition_penalty}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def law(
+    logits: Tensor,  # [R, V]
+    sampling: Sequence[Sampling],  # [R], or one for all rows
+    seen: Tensor | None = None,  # [R, V] bool
+    mask: Tensor | None = None,  # [R, V] bool
+) -> Tensor:
+    """The law sampled at each row, ``[R, V]`` float32 (float64 for float64 logits); rows sum to 1.
+
+    Args:
+        logits: raw logits, finite.
+        sampling: parameters of each row; a single one serves all rows.
+        seen: tokens that occur in the row's history; needed where a repetition penalty is set.
+        mask: tokens that a constraint allows. A row that allows none is dead: its law is all zero, never NaN.
+    """
+    rows = list(sampling) if len(sampling) > 1 else [sampling[0]] * len(logits)
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if any(s.repetition_penalty != 1 for s in rows):
+        if seen is None:
+            raise ValueError("a repetition penalty needs the tokens seen before")
+        penalty = _column([s.repetition_penalty for s in rows], x)
+        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    if mask is not None:
+        x = x.masked_fill(~mask, -torch.inf)
+    if all(s.temperature == 0 for s in rows):
+        p = one_hot(argmax(x), x)
+    else:
+        cold = torch.tensor([s.temperature == 0 for s in rows], device=x.device)
+        p = _softmax(x, rows)
+        if any(s.truncates for s in rows):
+            p = _truncate(p, rows)
+        if cold.any():
+            p[cold] = one_hot(argmax(x[cold]), x[cold])
+    if mask is not None:
+        p = torch.where(mask.any(-1, keepdim=True), p, torch.zeros((), dtype=p.dtype, device=p.device))
+    return p
+
+
+def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
+    """Arg max of each row, the first of equals. On the CPU NumPy's is ten times faster than torch's."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(x.numpy().argmax(-1))
+    return x.argmax(-1)
+
+
+def one_hot(token: Tensor, like: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
+    """The law that gives ``token`` with certainty."""
+    return torch.zeros_like(like).scatter_(-1, token[:, None], 1.0)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:  # [R, 1]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _softmax(x: Tensor, rows: list[Sampling]) -> Tensor:
+    temperatures = {s.temperature or 1.0 for s in rows}
+    if len(temperatures) > 1:
+        x = x / _column([s.temperature or 1.0 for s in rows], x)
+    elif temperatures != {1.0}:
+        x = x / temperatures.pop()
+    # A dead row is all -inf; it is zeroed by the caller.
+    return torch.softmax(x, -1).nan_to_num_(0.0) if torch.isneginf(x[:, 0]).any() else torch.softmax(x, -1)
+
+
+def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p; renormalised."""
+    if any(s.top_k for s in rows):
+        k = torch.tensor([min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows], device=p.device)
+        kth = p.topk(int(k.max()), -1).values.gather(-1, (k - 1)[:, None])
+        p = torch.where(p >= kth, p, 0.0)
+        p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    if any(s.top_p < 1 for s in rows):
+        ordered, order = p.sort(-1, descending=True, stable=True)
+        before = ordered.double().cumsum(-1) - ordered.double()
+        ordered = torch.where(before < _column([s.top_p for s in rows], before), ordered, 0.0)
+        full = torch.tensor([s.top_p >= 1 for s in rows], device=p.device)[:, None]
+        p = torch.where(full, p, torch.zeros_like(p).scatter_(-1, order, ordered))
+        p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    if any(s.min_p > 0 for s in rows):
+        p = torch.where(p >= _column([s.min_p for s in rows], p) * p.amax(-1, keepdim=True), p, 0.0)
+    return p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+
+
+class Purpose(IntEnum):
+    """What a choice is for. Two choices of one request in one round never share a purpose and an index."""
+
+    STOP = 0
+    EMIT = 1
+    DRAFT = 2
+
+
+class Key(NamedTuple):
+    """Names one random choice for ever: the same key under the same seed is the same uniform."""
+
+    request: int
+    branch: int
+    round: int
+    purpose: int
+    index: int = 0
+
+
+class Draws(Protocol):
+    """The one seam through which anything is chosen: it can be sampled, enumerated or replayed."""
+
+    def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+        """One index per row of ``weights`` ``[n, V]`` (not negative, some positive), as int64 ``[n]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class CounterDraws:
+    """Samples by inverse law from uniforms that are a pure function of (seed, key).
+
+    Nothing is carried along, so runs resume and forks pair exactly, and batch mates cannot matter.
+    """
+
+    seed: int
+
+    def uniform(self, key: Key) -> float:
+        """One double in [0, 1), all 53 bits random."""
+        secret = struct.pack("<q", self.seed)
+        digest = blake2b(struct.pack("<5q", *key), digest_size=8, key=secret).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.pick``."""
+        return invert(weights, np.array([self.uniform(key) for key in keys]))
+
+
+def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]
+    """The inverse law: the first index whose cumulated weight exceeds ``uniform`` times the total.
+
+    Sums run in float64: float32 sums over a large vocabulary lose the tail. An index of weight zero is never returned.
+
+    Raises:
+        ValueError: a row of weights whose sum is zero or not finite.
+    """
+    if isinstance(weights, Tensor):
+        if weights.device.type != "cpu":
+            return _invert_on_device(weights, uniform)
+        weights = weights.numpy()
+    total = np.cumsum(weights, axis=-1, dtype=np.float64)
+    _check_totals(total[:, -1])
+    chosen = [np.searchsorted(row, u * row[-1], side="right") for row, u in zip(total, uniform, strict=True)]
+    # u * total can round up to the total itself; the last index with weight is then meant.
+    last = [int(np.searchsorted(row, row[-1], side="left")) for row in total]
+    return np.minimum(np.array(chosen, dtype=np.int64), np.array(last, dtype=np.int64))
+
+
+def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:
+    total = weights.double().cumsum(-1)
+    _check_totals(total[:, -1].cpu().numpy())
+    u = torch.from_numpy(uniform).to(weights.device)[:, None]
+    chosen = torch.searchsorted(total, u * total[:, -1:], right=True)
+    last = torch.searchsorted(total, total[:, -1:].contiguous(), right=False)
+    return torch.minimum(chosen, last)[:, 0].cpu().numpy()
+
+
+def _check_totals(totals: np.ndarray) -> None:
+    if not (np.isfinite(totals) & (totals > 0)).all():
+        raise ValueError(f"a law to sample from has total mass {totals.tolist()}; it must be finite and positive")

@@ -1,0 +1,94 @@
+"""What every verifier returns, and the one function that samples it.
+
+A verifier is a law, not a procedure. Given the draft and the target's law p it says, for every row of the forest, the
+probability that the accepted path ends there (``stop``), and for the rows asked about the law of the one token emitted
+there (``residual``). So the exact expected acceptance of each step is known without sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.draft import Draft, Drawn, Shape
+from spec_lab.law import Draws, Key, Purpose
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """The law of one step.
+
+    Args:
+        stop: ``[R]`` float64, the probability that the accepted path ends at each row; sums to 1 over each tree.
+        residual: maps rows ``[n]`` to the law of the token emitted when the path ends there, ``[n, V]``. Rows of the
+            result need not sum to 1; they have positive mass wherever ``stop`` is positive.
+    """
+
+    stop: np.ndarray  # [R]
+    residual: Callable[[np.ndarray], Tensor]
+
+    def expected_accepted(self, shape: Shape) -> np.ndarray:  # [B]
+        """Expected number of drafted tokens accepted in each tree, given the draft. Exact."""
+        weighted = self.stop * shape.depth
+        return np.bincount(shape.root, weights=weighted, minlength=shape.heads)
+
+
+class Verifier(Protocol):
+    """A pure function of (draft, p), vectorised over the forest, at least in float32.
+
+    Attributes:
+        name: as in configs and records.
+        accepts: the ways of drawing for which it is correct; any other draft is refused when the run is composed.
+        lossless: whether the output has the target's law.
+    """
+
+    name: str
+    accepts: frozenset[Drawn]
+    lossless: bool
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """The law of one step for target law ``p`` ``[R, V]``."""
+        ...
+
+
+def check_pair(proposer: str, drawn: Drawn, verifier: Verifier) -> None:
+    """Refuse a proposer whose way of drawing the verifier cannot judge.
+
+    Raises:
+        ValueError: the pair is incompatible; names both and what would fit.
+    """
+    if drawn not in verifier.accepts:
+        fits = ", ".join(sorted(verifier.accepts))
+        raise ValueError(
+            f"verifier '{verifier.name}' judges drafts drawn {fits}; proposer '{proposer}' draws '{drawn}'. "
+            f"Choose another verifier, or let the proposer draw one of: {fits}."
+        )
+
+
+def choose(
+    verdict: Verdict, shape: Shape, draws: Draws, who: Sequence[tuple[int, int, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sample one step: where each accepted path ends, and the token emitted there.
+
+    Args:
+        who: (request, branch, round) of each tree, which key its choices.
+
+    Returns:
+        row ``[B]`` and token ``[B]``, int64.
+    """
+    row = np.empty(shape.heads, dtype=np.int64)
+    for head, rows in enumerate(shape.trees):
+        where = draws.pick(verdict.stop[rows][None], [Key(*who[head], Purpose.STOP)])
+        row[head] = rows[where[0]]
+    token = draws.pick(verdict.residual(row), [Key(*one, Purpose.EMIT) for one in who])
+    return row, token
+
+
+def gather(p: Tensor, shape: Shape, token: Tensor) -> np.ndarray:  # [M]
+    """p(token | parent) of every node, float64 on the host."""
+    return p[torch.from_numpy(shape.parent).to(p.device), token].double().cpu().numpy()
