@@ -92,6 +92,14 @@ class Shape:
         return [np.flatnonzero(self.root == head) for head in range(self.heads)]
 
     @cached_property
+    def places(self) -> np.ndarray:  # [R]
+        """Each node's number within its own tree, from 0; heads have -1."""
+        places = np.empty(self.rows, dtype=np.int64)
+        for rows in self.trees:
+            places[rows] = np.arange(-1, len(rows) - 1)
+        return places
+
+    @cached_property
     def ancestors(self) -> np.ndarray:  # [R, R]
         """``ancestors[r, a]``: a lies on the path from r's head to r, both ends included."""
         above = np.eye(self.rows, dtype=bool)

@@ -1,0 +1,214 @@
+"""Keys and values as cells in spans. Bookkeeping moves; keys and values never do.
+
+Each request owns one span of cells; its forks share the span and their common prefix. A cell holds one token's key and
+value in every layer and, when heads want it, its hidden state. Which cells make up a sequence, and in which order, is
+a ``Path``: accepting, rejecting, forking and backtracking only edit paths and reference counts. A cell that somebody
+refers to is never handed out again, so nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GRAIN = 256  # cells; spans grow to multiples of it
+
+
+class SpanFull(RuntimeError):
+    """A span cannot grow beyond its limit."""
+
+
+class Path:
+    """The cells of one sequence, ordered by position: cell ``slots[i]`` holds the token at position i."""
+
+    def __init__(self, span: int, slots: np.ndarray, bias: np.ndarray) -> None:
+        self.span = span
+        self._slots = slots  # [>= length], the rest unused
+        self._length = 0
+        self._bias = bias  # [>= extent] float32
+        self.extent = 0  # one past the highest own cell
+        self.open = True
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def slots(self) -> np.ndarray:  # [length]
+        """Cell numbers in order of position. A view."""
+        return self._slots[: self._length]
+
+    def bias(self, extent: int) -> np.ndarray:  # [extent]
+        """What a later token adds to its scores of the span's first cells: 0 at own cells, -inf elsewhere. A view."""
+        if extent > len(self._bias):
+            more = np.full(extent + GRAIN - len(self._bias), -np.inf, dtype=np.float32)
+            self._bias = np.concatenate([self._bias, more])
+        return self._bias[:extent]
+
+
+class Cells:
+    """The store: per layer ``keys`` and ``values`` ``[spans, heads, cells, dim]``, allocated when first written.
+
+    Args:
+        limit: most cells of one span; None for no limit.
+
+    When heads want them, cells also hold hidden states, ``hidden`` ``[spans, cells, width]``.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.hidden: Tensor | None = None
+        self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
+        self._users: list[int] = []  # open paths of each span
+
+    @property
+    def spans(self) -> int:
+        """S, allocated spans."""
+        return self.references.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """C, allocated cells of each span."""
+        return self.references.shape[1]
+
+    # Paths ---------------------------------------------------------------------------------------------------------
+
+    def open(self, reserve: int = GRAIN) -> Path:
+        """A new, empty path in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
+
+        Raises:
+            SpanFull: ``reserve`` exceeds the limit.
+        """
+        span = next((number for number, users in enumerate(self._users) if users == 0), self.spans)
+        if span == self.spans or reserve > self.capacity:
+            self._grow(max(self.spans, span + 1), max(reserve, self.capacity, 1))
+        self._users[span] += 1
+        return Path(span, np.empty(self.capacity, dtype=np.int64), np.full(self.capacity, -np.inf, dtype=np.float32))
+
+    def take(self, path: Path, count: int) -> np.ndarray:
+        """``count`` cells of the path's span that nobody uses, lowest first. They are held until kept or dropped.
+
+        Raises:
+            SpanFull: the span would have to grow beyond its limit.
+        """
+        used = self.references[path.span]
+        free = np.flatnonzero(used == 0)[:count]
+        if len(free) < count:
+            self._grow(self.spans, self.capacity + count - len(free))
+            free = np.flatnonzero(self.references[path.span] == 0)[:count]
+        self.references[path.span, free] = 1
+        return free
+
+    def keep(self, path: Path, slots: np.ndarray) -> None:
+        """Append held cells to the path: their tokens are committed."""
+        end = len(path) + len(slots)
+        if end > len(path._slots):
+            path._slots = np.concatenate([path._slots, np.empty(max(self.capacity, end), dtype=np.int64)])
+        path._slots[len(path) : end] = slots
+        path._length = end
+        if len(slots):
+            path.extent = max(path.extent, int(slots.max()) + 1)
+            path.bias(path.extent)[slots] = 0.0
+
+    def drop(self, path: Path, slots: np.ndarray) -> None:
+        """Give up held cells: their tokens were rejected."""
+        self.references[path.span, slots] -= 1
+
+    def backtrack(self, path: Path, length: int) -> None:
+        """Shorten the path to its first ``length`` cells."""
+        if not 0 <= length <= len(path):
+            raise ValueError(f"cannot shorten a path of {len(path)} cells to {length}")
+        gone = path.slots[length:]
+        self.references[path.span, gone] -= 1
+        path.bias(path.extent)[gone] = -np.inf
+        path._length = length
+        path.extent = int(path.slots.max()) + 1 if length else 0
+
+    def fork(self, path: Path) -> Path:
+        """A second path over the same cells, which it shares."""
+        self.references[path.span, path.slots] += 1
+        self._users[path.span] += 1
+        twin = Path(path.span, path._slots.copy(), path._bias.copy())
+        twin._length, twin.extent = len(path), path.extent
+        return twin
+
+    def close(self, path: Path) -> None:
+        """Give up the path and all its cells. Its span is free once every fork is closed."""
+        if path.open:
+            self.backtrack(path, 0)
+            self._users[path.span] -= 1
+            path.open = False
+
+    def scrub(self, span: int) -> None:
+        """Zero a span. NaN in a dead cell would outlive its mask (0 x NaN), so a poisoned span is wiped before reuse."""
+        for store in (*self.keys, *self.values, *([self.hidden] if self.hidden is not None else [])):
+            store[span].zero_()
+
+    # Contents ------------------------------------------------------------------------------------------------------
+
+    def write(self, layer: int, key: Tensor, value: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
+        """Write a packed layer's new keys and values ``[heads, N, dim]`` into their cells.
+
+        Args:
+            places: for each piece of the pack (span, first row, last row + 1, cells).
+        """
+        while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
+            self.keys.append(self._new(key))
+            self.values.append(self._new(value))
+        keys, values = self.keys[layer], self.values[layer]
+        for span, start, stop, cells in places:
+            if isinstance(cells, slice):
+                keys[span, :, cells] = key[:, start:stop]
+                values[span, :, cells] = value[:, start:stop]
+            else:
+                keys[span].index_copy_(1, cells, key[:, start:stop])
+                values[span].index_copy_(1, cells, value[:, start:stop])
+
+    def write_hidden(self, hidden: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
+        """Write the pack's hidden states ``[N, width]`` into their cells."""
+        if self.hidden is None:
+            self.hidden = hidden.new_zeros(self.spans, self.capacity, hidden.shape[-1])
+        for span, start, stop, cells in places:
+            self.hidden[span, cells] = hidden[start:stop]
+
+    def last_hidden(self, path: Path) -> Tensor:
+        """``[width]``: the hidden state of the path's last cell."""
+        if self.hidden is None or not len(path):
+            raise ValueError("no hidden state is kept for this path")
+        return self.hidden[path.span, path.slots[-1]]
+
+    def _new(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self.spans, like.shape[0], self.capacity, like.shape[-1])
+
+    def _grow(self, spans: int, capacity: int) -> None:
+        if self.limit is not None and capacity > self.limit:
+            raise SpanFull(
+                f"a request needs {capacity} cells, its span is limited to {self.limit}: "
+                "shorten the prompt, ask for fewer new tokens or draft smaller trees"
+            )
+        rounded = -(-capacity // GRAIN) * GRAIN
+        capacity = max(self.capacity, rounded if self.limit is None else min(rounded, self.limit))
+        old_spans, old_capacity = self.references.shape
+
+        def larger(store: Tensor) -> Tensor:
+            new = store.new_zeros(spans, *store.shape[1:-2], capacity, store.shape[-1])
+            new[:old_spans, ..., :old_capacity, :] = store
+            return new
+
+        self.keys = [larger(store) for store in self.keys]
+        self.values = [larger(store) for store in self.values]
+        self.hidden = None if self.hidden is None else larger(self.hidden)
+        references = np.zeros((spans, capacity), dtype=np.int32)
+        references[:old_spans, :old_capacity] = self.references
+        self.references = references
+        self._users += [0] * (spans - old_spans)
+
+
+def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:
+    """The cheapest index for ``slots``: a slice where they are consecutive."""
+    first, count = int(slots[0]), len(slots)
+    if int(slots[-1]) - first == count - 1 and (np.diff(slots) == 1).all():
+        return slice(first, first + count)
+    return torch.from_numpy(slots).to(device)

@@ -1,0 +1,193 @@
+"""The decode loop. There is only this one: prefill, chains, trees, batches and the baseline all run through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.batch import Batch, Committed, Request, commit
+from spec_lab.batch import Sequence as Live
+from spec_lab.cells import Path
+from spec_lab.clock import Clock, Mark
+from spec_lab.draft import Draft
+from spec_lab.law import Draws, Sampling, law
+from spec_lab.propose.proposer import Proposer
+from spec_lab.target import Target
+from spec_lab.verify import Verifier, check_pair, choose
+
+PHASES = ("propose", "target", "law", "verify", "commit")
+"""What a round's time is split into, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One forward of the batch and what came of it.
+
+    Args:
+        sequences: those that took part.
+        draft: what was proposed.
+        expected: ``[B]`` expected accepted tokens given the draft, exact.
+        committed: what each sequence got.
+        context: each sequence's tokens when the round began.
+        pending: tokens each sequence had pending.
+        prefill: whether each sequence's pending tokens were its prompt.
+        attended: cells attended.
+        marks: the moments between phases, ``len(PHASES) + 1`` of them.
+        target_marks: start and end of the target's module calls; ``proposer_marks`` of the draft's or heads'.
+    """
+
+    sequences: list[Live]
+    draft: Draft
+    expected: np.ndarray
+    committed: list[Committed]
+    context: list[int]
+    pending: list[int]
+    prefill: list[bool]
+    attended: int
+    marks: list[Mark]
+    target_marks: list[tuple[Mark, Mark]]
+    proposer_marks: list[tuple[Mark, Mark]]
+
+    def seconds(self, clock: Clock) -> dict[str, float]:
+        """Seconds of each phase; of the module calls inside propose and target; of the whole."""
+        bounds = zip(PHASES, self.marks, self.marks[1:], strict=False)
+        seconds = {phase: clock.seconds(start, end) for phase, start, end in bounds}
+        seconds["target_forward"] = sum(clock.seconds(*pair) for pair in self.target_marks)
+        seconds["propose_forward"] = sum(clock.seconds(*pair) for pair in self.proposer_marks)
+        seconds["whole"] = clock.seconds(self.marks[0], self.marks[-1])
+        return seconds
+
+
+@dataclass(eq=False)
+class Group:
+    """Requests decoded together. Iterate it to decode; afterwards ``sequences`` holds every result.
+
+    Args:
+        target: verifies.
+        proposer: drafts; the null proposer makes this the autoregressive baseline.
+        verifier: decides.
+        requests: decoded as one batch until each has finished.
+        draws: where every random choice comes from.
+
+    Raises:
+        ValueError: a verifier that cannot judge what the proposer draws, or a prompt that fills the context.
+    """
+
+    target: Target
+    proposer: Proposer
+    verifier: Verifier
+    requests: Sequence[Request]
+    draws: Draws
+    sequences: list[Live] = field(init=False)
+    errors: dict[str, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_pair(self.proposer.name, self.proposer.drawn, self.verifier)
+        for request in self.requests:
+            if len(request.tokens) >= self.target.context:
+                raise ValueError(
+                    f"prompt '{request.name}' has {len(request.tokens)} tokens; the context holds "
+                    f"{self.target.context}, one of them to be emitted: shorten the prompt"
+                )
+
+    @torch.inference_mode()
+    def __iter__(self) -> Iterator[Round]:
+        """Decode; one round per forward."""
+        self.sequences = [Live(request, self._open(request), list(request.tokens)) for request in self.requests]
+        batch = Batch(self.target, list(self.sequences), self.draws)
+        self.target.lm.keep_hidden(self.proposer.wants_hidden)
+        try:
+            while batch.sequences:
+                done = self._round(batch)
+                self._retire(batch)
+                yield done
+        finally:  # an abandoned or failing group gives its cells back as well
+            for sequence in batch.sequences:
+                self._close(sequence)
+
+    def _round(self, batch: Batch) -> Round:
+        lm, clock = self.target.lm, self.target.lm.clock
+        sequences = list(batch.sequences)
+        pending = [s.pending for s in sequences]
+        before = [(len(s.tokens), len(tokens), s.round == 0) for s, tokens in zip(sequences, pending, strict=True)]
+        batch.broken.clear()
+
+        marks = [clock.mark()]
+        draft = self.proposer.propose(batch).cut(batch.room())
+        marks.append(clock.mark())
+        output = lm.forward([s.path for s in sequences], pending, draft)
+        marks.append(clock.mark())
+        p = law(_finite(batch, draft, output.logits), *_warp(batch, draft))
+        marks.append(clock.mark())
+        verdict = self.verifier(draft, p)
+        row, token = choose(verdict, draft.shape, self.draws, [s.who for s in sequences])
+        expected = verdict.expected_accepted(draft.shape)
+        marks.append(clock.mark())
+        committed = commit(batch, draft, output.slots, row, token)
+        marks.append(clock.mark())
+
+        for head, why in batch.broken.items():
+            sequence = sequences[head]
+            self.errors[sequence.request.name] = (
+                f"request '{sequence.request.name}', step {sequence.round}: {why}; "
+                f"it ends with the {len(sequence.emitted)} tokens emitted so far"
+            )
+        return Round(
+            sequences, draft, expected, committed, *map(list, zip(*before, strict=True)), output.attended,
+            marks, output.marks, self.proposer.take_marks(),
+        )  # fmt: skip
+
+    def _open(self, request: Request) -> Path:
+        return self.target.lm.cells.open(len(request.tokens) + request.max_new_tokens + self.proposer.nodes)
+
+    def _close(self, sequence: Live) -> None:
+        cells = self.target.lm.cells
+        self.proposer.close(sequence)
+        cells.close(sequence.path)
+        if sequence.finish == "nan":
+            cells.scrub(sequence.path.span)
+
+    def _retire(self, batch: Batch) -> None:
+        for sequence in batch.sequences:
+            if sequence.finish is not None:
+                self._close(sequence)
+        batch.sequences = [s for s in batch.sequences if s.finish is None]
+
+
+def _finite(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
+    """The logits; where a tree's are NaN or infinite, the tree is marked broken and its rows made harmless."""
+    sums = logits.sum(-1, dtype=torch.float32)
+    if torch.isfinite(sums).all():
+        return logits
+    bad = ~torch.isfinite(logits).all(-1).cpu()
+    for head in set(draft.shape.root[bad.numpy()].tolist()):
+        batch.broken[head] = "the target's logits are NaN or infinite"
+    return logits.masked_fill(bad.to(logits.device)[:, None], 0.0)
+
+
+def _warp(batch: Batch, draft: Draft) -> tuple[list[Sampling], Tensor | None]:
+    """Sampling parameters (one for all rows where they agree) and, for a repetition penalty, each row's history."""
+    each = [s.request.sampling for s in batch.sequences]
+    if all(s == each[0] for s in each[1:]):
+        each = each[:1]
+    else:
+        each = [each[head] for head in draft.shape.root]
+    seen = history(batch, draft) if any(s.repetition_penalty != 1 for s in each) else None
+    return each, seen
+
+
+def history(batch: Batch, draft: Draft) -> Tensor:
+    """``[R, V]`` bool: the tokens that occur before the one sampled at each row, along its own path."""
+    shape = draft.shape
+    seen = torch.zeros(shape.rows, batch.target.vocabulary, dtype=torch.bool)
+    for head, sequence in enumerate(batch.sequences):
+        seen[head, sequence.tokens] = True
+    token = draft.token.tolist()
+    for row in range(shape.heads, shape.rows):
+        seen[row] = seen[shape.parent[row - shape.heads]]
+        seen[row, token[row - shape.heads]] = True
+    return seen.to(batch.device)

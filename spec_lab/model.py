@@ -1,0 +1,331 @@
+"""Any full-attention causal LM of transformers, run over forests of tokens.
+
+Linear layers run packed over all new tokens of all sequences; attention runs span by span over views of the cells,
+through one function registered with transformers' ``AttentionInterface``. transformers hands each layer's new keys and
+values to the object in its cache's place (``Pack``), which writes them into their cells and passes itself on to the
+attention function. A dense mask over the whole pack (``attention="dense"``) is the slow twin that tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from spec_lab.cells import Cells, Path, as_index
+from spec_lab.clock import Clock, Mark
+from spec_lab.draft import Draft, Shape
+
+SPANS = "spec_lab_spans"
+"""The name under which span-by-span attention is registered with transformers."""
+
+Attention = Literal["spans", "dense"]
+
+
+class Piece(NamedTuple):
+    """One sequence's rows of the pack."""
+
+    span: int
+    start: int  # first row of the pack
+    stop: int  # last row + 1
+    slots: slice | Tensor  # cells that receive the rows' keys and values
+    extent: int  # cells attended: the span's first ``extent``
+    mask: Tensor | None  # [rows, extent] additive; None: everything is visible, or causal
+    causal: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """What one forward needs to know about its cells. Stands where transformers expects a cache."""
+
+    cells: Cells
+    pieces: list[Piece]
+    dense: bool = False
+
+    is_compileable = False
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
+        self.cells.write(layer_idx, key[0], value[0], [piece[:4] for piece in self.pieces])
+        keys, values = self.cells.keys[layer_idx], self.cells.values[layer_idx]
+        if self.dense:  # [1, heads, S * C, dim]
+            return tuple(store.transpose(0, 1).flatten(1, 2)[None] for store in (keys, values))
+        return Layer(keys, values, self.pieces), values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions are always explicit."""
+        return 0
+
+
+class Layer(NamedTuple):
+    """One layer's cells, and the pieces to run over them."""
+
+    keys: Tensor  # [S, heads, C, dim]
+    values: Tensor
+    pieces: list[Piece]
+
+
+def span_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, N, dim]
+    key: Layer | Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each piece of the pack over its own span. Returns ``[1, N, heads, dim]``.
+
+    Query heads that share a key-value head are folded into the query's length, so no key is ever repeated.
+    """
+    if isinstance(key, Tensor):  # a forward without cells: plain causal attention
+        groups = query.shape[1] // key.shape[1]
+        plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+        return plain.transpose(1, 2), None
+    outputs = []
+    for piece in key.pieces:
+        keys, values = key.keys[piece.span, :, : piece.extent], key.values[piece.span, :, : piece.extent]
+        q, mask = query[0, :, piece.start : piece.stop], piece.mask
+        heads, rows, dim = q.shape
+        groups = heads // keys.shape[0]
+        causal = piece.causal
+        if groups > 1:
+            if causal:
+                mask = causal_bias(rows, q)
+                causal = False
+            q = q.reshape(heads // groups, groups * rows, dim)
+            mask = None if mask is None else mask.repeat(groups, 1)
+        out = scaled_dot_product_attention(
+            q[None], keys[None], values[None], attn_mask=mask, is_causal=causal, scale=scaling
+        )
+        outputs.append(out.view(heads, rows, -1).transpose(0, 1) if groups > 1 else out[0].transpose(0, 1))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+def causal_bias(rows: int, like: Tensor) -> Tensor:  # [rows, rows]
+    """The additive causal mask."""
+    return torch.full((rows, rows), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
+
+
+AttentionInterface.register(SPANS, span_attention)
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What one forward over a forest gives.
+
+    Args:
+        logits: ``[R, V]``, heads first, then nodes.
+        slots: for each tree the cells that its nodes hold until the caller keeps or drops them.
+        attended: cells attended in total.
+        marks: (start, end) of the module calls, on the model's clock.
+    """
+
+    logits: Tensor
+    slots: list[np.ndarray]
+    attended: int
+    marks: list[tuple[Mark, Mark]]
+
+
+class CausalLM:
+    """A causal LM with cells of its own.
+
+    Args:
+        model: a transformers model with a language-modelling head, in eval mode.
+        attention: span by span, or dense (the oracle, and the only way for models without ``AttentionInterface``).
+        limit: most cells of one span.
+        chunk: longest part of a prompt computed in one forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        attention: Attention = "spans",
+        limit: int | None = None,
+        chunk: int = 512,
+    ) -> None:
+        self.model: Any = model
+        self.attention = attention
+        wanted = SPANS if attention == "spans" else "sdpa"
+        if attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)():
+            self.model.set_attn_implementation(wanted)
+        if self.model.config._attn_implementation != wanted:
+            raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
+        self.chunk = chunk
+        self.cells = Cells(limit)
+        self.dtype: torch.dtype = self.model.dtype
+        self.device: torch.device = self.model.device
+        self.clock = Clock(self.device)
+        self._hidden: Tensor | None = None
+        self._hook: Any = None
+
+    def keep_hidden(self, wanted: bool) -> None:
+        """Whether cells also keep the hidden states that enter the language-modelling head."""
+        if wanted and self._hook is None:
+            self._hook = self.model.base_model.register_forward_hook(self._catch)
+        elif not wanted and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._hidden = output[0][0]  # [N, width]
+
+    @torch.inference_mode()
+    def forward(self, paths: Sequence[Path], pending: Sequence[Sequence[int]], draft: Draft) -> Output:
+        """Compute every sequence's pending tokens and the tree below each.
+
+        Pending tokens are committed, so their cells are appended to the paths; nodes' cells are only held.
+
+        Args:
+            paths: ``[B]`` what is already computed.
+            pending: ``[B]`` tokens that follow, at least one each.
+            draft: the forest below the last pending tokens.
+
+        Raises:
+            SpanFull: a span would outgrow its limit.
+        """
+        marks: list[tuple[Mark, Mark]] = []
+        rest = list(pending)
+        while any(len(tokens) > self.chunk for tokens in rest):
+            long = [b for b, tokens in enumerate(rest) if len(tokens) > self.chunk]
+            some = [rest[b][: self.chunk] for b in long]
+            self._run([paths[b] for b in long], some, None, marks)
+            for b in long:
+                rest[b] = rest[b][self.chunk :]
+        logits, slots, attended = self._run(paths, rest, draft, marks)
+        return Output(logits, slots, attended, marks)
+
+    def _run(
+        self, paths: Sequence[Path], pending: Sequence[Sequence[int]], draft: Draft | None, marks: list
+    ) -> tuple[Tensor, list[np.ndarray], int]:
+        shape = None if draft is None or not draft.shape.nodes else draft.shape
+        pieces, taken, positions, start = [], [], [], 0
+        for tree, (path, tokens) in enumerate(zip(paths, pending, strict=True)):
+            depth = _tree_depth(shape)[tree] if shape else _NO_DEPTH
+            count = len(tokens) + len(depth)
+            slots = self.cells.take(path, count)
+            taken.append(slots)
+            positions.append(_positions(len(path), len(tokens), depth))
+            pieces.append(self._piece(path, slots, start, len(tokens), shape, tree))
+            start += count
+        keep: Tensor | int
+        order, keep = _order([len(tokens) for tokens in pending], shape)
+        ids = torch.tensor([token for tokens in pending for token in tokens], dtype=torch.long, device=self.device)
+        if shape is not None and draft is not None:
+            ids = torch.cat([ids, draft.token])
+        if order is not None:
+            ids = ids[order]
+        if draft is None:  # a part of a prompt: only its cells are wanted
+            keep = 1
+        logits = self._call(ids, np.concatenate(positions), pieces, keep, marks)
+        node_slots = []
+        for path, tokens, slots in zip(paths, pending, taken, strict=True):
+            self.cells.keep(path, slots[: len(tokens)])
+            node_slots.append(slots[len(tokens) :])
+        return logits, node_slots, sum(piece.extent for piece in pieces)
+
+    def _piece(
+        self, path: Path, slots: np.ndarray, start: int, pending: int, shape: Shape | None, tree: int
+    ) -> Piece:
+        count = len(slots)
+        extent = max(path.extent, int(slots[-1]) + 1)
+        index = as_index(slots, self.device)
+        whole = extent == len(path) + count  # the span's first cells are this sequence and nobody else's
+        if whole and count == 1:
+            return Piece(path.span, start, start + 1, index, extent, None, False)
+        if whole and count == pending and not len(path) and self.attention == "spans":
+            return Piece(path.span, start, start + count, index, extent, None, True)
+        mask = np.empty((count, extent), dtype=np.float32)
+        mask[:] = path.bias(extent)
+        mask[:, slots] = _block(shape, tree, pending)
+        additive = torch.from_numpy(mask).to(self.device, self.dtype)
+        return Piece(path.span, start, start + count, index, extent, additive, False)
+
+    def _call(
+        self, ids: Tensor, positions: np.ndarray, pieces: list[Piece], keep: Tensor | int, marks: list
+    ) -> Tensor:
+        pack = Pack(self.cells, pieces, dense=self.attention == "dense")
+        mask = self._dense_mask(pieces, len(ids)) if pack.dense else None
+        where = torch.from_numpy(positions).to(self.device)[None]
+        start = self.clock.mark()
+        output = self.model(
+            input_ids=ids[None],
+            position_ids=where,
+            attention_mask=mask,
+            past_key_values=pack,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        marks.append((start, self.clock.mark()))
+        if self._hidden is not None:
+            self.cells.write_hidden(self._hidden, [piece[:4] for piece in pieces])
+            self._hidden = None
+        return output.logits[0]
+
+    def _dense_mask(self, pieces: list[Piece], rows: int) -> Tensor:  # [1, 1, N, S * C]
+        """One additive mask over the whole pack and the whole store: quadratic, plain, the oracle."""
+        store = torch.full((rows, self.cells.spans, self.cells.capacity), -torch.inf, dtype=self.dtype)
+        for piece in pieces:
+            visible = 0.0 if piece.mask is None else piece.mask.cpu()
+            store[piece.start : piece.stop, piece.span, : piece.extent] = visible
+        return store.flatten(1)[None, None].to(self.device)
+
+
+_NO_DEPTH = np.empty(0, dtype=np.int64)
+
+
+def _tree_depth(shape: Shape) -> list[np.ndarray]:
+    """The depths of each tree's nodes, in row order."""
+    return shape.__dict__.setdefault("_tree_depth", [shape.depth[rows[1:]] for rows in shape.trees])
+
+
+def _positions(length: int, pending: int, depth: np.ndarray) -> np.ndarray:
+    if pending == 1 and not len(depth):
+        return np.array([length], dtype=np.int64)
+    return np.concatenate([np.arange(length, length + pending), length + pending - 1 + depth])
+
+
+def _block(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
+    """Who sees whom among a tree's pending tokens and nodes, additive float32 ``[rows, rows]``."""
+    if shape is None:
+        return np.triu(np.full((pending, pending), -np.inf, dtype=np.float32), 1)
+    blocks = shape.__dict__.setdefault("_blocks", {})
+    if (tree, pending) not in blocks:
+        rows = shape.trees[tree]
+        sees = shape.ancestors[np.ix_(rows, rows)]
+        whole = np.ones((pending - 1 + len(rows), pending - 1 + len(rows)), dtype=bool)
+        whole = np.tril(whole)
+        whole[pending - 1 :, pending - 1 :] = sees
+        block = np.where(whole, 0.0, -np.inf).astype(np.float32)
+        if pending > 1:
+            return block
+        blocks[tree, pending] = block
+    return blocks[tree, pending]
+
+
+def _order(pending: list[int], shape: Shape | None) -> tuple[Tensor | None, Tensor | int]:
+    """How to go from (all pending, then all nodes) to the pack, and from the pack to rows (heads, then nodes).
+
+    None, and 0 as transformers' ``logits_to_keep`` has it, stand for the identity.
+    """
+    heads = len(pending)
+    if shape is None:
+        if sum(pending) == heads:
+            return None, 0
+        return None, torch.from_numpy(np.cumsum(pending) - 1)
+    ends = np.cumsum(pending)
+    if heads == 1:
+        return None, 0 if pending[0] == 1 else torch.arange(pending[0] - 1, pending[0] + shape.nodes)
+    order, keep, packed = [], np.empty(shape.rows, dtype=np.int64), 0
+    for tree, rows in enumerate(shape.trees):
+        order.append(np.arange(ends[tree] - pending[tree], ends[tree]))
+        order.append(ends[-1] + rows[1:] - heads)
+        keep[rows] = packed + pending[tree] - 1 + np.arange(len(rows))
+        packed += pending[tree] - 1 + len(rows)
+    return torch.from_numpy(np.concatenate(order)), torch.from_numpy(keep)

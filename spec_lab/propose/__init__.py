@@ -1,0 +1,6 @@
+"""Proposers: who drafts. One file each; they know neither verifiers nor each other."""
+
+from spec_lab.propose.none import Null
+from spec_lab.propose.proposer import Proposer
+
+__all__ = ["Null", "Proposer"]

@@ -1,0 +1,37 @@
+"""What every proposer offers the decode loop."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from spec_lab.batch import Batch, Sequence
+from spec_lab.clock import Mark
+from spec_lab.draft import Draft, Drawn
+
+
+class Proposer(Protocol):
+    """Drafts a tree below each live sequence. It never sees the verifier.
+
+    Attributes:
+        name: as in configs and records.
+        drawn: how siblings are drawn; a verifier that cannot judge it is refused when the run is composed.
+        nodes: most nodes it drafts below one head.
+        wants_hidden: whether the target must keep hidden states.
+    """
+
+    name: str
+    drawn: Drawn
+    nodes: int
+    wants_hidden: bool
+
+    def propose(self, batch: Batch) -> Draft:
+        """A draft with one tree per live sequence, in order; a tree may be empty."""
+        ...
+
+    def close(self, sequence: Sequence) -> None:
+        """The sequence has ended: give back what is held for it."""
+        ...
+
+    def take_marks(self) -> list[tuple[Mark, Mark]]:
+        """(start, end) of the module calls since the last time asked."""
+        ...
