@@ -155,7 +155,7 @@ class CausalLM:
         wanted = SPANS if attention == "spans" else "sdpa"
         if attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)():
             self.model.set_attn_implementation(wanted)
-        if self.model.config._attn_implementation != wanted:
+        if attention == "spans" and self.model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
         self.cells = Cells(limit)
