@@ -140,6 +140,8 @@ class Cells:
             self.backtrack(path, 0)
             self._users[path.span] -= 1
             path.open = False
+            if not self._users[path.span]:  # cells held by a forward that failed go with the span
+                self.references[path.span] = 0
 
     def scrub(self, span: int) -> None:
         """Zero a span. NaN in a dead cell would outlive its mask (0 x NaN), so a poisoned span is wiped before reuse."""

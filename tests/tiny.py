@@ -1,0 +1,69 @@
+"""Tiny randomly initialised models, in float64 unless asked otherwise."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from spec_lab.model import Attention, CausalLM
+from spec_lab.target import Target
+
+VOCABULARY = 61
+CONTEXT = 256
+
+COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+GPT = dict(
+    vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": COMMON | dict(num_key_value_heads=2),
+    "qwen2": COMMON | dict(num_key_value_heads=2),
+    "qwen3": COMMON | dict(num_key_value_heads=2, head_dim=8),
+    "mistral": COMMON | dict(num_key_value_heads=2, sliding_window=None),
+    "gpt2": GPT,
+    "gpt_neox": COMMON,
+    "gpt_bigcode": GPT,
+    "phi": COMMON,
+    "phi3": COMMON | dict(sliding_window=None),
+    "opt": COMMON | dict(ffn_dim=48, word_embed_proj_dim=32, pad_token_id=1),
+    "stablelm": COMMON | dict(num_key_value_heads=2),
+    "gemma": COMMON | dict(num_key_value_heads=2, head_dim=8),
+    "olmo2": COMMON,
+    "cohere": COMMON,
+    "granite": COMMON,
+    "starcoder2": COMMON | dict(num_key_value_heads=2, sliding_window=None),
+    "biogpt": COMMON | dict(pad_token_id=1),
+}
+"""Families that take their attention from transformers' AttentionInterface."""
+
+DENSE_ONLY: dict[str, dict[str, Any]] = {
+    "falcon": COMMON | dict(alibi=False),
+    "gptj": GPT | dict(rotary_dim=4),
+}
+"""Families with attention of their own, which run under the dense mask only."""
+
+
+def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family; its logits are spread widely enough for arg maxes to be far apart."""
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(seed)
+    settings = (FAMILIES | DENSE_ONLY)[family] | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def tiny_target(
+    family: str = "llama", attention: Attention = "spans", chunk: int = 512, context: int = CONTEXT, **changes: Any
+) -> Target:
+    """A target around a tiny model; it has no tokenizer."""
+    model = tiny_model(family, **changes)
+    return Target(CausalLM(model, attention, chunk=chunk), None, f"tiny-{family}", context, "", 0.0)
