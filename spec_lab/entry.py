@@ -1,0 +1,101 @@
+"""The command line: the only place that knows Hydra. Below it there are typed objects, no configs.
+
+Everything heavy is imported inside the job, so that ``--cfg job`` and ``--help`` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, InstantiationException
+from hydra.experimental.callback import Callback
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+PACKAGE = Path(__file__).resolve().parent
+OmegaConf.register_new_resolver("zoo", lambda name: str(PACKAGE / "zoo" / name), replace=True)
+
+
+def conf() -> str:
+    """The folder of the configs: inside an installed package, beside the package in a checkout."""
+    for folder in (PACKAGE / "conf", PACKAGE.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"no conf/config.yaml in {PACKAGE} or beside it: install spec_lab again")
+
+
+class Refused(CompactHydraException):
+    """A run that cannot be: one line instead of a traceback (HYDRA_FULL_ERROR=1 shows it)."""
+
+
+class Door(Callback):
+    """Refuses an output directory that cannot be written, before Hydra itself trips over it."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Before a single run."""
+        check_writable(config.out)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Before a sweep."""
+        check_writable(config.out)
+
+
+def check_writable(out: Any) -> None:
+    """Leave with exit code 1 unless ``out`` can be made and written to."""
+    folder = Path(str(out)).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "is not writable" if existing.is_dir() else "is not a directory"
+        raise SystemExit(f"spec_lab: cannot write to out={out}: {existing} {why}; choose another out=DIR")
+
+
+def job(config: DictConfig) -> None:
+    """One run, as composed by Hydra."""
+    try:
+        code = start(config)
+    except (InstantiationException, ValueError, OSError, OmegaConfBaseException) as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+    if code:
+        sys.exit(code)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong in one line, with the part of the config where it did."""
+    if not isinstance(error, InstantiationException):
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    cause = error.__cause__ or error
+    where = str(error).rpartition("full_key: ")[2].split(".")[0] if "full_key: " in str(error) else ""
+    text = " ".join(str(cause).split())
+    return text if not where or text.startswith(where) else f"{where}: {text}"
+
+
+def start(config: DictConfig) -> int:
+    """Build what the config names, and run it. Returns the exit code."""
+    from spec_lab.run import Lab, Settings, run
+
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    settings = Settings(
+        out=Path(HydraConfig.get().runtime.output_dir),
+        **{name: resolved[name] for name in Settings.from_config()},
+    )
+    settings.apply_threads()
+    sampling = instantiate(config.sampling)
+    verifier = instantiate(config.verifier)
+    prompts = instantiate(config.prompts)
+    tracker = instantiate(config.tracker)
+    target = instantiate(config.target)
+    proposer = instantiate(config.proposer, target=target)
+    beside = {name: instantiate(one, target=target) for name, one in config.beside.items()}
+    peers = {name: instantiate(one, target=target, sampling=sampling) for name, one in config.peers.items()}
+    return run(Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers), settings, resolved)
+
+
+def main() -> None:
+    """The console script."""
+    hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
