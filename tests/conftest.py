@@ -1,4 +1,4 @@
-"""One thread per test process: tests run side by side, and tiny models are fastest so."""
+"""One thread per test process (tests run side by side, and tiny models are fastest so), fixed seeds, no network."""
 
 import os
 
@@ -6,3 +6,17 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("spec_lab", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("spec_lab")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_fixed_seed():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
