@@ -1,0 +1,274 @@
+"""Every published number, computed from the rows a run leaves behind, each under its own name.
+
+Published formulas differ, so there is no bare "acceptance rate" here. Conventions, the same throughout:
+
+- ``steps`` are one arm's decode steps (``decode_steps``): the prefill's forward and broken steps are left out.
+- Output is counted after cuts (``emitted_kept``), so nothing after a stop token or a limit counts; what describes the
+  acceptance law (survival, conditional, rates, expected_tau) is counted before cuts, as the law knows of none.
+- Tokens forced by a constraint are left out of every figure: they are certain and would inflate it.
+- The token emitted after the accepted ones (the bonus) is part of tau.
+
+A figure over nothing is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from spec_lab.record import Tables, load
+
+__all__ = ["Interval", "Tables", "load", "summarise"]
+
+PHASES = (
+    "propose_forward",
+    "propose_rest",
+    "mask_wait",
+    "target_forward",
+    "target_rest",
+    "law",
+    "verify",
+    "commit",
+    "between",
+)
+"""Disjoint parts of decode time. ``*_forward``: module calls, ``*_rest``: what surrounds them, ``between``: the loop."""
+
+
+class Interval(NamedTuple):
+    """A mean with its bootstrap interval; low and high are NaN where fewer than two values were given."""
+
+    mean: float
+    low: float
+    high: float
+
+
+# Acceptance --------------------------------------------------------------------------------------------------------
+
+
+def decode_steps(steps: pd.DataFrame, arm: str) -> pd.DataFrame:
+    """The arm's steps after the prefill that did not break."""
+    return steps[(steps["arm"] == arm) & ~steps["prefill"] & (steps["finish"] != "nan")]
+
+
+def tau_pooled(steps: pd.DataFrame) -> float:
+    """Emitted tokens / steps, over all steps. Spec-Bench's "#mean accepted tokens", SpecForge."""
+    return _ratio(_own(steps, "emitted_kept").sum(), len(steps))
+
+
+def tau_pooled_raw(steps: pd.DataFrame) -> float:
+    """As ``tau_pooled``, before cuts: what ``expected_tau`` predicts."""
+    return _ratio(_own(steps, "emitted").sum(), len(steps))
+
+
+def tau_macro(steps: pd.DataFrame) -> float:
+    """Mean over prompts of emitted tokens / steps. AngelSlim."""
+    each = _own(steps, "emitted_kept").groupby(steps["request"])
+    return float((each.sum() / each.size()).mean())
+
+
+def expected_tau(steps: pd.DataFrame) -> float:
+    """1 + the mean of the exact expected accepted tokens of each step given its draft."""
+    return 1.0 + float(steps["expected_accepted"].mean())
+
+
+def vllm_mean_acceptance_length(steps: pd.DataFrame) -> float:
+    """1 + accepted / drafts, over steps that drafted. vLLM, llama.cpp."""
+    drafted = steps[steps["nodes"] > steps["forced"]]
+    return 1.0 + _ratio(_own(drafted, "accepted").sum(), len(drafted))
+
+
+def draft_token_rate(steps: pd.DataFrame) -> float:
+    """Accepted / drafted tokens, every node counted (trees: low). vLLM's "acceptance rate", TensorRT-LLM, llama.cpp."""
+    return _ratio(_own(steps, "accepted").sum(), (steps["nodes"] - steps["forced"]).sum())
+
+
+def survival(steps: pd.DataFrame) -> np.ndarray:  # [K]
+    """survival@k = steps that accepted >= k / steps, for k = 1 .. the deepest draft. vLLM per position, DeepSpec."""
+    accepted = _own(steps, "accepted").to_numpy()
+    return np.array([_ratio((accepted >= k).sum(), len(steps)) for k in _depths(steps)])
+
+
+def conditional(steps: pd.DataFrame) -> np.ndarray:  # [K]
+    """conditional@k = accepted k / reached k, reached: k - 1 accepted and a draft for k below. EAGLE's alpha_k."""
+    accepted = _own(steps, "accepted").to_numpy()
+    refused = steps["stop_had_children"].to_numpy(dtype=bool)
+    rates = []
+    for k in _depths(steps):
+        yes = (accepted >= k).sum()
+        rates.append(_ratio(yes, yes + ((accepted == k - 1) & refused).sum()))
+    return np.array(rates)
+
+
+def _own(steps: pd.DataFrame, column: str) -> pd.Series:
+    return steps[column] - steps["forced_accepted"]
+
+
+def _depths(steps: pd.DataFrame) -> range:
+    return range(1, int(steps["depth"].max() if len(steps) else 0) + 1)
+
+
+# Speed -------------------------------------------------------------------------------------------------------------
+
+
+def group_speeds(requests: pd.DataFrame, arm: str) -> pd.Series:
+    """Decode tokens per second of each group: its tokens over the time until its last request ended."""
+    groups = requests[requests["arm"] == arm].groupby("group")
+    seconds = groups["decode_seconds"].max()
+    return (groups["decode_tokens"].sum() / seconds)[seconds > 0]
+
+
+def tokens_per_second(requests: pd.DataFrame, arm: str) -> float:
+    """All decode tokens of the arm over all decode seconds; the prefill and its tokens are left out of both."""
+    groups = requests[requests["arm"] == arm].groupby("group")
+    return _ratio(groups["decode_tokens"].sum().sum(), groups["decode_seconds"].max().sum())
+
+
+def walltime_speedup_paired(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> pd.Series:
+    """Of each group, the arm's tokens per second over the baseline's on the same prompts in the same run."""
+    return (group_speeds(requests, arm) / group_speeds(requests, baseline)).dropna()
+
+
+def interval(values: Sequence[float] | pd.Series, level: float = 0.95, resamples: int = 9999) -> Interval:
+    """Mean and percentile bootstrap interval of independent values; the same values always give the same interval."""
+    x = np.asarray(values, dtype=np.float64)
+    mean = float(x.mean()) if len(x) else float("nan")
+    if len(x) < 2:
+        return Interval(mean, float("nan"), float("nan"))
+    means = x[_resampled(len(x), resamples)].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(mean, float(low), float(high))
+
+
+def depth_bands(steps: pd.DataFrame, level: float = 0.95, resamples: int = 999) -> dict[str, np.ndarray]:
+    """Bootstrap bands ``[2, K]`` (low, high) of survival and conditional, requests drawn with replacement."""
+    accepted, refused = _own(steps, "accepted").to_numpy(), steps["stop_had_children"].to_numpy(dtype=bool)
+    request = np.unique(steps["request"].to_numpy(), return_inverse=True)[1]
+    requests, depths = int(request.max(initial=-1)) + 1, np.array(_depths(steps))
+
+    def per_request(flags: np.ndarray) -> np.ndarray:  # [N, K] -> [requests, K]
+        return np.stack([np.bincount(request, flags[:, k], requests) for k in range(flags.shape[1])], axis=1)
+
+    if requests < 2 or not len(depths):
+        nothing = np.full((2, len(depths)), np.nan)
+        return {"survival": nothing, "conditional": nothing}
+    yes = per_request(accepted[:, None] >= depths)
+    no = per_request((accepted[:, None] == depths - 1) & refused[:, None])
+    count = np.bincount(request, minlength=requests)[:, None]
+    drawn = _resampled(requests, resamples)
+    hits, misses, total = yes[drawn].sum(1), no[drawn].sum(1), count[drawn].sum(1)
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    with np.errstate(invalid="ignore"):
+        rates = np.divide(hits, hits + misses, out=np.full(hits.shape, np.nan), where=hits + misses > 0)
+    seen = np.where(np.isnan(rates).all(0), 0.0, rates)  # a depth never reached has no band
+    low_high = np.nanquantile(seen, ends, axis=0)
+    low_high[:, np.isnan(rates).all(0)] = np.nan
+    return {"survival": np.quantile(hits / total, ends, axis=0), "conditional": low_high}
+
+
+def _resampled(count: int, resamples: int) -> np.ndarray:  # [resamples, count]
+    return np.random.default_rng(0).integers(0, count, (resamples, count))
+
+
+# Where the time goes -----------------------------------------------------------------------------------------------
+
+
+def decode_seconds(rounds: pd.DataFrame, arm: str) -> float:
+    """Seconds from the end of each group's prefill to the end of its last round, summed."""
+    own = rounds[rounds["arm"] == arm]
+    end = own["start"] + own["whole"]
+    last = end.groupby(own["group"]).max()
+    first = end[own["prefill"]].groupby(own["group"]).max()
+    return float((last - first.reindex(last.index, fill_value=0.0)).sum())
+
+
+def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
+    """Decode seconds by phase (``PHASES``); they add up to ``decode_seconds``."""
+    own = rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]
+    total = own[
+        ["propose", "propose_forward", "mask_wait", "target", "target_forward", "law", "verify", "commit"]
+    ].sum()
+    parts = {
+        "propose_forward": total["propose_forward"],
+        "propose_rest": total["propose"] - total["propose_forward"],
+        "mask_wait": total["mask_wait"],
+        "target_forward": total["target_forward"],
+        "target_rest": total["target"] - total["target_forward"],
+        "law": total["law"],
+        "verify": total["verify"],
+        "commit": total["commit"],
+    }
+    parts["between"] = decode_seconds(rounds, arm) - sum(parts.values())
+    return {phase: float(parts[phase]) for phase in PHASES}
+
+
+def overhead(rounds: pd.DataFrame, arm: str) -> float:
+    """1 - seconds inside the module calls of target, draft and heads / decode seconds."""
+    phases, whole = phase_seconds(rounds, arm), decode_seconds(rounds, arm)
+    return 1.0 - _ratio(phases["propose_forward"] + phases["target_forward"], whole)
+
+
+# Text --------------------------------------------------------------------------------------------------------------
+
+
+def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
+    """Share of the outputs' 8-grams of tokens that occurred before in the same output, pooled: how much text loops."""
+    repeated = total = 0
+    for tokens in outputs:
+        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+        total += len(grams)
+        repeated += len(grams) - len(set(grams))
+    return _ratio(repeated, total)
+
+
+def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
+    """Share of requests whose tokens equal the baseline's; at temperature 0 anything below 1 is rounding (or a bug)."""
+    both = [requests[requests["arm"] == one].set_index("request")["tokens"] for one in (arm, baseline)]
+    shared = both[0].index.intersection(both[1].index)
+    return _ratio(sum(list(both[0][r]) == list(both[1][r]) for r in shared), len(shared))
+
+
+# All of it ---------------------------------------------------------------------------------------------------------
+
+
+def arms(tables: Tables) -> list[str]:
+    """The run's arms: the experiment's first, the baseline last."""
+    first = {"speculative": 0, "baseline": 2}
+    return sorted(tables.requests["arm"].unique(), key=lambda arm: (first.get(arm, 1), arm))
+
+
+def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str, Any]:
+    """Every figure of one arm against the baseline. NaN stands for figures without data, e.g. of a missing baseline."""
+    steps = decode_steps(tables.steps, arm)
+    own = tables.requests[tables.requests["arm"] == arm]
+    paired = [] if arm == baseline else walltime_speedup_paired(tables.requests, arm, baseline)
+    return {
+        "requests": len(own),
+        "tokens": int((own["prefill_tokens"] + own["decode_tokens"]).sum()),
+        "steps": len(steps),
+        "forced_tokens": int(steps["forced_accepted"].sum()),
+        "tau_pooled": tau_pooled(steps),
+        "tau_pooled_raw": tau_pooled_raw(steps),
+        "tau_macro": tau_macro(steps),
+        "expected_tau": expected_tau(steps),
+        "vllm_mean_acceptance_length": vllm_mean_acceptance_length(steps),
+        "draft_token_rate": draft_token_rate(steps),
+        "survival": survival(steps).tolist(),
+        "conditional": conditional(steps).tolist(),
+        "tokens_per_second": tokens_per_second(tables.requests, arm),
+        "baseline_tokens_per_second": tokens_per_second(tables.requests, baseline),
+        "speedup": interval(paired)._asdict(),
+        "phase_seconds": phase_seconds(tables.rounds, arm),
+        "decode_seconds": decode_seconds(tables.rounds, arm),
+        "overhead": overhead(tables.rounds, arm),
+        "baseline_overhead": overhead(tables.rounds, baseline),
+        "repeated_8gram_share": repeated_8gram_share(own["tokens"]),
+        "identical_outputs": float("nan") if arm == baseline else identical_outputs(tables.requests, arm, baseline),
+        "finish": {str(why): int(count) for why, count in own["finish"].value_counts().items()},
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part / whole) if whole else float("nan")

@@ -1,0 +1,214 @@
+"""Every formula on tables small enough to compute by hand."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spec_lab import metrics
+
+
+def steps(*rows: dict) -> pd.DataFrame:
+    plain = {
+        "arm": "speculative", "request": 0, "prefill": False, "forced": 0, "nodes": 3, "depth": 3,
+        "stop_had_children": True, "forced_accepted": 0, "expected_accepted": 0.0, "finish": "",
+    }  # fmt: skip
+    filled = []
+    for row in rows:
+        one = plain | row
+        one.setdefault("emitted", one["accepted"] + 1)
+        one.setdefault("accepted_kept", one["accepted"])
+        one.setdefault("emitted_kept", one["emitted"])
+        filled.append(one)
+    return pd.DataFrame(filled)
+
+
+@pytest.fixture
+def chain() -> pd.DataFrame:
+    """Chains of 3: request 0 accepts 0, 3, 1; request 1 accepts 2 and 3, cut to a single emitted token."""
+    return steps(
+        {"accepted": 0, "expected_accepted": 0.5},
+        {"accepted": 3, "expected_accepted": 2.0, "stop_had_children": False},
+        {"accepted": 1, "expected_accepted": 1.5},
+        {"accepted": 2, "expected_accepted": 1.0, "request": 1},
+        {"accepted": 3, "expected_accepted": 2.5, "request": 1, "stop_had_children": False,
+         "accepted_kept": 1, "emitted_kept": 1, "finish": "length"},
+    )  # fmt: skip
+
+
+def test_tau(chain):
+    assert metrics.tau_pooled(chain) == pytest.approx((1 + 4 + 2 + 3 + 1) / 5)
+    assert metrics.tau_pooled_raw(chain) == pytest.approx((1 + 4 + 2 + 3 + 4) / 5)
+    assert metrics.tau_macro(chain) == pytest.approx((7 / 3 + 4 / 2) / 2)
+    assert metrics.expected_tau(chain) == pytest.approx(1 + 7.5 / 5)
+
+
+def test_rates(chain):
+    assert metrics.vllm_mean_acceptance_length(chain) == pytest.approx(1 + 9 / 5)
+    assert metrics.draft_token_rate(chain) == pytest.approx(9 / 15)
+
+
+def test_steps_without_a_draft_count_for_tau_and_not_for_vllm(chain):
+    none = steps({"accepted": 0, "nodes": 0, "depth": 0, "stop_had_children": False})
+    both = pd.concat([chain, none])
+    assert metrics.tau_pooled(both) == pytest.approx(12 / 6)
+    assert metrics.vllm_mean_acceptance_length(both) == pytest.approx(1 + 9 / 5)
+    assert metrics.survival(both)[0] == pytest.approx(4 / 6)
+    assert metrics.conditional(both)[0] == pytest.approx(4 / 5)  # the sixth step had nothing to accept
+
+
+def test_survival_and_conditional(chain):
+    np.testing.assert_allclose(metrics.survival(chain), [4 / 5, 3 / 5, 2 / 5])
+    np.testing.assert_allclose(metrics.conditional(chain), [4 / 5, 3 / 4, 2 / 3])
+
+
+def test_conditional_reaches_only_where_a_draft_went_on():
+    """A path that ends at a leaf never reached the next depth."""
+    table = steps(
+        {"accepted": 1, "depth": 2, "stop_had_children": False},
+        {"accepted": 1, "depth": 2, "stop_had_children": True},
+        {"accepted": 2, "depth": 2, "stop_had_children": False},
+    )
+    np.testing.assert_allclose(metrics.survival(table), [1, 1 / 3])
+    np.testing.assert_allclose(metrics.conditional(table), [1, 1 / 2])
+
+
+def test_forced_tokens_inflate_nothing(chain):
+    forced = chain.copy()
+    for column in ("accepted", "accepted_kept", "emitted", "emitted_kept", "nodes", "forced", "forced_accepted"):
+        forced[column] += 2
+    for figure in (
+        metrics.tau_pooled, metrics.tau_pooled_raw, metrics.tau_macro, metrics.expected_tau,
+        metrics.vllm_mean_acceptance_length, metrics.draft_token_rate, metrics.survival, metrics.conditional,
+    ):  # fmt: skip
+        np.testing.assert_allclose(figure(forced), figure(chain))
+
+
+def test_prefill_broken_steps_and_other_arms_are_left_out(chain):
+    extra = steps(
+        {"accepted": 3, "prefill": True},
+        {"accepted": 0, "emitted": 0, "finish": "nan"},
+        {"accepted": 0, "arm": "baseline"},
+    )
+    own = metrics.decode_steps(pd.concat([chain, extra]), "speculative")
+    pd.testing.assert_frame_equal(own, chain)
+
+
+def test_nothing_is_nan():
+    none = steps({"accepted": 0}).iloc[:0]
+    for figure in (metrics.tau_pooled, metrics.tau_macro, metrics.draft_token_rate, metrics.expected_tau):
+        assert math.isnan(figure(none))
+    assert len(metrics.survival(none)) == len(metrics.conditional(none)) == 0
+
+
+@pytest.fixture
+def requests() -> pd.DataFrame:
+    """Two groups of two prompts; the speculative arm is 2 and 3 times as fast."""
+    rows = [
+        # group, arm, request, decode_tokens, decode_seconds
+        (0, "speculative", 0, 10, 1.0), (0, "speculative", 1, 30, 2.0),
+        (0, "baseline", 0, 10, 3.0), (0, "baseline", 1, 30, 4.0),
+        (1, "speculative", 2, 15, 1.0), (1, "speculative", 3, 15, 0.5),
+        (1, "baseline", 2, 15, 3.0), (1, "baseline", 3, 15, 3.0),
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
+
+
+def test_speed_counts_a_group_until_its_last_request_ends(requests):
+    assert metrics.group_speeds(requests, "speculative").tolist() == [20.0, 30.0]
+    assert metrics.tokens_per_second(requests, "speculative") == pytest.approx(70 / 3)
+    assert metrics.tokens_per_second(requests, "baseline") == pytest.approx(70 / 7)
+    assert metrics.walltime_speedup_paired(requests, "speculative").tolist() == [2.0, 3.0]
+
+
+def test_a_group_that_ended_with_its_prefill_has_no_speed(requests):
+    requests.loc[requests["group"] == 1, ["decode_tokens", "decode_seconds"]] = 0
+    assert metrics.walltime_speedup_paired(requests, "speculative").tolist() == [2.0]
+    assert math.isnan(metrics.tokens_per_second(requests, "other"))
+
+
+def test_interval():
+    values = np.random.default_rng(1).normal(2.0, 0.5, 200)
+    mean, low, high = metrics.interval(values)
+    assert mean == pytest.approx(values.mean())
+    error = 1.96 * values.std() / math.sqrt(len(values))  # the normal interval, which the bootstrap approaches
+    assert low == pytest.approx(mean - error, abs=0.15 * error)
+    assert high == pytest.approx(mean + error, abs=0.15 * error)
+    assert metrics.interval(values) == (mean, low, high)
+    assert metrics.interval([2.0, 2.0]) == (2.0, 2.0, 2.0)
+    assert metrics.interval([2.0])[0] == 2.0
+    assert math.isnan(metrics.interval([2.0]).low)
+    assert math.isnan(metrics.interval([]).mean)
+
+
+def test_bands_hold_the_figures(chain):
+    bands = metrics.depth_bands(chain)
+    for name, figure in (("survival", metrics.survival(chain)), ("conditional", metrics.conditional(chain))):
+        assert bands[name].shape == (2, 3)
+        assert (bands[name][0] <= figure + 1e-12).all()
+        assert (bands[name][1] >= figure - 1e-12).all()
+    # two requests: each resample is request 0 twice, request 1 twice, or both; extremes are the requests' own rates
+    np.testing.assert_allclose(bands["survival"][:, 0], [2 / 3, 1])
+
+
+def test_bands_of_one_request_are_nan(chain):
+    assert np.isnan(metrics.depth_bands(chain[chain["request"] == 0])["survival"]).all()
+
+
+@pytest.fixture
+def rounds() -> pd.DataFrame:
+    """One group: a prefill of 1 s, then rounds of 2 s and 3 s with 0.5 s between each."""
+    phases = ["propose", "propose_forward", "target", "target_forward", "law", "verify", "commit"]
+    rows = [
+        (0, True, 0.0, 1.0, 0.1, 0.0, 0.7, 0.6, 0.1, 0.05, 0.05),
+        (0, False, 1.5, 2.0, 0.5, 0.4, 1.1, 1.0, 0.2, 0.1, 0.1),
+        (0, False, 4.0, 3.0, 0.5, 0.3, 2.0, 1.8, 0.3, 0.1, 0.1),
+    ]
+    table = pd.DataFrame(rows, columns=["group", "prefill", "start", "whole", *phases])
+    return table.assign(arm="speculative", mask_wait=0.0)
+
+
+def test_time(rounds):
+    assert metrics.decode_seconds(rounds, "speculative") == pytest.approx(6.0)
+    phases = metrics.phase_seconds(rounds, "speculative")
+    assert tuple(phases) == metrics.PHASES
+    assert sum(phases.values()) == pytest.approx(6.0)
+    expected = {
+        "propose_forward": 0.7, "propose_rest": 0.3, "mask_wait": 0.0, "target_forward": 2.8, "target_rest": 0.3,
+        "law": 0.5, "verify": 0.2, "commit": 0.2, "between": 1.0,
+    }  # fmt: skip
+    assert phases == pytest.approx(expected)
+    assert metrics.overhead(rounds, "speculative") == pytest.approx(1 - 3.5 / 6)
+    assert math.isnan(metrics.overhead(rounds, "baseline"))
+
+
+def test_repeated_8grams():
+    assert metrics.repeated_8gram_share([list(range(20))]) == 0.0
+    # 16 tokens hold nine 8-grams; a loop of period 4 shows 4 new ones, the other 5 repeat
+    assert metrics.repeated_8gram_share([[1, 2, 3, 4] * 4]) == pytest.approx(5 / 9)
+    # pooled: one more output with two 8-grams, both new although the first output has them
+    assert metrics.repeated_8gram_share([[1, 2, 3, 4] * 4, [1, 2, 3, 4] * 2 + [1]]) == pytest.approx(5 / 11)
+    assert math.isnan(metrics.repeated_8gram_share([[1, 2, 3]]))
+
+
+def test_identical_outputs(requests):
+    requests["tokens"] = [[1, 2], [3], [1, 2], [3, 4], [5], [6], [5], [6]]
+    assert metrics.identical_outputs(requests, "speculative") == pytest.approx(3 / 4)
+
+
+def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
+    both = requests.assign(tokens=[[1]] * len(requests), prefill_tokens=1, finish="length")
+    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    summary = metrics.summarise(metrics.Tables(twice, chain, both), "speculative")
+    assert {
+        "requests", "tokens", "steps", "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival",
+        "conditional", "tokens_per_second", "baseline_tokens_per_second", "speedup", "phase_seconds", "overhead",
+    } <= set(summary)  # fmt: skip
+    assert summary["requests"] == 4
+    assert summary["tokens"] == 74
+    assert summary["speedup"]["mean"] == pytest.approx(2.5)
+    assert summary["finish"] == {"length": 4}
+    alone = metrics.summarise(metrics.Tables(twice, chain, both), "baseline")
+    assert math.isnan(alone["speedup"]["mean"])
+    assert metrics.arms(metrics.Tables(twice, chain, both)) == ["speculative", "baseline"]
