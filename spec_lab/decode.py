@@ -14,7 +14,7 @@ from spec_lab.batch import Sequence as Live
 from spec_lab.cells import Path
 from spec_lab.clock import Clock, Mark
 from spec_lab.draft import Draft
-from spec_lab.law import Draws, Sampling, law
+from spec_lab.law import Draws, Sampling, law, law_dtype
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
 from spec_lab.verify import Verifier, check_pair, choose
@@ -84,6 +84,7 @@ class Group:
     draws: Draws
     sequences: list[Live] = field(init=False)
     errors: dict[str, str] = field(init=False, default_factory=dict)
+    _scratch: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         check_pair(self.proposer.name, self.proposer.drawn, self.verifier)
@@ -121,7 +122,7 @@ class Group:
         marks.append(clock.mark())
         output = lm.forward([s.path for s in sequences], pending, draft)
         marks.append(clock.mark())
-        p = law(_finite(batch, draft, output.logits), *_warp(batch, draft))
+        p = law(_finite(batch, draft, output.logits), *_warp(batch, draft), scratch=self._memory(output.logits))
         marks.append(clock.mark())
         verdict = self.verifier(draft, p)
         row, token = choose(verdict, draft.shape, self.draws, [s.who for s in sequences])
@@ -140,6 +141,13 @@ class Group:
             sequences, draft, expected, committed, *map(list, zip(*before, strict=True)), output.attended,
             marks, output.marks, self.proposer.take_marks(),
         )  # fmt: skip
+
+    def _memory(self, logits: Tensor) -> Tensor:
+        """Room for this round's law."""
+        rows, width = logits.shape
+        if self._scratch is None or len(self._scratch) < rows:
+            self._scratch = torch.empty(rows, width, dtype=law_dtype(logits), device=logits.device)
+        return self._scratch
 
     def _open(self, request: Request) -> Path:
         return self.target.lm.cells.open(len(request.tokens) + request.max_new_tokens + self.proposer.nodes)

@@ -67,6 +67,7 @@ def law(
     sampling: Sequence[Sampling],  # [R], or one for all rows
     seen: Tensor | None = None,  # [R, V] bool
     mask: Tensor | None = None,  # [R, V] bool
+    scratch: Tensor | None = None,  # [>= R, V]
 ) -> Tensor:
     """The law sampled at each row, ``[R, V]`` float32 (float64 for float64 logits); rows sum to 1.
 
@@ -75,28 +76,39 @@ def law(
         sampling: parameters of each row; a single one serves all rows.
         seen: tokens that occur in the row's history; needed where a repetition penalty is set.
         mask: tokens that a constraint allows. A row that allows none is dead: its law is all zero, never NaN.
+        scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use.
+            (Fresh megabytes cost more than the arithmetic: every page of them faults.)
     """
-    rows = list(sampling) if len(sampling) > 1 else [sampling[0]] * len(logits)
-    x = logits if logits.dtype == torch.float64 else logits.float()
+    rows = list(sampling)
+    if scratch is None:
+        x = logits.to(law_dtype(logits), copy=True)
+    else:
+        x = scratch[: len(logits)].copy_(logits)
     if any(s.repetition_penalty != 1 for s in rows):
         if seen is None:
             raise ValueError("a repetition penalty needs the tokens seen before")
         penalty = _column([s.repetition_penalty for s in rows], x)
         x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
     if mask is not None:
-        x = x.masked_fill(~mask, -torch.inf)
+        x = x.masked_fill_(~mask, -torch.inf)
     if all(s.temperature == 0 for s in rows):
-        p = one_hot(argmax(x), x)
+        p = one_hot_(argmax(x), x)
     else:
-        cold = torch.tensor([s.temperature == 0 for s in rows], device=x.device)
-        p = _softmax(x, rows)
+        cold = [row for row, s in enumerate(rows) if s.temperature == 0]
+        coldest = argmax(x[cold]) if cold else None
+        p = _softmax_(x, rows)
         if any(s.truncates for s in rows):
             p = _truncate(p, rows)
-        if cold.any():
-            p[cold] = one_hot(argmax(x[cold]), x[cold])
+        if coldest is not None:
+            p[cold] = one_hot_(coldest, p[cold])
     if mask is not None:
-        p = torch.where(mask.any(-1, keepdim=True), p, torch.zeros((), dtype=p.dtype, device=p.device))
+        p = p.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
     return p
+
+
+def law_dtype(logits: Tensor) -> torch.dtype:
+    """Laws are float32, float64 where the logits are."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
@@ -106,30 +118,29 @@ def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
     return x.argmax(-1)
 
 
-def one_hot(token: Tensor, like: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
-    """The law that gives ``token`` with certainty."""
-    return torch.zeros_like(like).scatter_(-1, token[:, None], 1.0)
+def one_hot_(token: Tensor, law: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
+    """The law that gives ``token`` with certainty, written over ``law``."""
+    return law.zero_().scatter_(-1, token[:, None], 1.0)
 
 
-def _column(values: list[float], like: Tensor) -> Tensor:  # [R, 1]
+def _column(values: list[float], like: Tensor) -> Tensor:  # [R or 1, 1]
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
-def _softmax(x: Tensor, rows: list[Sampling]) -> Tensor:
-    temperatures = {s.temperature or 1.0 for s in rows}
-    if len(temperatures) > 1:
-        x = x / _column([s.temperature or 1.0 for s in rows], x)
-    elif temperatures != {1.0}:
-        x = x / temperatures.pop()
-    # A dead row is all -inf; it is zeroed by the caller.
-    return torch.softmax(x, -1).nan_to_num_(0.0) if torch.isneginf(x[:, 0]).any() else torch.softmax(x, -1)
+def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
+    temperatures = [s.temperature or 1.0 for s in rows]
+    if any(t != 1 for t in temperatures):
+        x.div_(_column(temperatures, x))
+    dead = torch.isneginf(x[:, 0]).any()  # a dead row is all -inf; the caller zeroes what becomes of it
+    x = torch.softmax(x, -1, out=x)
+    return x.nan_to_num_(0.0) if dead else x
 
 
 def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
     """Top-k, then top-p of what is left, then min-p; renormalised."""
     if any(s.top_k for s in rows):
         k = torch.tensor([min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows], device=p.device)
-        kth = p.topk(int(k.max()), -1).values.gather(-1, (k - 1)[:, None])
+        kth = p.topk(int(k.max()), -1).values.gather(-1, (k - 1)[:, None].expand(len(p), 1))
         p = torch.where(p >= kth, p, 0.0)
         p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     if any(s.top_p < 1 for s in rows):
@@ -202,12 +213,30 @@ def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # 
         if weights.device.type != "cpu":
             return _invert_on_device(weights, uniform)
         weights = weights.numpy()
-    total = np.cumsum(weights, axis=-1, dtype=np.float64)
-    _check_totals(total[:, -1])
-    chosen = [np.searchsorted(row, u * row[-1], side="right") for row, u in zip(total, uniform, strict=True)]
-    # u * total can round up to the total itself; the last index with weight is then meant.
-    last = [int(np.searchsorted(row, row[-1], side="left")) for row in total]
-    return np.minimum(np.array(chosen, dtype=np.int64), np.array(last, dtype=np.int64))
+    blocks = np.add.reduceat(weights, np.arange(0, weights.shape[-1], BLOCK), axis=-1, dtype=np.float64)
+    below = blocks.cumsum(-1)
+    _check_totals(below[:, -1])
+    chosen = np.empty(len(weights), dtype=np.int64)
+    for n, (row, u) in enumerate(zip(weights, uniform.tolist(), strict=True)):
+        # Find the block, then the index within it: a running sum over the whole vocabulary would take twice as long.
+        mass = u * below[n, -1]
+        block = _first_beyond(below[n], mass)
+        mass -= below[n, block - 1] if block else 0.0
+        inside = row[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
+        chosen[n] = block * BLOCK + _first_beyond(inside, mass)
+    return chosen
+
+
+BLOCK = 64
+
+
+def _first_beyond(total: np.ndarray, mass: float) -> int:
+    """The first index whose running total exceeds ``mass``.
+
+    Rounding can push the mass up to the last total; the last index that adds to it is then meant.
+    """
+    place = int(total.searchsorted(mass, side="right"))
+    return place if place < len(total) else int(total.searchsorted(total[-1], side="left"))
 
 
 def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:

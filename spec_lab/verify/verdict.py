@@ -83,6 +83,9 @@ def choose(
     """
     row = np.empty(shape.heads, dtype=np.int64)
     for head, rows in enumerate(shape.trees):
+        if len(rows) == 1:
+            row[head] = head
+            continue
         where = draws.pick(verdict.stop[rows][None], [Key(*who[head], Purpose.STOP)])
         row[head] = rows[where[0]]
     token = draws.pick(verdict.residual(row), [Key(*one, Purpose.EMIT) for one in who])
