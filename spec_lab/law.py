@@ -144,7 +144,7 @@ def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
         p = torch.where(p >= kth, p, 0.0)
         p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     if any(s.top_p < 1 for s in rows):
-        ordered, order = p.sort(-1, descending=True, stable=True)
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
         before = ordered.double().cumsum(-1) - ordered.double()
         ordered = torch.where(before < _column([s.top_p for s in rows], before), ordered, 0.0)
         full = torch.tensor([s.top_p >= 1 for s in rows], device=p.device)[:, None]
