@@ -82,9 +82,8 @@ def start(config: DictConfig) -> int:
     resolved: Any = OmegaConf.to_container(config, resolve=True)
     settings = Settings(
         out=Path(HydraConfig.get().runtime.output_dir),
-        **{name: resolved[name] for name in Settings.from_config()},
+        **{name: resolved[name] for name in Settings.names()},
     )
-    settings.apply_threads()
     sampling = instantiate(config.sampling)
     verifier = instantiate(config.verifier)
     prompts = instantiate(config.prompts)

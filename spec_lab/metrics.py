@@ -23,18 +23,18 @@ from spec_lab.record import Tables, load
 
 __all__ = ["Interval", "Tables", "load", "summarise"]
 
-PHASES = (
-    "propose_forward",
-    "propose_rest",
-    "mask_wait",
-    "target_forward",
-    "target_rest",
-    "law",
-    "verify",
-    "commit",
-    "between",
-)
-"""Disjoint parts of decode time. ``*_forward``: module calls, ``*_rest``: what surrounds them, ``between``: the loop."""
+PHASES = {
+    "target_forward": "target, inside the model",
+    "propose_forward": "draft, inside its model",
+    "target_rest": "target, packing and cells",
+    "propose_rest": "draft, around its model",
+    "mask_wait": "waiting for masks",
+    "law": "laws",
+    "verify": "verifying",
+    "commit": "committing",
+    "between": "between rounds",
+}
+"""Disjoint parts of decode time, and what they are."""
 
 
 class Interval(NamedTuple):

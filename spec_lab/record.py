@@ -23,6 +23,7 @@ from spec_lab.batch import Request
 from spec_lab.clock import Clock
 from spec_lab.decode import Round
 from spec_lab.draft import Draft
+from spec_lab.text import Prompt
 
 Rows = list[dict[str, Any]]
 
@@ -224,6 +225,34 @@ def outcomes(rounds: Sequence[Round], clock: Clock, errors: dict[str, str]) -> l
             )
         )
     return found
+
+
+def request_row(
+    outcome: Outcome, prompt: Prompt, shown: str, seed: int, group: int, arm: str, order: int
+) -> dict[str, Any]:
+    """The row of one outcome; ``shown`` is its text."""
+    number = outcome.request.id
+    return {
+        "id": f"{number}/{arm}",
+        "group": group,
+        "arm": arm,
+        "request": number,
+        "name": prompt.name,
+        "workload": prompt.workload,
+        "source": prompt.source,
+        "seed": seed,
+        "order": order,
+        "prompt": prompt.text,
+        "prompt_tokens": len(outcome.request.tokens),
+        "text": shown,
+        "tokens": outcome.tokens,
+        "prefill_tokens": outcome.prefill_tokens,
+        "decode_tokens": len(outcome.tokens) - outcome.prefill_tokens,
+        "prefill_seconds": outcome.prefill_seconds,
+        "decode_seconds": outcome.decode_seconds,
+        "finish": outcome.finish,
+        "error": outcome.error,
+    }
 
 
 class Recorder:

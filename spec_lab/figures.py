@@ -1,0 +1,175 @@
+"""A run's figures, drawn from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from spec_lab import metrics
+from spec_lab.metrics import Tables
+
+matplotlib.use("Agg")
+
+COLOURS = ("#1f6fb2", "#d1662a", "#2f8f57", "#8457a8", "#b03a5b", "#7a6a3c", "#3aa0a8")
+GREY = "#8a8a8a"
+
+PHASES = {
+    "target_forward": "#1f6fb2",
+    "propose_forward": "#2f8f57",
+    "target_rest": "#8fb8d8",
+    "propose_rest": "#97c7ab",
+    "mask_wait": "#c9b458",
+    "law": "#d1662a",
+    "verify": "#b03a5b",
+    "commit": "#8457a8",
+    "between": "#8a8a8a",
+}
+"""Colour of each phase, in the order stacked."""
+
+STYLE = {
+    "figure.dpi": 100,
+    "savefig.dpi": 150,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+}
+
+
+def draw(tables: Tables, folder: Path) -> list[Path]:
+    """Draw what the run has data for; returns the files."""
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    with pyplot.rc_context(STYLE):
+        for name, draw_one in (("acceptance", acceptance), ("throughput", throughput), ("phases", phases)):
+            figure = draw_one(tables)
+            if figure is not None:
+                drawn.append(folder / f"{name}.png")
+                figure.savefig(drawn[-1], bbox_inches="tight")
+                pyplot.close(figure)
+    return drawn
+
+
+def acceptance(tables: Tables) -> Any:
+    """Survival and conditional acceptance by depth, with 95 % bands over requests."""
+    from matplotlib import pyplot
+
+    drafting = [arm for arm in metrics.arms(tables) if metrics.decode_steps(tables.steps, arm)["depth"].max() > 0]
+    if not drafting:
+        return None
+    figure, panels = pyplot.subplots(1, 2, figsize=(9.5, 3.8), sharey=True)
+    deepest = 1
+    for arm, colour in zip(drafting, _cycle(COLOURS, len(drafting)), strict=True):
+        steps = metrics.decode_steps(tables.steps, arm)
+        bands = metrics.depth_bands(steps)
+        curves = {"survival": metrics.survival(steps), "conditional": metrics.conditional(steps)}
+        for panel, (name, curve) in zip(panels, curves.items(), strict=True):
+            depth = np.arange(1, len(curve) + 1)
+            deepest = max(deepest, len(curve))
+            panel.plot(depth, curve, marker="o", markersize=4, color=colour, label=arm)
+            panel.fill_between(depth, *bands[name], color=colour, alpha=0.18, linewidth=0)
+    panels[0].set(title="Survival", ylabel="share", ylim=(0, 1.02))
+    panels[1].set(title="Conditional")
+    panels[0].set_xlabel("depth k: steps that accepted k or more / all steps")
+    panels[1].set_xlabel("depth k: accepted k / reached k")
+    for panel in panels:
+        panel.set_xticks(range(1, deepest + 1))
+    if len(drafting) > 1:
+        panels[1].legend()
+    figure.suptitle("Acceptance by depth, 95 % bands over requests", y=1.02)
+    return figure
+
+
+def throughput(tables: Tables) -> Any:
+    """Each group's decode throughput against the baseline's, and the paired speed-up with its interval."""
+    from matplotlib import pyplot
+
+    names = metrics.arms(tables)
+    speeds = {arm: metrics.group_speeds(tables.requests, arm) for arm in names}
+    others = [arm for arm in names if arm != "baseline"]
+    if "baseline" not in speeds or not others:
+        return _alone(speeds)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 0.4 * len(others) + 3.6))
+    top = max(float(one.max()) for one in speeds.values()) * 1.05
+    left.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1, label="as fast as the baseline")
+    for place, (arm, colour) in enumerate(zip(others, _cycle(COLOURS, len(others)), strict=True)):
+        pair = speeds[arm].to_frame("own").join(speeds["baseline"].rename("base"), how="inner")
+        left.plot(pair["base"], pair["own"], "o", markersize=4, alpha=0.6, color=colour, label=arm)
+        ratio = (pair["own"] / pair["base"]).to_numpy()
+        mean, low, high = metrics.interval(ratio)
+        scatter = np.random.default_rng(0).uniform(-0.18, 0.18, len(ratio))
+        right.plot(ratio, place + scatter, "o", markersize=3, alpha=0.4, color=colour)
+        right.errorbar(
+            mean, place + 0.32, xerr=_whiskers(mean, low, high), fmt="D", color=colour, markersize=5, capsize=4
+        )
+        text = f"{mean:.2f}" if np.isnan(low) else f"{mean:.2f}  [{low:.2f}, {high:.2f}]"
+        right.annotate(text, (mean, place + 0.38), ha="center", va="bottom", fontsize=9)
+    left.set(
+        xlabel="baseline, tokens/s", ylabel="tokens/s", xlim=(0, top), ylim=(0, top), title="Each group of prompts"
+    )
+    left.legend(fontsize=8)
+    right.axvline(1.0, color=GREY, linestyle="--", linewidth=1)
+    right.set(xlabel="times the baseline's tokens/s on the same prompts", title="Speed-up, mean with 95 % interval")
+    right.set_yticks(range(len(others)), others)
+    right.set_ylim(-0.5, len(others) - 0.2)
+    right.set_xlim(left=0)
+    right.grid(axis="y", visible=False)
+    figure.tight_layout()
+    return figure
+
+
+def phases(tables: Tables) -> Any:
+    """Where decode time goes: milliseconds per emitted token by phase, stacked, one bar per arm."""
+    from matplotlib import pyplot
+
+    names = [arm for arm in metrics.arms(tables) if metrics.decode_seconds(tables.rounds, arm) > 0]
+    if not names:
+        return None
+    tokens = tables.requests.groupby("arm")["decode_tokens"].sum()
+    figure, axes = pyplot.subplots(figsize=(9.5, 0.55 * len(names) + 2.0))
+    left = np.zeros(len(names))
+    spent = [metrics.phase_seconds(tables.rounds, arm) for arm in names]
+    for phase, colour in PHASES.items():
+        width = np.array([1e3 * one[phase] / tokens[arm] for one, arm in zip(spent, names, strict=True)])
+        if width.max() > 0:
+            axes.barh(names, width, left=left, color=colour, label=metrics.PHASES[phase], height=0.6)
+            left += width
+    for place, (arm, end) in enumerate(zip(names, left, strict=True)):
+        share = metrics.overhead(tables.rounds, arm)
+        axes.annotate(f" {end:.2f} ms, overhead {share:.1%}", (end, place), va="center", fontsize=9)
+    axes.set(xlabel="milliseconds of decoding per emitted token", xlim=(0, left.max() * 1.3))
+    axes.set_title("Where the time goes")
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    below = -0.6 / axes.get_position().height / figure.get_figheight()  # inches below the axes
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=4, fontsize=8)
+    return figure
+
+
+def _alone(speeds: dict[str, Any]) -> Any:
+    """Throughput without anything to compare with."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.2))
+    for arm, colour in zip(speeds, _cycle(COLOURS, len(speeds)), strict=True):
+        axes.plot(speeds[arm].index, speeds[arm], "o", markersize=4, color=colour, label=arm)
+    axes.set(xlabel="group of prompts", ylabel="tokens/s", title="Decode throughput of each group", ylim=(0, None))
+    axes.legend()
+    return figure
+
+
+def _whiskers(mean: float, low: float, high: float) -> np.ndarray | None:
+    return None if np.isnan(low) else np.array([[mean - low], [high - mean]])
+
+
+def _cycle(colours: Sequence[str], count: int) -> list[str]:
+    return [colours[number % len(colours)] for number in range(count)]

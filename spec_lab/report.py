@@ -1,0 +1,98 @@
+"""The table at a run's end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spec_lab.metrics import PHASES
+
+
+def show(summary: Mapping[str, Any], console: Console) -> None:
+    """Print what ``summary.json`` says."""
+    console.print(_arms(summary))
+    if any(arm["survival"] for arm in summary["arms"].values()):
+        console.print(_depths(summary))
+    console.print(_time(summary))
+    console.print(_notes(summary), highlight=False)
+
+
+def _arms(summary: Mapping[str, Any]) -> Table:
+    what = f"{summary['experiment']}: {summary['proposer']}, verifier {summary['verifier']}"
+    setting = f"temperature {summary['temperature']:g}, batch {summary['batch_size']}, {summary['requests']} prompts"
+    table = _table(f"{what}, {setting}")
+    table.add_column("arm")
+    for name in ("tokens/s", "speed-up [95 %]", "tau", "expected", "overhead", "repeated"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, arm in summary["arms"].items():
+        table.add_row(
+            name,
+            _number(arm["tokens_per_second"], ".1f"),
+            "1" if name == "baseline" else _interval(arm["speedup"]),
+            _number(arm["tau_pooled"], ".2f"),
+            _number(arm["expected_tau"], ".2f"),
+            _number(arm["overhead"], ".1%"),
+            _number(arm["repeated_8gram_share"], ".1%"),
+        )
+    return table
+
+
+def _depths(summary: Mapping[str, Any]) -> Table:
+    table = _table("Acceptance by depth")
+    table.add_column("arm")
+    table.add_column("")
+    arms = {name: arm for name, arm in summary["arms"].items() if arm["survival"]}
+    deepest = max(len(arm["survival"]) for arm in arms.values())
+    for depth in range(1, deepest + 1):
+        table.add_column(str(depth), justify="right")
+    for name, arm in arms.items():
+        for kind in ("survival", "conditional"):
+            table.add_row(name if kind == "survival" else "", kind, *(_number(rate, ".2f") for rate in arm[kind]))
+    return table
+
+
+def _time(summary: Mapping[str, Any]) -> Table:
+    table = _table("Where decode time goes: seconds and share")
+    table.add_column("phase")
+    arms = {name: arm for name, arm in summary["arms"].items() if arm["decode_seconds"]}
+    for name in arms:
+        table.add_column(name, justify="right")
+    for phase, what in PHASES.items():
+        if any(arm["phase_seconds"][phase] for arm in arms.values()):
+            spent = [(arm["phase_seconds"][phase], arm["decode_seconds"]) for arm in arms.values()]
+            table.add_row(what, *(f"{part:.2f} {part / whole:6.1%}" for part, whole in spent))
+    return table
+
+
+def _notes(summary: Mapping[str, Any]) -> str:
+    lines = [
+        f"{summary['tokens']} tokens in {summary['steps']} steps. Prefill is left out of speed and tau; tau counts the "
+        "token after the accepted ones; repeated: 8-grams of the output that occurred in it before."
+    ]
+    same = summary["identical_outputs"]
+    if same is not None and summary["temperature"] == 0:
+        lines.append(f"Output identical to the baseline's: {same:.0%} of the prompts.")
+    if summary["speedup"]["mean"] is None and len(summary["arms"]) == 1:
+        lines.append("One arm only, so no speed-up was measured.")
+    if summary["errors"]:
+        lines.append(f"{len(summary['errors'])} requests broke; see 'errors' in summary.json.")
+    return "\n".join(lines)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
+    )
+
+
+def _interval(speedup: Mapping[str, float | None]) -> str:
+    mean = _number(speedup["mean"], ".2f")
+    return mean if speedup["low"] is None else f"{mean} [{speedup['low']:.2f}, {speedup['high']:.2f}]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,31 @@
+"""A tiny checkpoint on disk with a tokenizer of one token a letter, and prompts to go with it."""
+
+import json
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny import tiny_model
+
+LETTERS = string.ascii_letters + " .,:\n"
+TEXTS = ["the cat sat on the mat. the cat ", "def f of x: return x. def g of x: ", "one two three one two ", "a b a b a "]
+
+
+def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, **changes) -> Path:
+    """Save a random model and its tokenizer; returns the folder."""
+    tiny_model(dtype=dtype, **changes).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token=":"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=":").save_pretrained(folder)
+    return folder
+
+
+def prompts(file: Path, texts: list[str] = TEXTS) -> Path:
+    """Write texts as a JSONL file of prompts; returns the file."""
+    lines = [json.dumps({"id": f"p{number}", "prompt": one, "workload": "toy"}) for number, one in enumerate(texts)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
