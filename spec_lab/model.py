@@ -201,6 +201,51 @@ class CausalLM:
         logits, slots, attended = self._run(paths, rest, draft, marks)
         return Output(logits, slots, attended, marks)
 
+    @torch.inference_mode()
+    def extend(
+        self, paths: Sequence[Path | None], shape: Shape, rows: np.ndarray, token: Tensor, slots: np.ndarray
+    ) -> Output:
+        """Compute nodes whose heads and ancestors are computed already: how a draft model grows a forest, by levels.
+
+        Args:
+            paths: ``[B]``, each ending with its tree's head; None for a tree without ``rows``.
+            shape: the forest; it may hold nodes that are never computed.
+            rows: ``[n]`` the nodes to compute, tree by tree, parents first.
+            token: ``[n]`` their tokens.
+            slots: ``[R]`` the cell that each computed node holds, -1 elsewhere; filled in for ``rows``.
+
+        Returns:
+            Logits ``[n, V]``; the slots taken for each tree.
+
+        Raises:
+            SpanFull: a span would outgrow its limit.
+        """
+        pieces, positions, taken, start = [], [], [], 0
+        for tree, path in enumerate(paths):
+            new = rows[shape.root[rows] == tree] if shape.heads > 1 else rows
+            taken.append(np.empty(0, dtype=np.int64))
+            if path is None or not len(new):
+                continue
+            held = shape.trees[tree]
+            held = held[slots[held] >= 0]
+            slots[new] = taken[-1] = self.cells.take(path, len(new))
+            both = np.concatenate([held, new])
+            sees = shape.ancestors[np.ix_(new, both)]
+            extent = max(path.extent, int(slots[both].max()) + 1)
+            mask = None
+            if len(new) > 1 or extent != len(path) + len(both) or not sees.all():
+                bias = np.empty((len(new), extent), dtype=np.float32)
+                bias[:] = path.bias(extent)
+                bias[:, slots[both]] = np.where(sees, np.float32(0), np.float32(-np.inf))
+                mask = torch.from_numpy(bias).to(self.device, self.dtype)
+            index = as_index(taken[-1], self.device)
+            pieces.append(Piece(path.span, start, start + len(new), index, extent, mask, False))
+            positions.append(len(path) - 1 + shape.depth[new])
+            start += len(new)
+        marks: list[tuple[Mark, Mark]] = []
+        logits = self._call(token, np.concatenate(positions), pieces, 0, marks)
+        return Output(logits, taken, sum(piece.extent for piece in pieces), marks)
+
     def _run(
         self, paths: Sequence[Path], pending: Sequence[Sequence[int]], draft: Draft | None, marks: list
     ) -> tuple[Tensor, list[np.ndarray], int]:

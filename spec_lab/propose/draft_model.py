@@ -1,0 +1,178 @@
+"""A small model drafts, level by level: a chain (speculative sampling) or a static tree.
+
+Source: chains 2211.17192 and 2302.01318; trees with iid siblings SpecInfer (2305.09781), without replacement 2402.14160
+and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from spec_lab.batch import Batch, Sequence
+from spec_lab.clock import Mark
+from spec_lab.draft import Draft, Drawn, forest
+from spec_lab.draft import tree as shape_of
+from spec_lab.law import Sampling
+from spec_lab.model import CausalLM
+from spec_lab.propose.growth import Growth
+from spec_lab.propose.options import one_of, temperature_or_none, whole
+from spec_lab.propose.trail import Trail
+from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths
+from spec_lab.target import Target, load_model, model_context, self_check, weights_hash
+
+
+class DraftModel:
+    """Drafts with a causal LM of its own, whose cells follow each sequence.
+
+    Siblings are drawn from the law at their parent, warped as the request is sampled: ``iid``; ``without`` replacement,
+    where a law whose support is exhausted gets fewer siblings; or as ``point``, the likeliest tokens. At temperature 0
+    the law is one-hot, so ``iid`` and ``without`` draw one sibling however wide the tree: a tree then needs ``point``
+    or a temperature of the draft's own. Which siblings are left out depends on the law alone, never on a drawn value.
+
+    Args:
+        lm: the draft.
+        context: most positions the draft has; beyond, nothing is drafted.
+        tree: the tree drafted below every head.
+        drawn: how siblings are drawn.
+        temperature: the draft's own; None takes each request's.
+        name: as in records.
+        sha256: of the draft's weights.
+    """
+
+    wants_hidden = False
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        context: int,
+        tree: Choices,
+        drawn: Drawn = "iid",
+        temperature: float | None = None,
+        name: str = "draft_model",
+        sha256: str = "",
+    ) -> None:
+        self.lm = lm
+        self.context = context
+        self.tree = tree
+        self.drawn = drawn
+        self.temperature = temperature
+        self.name = name
+        self.sha256 = sha256
+        self.nodes = len(tree)
+        self._shapes = [shape_of(tuple(path for path in tree if len(path) <= d)) for d in range(depth_of(tree) + 1)]
+        self._marks: list[tuple[Mark, Mark]] = []
+
+    @staticmethod
+    def load(
+        target: Target,
+        path: str,
+        depth: int | None = None,
+        tree: str | None = None,
+        drawn: str = "iid",
+        temperature: float | None = None,
+    ) -> DraftModel:
+        """Load a draft in the target's dtype and on its device.
+
+        Args:
+            target: whose tokens are drafted.
+            path: folder of a checkpoint, or a hub name.
+            depth: drafts a chain of so many tokens; or
+            tree: drafts a tree, written as ``trees.parse`` reads it.
+            drawn: "iid", "without" or "point".
+            temperature: the draft's own; null takes each request's.
+
+        Raises:
+            ValueError: a wrong option; another tokenizer or vocabulary than the target's; a tree wider than the
+                vocabulary; a model of a kind that cannot decode forests (``Unsupported``).
+            OSError: no checkpoint there.
+        """
+        if (depth is None) == (tree is None):
+            raise ValueError("give either proposer.depth, for a chain, or proposer.tree, for a tree")
+        choices = widths([1] * whole("depth", depth, 1)) if depth is not None else parse(cast(str, tree))
+        kind = one_of("drawn", drawn, ("iid", "without", "point"))
+        own = temperature_or_none("temperature", temperature)
+        model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
+        check_same_tokens(target, model, tokenizer, path)
+        if width_of(choices) > target.vocabulary:
+            raise ValueError(f"a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary} tokens")
+        self_check(model, target.lm.attention)
+        lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
+        name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
+        return DraftModel(lm, model_context(model.config), choices, cast(Drawn, kind), own, name, weights_hash(path))
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch) -> Draft:
+        """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
+        shapes, trails = [], []
+        for deepest, sequence in zip(batch.room(), batch.sequences, strict=True):
+            # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
+            deepest = min(deepest, self.context + 1 - len(sequence.tokens), len(self._shapes) - 1)
+            shapes.append(self._shapes[max(0, deepest)])
+            trails.append(self.trail(sequence) if deepest > 0 else None)
+        samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
+        growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails)
+        draft = growth.run()
+        self._marks += growth.marks
+        return draft
+
+    def trail(self, sequence: Sequence) -> Trail:
+        """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""
+        trail = sequence.state
+        if trail is None or not trail.path.open:
+            reserve = len(sequence.request.tokens) + sequence.request.max_new_tokens + self.nodes
+            sequence.state = Trail(sequence, self.lm.cells, self.lm.cells.open(reserve))
+        elif trail.owner is not sequence:
+            sequence.state = trail.fork(sequence)
+        return cast(Trail, sequence.state)
+
+    def sampling(self, request: Sampling) -> Sampling:
+        """How the draft samples for a request."""
+        return request if self.temperature is None else replace(request, temperature=self.temperature)
+
+    def close(self, sequence: Sequence) -> None:
+        """Give back the sequence's cells; wipe them if they may hold NaN."""
+        trail, sequence.state = sequence.state, None
+        if trail is not None and trail.owner is sequence:
+            trail.close()
+            if sequence.finish == "nan":
+                self.lm.cells.scrub(trail.path.span)
+
+    def take_marks(self) -> list[tuple[Mark, Mark]]:
+        """(start, end) of the draft's module calls since the last time asked."""
+        marks, self._marks = self._marks, []
+        return marks
+
+
+def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> None:
+    """Refuse a draft that does not speak the target's tokens.
+
+    Raises:
+        ValueError: other vocabulary sizes, tokens or splitting; says how they differ.
+    """
+    if target.tokenizer is not None:
+        mine, theirs = (
+            {number: token for token, number in t.get_vocab().items()} for t in (target.tokenizer, tokenizer)
+        )
+        wrong = [number for number in sorted({*mine, *theirs}) if mine.get(number) != theirs.get(number)]
+        if wrong:
+            some = "; ".join(f"{n} is {mine.get(n)!r} against {theirs.get(n)!r}" for n in wrong[:3])
+            raise ValueError(
+                f"the draft {path} has another tokenizer than the target {target.name}: {len(mine)} tokens in the "
+                f"target's, {len(theirs)} in the draft's, {len(wrong)} ids differ (target against draft: {some})"
+            )
+        probe = "def f(x):\n    return {'né': [x, 1.5]}  # 2024 naïve"
+        ours, other = (t(probe, add_special_tokens=False)["input_ids"] for t in (target.tokenizer, tokenizer))
+        if ours != other:
+            raise ValueError(
+                f"the draft {path} has the target's tokens but splits text otherwise: {probe!r} gives {ours} in the "
+                f"target's tokenizer and {other} in the draft's"
+            )
+    width = int(model.get_output_embeddings().weight.shape[0])
+    if width != target.vocabulary:
+        raise ValueError(
+            f"the draft {path} gives logits for {width} tokens, the target {target.name} for {target.vocabulary}; "
+            "they must agree"
+        )

@@ -1,0 +1,174 @@
+"""One round's draft of a small model while it grows, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.batch import Batch
+from spec_lab.clock import Mark
+from spec_lab.draft import Draft, Drawn, Shape, empty
+from spec_lab.law import Key, Purpose, Sampling, law, law_dtype
+from spec_lab.model import CausalLM, Output
+from spec_lab.propose.trail import Held, Trail
+
+
+class Level(NamedTuple):
+    """What is drawn at one depth of a forest: rows ``parents`` ``[n]``, and their children by rank, each ``[<= n]``."""
+
+    parents: np.ndarray
+    ranks: list[np.ndarray]
+
+
+@lru_cache(maxsize=64)
+def levels(shape: Shape) -> list[Level]:
+    """The forest's levels, from the heads down."""
+    rows = np.arange(shape.heads, shape.rows)
+    plan = []
+    for depth in range(1, int(shape.depth.max()) + 1):
+        here = shape.depth[shape.heads :] == depth
+        ranks = [rows[here & (shape.rank == rank)] for rank in range(int(shape.rank[here].max()) + 1)]
+        plan.append(Level(np.unique(shape.parent[here]), ranks))
+    return plan
+
+
+class Growth:
+    """A forest that is drafted level by level, one packed forward of the draft model each.
+
+    Args:
+        lm: the draft model.
+        drawn: how siblings are drawn.
+        batch: what is drafted for.
+        shape: the whole forest; nodes that are left out are cut at the end.
+        samplings: ``[B]`` how the draft samples.
+        trails: ``[B]`` the draft's cells; None where a tree is empty.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        drawn: Drawn,
+        batch: Batch,
+        shape: Shape,
+        samplings: Sequence[Sampling],
+        trails: Sequence[Trail | None],
+    ) -> None:
+        self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
+        self.samplings, self.trails = samplings, trails
+        self.token = np.zeros(shape.nodes, dtype=np.int64)
+        self.slots = np.full(shape.rows, -1, dtype=np.int64)
+        self.live = np.ones(shape.rows, dtype=bool)
+        self.q: list[Tensor] = []
+        self.q_row = np.full(shape.rows, -1, dtype=np.int64)
+        self.marks: list[tuple[Mark, Mark]] = []
+        self.seen: np.ndarray | None = None  # [R, V], with a repetition penalty only
+        if any(s.repetition_penalty != 1 for s in samplings):
+            self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
+
+    def run(self) -> Draft:
+        """Draw every level. Afterwards the trails hold the cells of the computed nodes."""
+        shape = self.shape
+        for level in levels(shape):
+            parents = level.parents[self.live[level.parents]]
+            if len(parents):
+                self._draw(level, parents, self._finite(self._logits(parents), parents))
+        for head, trail in enumerate(self.trails):
+            if trail is not None:
+                trail.held = Held(shape, head, self.token, self.slots)
+        token, q_row = self.token, self.q_row
+        if not self.live.all():
+            shape, kept = shape.keep(self.live)
+            token, q_row = token[kept], np.concatenate([q_row[: shape.heads], q_row[shape.heads :][kept]])
+        tokens = torch.from_numpy(token).to(self.batch.device)
+        if self.drawn == "point":
+            return Draft(shape, tokens)
+        none = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
+        q = self.q[0] if len(self.q) == 1 else torch.cat(self.q or [none])
+        return Draft(shape, tokens, self.drawn, q, q_row)
+
+    def _draw(self, level: Level, parents: np.ndarray, logits: Tensor) -> None:
+        """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``."""
+        heads, parent = self.shape.heads, self.shape.parent
+        width = len(level.ranks)
+        place = np.zeros(self.shape.rows, dtype=np.int64)  # of each parent among ``parents``
+        place[parents] = np.arange(len(parents))
+        if self.drawn == "point":
+            if self.seen is not None:
+                logits = self._penalised(logits, parents)
+            likeliest = logits.topk(width, -1).indices.cpu().numpy()  # [n, width]
+            for rank, nodes in enumerate(level.ranks):
+                self.token[nodes - heads] = likeliest[place[parent[nodes - heads]], rank]
+            return
+        q = law(logits, *self._warp(self.samplings, parents))
+        self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))
+        self.q.append(q)
+        without = self.drawn == "without" and width > 1
+        left = q.clone() if without else q
+        support = (q > 0).sum(-1).cpu().numpy() if width > 1 else np.ones(len(parents), dtype=np.int64)
+        for rank, nodes in enumerate(level.ranks):
+            above = parent[nodes - heads]
+            # Siblings beyond the support cannot be drawn; iid siblings of a one-hot law would only repeat the first.
+            enough = support[place[above]] > (rank if without else min(rank, 1))
+            self.live[nodes] = drawn = self.live[above] & enough
+            if not drawn.any():
+                continue
+            nodes, rows = nodes[drawn], torch.from_numpy(place[above[drawn]]).to(q.device)
+            weights = left if len(rows) == len(left) else left[rows]
+            picked = self.batch.draws.pick(weights, self._keys(nodes))
+            self.token[nodes - heads] = picked
+            if without:
+                left[rows, torch.from_numpy(picked).to(q.device)] = 0.0
+
+    def _keys(self, nodes: np.ndarray) -> list[Key]:
+        """A node's number in its whole tree keys its draw: batch mates and nodes left out change nothing."""
+        heads: list[int] = self.shape.root[nodes].tolist()
+        numbers: list[int] = self.shape.places[nodes].tolist()
+        who = [sequence.who for sequence in self.batch.sequences]
+        return [Key(*who[head], Purpose.DRAFT, n) for head, n in zip(heads, numbers, strict=True)]
+
+    def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
+        """The draft's logits at ``rows``: heads, with whatever is pending before them, or nodes of one level."""
+        if rows[0] < self.shape.heads:
+            trails = [trail for trail in self.trails if trail is not None]
+            if self.seen is not None:
+                for head in rows:
+                    self.seen[head, self.batch.sequences[head].tokens] = True
+            pending = [trail.follow() for trail in trails]
+            nothing = empty(len(rows), self.lm.device)
+            return self._marked(self.lm.forward([trail.path for trail in trails], pending, nothing))
+        above, token = self.shape.parent[rows - self.shape.heads], self.token[rows - self.shape.heads]
+        if self.seen is not None:
+            self.seen[rows] = self.seen[above]
+            self.seen[rows, token] = True
+        paths = [None if trail is None else trail.path for trail in self.trails]
+        ids = torch.from_numpy(token).to(self.lm.device)
+        return self._marked(self.lm.extend(paths, self.shape, rows, ids, self.slots))
+
+    def _marked(self, output: Output) -> Tensor:
+        self.marks += output.marks
+        return output.logits
+
+    def _finite(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        """The logits; where they are NaN or infinite the tree is marked broken and its rows made harmless."""
+        if torch.isfinite(logits.sum(-1, dtype=torch.float32)).all():
+            return logits
+        bad = ~torch.isfinite(logits).all(-1)
+        for head in set(self.shape.root[rows[bad.cpu().numpy()]].tolist()):
+            self.batch.broken[head] = "the draft's logits are NaN or infinite"
+        return logits.masked_fill(bad[:, None], 0.0)
+
+    def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
+        """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""
+        each = list(samplings)
+        each = each[:1] if all(s == each[0] for s in each) else [each[head] for head in self.shape.root[rows]]
+        return each, None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.lm.device)
+
+    def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        """Laws that rank tokens as the penalised logits do; nothing is cut off, so that every rank exists."""
+        plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
+        return law(logits.to(law_dtype(logits)), *self._warp(plain, rows))

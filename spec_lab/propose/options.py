@@ -1,0 +1,40 @@
+"""Checks of the scalar arguments that configs give to proposers; every message names the option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """``value`` itself, if it is a whole number of at least ``least``.
+
+    Raises:
+        ValueError: it is not; names the option.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"proposer.{name} must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """``value`` itself, if it is among ``allowed``.
+
+    Raises:
+        ValueError: it is not; names the option and what it may be.
+    """
+    if value not in allowed:
+        raise ValueError(f"proposer.{name} must be one of {', '.join(allowed)}, not {value!r}")
+    return str(value)
+
+
+def temperature_or_none(name: str, value: Any) -> float | None:
+    """``value`` as a float, if it is a finite number of at least 0, or None.
+
+    Raises:
+        ValueError: it is neither; names the option.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"proposer.{name} must be null or a number of at least 0, not {value!r}")
+    return float(value)

@@ -1,0 +1,76 @@
+"""What the proposers' tests share: decoding with tiny models, and draws that remember."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from spec_lab.batch import Batch, Request, Sequence
+from spec_lab.decode import Group
+from spec_lab.law import CounterDraws, Sampling
+from spec_lab.model import CausalLM
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Token
+from tests.tiny import CONTEXT, tiny_model
+
+PROMPTS = ((3, 14, 15, 9, 26, 5), (2, 7, 18), (31, 41, 5, 9, 2, 6, 5, 35, 8))
+WARM = Sampling(1.0)
+COLD = Sampling()
+
+
+def requests(sampling=COLD, new=20, prompts=PROMPTS, first=0):
+    return [Request(first + i, f"p{first + i}", tuple(p), sampling, new) for i, p in enumerate(prompts)]
+
+
+def decode(target, proposer, wanted, verifier=None, seed=0):
+    """The group after decoding, and its rounds."""
+    group = Group(target, proposer, verifier or Token(), wanted, CounterDraws(seed))
+    rounds = list(group)
+    return group, rounds
+
+
+def emitted(group):
+    return [s.emitted for s in sorted(group.sequences, key=lambda s: s.request.id)]
+
+
+def plain_greedy(model, prompt, count):
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def plain_logits(model, tokens):
+    """Logits after ``tokens``, by a forward that knows nothing of cells."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm=None, **changes):
+    lm = lm or CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
+    return DraftModel(lm, context, parse(tree), drawn, temperature)
+
+
+def batch_of(target, wanted, draws=None):
+    """A batch outside the loop, for driving a proposer by hand."""
+    cells = target.lm.cells
+    sequences = [Sequence(request, cells.open(), list(request.tokens)) for request in wanted]
+    return Batch(target, sequences, draws or CounterDraws(0))
+
+
+def path_tokens(draft, row):
+    return [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
+
+
+@dataclass
+class Recording:
+    """Counter draws that remember every pick."""
+
+    seed: int = 0
+    picks: list = field(default_factory=list)  # (weights [V], key, index)
+
+    def pick(self, weights, keys):
+        picked = CounterDraws(self.seed).pick(weights, keys)
+        self.picks += [(w.clone(), key, int(i)) for w, key, i in zip(weights, keys, picked, strict=True)]
+        return picked

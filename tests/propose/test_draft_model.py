@@ -1,0 +1,374 @@
+"""A draft model: the laws it states, the tokens it leads to, cells that follow any history, and refusals."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_lab.batch import Sequence
+from spec_lab.law import Sampling, law
+from spec_lab.propose import Null
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.verify import Match, Traversal
+from tests.propose.lab import (
+    COLD,
+    PROMPTS,
+    WARM,
+    Recording,
+    batch_of,
+    decode,
+    draft_model,
+    emitted,
+    path_tokens,
+    plain_greedy,
+    plain_logits,
+    requests,
+)
+from tests.tiny import CONTEXT, VOCABULARY, tiny_target
+
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), ("1x1x1", "point")]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def truth(target):
+    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
+
+
+# Tokens ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tree", "drawn"), KINDS)
+def test_greedy_is_autoregressive(target, truth, tree, drawn):
+    proposer = draft_model(tree, drawn)
+    group, rounds = decode(target, proposer, requests())
+    assert emitted(group) == truth
+    assert not proposer.lm.cells.references.any()
+    calls = [len(one.proposer_marks) for one in rounds]
+    assert max(calls) <= max(map(len, proposer.tree))
+
+
+@pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "without"), (TREE, "point")])
+def test_a_temperature_of_its_own_keeps_greedy_exact(target, truth, tree, drawn):
+    group, rounds = decode(target, draft_model(tree, drawn, temperature=1.5), requests())
+    assert emitted(group) == truth
+    assert all(one.draft.shape.nodes == 8 * len(one.sequences) for one in rounds[:3])
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.parametrize(("tree", "drawn"), KINDS[:4])
+def test_batch_is_one_by_one(target, tree, drawn, sampling):
+    proposer = draft_model(tree, drawn)
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, proposer, wanted)[0])
+    alone = [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
+    assert together == alone
+    swapped = emitted(decode(target, proposer, wanted[::-1])[0])
+    assert swapped == together
+
+
+@pytest.mark.parametrize("verifier", [None, Traversal()])
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+def test_the_target_as_its_own_draft_is_always_accepted(target, sampling, verifier):
+    proposer = draft_model("1x1x1x1", "iid", seed=0, num_hidden_layers=2)
+    _, rounds = decode(target, proposer, requests(sampling, new=26), verifier)
+    for one in rounds:
+        assert [done.accepted for done in one.committed] == [4] * len(one.sequences)
+        np.testing.assert_allclose(one.expected, 4, atol=1e-9)
+    assert len(rounds) == -(-26 // 5)
+
+
+def test_context_of_the_draft_bounds_its_trees(target, truth):
+    proposer = draft_model(TREE, "without", context=16)
+    group, rounds = decode(target, proposer, requests())
+    assert emitted(group) == truth
+    deepest = {}
+    for one in rounds:
+        for head, context in enumerate(one.context):
+            deepest[context] = max(
+                deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[head]].max())
+            )
+    # At temperature 0 the tree is a chain of 3; computed nodes stay within position 15.
+    assert all(depth == max(0, min(3, 17 - context)) for context, depth in deepest.items())
+    short = tiny_target(context=20)
+    group, _ = decode(short, draft_model("1x1x1x1"), requests(prompts=PROMPTS[:1]))
+    assert [s.finish for s in group.sequences] == ["context"]
+
+
+# Laws --------------------------------------------------------------------------------------------------------------
+
+
+def check_laws(draft, batch, model, draws, samplings):
+    """Every stated law is a plain forward's over that path, and every token was drawn from it as declared."""
+    shape = draft.shape
+    at = {key[0:3] + (key.index,): (weights, token) for weights, key, token in draws.picks}
+    assert len(at) == len(draws.picks) == shape.nodes  # one draw each, keys all different
+    taken = iter(sorted(draws.picks, key=lambda pick: pick[1]))
+    for head, sequence in enumerate(batch.sequences):
+        for row in shape.trees[head]:
+            children = shape.children[row]
+            if not len(children):
+                assert draft.q_row[row] == -1 or draft.drawn == "without"
+                continue
+            text = sequence.tokens + path_tokens(draft, int(row))
+            seen = torch.zeros(1, VOCABULARY, dtype=torch.bool)
+            seen[0, text] = True
+            stated = draft.q[draft.q_row[row]]
+            plain = law(plain_logits(model, text)[None], [samplings[head]], seen)[0]
+            torch.testing.assert_close(stated, plain, atol=1e-9, rtol=0)
+    # Draws come head by head in order of number, which is breadth first: nodes in row order.
+    earlier = {}
+    for row in sorted(range(shape.heads, shape.rows), key=lambda r: (shape.root[r], r)):
+        weights, key, token = next(taken)
+        parent = int(shape.parent[row - shape.heads])
+        expected = draft.q[draft.q_row[parent]].clone()
+        if draft.drawn == "without":
+            expected[earlier.get(parent, [])] = 0
+        assert torch.equal(weights, expected)
+        assert int(draft.token[row - shape.heads]) == token
+        assert key.request == batch.sequences[shape.root[row]].request.id
+        earlier.setdefault(parent, []).append(token)
+    if draft.drawn == "without":
+        assert all(len(set(siblings)) == len(siblings) for siblings in earlier.values())
+
+
+@pytest.mark.parametrize(
+    "sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5), COLD]
+)
+@pytest.mark.parametrize(("tree", "drawn"), [("1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), ("4x2", "without")])
+def test_stated_laws_are_the_laws_drawn_from(target, tree, drawn, sampling):
+    proposer, draws = draft_model(tree, drawn), Recording()
+    wanted = [replace(one, sampling=sampling) for one in requests()[:2]] + [replace(requests()[2], sampling=WARM)]
+    batch = batch_of(target, wanted, draws)
+    draft = proposer.propose(batch)
+    check_laws(draft, batch, proposer.lm.model, draws, [one.sampling for one in wanted])
+    for sequence in batch.sequences:
+        proposer.close(sequence)
+
+
+def test_siblings_beyond_the_support_are_left_out(target):
+    support = {}
+    for drawn in ("iid", "without"):
+        for name, sampling in {"cold": COLD, "two": Sampling(1.0, top_k=2), "all": WARM}.items():
+            batch = batch_of(target, requests(sampling)[:1])
+            proposer = draft_model("4x1", drawn)
+            support[drawn, name] = proposer.propose(batch).shape.nodes
+    assert support == {
+        ("iid", "cold"): 2, ("iid", "two"): 8, ("iid", "all"): 8,
+        ("without", "cold"): 2, ("without", "two"): 4, ("without", "all"): 8,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("penalty", [1.0, 3.0])
+def test_point_takes_the_likeliest(target, penalty):
+    sampling = Sampling(0.5, top_k=1, repetition_penalty=penalty)
+    batch = batch_of(target, requests(sampling))
+    proposer = draft_model(TREE, "point")
+    draft = proposer.propose(batch)
+    assert draft.q is None
+    for head, sequence in enumerate(batch.sequences):
+        for row in draft.shape.trees[head]:
+            text = sequence.tokens + path_tokens(draft, int(row))
+            logits = plain_logits(proposer.lm.model, text)
+            seen = torch.unique(torch.tensor(text))
+            logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+            likeliest = logits.topk(3).indices.tolist()
+            children = draft.token[draft.shape.children[row] - draft.shape.heads].tolist()
+            assert children == likeliest[: len(children)]
+
+
+# Cells -------------------------------------------------------------------------------------------------------------
+
+
+def test_accepted_nodes_are_found_again(target):
+    """After a step only what was not drafted is computed: the accepted last level and the token after it."""
+    proposer = draft_model(TREE, "point", seed=0, num_hidden_layers=2)
+    lengths = []
+    forward = proposer.lm.forward
+    proposer.lm.forward = lambda paths, pending, draft: (
+        lengths.append([*map(len, pending)]),
+        forward(paths, pending, draft),
+    )[1]
+    _, rounds = decode(target, proposer, requests(new=17, prompts=PROMPTS[:1]), Match())
+    assert [done.accepted for one in rounds for done in one.committed] == [3, 3, 3, 3, 3][: len(rounds)]
+    assert lengths == [[6], *[[2]] * (len(rounds) - 1)]
+
+
+@st.composite
+def histories(draw):
+    """What may happen to a sequence between two proposals."""
+    kinds = st.sampled_from(["accept", "accept", "rewind", "replace", "force", "fork"])
+    return draw(st.lists(st.tuples(kinds, st.integers(0, 6), st.integers(0, VOCABULARY - 1)), max_size=7))
+
+
+@given(histories(), st.sampled_from([(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")]))
+@settings(max_examples=40)
+def test_any_history_keeps_the_laws_right(target_once, history, kind):
+    target, proposer = target_once(*kind)
+    batch = batch_of(target, requests(WARM)[:1])
+    for step, (what, number, token) in enumerate([("accept", 0, 0), *history]):
+        draft = proposer.propose(batch)
+        for head, sequence in enumerate(batch.sequences):
+            for row in draft.shape.trees[head]:
+                children = draft.shape.children[row]
+                if not len(children):
+                    continue
+                logits = plain_logits(proposer.lm.model, sequence.tokens + path_tokens(draft, int(row)))
+                if kind[1] == "point":
+                    expected = logits.topk(len(children)).indices.tolist()
+                    assert draft.token[children - draft.shape.heads].tolist() == expected
+                else:
+                    torch.testing.assert_close(
+                        draft.q[draft.q_row[row]], law(logits[None], [WARM])[0], atol=1e-9, rtol=0
+                    )
+        one = batch.sequences[number % len(batch.sequences)]
+        if what == "accept":
+            own = draft.shape.trees[number % len(batch.sequences)]
+            one.tokens += [*path_tokens(draft, int(own[number % len(own)])), token]
+        elif what == "rewind":
+            del one.tokens[max(1, len(one.tokens) - number) :]
+        elif what == "replace":
+            one.tokens[-min(number, len(one.tokens) - 1) or -1 :] = [token, token]
+        elif what == "force":
+            one.tokens += [token] * number
+        elif len(batch.sequences) < 3:
+            twin = Sequence(one.request, one.path, [*one.tokens, token], branch=step + 1, state=one.state)
+            batch.sequences.append(twin)
+        for sequence in batch.sequences:
+            sequence.round += 1
+    for sequence in batch.sequences:
+        proposer.close(sequence)
+    assert not proposer.lm.cells.references.any()
+    assert not any(proposer.lm.cells._users)
+
+
+@pytest.fixture(scope="module")
+def target_once(target):
+    made = {}
+
+    def make(tree, drawn):
+        return target, made.setdefault((tree, drawn), draft_model(tree, drawn))
+
+    return make
+
+
+def test_origin_may_close_before_its_fork_drafts(target):
+    proposer = draft_model("1x1")
+    batch = batch_of(target, requests(WARM)[:1])
+    proposer.propose(batch)
+    one = batch.sequences[0]
+    batch.sequences.append(Sequence(one.request, one.path, list(one.tokens), branch=1, state=one.state))
+    proposer.close(batch.sequences.pop(0))
+    proposer.propose(batch)
+    proposer.close(batch.sequences[0])
+    proposer.close(Sequence(one.request, one.path, [1]))
+    assert not proposer.lm.cells.references.any()
+
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+def test_nan_logits_end_their_own_request_only(target, truth, bad, drawn):
+    proposer = draft_model(TREE, drawn)
+    poison = 18  # in the second prompt only
+    assert not any(poison in truth[i] for i in (0, 2))
+    with torch.no_grad():
+        proposer.lm.model.get_input_embeddings().weight[poison] = bad
+    group, _ = decode(target, proposer, requests())
+    assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
+    assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
+    assert group.errors == {"p1": group.errors["p1"]}
+    assert "request 'p1', step 1: the draft's logits are NaN or infinite" in group.errors["p1"]
+    again, _ = decode(target, proposer, requests()[::2])  # the poisoned span has been wiped
+    assert emitted(again) == [truth[0], truth[2]]
+
+
+def tokenizer_of(words, split="Whitespace"):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    inner.pre_tokenizer = getattr(pre_tokenizers, split)()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0])
+
+
+WORDS = ["<unk>", "def", "f", "(", "x", ")", ":", *(f"w{n}" for n in range(VOCABULARY - 7))]
+
+
+def saved(folder, words=WORDS, split="Whitespace", **changes):
+    from tests.tiny import tiny_model
+
+    tiny_model(num_hidden_layers=1, **changes).to(torch.float32).save_pretrained(folder)
+    tokenizer_of(words, split).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def spoken(target):
+    return replace(target, tokenizer=tokenizer_of(WORDS))
+
+
+def test_load(spoken, truth, tmp_path):
+    path = saved(tmp_path)
+    chain = DraftModel.load(spoken, path, depth=3)
+    assert (chain.name, chain.drawn, chain.nodes, chain.context) == ("draft_chain", "iid", 3, CONTEXT)
+    assert chain.lm.dtype == spoken.lm.dtype
+    tree = DraftModel.load(spoken, path, tree="2x2", drawn="without", temperature=1)
+    assert (tree.name, tree.nodes, len(tree.sha256)) == ("draft_tree", 6, 64)
+    assert emitted(decode(spoken, tree, requests())[0]) == truth
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, "either proposer.depth"),
+        ({"depth": 2, "tree": "2x2"}, "either proposer.depth"),
+        ({"depth": "abc"}, "proposer.depth must be a whole number of at least 1, not 'abc'"),
+        ({"depth": 0}, "proposer.depth"),
+        ({"tree": "2,2"}, "a tree is written as"),
+        ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, not 'topk'"),
+        ({"depth": 2, "temperature": -1}, "proposer.temperature"),
+        ({"depth": 2, "temperature": "hot"}, "proposer.temperature"),
+        ({"tree": "99"}, f"a tree 99 wide does not fit a vocabulary of {VOCABULARY}"),
+    ],
+)
+def test_wrong_options_are_named(spoken, tmp_path_factory, options, named):
+    folder = tmp_path_factory.getbasetemp() / "draft"
+    path = str(folder) if folder.exists() else saved(folder)
+    with pytest.raises(ValueError, match=named):
+        DraftModel.load(spoken, path, **options)
+
+
+def test_other_tokenizers_are_refused(spoken, tmp_path):
+    other = WORDS.copy()
+    other[4], other[9] = other[9], other[4]
+    with pytest.raises(
+        ValueError, match=r"2 ids differ \(target against draft: 4 is 'x' against 'w2'; 9 is 'w2' against"
+    ):
+        DraftModel.load(spoken, saved(tmp_path / "swapped", other), depth=2)
+    fewer = saved(tmp_path / "fewer", WORDS[:-1])
+    with pytest.raises(
+        ValueError, match=f"{VOCABULARY} tokens in the target's, {VOCABULARY - 1} in the draft's, 1 ids"
+    ):
+        DraftModel.load(spoken, fewer, depth=2)
+    with pytest.raises(ValueError, match="splits text otherwise"):
+        DraftModel.load(spoken, saved(tmp_path / "split", split="WhitespaceSplit"), depth=2)
+    wider = saved(tmp_path / "wider", vocab_size=64)
+    with pytest.raises(ValueError, match=f"gives logits for 64 tokens, the target tiny-llama for {VOCABULARY}"):
+        DraftModel.load(spoken, wider, depth=2)
+    with pytest.raises(OSError, match=r"no config\.json"):
+        DraftModel.load(spoken, str(tmp_path), depth=2)
+
+
+def test_null_agrees(target, truth):
+    assert emitted(decode(target, Null(), requests())[0]) == truth

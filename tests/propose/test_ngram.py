@@ -1,0 +1,133 @@
+"""Prompt lookup against a naive twin, through growth and rewinds."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_lab.propose.ngram import SCAN, Index, Ngram, NgramTree, continuation
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+def naive_matches(tokens, longest, shortest):
+    for n in range(longest, shortest - 1, -1):
+        if n >= len(tokens):
+            continue
+        found = 0
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:] and found < SCAN:
+                found += 1
+                yield end
+
+
+def naive_continuation(tokens, place, count):
+    text = list(tokens)
+    for step in range(count):
+        text.append(text[place + step])
+    return text[len(tokens) :]
+
+
+def naive_tree(tokens, longest, shortest, depth, nodes):
+    """The distinct paths of the trie, in the order in which they were added."""
+    paths = []
+    for place in naive_matches(tokens, longest, shortest):
+        read = naive_continuation(tokens, place, depth)
+        for end in range(1, depth + 1):
+            if tuple(read[:end]) not in paths and len(paths) < nodes:
+                paths.append(tuple(read[:end]))
+    return paths
+
+
+def sequence(tokens):
+    return SimpleNamespace(tokens=list(tokens), state=None)
+
+
+def batch(*sequences):
+    return SimpleNamespace(sequences=list(sequences), device=torch.device("cpu"))
+
+
+def paths_of(draft, head=0):
+    token = draft.token.tolist()
+    rows = draft.shape.trees[head][1:]
+    return [tuple(token[row - draft.shape.heads] for row in draft.shape.path(int(row))) for row in rows]
+
+
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 6), TOKENS), max_size=6), st.integers(1, 4), st.integers(0, 3))
+def test_index_follows_growth_and_rewinds(tokens, edits, shortest, more):
+    longest = shortest + more
+    index = Index(range(longest, shortest - 1, -1))
+    for back, new in [(0, []), *edits]:
+        tokens = tokens[: max(0, len(tokens) - back)] + new
+        tokens = tokens or [1]
+        index.follow(tokens)
+        assert list(index.matches(tokens)) == list(naive_matches(tokens, longest, shortest))
+        fresh = Index(index.lengths)
+        fresh.follow(tokens)
+        assert {k: v for k, v in index.ends.items() if v} == fresh.ends
+
+
+@given(TOKENS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 2))
+def test_chain_is_the_first_match(tokens, depth, shortest, more):
+    draft = Ngram(depth, shortest + more, shortest).propose(batch(sequence(tokens)))
+    first = next(naive_matches(tokens, shortest + more, shortest), None)
+    assert draft.token.tolist() == ([] if first is None else naive_continuation(tokens, first, depth))
+    assert (draft.shape.parent == range(draft.shape.nodes)).all()
+
+
+@given(TOKENS, st.integers(1, 5), st.integers(1, 9), st.integers(1, 2), st.integers(0, 2))
+def test_tree_merges_matches(tokens, depth, nodes, shortest, more):
+    draft = NgramTree(nodes, depth, shortest + more, shortest).propose(batch(sequence(tokens)))
+    expected = naive_tree(tokens, shortest + more, shortest, depth, nodes)
+    assert paths_of(draft) == expected
+    assert len(set(expected)) == len(expected)  # siblings are distinct
+
+
+def test_longer_matches_first_then_recent_ones():
+    text = [1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3]
+    read = [continuation(text, place, 1)[0] for place in naive_matches(text, 3, 1)]
+    assert read == [9, 8, 9, 7, 8, 9]
+    assert Ngram(1, 3, 1).propose(batch(sequence(text))).token.tolist() == [9]
+    assert paths_of(NgramTree(3, 1, 3, 1).propose(batch(sequence(text)))) == [(9,), (8,), (7,)]
+
+
+def test_reading_goes_on_in_the_draft():
+    assert continuation([5, 1, 2, 1, 2], 3, 5) == [1, 2, 1, 2, 1]
+
+
+def test_batch_drafts_as_one_by_one():
+    texts = ([1, 2, 1, 2], [4, 5, 6], [7, 7, 7, 8, 7])
+    for proposer in (Ngram(3, 2, 1), NgramTree(4, 3, 2, 1)):
+        draft = proposer.propose(batch(*map(sequence, texts)))
+        for head, text in enumerate(texts):
+            assert paths_of(draft, head) == paths_of(proposer.propose(batch(sequence(text))))
+        assert not proposer.take_marks()
+
+
+def test_two_rewinds_at_once_on_one_state():
+    """A fork that inherits its origin's index merely makes it turn back and forth."""
+    proposer, one = Ngram(2, 2, 1), sequence([1, 2, 3, 1, 2])
+    twin = sequence([1, 2, 9, 1])
+    proposer.propose(batch(one))
+    twin.state = one.state
+    assert proposer.propose(batch(twin, one)).token.tolist() == [2, 9, 3, 1]
+    proposer.close(one)
+    assert one.state is None
+
+
+@pytest.mark.parametrize(
+    ("load", "options", "named"),
+    [
+        (Ngram.load, {"depth": "abc"}, "proposer.depth.*'abc'"),
+        (Ngram.load, {"depth": 0}, "proposer.depth"),
+        (Ngram.load, {"min_ngram": True}, "proposer.min_ngram"),
+        (Ngram.load, {"max_ngram": 1, "min_ngram": 2}, "proposer.min_ngram is 2, larger"),
+        (NgramTree.load, {"nodes": 2.5}, "proposer.nodes"),
+        (NgramTree.load, {"depth": None}, "proposer.depth"),
+    ],
+)
+def test_wrong_options_are_named(load, options, named):
+    with pytest.raises(ValueError, match=named):
+        load(None, **options)
