@@ -1,0 +1,132 @@
+"""The papers' verifiers as they read, in NumPy, one tree and one node at a time: oracles of the vectorised laws.
+
+Each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]`` (rows sum to 1, or are all zero). The
+keywords break an algorithm on purpose; the breakages are negative controls of the exact tests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spec_lab.draft import Draft
+
+Law = tuple[np.ndarray, np.ndarray]
+
+
+def norm(law: np.ndarray) -> np.ndarray:
+    """Renormalised; nothing stays nothing."""
+    return law / law.sum() if law.sum() > 0 else np.zeros_like(law)
+
+
+def drawn_from(draft: Draft) -> np.ndarray:
+    """``[M, V]``: the law each node's token was drawn from, given its earlier siblings."""
+    shape, token = draft.shape, draft.token.tolist()
+    width = 1 + max(token, default=0) if draft.q is None else draft.q.shape[1]
+    laws = np.zeros((shape.nodes, width))
+    for row in range(shape.rows):
+        for rank, child in enumerate(shape.children[row] - shape.heads):
+            if draft.drawn == "point":
+                laws[child, token[child]] = 1.0
+                continue
+            law = draft.q[draft.q_row[row]].double().numpy().copy()
+            if draft.drawn == "without":
+                law[[token[c] for c in shape.children[row][:rank] - shape.heads]] = 0.0
+            laws[child] = norm(law)
+    return laws
+
+
+def ratio(p: float, q: float) -> float:
+    """min(1, p / q) with 0 / 0 = 0."""
+    return min(1.0, p / q) if q > 0 else float(p > 0)
+
+
+def widen(law: np.ndarray, vocabulary: int) -> np.ndarray:
+    """Point masses of small tokens, over the whole vocabulary."""
+    return np.pad(law, ((0, 0), (0, vocabulary - law.shape[1])))
+
+
+def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
+    """Recursive rejection, top down."""
+    shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
+    stop, emit = np.zeros(shape.rows), np.zeros_like(p)
+
+    def visit(row: int, reach: float) -> None:
+        law = p[row]
+        for child in shape.children[row] - shape.heads:
+            x = tokens[child]
+            accept = ratio(law[x], lenience * q[child, x])
+            visit(child + shape.heads, reach * accept)
+            reach *= 1 - accept
+            law = norm(np.maximum(law - lenience * q[child], 0))
+        stop[row], emit[row] = reach, law
+
+    for head in range(shape.heads):
+        visit(head, 1.0)
+    return stop, emit
+
+
+def traversal(draft: Draft, p: np.ndarray, forget: bool = False) -> Law:
+    """Traversal: follow first living children to a leaf, stop there or delete it. ``forget``: a <- S."""
+    shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
+    stop, emit = np.zeros(shape.rows), np.zeros_like(p)
+    living = [rows.tolist() for rows in shape.children]
+    law = [row.copy() for row in p]
+    for head in range(shape.heads):
+        a, reach = {head: 1.0}, 1.0
+        while True:
+            row = head
+            while living[row]:
+                child = living[row][0]
+                if child not in a:
+                    x = tokens[child - shape.heads]
+                    a[child] = ratio(a[row] * law[row][x], q[child - shape.heads, x])
+                row = child
+            stop[row], emit[row] = reach * a[row], norm(law[row])
+            reach *= 1 - a[row]
+            if row == head:
+                break
+            m = int(shape.parent[row - shape.heads])
+            living[m].pop(0)
+            left = np.maximum(a[m] * law[m] - q[row - shape.heads], 0)
+            s = left.sum()
+            law[m] = norm(left)
+            if forget:
+                a[m] = s
+            else:
+                a[m] = s / (s + 1 - a[m]) if s + 1 - a[m] > 0 else 1.0
+    return stop, emit
+
+
+def block(draft: Draft, p: np.ndarray) -> Law:
+    """Block verification of one chain: the accepted length is the last i with eta_i <= h_i."""
+    tokens, q, gamma = draft.token.tolist(), drawn_from(draft), draft.shape.nodes
+    weight, h, emit = 1.0, np.ones(gamma + 1), np.zeros_like(p)
+    for i in range(gamma + 1):
+        if i > 0:
+            weight = min(1.0, weight * p[i - 1, tokens[i - 1]] / q[i - 1, tokens[i - 1]])
+        if i == gamma:
+            h[i], emit[i] = weight, p[i]
+            break
+        left = np.maximum(weight * p[i] - q[i], 0)
+        h[i] = left.sum() / (left.sum() + 1 - weight) if left.sum() + 1 - weight > 0 else 1.0
+        emit[i] = norm(left)
+    return h * np.append(np.cumprod(1 - h[::-1])[::-1][1:], 1.0), emit
+
+
+def match(draft: Draft, p: np.ndarray) -> Law:
+    """The walk: y ~ p, descend if a child holds it."""
+    shape, tokens = draft.shape, draft.token.tolist()
+    stop, emit = np.zeros(shape.rows), np.zeros_like(p)
+
+    def visit(row: int, reach: float) -> None:
+        first = {tokens[child - shape.heads]: child for child in reversed(shape.children[row])}
+        for child in shape.children[row]:
+            x = tokens[child - shape.heads]
+            visit(child, reach * p[row, x] if first[x] == child else 0.0)
+        emit[row] = [0.0 if x in first else mass for x, mass in enumerate(p[row])]
+        stop[row] = reach * (1 - sum(p[row, x] for x in first))
+        emit[row] = norm(emit[row])
+
+    for head in range(shape.heads):
+        visit(head, 1.0)
+    return stop, emit

@@ -1,0 +1,248 @@
+"""Each vectorised verifier against the algorithm of its paper, on random forests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_lab.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.verify import Match, Token, Traversal
+from tests.laws import twin
+
+PAIRS = [(Token(), twin.token), (Traversal(), twin.traversal), (Match(), twin.match)]
+BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[one.name for one, _ in PAIRS])
+
+
+def random_law(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
+    """A law ``[V]``: generic, peaked, with zeros, or one-hot."""
+    law = rng.dirichlet(np.full(v, 0.1 if kind == "peaked" else 1.0)) + 1e-12
+    if kind == "zeros":
+        law[rng.permutation(v)[: rng.integers(1, v - 1)]] = 0.0
+    if kind == "one-hot":
+        law = np.eye(v)[rng.integers(v)]
+    return law / law.sum()
+
+
+@st.composite
+def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point"), chains: bool = False):
+    """A random forest, drawn as it says, with target laws: ``(draft, p [R, V])`` in float64.
+
+    Includes p = q, disjoint supports, zeros, one-hot laws, illegal nodes (no mass at the parent, dead rows) and, drawn
+    iid or point, siblings that repeat a token.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    how = draw(st.sampled_from(drawn))
+    v = draw(st.integers(3, 6))
+    heads = 1 if chains else draw(st.integers(1, 3))
+    kinds = st.sampled_from(["generic", "peaked", "zeros", "one-hot"])
+    parent, tokens, q, p = [], [], [], []
+    siblings: dict[int, list[int]] = {}
+
+    def laws() -> None:
+        q.append(random_law(rng, v, draw(kinds)))
+        relation = draw(st.sampled_from(["free", "free", "free", "equal", "disjoint"]))
+        law = q[-1].copy() if relation == "equal" else random_law(rng, v, draw(kinds))
+        if relation == "disjoint" and (q[-1] == 0).any():
+            law = np.where(q[-1] == 0, law + 1e-3, 0.0)
+            law /= law.sum()
+        p.append(law)
+
+    for _ in range(heads):
+        laws()
+    for number in range(draw(st.integers(0, 12))):
+        above = number if chains else draw(st.integers(0, heads + len(parent) - 1))
+        law = q[above].copy()
+        if how == "without":
+            law[siblings.get(above, [])] = 0.0
+        if how == "point":
+            law[:] = 1.0
+        if law.sum() == 0:
+            if chains:
+                break
+            continue
+        token = int(rng.choice(v, p=law / law.sum()))
+        siblings.setdefault(above, []).append(token)
+        parent.append(above)
+        tokens.append(token)
+        laws()
+        if draw(st.integers(0, 5)) == 0 and p[above].sum() > p[above][token]:  # an illegal node; its row is dead
+            p[above][token], p[-1] = 0.0, np.zeros(v)
+            p[above] /= p[above].sum()
+    shape = Shape(heads, np.array(parent, dtype=np.int64))
+    token = torch.tensor(tokens, dtype=torch.long)
+    p = torch.tensor(np.array(p))
+    if how == "point":
+        return Draft(shape, token), p
+    expanded = np.unique(shape.parent)
+    rng.shuffle(expanded)
+    q_row = np.full(shape.rows, -1)
+    q_row[expanded] = np.arange(len(expanded))
+    return Draft(shape, token, how, torch.tensor(np.array(q)[expanded].reshape(-1, v)), q_row), p
+
+
+def joint(draft: Draft, verdict) -> np.ndarray:
+    """``[R, V]``: the probability of ending at a row and emitting a token there."""
+    residual = verdict.residual(np.arange(draft.shape.rows)).double().numpy()
+    mass = residual.sum(-1, keepdims=True)
+    return verdict.stop[:, None] * np.divide(residual, mass, out=np.zeros_like(residual), where=mass > 0)
+
+
+@BY_NAME
+@settings(max_examples=400, deadline=None)
+@given(case=drafts())
+def test_equals_its_direct_algorithm(verifier, direct, case):
+    draft, p = case
+    stop, emit = direct(draft, p.numpy())
+    verdict = verifier(draft, p)
+    assert verdict.stop.dtype == np.float64
+    np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(np.bincount(draft.shape.root, weights=verdict.stop), 1.0, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=drafts(("iid", "without"), chains=True))
+def test_traversal_of_a_chain_is_block_verification(case):
+    draft, p = case
+    stop, emit = twin.block(draft, p.numpy())
+    verdict = Traversal()(draft, p)
+    np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=drafts(("point",)))
+def test_point_drafts_have_one_law(case):
+    draft, p = case
+    laws = [direct(draft, p.numpy()) for _, direct in PAIRS]
+    for stop, emit in laws[1:]:
+        np.testing.assert_allclose(stop, laws[0][0], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(stop[:, None] * emit, laws[0][0][:, None] * laws[0][1], rtol=0, atol=1e-12)
+
+
+@BY_NAME
+@settings(max_examples=150, deadline=None)
+@given(case=drafts())
+def test_trees_do_not_see_each_other(verifier, direct, case):
+    draft, p = case
+    shape = draft.shape
+    whole = joint(draft, verifier(draft, p))
+    for head, rows in enumerate(shape.trees):
+        new = np.full(shape.rows, -1)
+        new[rows] = np.arange(len(rows))
+        nodes = rows[1:] - shape.heads
+        one = Shape(1, new[shape.parent[nodes]])
+        q_row = None if draft.q_row is None else draft.q_row[rows]
+        alone = Draft(one, draft.token[nodes], draft.drawn, draft.q, q_row)
+        np.testing.assert_allclose(joint(alone, verifier(alone, p[rows])), whole[rows], rtol=0, atol=1e-13)
+        assert rows[0] == head
+
+
+@BY_NAME
+@settings(max_examples=200, deadline=None)
+@given(case=drafts())
+def test_single_precision_is_close(verifier, direct, case):
+    draft, p = case
+    if draft.q is not None:
+        draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
+    verdict = verifier(draft, p.float())
+    assert verdict.residual(np.array([0])).dtype == torch.float32
+    stop, emit = direct(draft, p.float().double().numpy())
+    np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=2e-5)
+
+
+@BY_NAME
+@settings(max_examples=100, deadline=None)
+@given(case=drafts())
+def test_pure(verifier, direct, case):
+    draft, p = case
+    kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
+    first = joint(draft, verifier(draft, p))
+    again = joint(draft, verifier(draft, p))
+    assert (first == again).all()
+    assert torch.equal(p, kept[0]) and torch.equal(draft.token, kept[2])
+    assert draft.q is None or torch.equal(draft.q, kept[1])
+
+
+@BY_NAME
+@settings(max_examples=100, deadline=None)
+@given(case=drafts(), data=st.data())
+def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
+    draft, p = case
+    verdict = verifier(draft, p)
+    rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
+    every = verdict.residual(np.arange(draft.shape.rows))
+    torch.testing.assert_close(verdict.residual(rows), every[torch.from_numpy(rows)], rtol=1e-12, atol=0)
+
+
+@BY_NAME
+@settings(max_examples=300, deadline=None)
+@given(case=drafts())
+def test_a_stop_without_residual_is_rounding(verifier, direct, case):
+    """The fallback to p is never needed in exact arithmetic: in float64 such rows weigh nothing."""
+    draft, p = case
+    dead = p.sum(-1).numpy() == 0
+    verdict = verifier(draft, p)
+    nothing = direct(draft, p.numpy())[1].sum(-1) == 0
+    assert verdict.stop[nothing & ~dead].sum() < 1e-14
+
+
+@BY_NAME
+def test_no_nodes_emits_from_the_target(verifier, direct):
+    p = torch.softmax(torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), -1)
+    verdict = verifier(empty(3), p)
+    assert verdict.stop.tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(verdict.residual(np.arange(3)), p)
+    bare = Draft(forest((chain(0),) * 3), torch.empty(0, dtype=torch.long), "iid", p[:0], np.full(3, -1))
+    assert verifier(bare, p).stop.tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(verifier(bare, p).residual(np.arange(3)), p)
+
+
+@BY_NAME
+def test_temperature_zero_is_a_one_hot_law(verifier, direct):
+    """The path follows the arg max exactly, and a stop where the arg max was drafted has probability 0, not almost."""
+    shape = tree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
+    draft = Draft(shape, torch.tensor([3, 5, 1, 2, 6]))
+    p = torch.nn.functional.one_hot(torch.tensor([5, 0, 6, 0, 0, 4]), 8).float()
+    verdict = verifier(draft, p)
+    assert verdict.stop.tolist() == [0, 0, 0, 0, 0, 1]
+    assert verdict.residual(np.array([5]))[0].tolist() == p[5].tolist()
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
+def test_peaked_draft_without_replacement(verifier):
+    """q = 1 in float32 on its first token still has a second sibling, drawn from what is left of it."""
+    q = torch.tensor([[1.0, 3e-10, 1e-10, 0.0]])
+    p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(3, 4)
+    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
+    stop, emit = twin.token(draft, p.double().numpy())
+    verdict = verifier(draft, p)
+    np.testing.assert_allclose(verdict.stop, stop, atol=1e-6)
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, atol=1e-6)
+
+
+@BY_NAME
+def test_refusals(verifier, direct):
+    p = torch.full((3, 4), 0.25)
+    two = tree(((0,), (1,)))
+    with pytest.raises(ValueError, match=r"shape \(2, 4\); the forest has 3 rows"):
+        verifier(Draft(two, torch.tensor([0, 1])), p[:2])
+    if verifier.name == "match":
+        return
+    q = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    with pytest.raises(ValueError, match="node 1 holds a token that its parent's q gives no mass"):
+        verifier(Draft(two, torch.tensor([0, 2]), "iid", q, np.array([0, -1, -1])), p)
+    with pytest.raises(ValueError, match="without replacement repeat"):
+        verifier(Draft(two, torch.tensor([0, 0]), "without", q, np.array([0, -1, -1])), p)
+
+
+@BY_NAME
+def test_fields(verifier, direct):
+    assert verifier.name == type(verifier).__name__.lower()
+    assert verifier.lossless and verifier.accepts == {"iid", "without", "point"}
+    with pytest.raises(TypeError):
+        type(verifier)(name="other")
