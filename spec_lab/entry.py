@@ -91,7 +91,10 @@ def start(config: DictConfig) -> int:
     target = instantiate(config.target)
     proposer = instantiate(config.proposer, target=target)
     beside = {name: instantiate(one, target=target) for name, one in config.beside.items()}
-    peers = {name: instantiate(one, target=target, sampling=sampling) for name, one in config.peers.items()}
+    peers = {
+        name: instantiate(one, target=target, sampling=sampling, seed=settings.seed)
+        for name, one in config.peers.items()
+    }
     return run(Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers), settings, resolved)
 
 

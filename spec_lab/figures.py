@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from spec_lab import metrics
 from spec_lab.metrics import Tables
-
-matplotlib.use("Agg")
 
 COLOURS = ("#1f6fb2", "#d1662a", "#2f8f57", "#8457a8", "#b03a5b", "#7a6a3c", "#3aa0a8")
 GREY = "#8a8a8a"
@@ -45,28 +44,24 @@ STYLE = {
 
 def draw(tables: Tables, folder: Path) -> list[Path]:
     """Draw what the run has data for; returns the files."""
-    from matplotlib import pyplot
-
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    with pyplot.rc_context(STYLE):
+    with rc_context(STYLE):
         for name, draw_one in (("acceptance", acceptance), ("throughput", throughput), ("phases", phases)):
             figure = draw_one(tables)
             if figure is not None:
                 drawn.append(folder / f"{name}.png")
                 figure.savefig(drawn[-1], bbox_inches="tight")
-                pyplot.close(figure)
     return drawn
 
 
-def acceptance(tables: Tables) -> Any:
+def acceptance(tables: Tables) -> Figure | None:
     """Survival and conditional acceptance by depth, with 95 % bands over requests."""
-    from matplotlib import pyplot
-
     drafting = [arm for arm in metrics.arms(tables) if metrics.decode_steps(tables.steps, arm)["depth"].max() > 0]
     if not drafting:
         return None
-    figure, panels = pyplot.subplots(1, 2, figsize=(9.5, 3.8), sharey=True)
+    figure = Figure(figsize=(9.5, 3.8))
+    panels = figure.subplots(1, 2, sharey=True)
     deepest = 1
     for arm, colour in zip(drafting, _cycle(COLOURS, len(drafting)), strict=True):
         steps = metrics.decode_steps(tables.steps, arm)
@@ -89,16 +84,15 @@ def acceptance(tables: Tables) -> Any:
     return figure
 
 
-def throughput(tables: Tables) -> Any:
+def throughput(tables: Tables) -> Figure:
     """Each group's decode throughput against the baseline's, and the paired speed-up with its interval."""
-    from matplotlib import pyplot
-
     names = metrics.arms(tables)
     speeds = {arm: metrics.group_speeds(tables.requests, arm) for arm in names}
     others = [arm for arm in names if arm != "baseline"]
     if "baseline" not in speeds or not others:
         return _alone(speeds)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 0.4 * len(others) + 3.6))
+    figure = Figure(figsize=(9.5, 0.4 * len(others) + 3.6))
+    left, right = figure.subplots(1, 2)
     top = max(float(one.max()) for one in speeds.values()) * 1.05
     left.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1, label="as fast as the baseline")
     for place, (arm, colour) in enumerate(zip(others, _cycle(COLOURS, len(others)), strict=True)):
@@ -127,15 +121,14 @@ def throughput(tables: Tables) -> Any:
     return figure
 
 
-def phases(tables: Tables) -> Any:
+def phases(tables: Tables) -> Figure | None:
     """Where decode time goes: milliseconds per emitted token by phase, stacked, one bar per arm."""
-    from matplotlib import pyplot
-
     names = [arm for arm in metrics.arms(tables) if metrics.decode_seconds(tables.rounds, arm) > 0]
     if not names:
         return None
     tokens = tables.requests.groupby("arm")["decode_tokens"].sum()
-    figure, axes = pyplot.subplots(figsize=(9.5, 0.55 * len(names) + 2.0))
+    figure = Figure(figsize=(9.5, 0.55 * len(names) + 2.0))
+    axes = figure.subplots()
     left = np.zeros(len(names))
     spent = [metrics.phase_seconds(tables.rounds, arm) for arm in names]
     for phase, colour in PHASES.items():
@@ -155,11 +148,10 @@ def phases(tables: Tables) -> Any:
     return figure
 
 
-def _alone(speeds: dict[str, Any]) -> Any:
+def _alone(speeds: dict[str, Any]) -> Figure:
     """Throughput without anything to compare with."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.2))
+    figure = Figure(figsize=(6, 3.2))
+    axes = figure.subplots()
     for arm, colour in zip(speeds, _cycle(COLOURS, len(speeds)), strict=True):
         axes.plot(speeds[arm].index, speeds[arm], "o", markersize=4, color=colour, label=arm)
     axes.set(xlabel="group of prompts", ylabel="tokens/s", title="Decode throughput of each group", ylim=(0, None))

@@ -78,7 +78,7 @@ class Wandb:
                 config=dict(manifest),
                 dir=str(out),
                 mode=self.resolved_mode(),
-                settings=wandb.Settings(console="off", silent=True),
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),  # no sampling while timing
             )
         except wandb.errors.Error as error:
             raise OSError(f"Weights & Biases could not start a run ({error}); use tracker.mode=offline") from error
@@ -106,5 +106,5 @@ class Wandb:
     def close(self) -> None:
         """See ``Tracker``."""
         if self._run is not None:
-            self._run.finish(quiet=True)
+            self._run.finish()
             self._run = None

@@ -11,7 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import tiny_model
 
 LETTERS = string.ascii_letters + " .,:\n"
-TEXTS = ["the cat sat on the mat. the cat ", "def f of x: return x. def g of x: ", "one two three one two ", "a b a b a "]
+TEXTS = [
+    "the cat sat on the mat. the cat ",
+    "def f of x: return x. def g of x: ",
+    "one two three one two ",
+    "a b a b a ",
+]
 
 
 def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, **changes) -> Path:

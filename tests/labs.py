@@ -1,0 +1,63 @@
+"""A lab small enough to run in a test: a tiny random target that reads letters, and a proposer that guesses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from spec_lab.batch import Batch
+from spec_lab.draft import Draft, chain, forest
+from spec_lab.law import Sampling
+from spec_lab.run import Lab, Settings
+from spec_lab.text import Prompt
+from spec_lab.track import Files
+from spec_lab.verify import Token
+from tests.tiny import VOCABULARY, tiny_target
+
+TEXTS = ("the cat sat", "def f of x", "one two three", "a b", "z")
+
+
+class Letters:
+    """A tokenizer with one token a letter."""
+
+    eos_token_id = None
+
+    def encode(self, words: str) -> list[int]:
+        return [ord(letter) % VOCABULARY for letter in words]
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + token % 26) for token in tokens)
+
+
+class Repeat:
+    """Drafts the last token again, ``depth`` times."""
+
+    name = "repeat"
+    drawn = "point"
+    wants_hidden = False
+
+    def __init__(self, depth: int = 2) -> None:
+        self.nodes = self.depth = depth
+
+    def propose(self, batch: Batch) -> Draft:
+        tokens = [s.tokens[-1] for s in batch.sequences for _ in range(self.depth)]
+        return Draft(forest((chain(self.depth),) * len(batch.sequences)), torch.tensor(tokens))
+
+    def close(self, sequence) -> None: ...
+
+    def take_marks(self) -> list:
+        return []
+
+
+def lab(texts=TEXTS, temperature: float = 0.0, **parts) -> Lab:
+    prompts = [Prompt(f"p{number}", one, "toy") for number, one in enumerate(texts)]
+    target = replace(tiny_target(), tokenizer=Letters())
+    usual = dict(proposer=Repeat(), verifier=Token(), sampling=Sampling(temperature), prompts=prompts, tracker=Files())
+    return Lab(target, **(usual | parts))
+
+
+def settings(out: Path, **changes) -> Settings:
+    usual = dict(
+        name="toy", batch_size=2, max_new_tokens=12, warmup=0, seed=0, threads=None, baseline=True
+    )  # fmt: skip
+    return Settings(out=out, **(usual | changes))

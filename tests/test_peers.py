@@ -1,0 +1,85 @@
+"""transformers' generation beside the project's loop, on the same tiny checkpoint in float64."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from spec_lab import metrics, text
+from spec_lab.law import Sampling
+from spec_lab.peers import Assisted, Generate, PromptLookup
+from spec_lab.run import Lab, run
+from spec_lab.target import Target
+from spec_lab.track import Files
+from spec_lab.verify import Token
+from tests import checkpoints
+from tests.labs import Repeat, settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("peers")
+    checkpoints.checkpoint(folder / "target")
+    checkpoints.checkpoint(folder / "draft", seed=1)
+    checkpoints.prompts(folder / "prompts.jsonl")
+    return folder
+
+
+def build(folder, sampling: Sampling) -> Lab:
+    target = Target.load(str(folder / "target"), dtype="float64")
+    peers = {
+        "greedy": Generate(target, sampling, 0),
+        "assisted": Assisted(target, sampling, 0, str(folder / "draft")),
+        "assisted_4": Assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
+        "prompt_lookup": PromptLookup(target, sampling, 0),
+    }
+    prompts = text.jsonl(str(folder / "prompts.jsonl"))
+    return Lab(target, Repeat(), Token(), sampling, prompts, Files(), peers=peers)
+
+
+def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
+    assert run(build(folder, Sampling()), settings(tmp_path, batch_size=1, max_new_tokens=24), {}) == 0
+    tables = metrics.load(tmp_path)
+    names = ["speculative", "assisted", "assisted_4", "greedy", "prompt_lookup", "baseline"]
+    assert metrics.arms(tables) == names
+    for arm in names[:-1]:
+        assert metrics.identical_outputs(tables.requests, arm) == 1.0
+    peers = tables.requests[tables.requests["arm"].isin(names[1:-1])]
+    assert (peers["prefill_tokens"] + peers["decode_tokens"] == 24).all()
+    assert (peers[peers["arm"] == "greedy"]["prefill_tokens"] == 1).all()
+    assert (peers[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
+    assert set(tables.rounds["arm"]) == {"speculative", "baseline"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["arms"]["assisted"]["speedup"]["mean"] > 0
+    assert summary["arms"]["assisted"]["tau_pooled"] is None
+    assert summary["arms"]["assisted"]["survival"] == []
+
+
+def test_sampling_is_seeded_by_request(folder):
+    lab = build(folder, Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01))
+    requests = lab.requests(settings(folder, max_new_tokens=16))[:2]
+    arm = lab.peers["greedy"]
+    first, again = arm.decode(requests), arm.decode(requests[::-1])
+    assert [one.tokens for one in first.outcomes] == [one.tokens for one in again.outcomes[::-1]]
+    assert first.outcomes[0].tokens != first.outcomes[1].tokens
+
+
+def test_a_stop_token_stops_a_peer(folder):
+    lab = build(folder, Sampling())
+    (request,) = lab.requests(settings(folder, max_new_tokens=24))[:1]
+    arm = lab.peers["greedy"]
+    (free,) = arm.decode([request]).outcomes
+    stop = free.tokens[5]
+    (stopped,) = arm.decode([request.__class__(**{**vars(request), "stop": frozenset({stop})})]).outcomes
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert (free.finish, stopped.finish) == ("length", "stop")
+
+
+def test_tables_without_rounds_have_no_phases(folder, tmp_path):
+    lab = build(folder, Sampling())
+    alone = Lab(lab.target, lab.proposer, lab.verifier, lab.sampling, lab.prompts[:1], lab.tracker, peers=lab.peers)
+    assert run(alone, settings(tmp_path, batch_size=1, max_new_tokens=8), {}) == 0
+    tables = metrics.load(tmp_path)
+    assert math.isnan(metrics.overhead(tables.rounds, "greedy"))
+    assert np.isnan(metrics.interval(metrics.walltime_speedup_paired(tables.requests, "greedy")).low)

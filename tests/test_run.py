@@ -1,0 +1,218 @@
+"""Runs of a tiny lab: arms, pairing, resumption, interruption, and refusals before anything is decoded."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from spec_lab import metrics
+from spec_lab.propose import Null
+from spec_lab.run import Loop, run
+from tests.labs import TEXTS, Repeat, lab, settings
+
+CONFIG = {"target": {"path": "tiny"}, "tracker": {"api_key": "hush"}, "max_new_tokens": 12}
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=100)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """(directory, what was printed) of one finished run."""
+    out, console = tmp_path_factory.mktemp("run") / "out", quiet()
+    assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
+    return out, console.file.getvalue()
+
+
+def test_it_leaves_every_file(done):
+    out, _ = done
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    tables = {f"{name}.parquet" for name in ("rounds", "steps", "requests")}
+    drawn = {f"figures/{name}.png" for name in ("acceptance", "throughput", "phases")}
+    assert names == tables | drawn | {"summary.json", "manifest.json"}
+
+
+def test_both_arms_decode_every_prompt_in_turn(done):
+    requests = metrics.load(done[0]).requests
+    assert sorted(requests["arm"].unique()) == ["baseline", "speculative"]
+    for _, arm in requests.groupby("arm"):
+        assert sorted(arm["name"]) == [f"p{number}" for number in range(len(TEXTS))]
+    assert requests["group"].nunique() == 3
+    first = requests[requests["order"] == 0].groupby("group")["arm"].first()
+    assert first.tolist() == ["speculative", "baseline", "speculative"]
+
+
+def test_greedy_arms_agree(done):
+    tables = metrics.load(done[0])
+    assert metrics.identical_outputs(tables.requests, "speculative") == 1.0
+    assert (tables.requests["prefill_tokens"] + tables.requests["decode_tokens"] == 12).all()
+
+
+def test_the_summary_holds_what_the_design_names(done):
+    summary = json.loads((done[0] / "summary.json").read_text())
+    assert {
+        "experiment", "proposer", "verifier", "constraint", "lossless", "certified", "requests", "tokens", "steps",
+        "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival", "conditional", "tokens_per_second",
+        "baseline_tokens_per_second", "speedup", "phase_seconds", "overhead", "repeated_8gram_share",
+    } <= set(summary)  # fmt: skip
+    assert summary["proposer"] == "repeat"
+    assert summary["lossless"] is True
+    assert summary["requests"] == 5
+    assert summary["tokens"] == 60
+    assert set(summary["speedup"]) == {"mean", "low", "high"}
+    assert summary["overhead"] == pytest.approx(summary["arms"]["speculative"]["overhead"])
+
+
+def test_the_manifest_says_what_ran_and_hides_secrets(done):
+    manifest = json.loads((done[0] / "manifest.json").read_text())
+    assert manifest["config"]["tracker"]["api_key"] == "***"
+    assert manifest["config"]["max_new_tokens"] == 12
+    assert {"seed", "commit", "versions", "weights_sha256", "prompts_sha256", "machine", "threads"} <= set(manifest)
+
+
+def test_the_table_names_the_arms_and_the_directory(done):
+    out, printed = done
+    for word in ("speculative", "baseline", "tokens/s", "survival", "conditional", "target, inside the model"):
+        assert word in printed
+    assert str(out) in printed
+
+
+def test_time_inside_and_outside_the_phases_adds_up(done):
+    tables = metrics.load(done[0])
+    for arm in metrics.arms(tables):
+        phases = metrics.phase_seconds(tables.rounds, arm)
+        assert min(phases.values()) >= 0
+        assert 0 < metrics.overhead(tables.rounds, arm) < 1
+        groups = tables.requests[tables.requests["arm"] == arm].groupby("group")["decode_seconds"].max()
+        assert metrics.decode_seconds(tables.rounds, arm) == pytest.approx(groups.sum())
+
+
+def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
+    """Ctrl-C in the second group keeps the first; the same run then decodes only the others."""
+    plain, decoded = Loop.decode, []
+
+    class Interrupting(Loop):
+        def decode(self, requests):
+            decoded.append([request.name for request in requests])
+            if limit is not None and len(decoded) > limit:
+                raise KeyboardInterrupt
+            return plain(self, requests)
+
+    one, out = lab(), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_lab.run.Loop", Interrupting)
+        limit = 3
+        assert run(one, settings(out), CONFIG, quiet()) == 130
+        said = capsys.readouterr().err
+        assert f"the rows of 1 finished groups of 3 are in {out}" in said
+        assert metrics.load(out).requests["group"].unique().tolist() == [0]
+        assert not (out / "summary.json").exists()
+        limit = None
+        decoded.clear()
+        assert run(one, settings(out), CONFIG, quiet()) == 0
+    assert decoded == [["p2", "p3"], ["p2", "p3"], ["p4"], ["p4"]]
+    whole, resumed = (metrics.load(folder).requests.sort_values("id") for folder in (done[0], out))
+    assert resumed["id"].tolist() == whole["id"].tolist()
+    assert all(map(np.array_equal, resumed["tokens"], whole["tokens"]))
+
+
+def test_another_run_in_the_same_directory_is_refused(done):
+    out, _ = done
+    with pytest.raises(ValueError, match="already holds another run; choose another out=DIR"):
+        run(lab(), settings(out), CONFIG | {"max_new_tokens": 13}, quiet())
+    with pytest.raises(ValueError, match="already holds another run"):
+        run(lab(texts=("other",)), settings(out), CONFIG, quiet())
+
+
+def test_a_finished_run_is_not_decoded_again(done, monkeypatch):
+    monkeypatch.setattr("spec_lab.run.Loop.decode", lambda *_: pytest.fail("decoded again"))
+    assert run(lab(), settings(done[0], warmup=4), CONFIG, quiet()) == 0
+
+
+def test_the_null_proposer_runs_alone(tmp_path):
+    console = quiet()
+    assert run(lab(proposer=Null()), settings(tmp_path, batch_size=5), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary["arms"]) == ["baseline"]
+    assert summary["tau_pooled"] == 1.0
+    assert summary["speedup"] == {"mean": None, "low": None, "high": None}
+    assert summary["tokens_per_second"] == summary["baseline_tokens_per_second"] > 0
+    assert "no speed-up was measured" in console.file.getvalue()
+
+
+def test_the_baseline_can_be_left_out(tmp_path):
+    assert run(lab(), settings(tmp_path, baseline=False), CONFIG, quiet()) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary["arms"]) == ["speculative"]
+    assert summary["speedup"]["mean"] is summary["baseline_tokens_per_second"] is None
+
+
+def test_proposers_beside_are_arms_of_their_own(tmp_path):
+    assert run(lab(beside={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
+    tables = metrics.load(tmp_path)
+    assert metrics.arms(tables) == ["speculative", "longer", "baseline"]
+    assert tables.requests.groupby("arm")["order"].agg(set).tolist() == [{0, 1, 2}] * 3
+    assert tables.steps.groupby("arm")["depth"].max().to_dict() == {"speculative": 2, "longer": 4, "baseline": 0}
+
+
+def test_tokens_do_not_depend_on_the_batch(tmp_path):
+    one = lab(temperature=1.0)
+    for size in (1, 5):
+        run(one, settings(tmp_path / str(size), batch_size=size, baseline=False), CONFIG, quiet())
+    alone, together = (metrics.load(tmp_path / size).requests.sort_values("id") for size in ("1", "5"))
+    assert all(map(np.array_equal, alone["tokens"], together["tokens"]))
+
+
+def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, capsys):
+    one = lab()
+    poison = 60
+    with torch.no_grad():
+        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    prompts = [one.prompts[0], replace(one.prompts[1], text="n" + chr(poison))]
+    assert run(replace(one, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
+    requests = metrics.load(tmp_path).requests
+    assert set(requests[requests["name"] == "p1"]["finish"]) == {"nan"}
+    assert set(requests[requests["name"] == "p0"]["finish"]) == {"length"}
+    assert "request 'p1', step" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="prompt 'p1' has 300 tokens and the context holds 256"):
+        run(lab(texts=("x", "y" * 300)), settings(tmp_path / "out"), CONFIG, quiet())
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
+    picky = SimpleNamespace(name="picky", accepts=frozenset({"iid"}), lossless=True)
+    with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
+        run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
+    with pytest.raises(ValueError, match="two arms are called 'baseline'"):
+        run(lab(beside={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())
+    with pytest.raises(ValueError, match="one prompt at a time; set batch_size=1, not 2"):
+        run(lab(peers={"greedy": None}), settings(tmp_path / "out"), CONFIG, quiet())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch_size": 1.5}, "batch_size must be a whole number of 1 or more, not 1.5"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"max_new_tokens": "many"}, "max_new_tokens must be a whole number of 1 or more, not 'many'"),
+        ({"warmup": -1}, "warmup must be a whole number of 0 or more"),
+        ({"seed": None}, "seed must be"),
+        ({"threads": 0}, "threads must be a whole number of 1 or more"),
+        ({"baseline": "maybe"}, "baseline must be true or false"),
+        ({"name": ""}, "name must be"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(tmp_path, change, said):
+    with pytest.raises(ValueError, match=said):
+        settings(tmp_path, **change)
