@@ -1,0 +1,140 @@
+"""Medusa heads: residual layers on the target's hidden state, in front of the target's own language-modelling head.
+
+Source: Medusa (2401.10774, section 2.1.1). A folder of heads holds ``config.json`` (hidden_size, vocab_size, num_heads,
+num_layers, shared_lm_head, target_sha256) and ``model.safetensors`` (``weight`` ``[K, L, H, H]``, ``bias``
+``[K, L, H]``). Letters: K heads, L layers, H hidden size, V vocabulary, B sequences.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path as File
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from spec_lab.target import Target, weights_hash
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """K heads that share the target's unembedding. Head k looks k + 1 tokens beyond the target's own choice.
+
+    Args:
+        weight: ``[K, L, H, H]``, ``bias``: ``[K, L, H]``.
+        unembed: the target's language-modelling head, ``[n, H] -> [n, V]``.
+        sha256: of the weight file.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    unembed: Callable[[Tensor], Tensor]
+    sha256: str = ""
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def first(self, count: int) -> Heads:
+        """The first ``count`` heads."""
+        return Heads(self.weight[:count], self.bias[:count], self.unembed, self.sha256)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits ``[B, K, V]`` of hidden states ``[B, H]``: x + silu(W x + b) for each layer, then unembedding.
+
+        The first layer sees one state for all heads and runs as one stacked matrix. (4 heads of 512 and a vocabulary of
+        4096 in bfloat16, one state, two CPU cores: 0.22 ms in all; 0.30 head by head; with ``baddbmm`` within 2 %.)
+        """
+        count, layers, width, _ = self.weight.shape
+        batch = len(hidden)
+        x = hidden[:, None].expand(batch, count, width)
+        if layers:
+            x = x + silu(linear(hidden, *self._stacked)).view(batch, count, width)
+        for layer in range(1, layers):
+            turned = self.weight[:, layer].transpose(1, 2)
+            inner = torch.baddbmm(self.bias[:, layer, None], x.transpose(0, 1), turned)  # [K, B, H]
+            x = x + silu(inner).transpose(0, 1)
+        return self.unembed(x.reshape(batch * count, width)).view(batch, count, -1)
+
+    @cached_property
+    def _stacked(self) -> tuple[Tensor, Tensor]:  # [K * H, H], [K * H]
+        """The heads' first layers as one."""
+        return self.weight[:, 0].flatten(0, 1).contiguous(), self.bias[:, 0].flatten().contiguous()
+
+    @staticmethod
+    def read(path: str, target: Target) -> Heads:
+        """Heads from a folder, in the target's dtype and on its device.
+
+        Raises:
+            OSError: files are missing.
+            ValueError: heads for another hidden size or vocabulary; malformed or missing settings or tensors; NaN.
+        """
+        folder = File(path)
+        config = read_json(folder / "config.json", "Medusa heads")
+        sizes = {name: config.get(name) for name in ("hidden_size", "vocab_size", "num_heads", "num_layers")}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < (name != "num_layers"):
+                raise ValueError(f"{folder / 'config.json'}: {name} must be a positive whole number, not {size!r}")
+        vocabulary, hidden = target.lm.model.get_output_embeddings().weight.shape
+        if sizes["hidden_size"] != hidden:
+            raise ValueError(
+                f"the Medusa heads at {path} are for hidden size {sizes['hidden_size']}, "
+                f"the target {target.name} has hidden size {hidden}"
+            )
+        if sizes["vocab_size"] != vocabulary:
+            raise ValueError(
+                f"the Medusa heads at {path} are for a vocabulary of {sizes['vocab_size']} tokens, "
+                f"the target {target.name} has {vocabulary}"
+            )
+        if config.get("shared_lm_head", True) is not True:
+            raise ValueError(f"the Medusa heads at {path} have unembeddings of their own; only shared ones are read")
+        trained_on = config.get("target_sha256", "")
+        if trained_on and target.sha256 and trained_on != target.sha256:
+            log.warning(
+                "the Medusa heads at %s were trained on other weights than %s: output stays exact, fewer tokens will "
+                "be accepted", path, target.name,
+            )  # fmt: skip
+        file = folder / "model.safetensors"
+        if not file.is_file():
+            raise OSError(f"no Medusa heads at {path}: model.safetensors is missing")
+        try:
+            tensors = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        count, layers = sizes["num_heads"], sizes["num_layers"]
+        shapes = {"weight": (count, layers, hidden, hidden), "bias": (count, layers, hidden)}
+        for name, shape in shapes.items():
+            if name not in tensors:
+                raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(tensors)) or 'none'})")
+            if tuple(tensors[name].shape) != shape:
+                raise ValueError(f"{file}: '{name}' is {tuple(tensors[name].shape)}, config.json says {shape}")
+            if not torch.isfinite(tensors[name]).all():
+                raise ValueError(f"{file}: '{name}' holds NaN or infinite values")
+        weight, bias = (tensors[name].to(target.lm.device, target.lm.dtype) for name in shapes)
+        return Heads(weight, bias, target.lm.model.get_output_embeddings(), weights_hash(path))
+
+
+def read_json(file: File, what: str) -> dict[str, Any]:
+    """The object in ``file``.
+
+    Raises:
+        OSError: there is no such file. ValueError: it holds no JSON object.
+    """
+    if not file.is_file():
+        raise OSError(f"no {what} at {file.parent}: {file.name} is missing")
+    try:
+        value = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return value

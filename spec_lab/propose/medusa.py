@@ -1,0 +1,131 @@
+"""Medusa: heads on the target's hidden state draft a static tree, without a draft model.
+
+Source: Medusa (2401.10774); trees chosen for the machine as in Sequoia (2402.12374, section 4.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.batch import Batch, Sequence
+from spec_lab.clock import Mark
+from spec_lab.draft import Draft, Drawn, Shape, forest
+from spec_lab.draft import tree as shape_of
+from spec_lab.propose.calibrate import Accuracy, Calibration, calibrate
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.options import whole
+from spec_lab.propose.trees import Choices, depth_of, parse, width_of, write
+from spec_lab.target import Target
+
+
+class Medusa:
+    """Drafts the same tree each round: the child of rank r at depth d is head d's r-th likeliest token (heads from 0).
+
+    The heads read the hidden state of the last computed token, which the target chose the first pending token from. Of
+    m pending tokens the heads have seen none, so the tree begins with head m - 1 and loses m - 1 levels. A sequence of
+    which nothing is computed gets no tree.
+
+    Args:
+        heads: at least as many as the tree is deep.
+        tree: the tree.
+        calibration: how the tree was chosen; None for a named tree.
+    """
+
+    name = "medusa"
+    drawn: Drawn = "point"
+    wants_hidden = True
+
+    def __init__(self, heads: Heads, tree: Choices, calibration: Calibration | None = None) -> None:
+        self.heads = heads.first(depth_of(tree))
+        self.tree = tree
+        self.calibration = calibration
+        self.sha256 = heads.sha256
+        self.nodes = len(tree)
+        self._depth, self._width = depth_of(tree), width_of(tree)
+        self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
+        self._plan = lru_cache(maxsize=256)(self._make_plan)
+        self._marks: list[tuple[Mark, Mark]] = []
+
+    @staticmethod
+    def load(target: Target, path: str, tree: str = "calibrated", batch_size: int = 1, max_nodes: int = 64) -> Medusa:
+        """Read heads, and choose the tree.
+
+        Args:
+            target: whose hidden states the heads read.
+            path: folder of the heads.
+            tree: as ``trees.parse`` reads it, or "calibrated": the most expected tokens per second for the accuracies
+                in the folder's calibration.json and the measured cost of verifying on this machine (about a second).
+            batch_size: sequences decoded together, for which the tree is calibrated.
+            max_nodes: largest calibrated tree.
+
+        Raises:
+            ValueError: heads that do not fit the target; a tree deeper than the heads or wider than the vocabulary;
+                a malformed option or file.
+            OSError: files are missing.
+        """
+        whole("batch_size", batch_size, 1)
+        whole("max_nodes", max_nodes, 1)
+        heads = Heads.read(path, target)
+        if tree == "calibrated":
+            found = calibrate(target, heads, Accuracy.read(path), batch_size, max_nodes)
+            return Medusa(heads, found.choices, found)
+        choices = parse(tree)
+        if depth_of(choices) > len(heads):
+            raise ValueError(f"the tree is {depth_of(choices)} deep, the Medusa heads at {path} are only {len(heads)}")
+        if width_of(choices) > target.vocabulary:
+            raise ValueError(f"a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary} tokens")
+        return Medusa(heads, choices)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep: the tree, and how it was chosen."""
+        chosen = {} if self.calibration is None else asdict(self.calibration)
+        chosen.pop("choices", None)
+        return {"tree": write(self.tree), "nodes": self.nodes, "heads": len(self.heads), **chosen}
+
+    @torch.inference_mode()
+    def propose(self, batch: Batch) -> Draft:
+        """The tree below every sequence of which something is computed."""
+        lm, paths = batch.target.lm, [sequence.path for sequence in batch.sequences]
+        gaps = tuple(
+            len(s.tokens) - len(path) - 1 if len(path) else self._depth
+            for s, path in zip(batch.sequences, paths, strict=True)
+        )
+        shape, active, index = self._plan(gaps)
+        if not active:
+            return Draft(shape, torch.empty(0, dtype=torch.long, device=lm.device))
+        states = [lm.cells.last_hidden(paths[head]) for head in active]
+        hidden = states[0][None] if len(states) == 1 else torch.stack(states)
+        start = lm.clock.mark()
+        logits = self.heads(hidden)  # [B, K, V]
+        self._marks.append((start, lm.clock.mark()))
+        likeliest = logits.topk(self._width, -1).indices
+        return Draft(shape, likeliest.view(-1)[index])
+
+    def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor]:
+        """For trees that begin with head ``gaps[b]``: the forest, which have nodes, and where each token is found.
+
+        The index ``[M]`` points into the flattened ``[active, K, width]`` likeliest tokens.
+        """
+        shapes = [self._cut[max(0, self._depth - gap)] for gap in gaps]
+        active = [head for head, one in enumerate(shapes) if one.nodes]
+        index = [np.empty(0, dtype=np.int64)]
+        for place, head in enumerate(active):
+            one = shapes[head]
+            which = place * self._depth + one.depth[1:] - 1 + gaps[head]
+            index.append(which * self._width + one.rank)
+        return forest(tuple(shapes)), active, torch.from_numpy(np.concatenate(index)).to(self.heads.weight.device)
+
+    def close(self, sequence: Sequence) -> None:
+        """Nothing is held for a sequence."""
+
+    def take_marks(self) -> list[tuple[Mark, Mark]]:
+        """(start, end) of the heads' calls since the last time asked."""
+        marks, self._marks = self._marks, []
+        return marks

@@ -1,0 +1,299 @@
+"""Medusa: which head fills which node, exact tokens, calibration, named trees and refusals."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch.nn.functional import silu
+
+from spec_lab.batch import Sequence
+from spec_lab.law import Sampling
+from spec_lab.propose import calibrate as calibration
+from spec_lab.propose.calibrate import Accuracy, calibrate, measure
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.trees import by_rank, expected_tokens, grow, parse, widths, write
+from spec_lab.verify import Traversal
+from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, emitted, plain_greedy, requests
+from tests.tiny import VOCABULARY, tiny_target
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT.parent / "shared" / "data" / "tree_choices.json"
+TREE = parse("0 1 2 0.0 0.1 1.0 0.0.0 0.1.0 0.0.0.0")
+HIDDEN = 32
+
+
+def heads_of(target, count=4, layers=1, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(count, layers, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
+    bias = torch.randn(count, layers, HIDDEN, generator=generator, dtype=torch.float64)
+    return Heads(weight, bias, target.lm.model.get_output_embeddings())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def truth(target):
+    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
+
+
+def plain_heads(heads, hidden):
+    """Head by head, layer by layer: ``[K, V]``."""
+    rows = []
+    for head in range(len(heads)):
+        x = hidden
+        for weight, bias in zip(heads.weight[head], heads.bias[head], strict=True):
+            x = x + silu(weight @ x + bias)
+        rows.append(heads.unembed(x))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+def test_heads_equal_the_plain_formula(target, layers):
+    heads = heads_of(target, 3, layers)
+    hidden = torch.randn(5, HIDDEN, dtype=torch.float64)
+    expected = torch.stack([plain_heads(heads, one) for one in hidden])
+    torch.testing.assert_close(heads(hidden), expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(heads.first(2)(hidden), expected[:, :2], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("verifier", [None, Traversal()])
+def test_greedy_is_autoregressive(target, truth, verifier):
+    proposer = Medusa(heads_of(target), TREE)
+    group, rounds = decode(target, proposer, requests(), verifier)
+    assert emitted(group) == truth
+    assert rounds[0].draft.shape.nodes == 0  # nothing was computed yet
+    assert rounds[1].draft.shape.nodes == 3 * len(TREE)
+    assert [len(one.proposer_marks) for one in rounds[:3]] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.7, top_p=0.8, repetition_penalty=1.2)])
+def test_batch_is_one_by_one(target, sampling):
+    proposer = Medusa(heads_of(target), TREE)
+    wanted = requests(sampling, new=14)
+    together = emitted(decode(target, proposer, wanted)[0])
+    assert together == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
+
+
+def test_nodes_hold_their_heads_tokens(target):
+    """Also below several pending tokens, which no head has seen, and beside a prompt that is not yet computed."""
+    proposer = Medusa(heads_of(target), TREE)
+    batch = batch_of(target, requests(prompts=(*PROMPTS, PROMPTS[0])))
+    target.lm.keep_hidden(True)
+    fresh = batch.sequences.pop()
+    target.lm.forward([s.path for s in batch.sequences], [s.pending for s in batch.sequences], proposer.propose(batch))
+    batch.sequences[0].tokens += [7]
+    batch.sequences[1].tokens += [7, 8]
+    batch.sequences[2].tokens += [1, 2, 3, 4, 5]
+    batch.sequences.append(fresh)
+    draft = proposer.propose(batch)
+    shape = draft.shape
+    for head, (sequence, gap) in enumerate(zip(batch.sequences, (0, 1, 4, 4), strict=True)):
+        rows = shape.trees[head][1:]
+        assert sorted(shape.ranks(int(row)) for row in rows) == sorted(path for path in TREE if len(path) <= 4 - gap)
+        if gap == 4:
+            continue
+        text = sequence.tokens[: len(sequence.tokens) - gap - 1]
+        with torch.no_grad():
+            hidden = target.lm.model.base_model(input_ids=torch.tensor([text]), use_cache=False)[0][0, -1]
+        likeliest = plain_heads(proposer.heads, hidden).topk(3).indices
+        for row in rows:
+            level, rank = shape.depth[row] - 1 + gap, shape.rank[row - shape.heads]
+            assert draft.token[row - shape.heads] == likeliest[level, rank]
+    target.lm.keep_hidden(False)
+
+
+def test_a_fork_drafts_like_its_origin(target):
+    proposer = Medusa(heads_of(target), TREE)
+    batch = batch_of(target, requests(prompts=PROMPTS[:1]))
+    one = batch.sequences[0]
+    target.lm.keep_hidden(True)
+    target.lm.forward([one.path], [one.pending], proposer.propose(batch))
+    one.tokens.append(7)
+    twin = Sequence(one.request, target.lm.cells.fork(one.path), list(one.tokens), branch=1)
+    batch.sequences.append(twin)
+    token = proposer.propose(batch).token.view(2, -1)
+    assert torch.equal(token[0], token[1])
+    target.lm.keep_hidden(False)
+
+
+# Calibration -------------------------------------------------------------------------------------------------------
+
+
+def test_measured_ranks_are_those_of_plain_forwards():
+    target = tiny_target()
+    heads = heads_of(target, 2)
+    accuracy = measure(target, heads, PROMPTS, tokens=9, width=5)
+    ranks = []
+    for prompt in PROMPTS:
+        text = [*prompt, *plain_greedy(target.lm.model, prompt, 9)]
+        for end in range(len(prompt), len(text) - 2):
+            with torch.no_grad():
+                hidden = target.lm.model.base_model(input_ids=torch.tensor([text[:end]]), use_cache=False)[0][0, -1]
+            order = plain_heads(heads, hidden).argsort(descending=True).tolist()
+            ranks.append([order[head].index(text[end + 1 + head]) for head in range(2)])
+    assert accuracy == Accuracy.of(np.array(ranks), 5)
+    assert accuracy.samples == 3 * 7
+    assert not target.lm.cells.references.any()
+
+
+def test_accuracy_counts_paths_and_conditions_where_samples_allow():
+    ranks = np.array([[0, 0], [0, 1], [1, 0], [9, 0]] * 100)
+    found = Accuracy.of(ranks, 3)
+    assert found.accuracy == [[0.5, 0.25, 0.0], [pytest.approx(2 / 3), pytest.approx(1 / 3), 0.0]]
+    assert found.paths == {(0,): 200, (0, 0): 100, (0, 1): 100, (1,): 100, (1, 0): 100}
+    few = Accuracy.of(ranks[:40], 3)
+    assert few.accuracy[1] == [0.75, 0.25, 0.0]  # too few for a condition: regardless of the first head
+    # Shrunk towards accuracies by rank: (count + 20 p) / (above + 20).
+    assert found.value((0,)) == pytest.approx((200 + 20 * 0.5) / 420)
+    assert found.value((1, 0)) == pytest.approx(found.value((1,)) * (100 + 20 * 2 / 3) / 120)
+    assert found.value((2, 0)) == pytest.approx(0.0)
+    assert replace(found, samples=0).value((0, 1)) == pytest.approx(0.5 / 3)
+    with pytest.raises(ValueError, match="no samples"):
+        Accuracy.of(ranks[:0], 3)
+
+
+def test_accuracy_survives_its_file(tmp_path):
+    found = Accuracy.of(np.random.default_rng(0).integers(0, 4, (500, 3)), 3)
+    found.write(tmp_path, rare=1, text="held-out code")
+    again = Accuracy.read(tmp_path)
+    assert again.paths == found.paths
+    assert again.samples == 500
+    np.testing.assert_allclose(again.accuracy, found.accuracy, atol=1e-6)
+    assert json.loads((tmp_path / "calibration.json").read_text())["text"] == "held-out code"
+    (tmp_path / "calibration.json").write_text('{"accuracy": [[0.5, 0.2], [0.4]]}')
+    plain = Accuracy.read(tmp_path)
+    assert plain.value((1, 0)) == pytest.approx(0.2 * 0.4)
+
+
+def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch):
+    accuracy = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1, 0.1]], {})
+    seconds = {"of": lambda n: 1.0}
+    monkeypatch.setattr(
+        calibration, "time_sizes",
+        lambda target, heads, paths, tokens, batch, spend: ({n: seconds["of"](n) for n in range(len(paths) + 1)}, 0.5),
+    )  # fmt: skip
+    free = calibrate(target, heads_of(target), accuracy, max_nodes=30)
+    assert len(free.choices) == 30
+    assert free.expected_speedup == pytest.approx(free.expected_tokens / 1.5)
+    seconds["of"] = lambda n: 1.0 + 0.2 * n
+    dear = calibrate(target, heads_of(target), accuracy, max_nodes=30)
+    rates = [
+        (1 + sum(value for _, value in grow(by_rank(accuracy.accuracy), n, 4, 3))) / (1.5 + 0.2 * n)
+        for n in range(1, 31)
+    ]
+    assert len(dear.choices) == 1 + int(np.argmax(rates)) < 6
+    assert dear.expected_tokens == pytest.approx(expected_tokens(dear.choices, accuracy.value))
+    assert dear.expected_speedup == pytest.approx(max(rates))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_costs_are_measured_and_leave_nothing_behind(batch_size):
+    target = tiny_target()
+    found = calibrate(target, heads_of(target), Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.02)
+    costs = list(found.verify_seconds.values())
+    assert 0 in found.verify_seconds
+    assert costs == sorted(costs)
+    assert min(costs) > 0 < found.heads_seconds
+    assert found.batch_size == batch_size
+    assert not target.lm.cells.references.any()
+    assert target.lm._hook is None
+
+
+# Files -------------------------------------------------------------------------------------------------------------
+
+
+def saved(folder, config=(), tensors=(), count=4):
+    """A folder of heads; ``config`` and ``tensors`` replace entries, None removes them."""
+    folder.mkdir(exist_ok=True)
+    settings = {
+        "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": count, "num_layers": 1, "shared_lm_head": True,
+        "target_sha256": "",
+    }  # fmt: skip
+    stored = {"weight": torch.randn(count, 1, HIDDEN, HIDDEN), "bias": torch.randn(count, 1, HIDDEN)}
+    settings, stored = settings | dict(config), stored | dict(tensors)
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in settings.items() if value is not None})
+    )
+    save_file({key: value for key, value in stored.items() if value is not None}, folder / "model.safetensors")
+    return folder
+
+
+def test_load(target, truth, tmp_path):
+    folder = saved(tmp_path)
+    named = Medusa.load(target, str(folder), tree="3x2")
+    assert (named.nodes, len(named.heads), named.calibration, len(named.sha256)) == (9, 2, None, 64)
+    assert named.heads.weight.dtype == target.lm.dtype
+    assert named.facts["tree"] == write(widths([3, 2]))
+    Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
+    chosen = Medusa.load(target, str(folder), batch_size=2, max_nodes=3)
+    assert chosen.calibration.batch_size == 2
+    assert chosen.facts["expected_tokens"] == chosen.calibration.expected_tokens
+    json.dumps(chosen.facts)
+    for proposer in (named, chosen):
+        assert emitted(decode(target, proposer, requests())[0]) == truth
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "options", "said"),
+    [
+        ({"hidden_size": 64}, {}, {}, "are for hidden size 64, the target tiny-llama has hidden size 32"),
+        ({"vocab_size": 99}, {}, {}, f"a vocabulary of 99 tokens, the target tiny-llama has {VOCABULARY}"),
+        ({"num_heads": None}, {}, {}, "num_heads must be a positive whole number, not None"),
+        ({"num_heads": "four"}, {}, {}, "num_heads must be a positive whole number, not 'four'"),
+        ({"shared_lm_head": False}, {}, {}, "unembeddings of their own"),
+        ({"num_heads": 5}, {}, {}, r"'weight' is \(4, 1, 32, 32\), config.json says \(5, 1, 32, 32\)"),
+        ({}, {"bias": None}, {}, r"holds no tensor 'bias' \(it holds: weight\)"),
+        ({}, {"bias": torch.full((4, 1, HIDDEN), torch.nan)}, {}, "'bias' holds NaN"),
+        ({}, {}, {"tree": "1x1x1x1x1"}, "the tree is 5 deep, the Medusa heads at .* are only 4"),
+        ({}, {}, {"tree": "99"}, f"a tree 99 wide does not fit a vocabulary of {VOCABULARY}"),
+        ({}, {}, {"tree": "best"}, "a tree is written as"),
+        ({}, {}, {"batch_size": 0}, "proposer.batch_size"),
+        ({}, {}, {"max_nodes": "many"}, "proposer.max_nodes"),
+    ],
+)
+def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, options, said):
+    with pytest.raises(ValueError, match=said):
+        Medusa.load(target, str(saved(tmp_path, config, tensors)), **{"tree": "2x1"} | options)
+
+
+def test_missing_and_broken_files(target, tmp_path, caplog):
+    with pytest.raises(OSError, match=r"config\.json is missing"):
+        Medusa.load(target, str(tmp_path / "nowhere"), tree="2")
+    folder = saved(tmp_path / "heads")
+    with pytest.raises(OSError, match=r"give proposer\.tree=.* calibration\.json is missing"):
+        Medusa.load(target, str(folder))
+    for text in ("{", "[]", '{"accuracy": []}', '{"accuracy": [[2]]}', '{"paths": {}}', '{"accuracy": [["x"]]}'):
+        (folder / "calibration.json").write_text(text)
+        with pytest.raises(ValueError, match=r"calibration\.json"):
+            Medusa.load(target, str(folder))
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        Medusa.load(target, str(folder), tree="2")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors is missing"):
+        Medusa.load(target, str(folder), tree="2")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        Medusa.load(target, str(folder), tree="2")
+    other = saved(tmp_path / "other", {"target_sha256": "abc"})
+    Medusa.load(replace(target, sha256="def"), str(other), tree="2")
+    assert "trained on other weights" in caplog.text
+
+
+def test_published_trees_are_restated():
+    if not PUBLISHED.exists():
+        pytest.skip("shared data is absent")
+    published = {name: parse(choices) for name, choices in json.loads(PUBLISHED.read_text()).items()}
+    for name, choices in published.items():
+        stem = name.lower().removeprefix("medusa/").replace("/", "_")
+        config = yaml.safe_load((ROOT / "conf" / "proposer" / f"medusa_{stem}.yaml").read_text())
+        assert parse(config["tree"]) == choices
