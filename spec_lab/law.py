@@ -78,8 +78,13 @@ def law(
         mask: tokens that a constraint allows. A row that allows none is dead: its law is all zero, never NaN.
         scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use.
             (Fresh megabytes cost more than the arithmetic: every page of them faults.)
+
+    Raises:
+        ValueError: parameters for another number of rows; a repetition penalty without ``seen``.
     """
     rows = list(sampling)
+    if len(rows) not in (1, len(logits)):
+        raise ValueError(f"sampling parameters of {len(rows)} rows for {len(logits)} rows of logits")
     if scratch is None:
         x = logits.to(law_dtype(logits), copy=True)
     else:
@@ -89,21 +94,22 @@ def law(
             raise ValueError("a repetition penalty needs the tokens seen before")
         penalty = _column([s.repetition_penalty for s in rows], x)
         x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    dead = None
     if mask is not None:
-        x = x.masked_fill_(~mask, -torch.inf)
+        x, dead = x.masked_fill_(~mask, -torch.inf), ~mask.any(-1, keepdim=True)
     if all(s.temperature == 0 for s in rows):
         p = one_hot_(argmax(x), x)
     else:
         cold = [row for row, s in enumerate(rows) if s.temperature == 0]
         coldest = argmax(x[cold]) if cold else None
         p = _softmax_(x, rows)
+        if dead is not None:
+            p = p.masked_fill_(dead, 0.0)  # NaN until here
         if any(s.truncates for s in rows):
             p = _truncate(p, rows)
         if coldest is not None:
             p[cold] = one_hot_(coldest, p[cold])
-    if mask is not None:
-        p = p.masked_fill_(~mask.any(-1, keepdim=True), 0.0)
-    return p
+    return p if dead is None else p.masked_fill_(dead, 0.0)
 
 
 def law_dtype(logits: Tensor) -> torch.dtype:
@@ -128,12 +134,12 @@ def _column(values: list[float], like: Tensor) -> Tensor:  # [R or 1, 1]
 
 
 def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
-    temperatures = [s.temperature or 1.0 for s in rows]
+    temperatures = [max(s.temperature, torch.finfo(x.dtype).tiny) if s.temperature else 1.0 for s in rows]
+    if min(temperatures) < 0.01:
+        x.sub_(x.amax(-1, keepdim=True))  # so that no logit overflows upwards
     if any(t != 1 for t in temperatures):
         x.div_(_column(temperatures, x))
-    dead = torch.isneginf(x[:, 0]).any()  # a dead row is all -inf; the caller zeroes what becomes of it
-    x = torch.softmax(x, -1, out=x)
-    return x.nan_to_num_(0.0) if dead else x
+    return torch.softmax(x, -1, out=x)
 
 
 def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
@@ -170,7 +176,7 @@ class Key(NamedTuple):
     branch: int
     round: int
     purpose: int
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which no key needs
 
 
 class Draws(Protocol):
@@ -243,9 +249,11 @@ def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:
     total = weights.double().cumsum(-1)
     _check_totals(total[:, -1].cpu().numpy())
     u = torch.from_numpy(uniform).to(weights.device)[:, None]
-    chosen = torch.searchsorted(total, u * total[:, -1:], right=True)
-    last = torch.searchsorted(total, total[:, -1:].contiguous(), right=False)
-    return torch.minimum(chosen, last)[:, 0].cpu().numpy()
+    chosen = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
+    # A parallel sum can round up where nothing is added: the last index with weight up to there is meant.
+    place = torch.arange(weights.shape[-1], device=weights.device)
+    weighty = torch.where(weights > 0, place, 0).cummax(-1).values
+    return weighty.gather(-1, chosen)[:, 0].cpu().numpy()
 
 
 def _check_totals(totals: np.ndarray) -> None:
