@@ -5,8 +5,11 @@ Everything heavy is imported inside the job, so that ``--cfg job`` and ``--help`
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,19 @@ from hydra.errors import CompactHydraException, InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 PACKAGE = Path(__file__).resolve().parent
+
+
+def file_name(text: str) -> str:
+    """``text`` as the name of one folder: no slashes, not too long, different for different texts."""
+    plain = re.sub(r"[^\w.,=+-]", "_", text)
+    return plain if len(plain) <= 120 else f"{plain[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 OmegaConf.register_new_resolver("zoo", lambda name: str(PACKAGE / "zoo" / name), replace=True)
+OmegaConf.register_new_resolver("file_name", file_name, replace=True)
 
 
 def conf() -> str:
@@ -57,16 +69,21 @@ def check_writable(out: Any) -> None:
 
 def job(config: DictConfig) -> None:
     """One run, as composed by Hydra."""
+    out = Path(HydraConfig.get().runtime.output_dir)
     try:
-        code = start(config)
+        code = start(config, out)
     except (InstantiationException, ValueError, OSError, OmegaConfBaseException) as error:
-        raise Refused(f"spec_lab: {reason(error)}") from error
+        with suppress(OSError):
+            out.rmdir()  # Hydra made it; what was refused leaves nothing behind
+        raise Refused(f"spec_lab: {reason(error)}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
 
 
 def reason(error: BaseException) -> str:
     """What went wrong in one line, with the part of the config where it did."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
     if not isinstance(error, InstantiationException):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     cause = error.__cause__ or error
@@ -75,15 +92,12 @@ def reason(error: BaseException) -> str:
     return text if not where or text.startswith(where) else f"{where}: {text}"
 
 
-def start(config: DictConfig) -> int:
+def start(config: DictConfig, out: Path) -> int:
     """Build what the config names, and run it. Returns the exit code."""
     from spec_lab.run import Lab, Settings, run
 
-    resolved: Any = OmegaConf.to_container(config, resolve=True)
-    settings = Settings(
-        out=Path(HydraConfig.get().runtime.output_dir),
-        **{name: resolved[name] for name in Settings.names()},
-    )
+    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})
     sampling = instantiate(config.sampling)
     verifier = instantiate(config.verifier)
     prompts = instantiate(config.prompts)

@@ -1,0 +1,192 @@
+"""The command line: every config composes and fits what it names, and every refusal is one line that helps."""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from spec_lab import metrics
+from spec_lab.entry import conf, main
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = ["autoregressive", "draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers"]
+GIVEN = {"target", "sampling", "seed"}
+"""Arguments that the entry passes by call."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides that name a tiny checkpoint and its prompts."""
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoints.checkpoint(folder / "target")
+    file = checkpoints.prompts(folder / "prompts.jsonl")
+    return [
+        f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
+        "proposer=ngram", "max_new_tokens=8", "warmup=0",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as left:
+            if isinstance(left.code, str):  # what the interpreter would print
+                print(left.code, file=sys.stderr)
+            code = 1 if isinstance(left.code, str) else left.code or 0
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def options() -> list[Path]:
+    return sorted(file for file in Path(conf()).glob("*/*.yaml") if file.parent.name != "experiment")
+
+
+@pytest.mark.parametrize("file", options(), ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_every_option_fits_the_arguments_of_what_it_names(file):
+    config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    signature = inspect.signature(get_object(config.pop("_target_")))
+    live = dict.fromkeys(GIVEN & set(signature.parameters)) if file.parent.name == "proposer" else {}
+    signature.bind(**config, **live)
+    assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
+
+
+def test_the_experiments_are_these():
+    assert sorted(file.stem for file in Path(conf(), "experiment").glob("*.yaml")) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_is_a_small_delta(cli, name):
+    code, said, errors = cli(f"+experiment={name}", "--cfg", "job", "--resolve")
+    assert code == 0, errors
+    config = OmegaConf.create(said)
+    assert config.name == name
+    for peer in config.peers.values():
+        inspect.signature(get_object(peer.pop("_target_"))).bind(**peer, **dict.fromkeys(GIVEN))
+    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 15
+
+
+def test_composing_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys; sys.argv = ['spec-lab', '--cfg', 'job']\n"
+        "from spec_lab.entry import main; main()\n"
+        "assert not {'torch', 'transformers', 'pandas', 'matplotlib', 'wandb'} & set(sys.modules), 'heavy imports'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"_target_: spec_lab.target.Target.load" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp_path):
+    code, said, errors = cli(*tiny, "out=here", "sampling.temperature=1", "name=mine")
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert "mine: ngram" in said
+    assert {"rounds.parquet", "summary.json", "manifest.json", "figures"} <= {p.name for p in tmp_path.glob("here/*")}
+    manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
+    assert manifest["config"]["sampling"]["temperature"] == 1
+    assert manifest["weights_sha256"]["target"]
+
+
+def test_without_out_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
+    assert cli(*tiny, "prompts.limit=1", "name=mine", "baseline=false")[0] == 0
+    assert len(list(tmp_path.glob("outputs/mine/*/summary.json"))) == 1
+
+
+def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(cli, tiny, tmp_path):
+    code, _, errors = cli("--multirun", *tiny, "out=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
+    assert code == 1
+    assert "proposer.depth must be a whole number of at least 1, not 'oops'" in errors
+    depths = {metrics.load(file.parent).steps["depth"].max() for file in tmp_path.glob("swept/*/summary.json")}
+    assert depths == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["proposer.depth=abc"], "proposer.depth must be a whole number of at least 1, not 'abc'"),
+        (["batch_size=1.5"], "batch_size must be a whole number of 1 or more, not 1.5"),
+        (["max_new_tokens=-3"], "max_new_tokens must be a whole number of 1 or more, not -3"),
+        (["sampling.temperature=hot"], "sampling.temperature must be a number, not 'hot'"),
+        (["sampling.top_p=2"], "sampling.top_p must lie in (0, 1], not 2"),
+        (["prompts.limit=some"], "prompts.limit must be a whole number of 1 or more, or null for all, not 'some'"),
+        (["prompts.path=nowhere.jsonl"], "prompts file nowhere.jsonl does not exist; set prompts.path"),
+        (["target.dtype=int8"], "unknown dtype 'int8'; choose one of bfloat16"),
+        (["target.device=tpu"], "unknown device 'tpu'; choose cpu, cuda or cuda:N"),
+        (["tracker=wandb", "tracker.mode=on"], "tracker.mode must be one of auto, online, offline, disabled"),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, said):
+    code, _, errors = cli(*tiny, *overrides, "out=here")
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert said in line
+    assert "Traceback" not in errors
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["proposer.dpth=2"], "Key 'dpth' is not in struct"),
+        (["batchsize=2"], "Key 'batchsize' is not in struct"),
+        (["proposer=ngrm"], "Could not find 'proposer/ngrm'"),
+        (["+experiment=medusa_tre"], "Could not find 'experiment/medusa_tre'"),
+    ],
+)
+def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
+    code, _, errors = cli(*overrides)
+    assert code == 1
+    assert said in errors
+
+
+def test_a_value_without_default_is_asked_for(cli, tiny):
+    code, _, errors = cli("prompts=jsonl", "proposer=ngram")
+    assert code == 1
+    assert "spec_lab: prompts.path has no default: give prompts.path=... on the command line" in errors
+
+
+@pytest.mark.parametrize("many", [[], ["--multirun"]])
+def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
+    (tmp_path / "file").write_text("")
+    code, _, errors = cli(*tiny, "out=file/run", *many)
+    assert code == 1
+    assert f"cannot write to out=file/run: {tmp_path / 'file'} is not a directory; choose another out=DIR" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
+    command = [sys.executable, "-m", "spec_lab", *tiny, "out=here", "max_new_tokens=200", "batch_size=1"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    first = tmp_path / "here" / "parts" / "requests-000000.parquet"
+    deadline = time.monotonic() + 60
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "finished groups of 4 are in" in errors
+    assert "Traceback" not in errors
+    assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 4
