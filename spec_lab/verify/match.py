@@ -60,9 +60,13 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
         reach[shape.heads + level.nodes] = reach[level.parents] * step[level.nodes]
 
     def residual(rows: np.ndarray) -> Tensor:  # p without the children's tokens
+        slot = np.full(shape.rows, -1)
+        slot[rows] = np.arange(len(rows))
+        node = np.flatnonzero(slot[parent] >= 0)
         law = p[torch.from_numpy(rows).to(p.device)]
-        which, node = np.nonzero(rows[:, None] == parent)
-        law[torch.from_numpy(which).to(p.device), draft.token[torch.from_numpy(node).to(p.device)]] = 0.0
+        law[torch.from_numpy(slot[parent[node]]).to(p.device), draft.token[torch.from_numpy(node).to(p.device)]] = 0.0
+        if (slot[rows] != np.arange(len(rows))).any():  # rows asked for twice
+            law = law[torch.from_numpy(slot[rows]).to(p.device)]
         return or_target(law, p, rows) if left[rows].min() < 1e-3 else law
 
     return Verdict(reach * left, residual)
