@@ -122,7 +122,9 @@ class Group:
         marks.append(clock.mark())
         output = lm.forward([s.path for s in sequences], pending, draft)
         marks.append(clock.mark())
-        p = law(_finite(batch, draft, output.logits), *_warp(batch, draft), scratch=self._memory(output.logits))
+        memory = self._memory(output.logits)
+        logits = _finite(batch, draft, memory[: len(output.logits)].copy_(output.logits))
+        p = law(logits, *_warp(batch, draft), scratch=memory)
         marks.append(clock.mark())
         verdict = self.verifier(draft, p)
         row, token = choose(verdict, draft.shape, self.draws, [s.who for s in sequences])
@@ -167,14 +169,14 @@ class Group:
 
 
 def _finite(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
-    """The logits; where a tree's are NaN or infinite, the tree is marked broken and its rows made harmless."""
-    sums = logits.sum(-1, dtype=torch.float32)
-    if torch.isfinite(sums).all():
+    """The logits; where a tree's are NaN or infinite, the tree is marked broken and its rows zeroed in place."""
+    total = logits.numpy().sum(-1) if logits.device.type == "cpu" else logits.sum(-1).cpu().numpy()
+    if np.isfinite(total).all():
         return logits
-    bad = ~torch.isfinite(logits).all(-1).cpu()
-    for head in set(draft.shape.root[bad.numpy()].tolist()):
+    bad = ~torch.isfinite(logits).all(-1)
+    for head in set(draft.shape.root[bad.cpu().numpy()].tolist()):
         batch.broken[head] = "the target's logits are NaN or infinite"
-    return logits.masked_fill(bad.to(logits.device)[:, None], 0.0)
+    return logits.masked_fill_(bad[:, None], 0.0)
 
 
 def _warp(batch: Batch, draft: Draft) -> tuple[list[Sampling], Tensor | None]:

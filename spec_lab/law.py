@@ -76,7 +76,8 @@ def law(
         sampling: parameters of each row; a single one serves all rows.
         seen: tokens that occur in the row's history; needed where a repetition penalty is set.
         mask: tokens that a constraint allows. A row that allows none is dead: its law is all zero, never NaN.
-        scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use.
+        scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use. The
+            logits may stand there already, and are then overwritten.
             (Fresh megabytes cost more than the arithmetic: every page of them faults.)
 
     Raises:
@@ -88,7 +89,9 @@ def law(
     if scratch is None:
         x = logits.to(law_dtype(logits), copy=True)
     else:
-        x = scratch[: len(logits)].copy_(logits)
+        x = scratch[: len(logits)]
+        if x.data_ptr() != logits.data_ptr():
+            x.copy_(logits)
     if any(s.repetition_penalty != 1 for s in rows):
         if seen is None:
             raise ValueError("a repetition penalty needs the tokens seen before")
