@@ -19,7 +19,7 @@ from spec_lab.propose.trail import Held, Trail
 
 
 class Level(NamedTuple):
-    """What is drawn at one depth of a forest: rows ``parents`` ``[n]``, and their children by rank, each ``[<= n]``."""
+    """What is drawn at one depth: below rows ``parents`` ``[n]`` their children by rank, each in parents' order."""
 
     parents: np.ndarray
     ranks: list[np.ndarray]
@@ -28,12 +28,13 @@ class Level(NamedTuple):
 @lru_cache(maxsize=64)
 def levels(shape: Shape) -> list[Level]:
     """The forest's levels, from the heads down."""
-    rows = np.arange(shape.heads, shape.rows)
+    rows = np.arange(shape.heads, shape.rows)[np.argsort(shape.parent, kind="stable")]
+    depths, numbers = shape.depth[rows], shape.rank[rows - shape.heads]
     plan = []
     for depth in range(1, int(shape.depth.max()) + 1):
-        here = shape.depth[shape.heads :] == depth
-        ranks = [rows[here & (shape.rank == rank)] for rank in range(int(shape.rank[here].max()) + 1)]
-        plan.append(Level(np.unique(shape.parent[here]), ranks))
+        here, numbered = rows[depths == depth], numbers[depths == depth]
+        ranks = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
+        plan.append(Level(np.unique(shape.parent[here - shape.heads]), ranks))
     return plan
 
 
@@ -87,9 +88,9 @@ class Growth:
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
             return Draft(shape, tokens)
-        none = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
-        q = self.q[0] if len(self.q) == 1 else torch.cat(self.q or [none])
-        return Draft(shape, tokens, self.drawn, q, q_row)
+        if not self.q:
+            self.q = [torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)]
+        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row)
 
     def _draw(self, level: Level, parents: np.ndarray, logits: Tensor) -> None:
         """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``."""
@@ -109,16 +110,18 @@ class Growth:
         self.q.append(q)
         without = self.drawn == "without" and width > 1
         left = q.clone() if without else q
-        support = (q > 0).sum(-1).cpu().numpy() if width > 1 else np.ones(len(parents), dtype=np.int64)
+        support = (q > 0).sum(-1).cpu().numpy() if width > 1 else None
         for rank, nodes in enumerate(level.ranks):
             above = parent[nodes - heads]
-            # Siblings beyond the support cannot be drawn; iid siblings of a one-hot law would only repeat the first.
-            enough = support[place[above]] > (rank if without else min(rank, 1))
-            self.live[nodes] = drawn = self.live[above] & enough
+            drawn = self.live[above]
+            if support is not None:
+                # What lies beyond the support cannot be drawn; iid siblings of a one-hot law would repeat the first.
+                drawn &= support[place[above]] > (rank if without else min(rank, 1))
+            self.live[nodes] = drawn
             if not drawn.any():
                 continue
             nodes, rows = nodes[drawn], torch.from_numpy(place[above[drawn]]).to(q.device)
-            weights = left if len(rows) == len(left) else left[rows]
+            weights = left if len(rows) == len(left) else left[rows]  # rows ascend
             picked = self.batch.draws.pick(weights, self._keys(nodes))
             self.token[nodes - heads] = picked
             if without:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.batch import Sequence
 from spec_lab.law import Sampling, law
+from spec_lab.model import CausalLM
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.verify import Match, Traversal
@@ -27,7 +28,7 @@ from tests.propose.lab import (
     plain_logits,
     requests,
 )
-from tests.tiny import CONTEXT, VOCABULARY, tiny_target
+from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
 
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
 KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), ("1x1x1", "point")]
@@ -260,6 +261,19 @@ def target_once(target):
     return make
 
 
+def test_dense_attention_drafts_the_same(target):
+    drafts = []
+    for attention in ("spans", "dense"):
+        proposer = draft_model(TREE, "without", lm=CausalLM(tiny_model(seed=1), attention))
+        batch = batch_of(target, requests(WARM))
+        proposer.propose(batch)
+        for sequence in batch.sequences:
+            sequence.tokens += [9, 9]
+        drafts.append(proposer.propose(batch))
+    assert torch.equal(drafts[0].token, drafts[1].token)
+    torch.testing.assert_close(drafts[0].q, drafts[1].q, atol=1e-10, rtol=0)
+
+
 def test_origin_may_close_before_its_fork_drafts(target):
     proposer = draft_model("1x1")
     batch = batch_of(target, requests(WARM)[:1])
@@ -306,8 +320,6 @@ WORDS = ["<unk>", "def", "f", "(", "x", ")", ":", *(f"w{n}" for n in range(VOCAB
 
 
 def saved(folder, words=WORDS, split="Whitespace", **changes):
-    from tests.tiny import tiny_model
-
     tiny_model(num_hidden_layers=1, **changes).to(torch.float32).save_pretrained(folder)
     tokenizer_of(words, split).save_pretrained(folder)
     return str(folder)
