@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.batch import Request
@@ -104,6 +104,43 @@ class Generate:
     def _copy(self, path: str) -> Any:
         lm = self.target.lm
         return load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))[0]
+
+
+class Bare(Generate):
+    """A bare loop over the model with transformers' own cache and nothing around it: what decoding costs at least.
+
+    Args:
+        target: as in ``Generate``, as are ``sampling`` and ``seed``.
+
+    Raises:
+        ValueError: sampling beyond a temperature.
+    """
+
+    def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
+        if sampling.truncates or sampling.repetition_penalty != 1:
+            raise ValueError("the bare loop knows a temperature only: leave it out with '~peers.bare'")
+        super().__init__(target, sampling, seed)
+
+    @torch.inference_mode()
+    def _one(self, request: Request) -> Outcome:
+        torch.manual_seed(self.seed + request.id)
+        new = min(request.max_new_tokens, self.target.context - len(request.tokens))
+        start = time.perf_counter()
+        cache = DynamicCache(config=self.model.config)
+        token = torch.tensor([request.tokens], device=self.target.lm.device)
+        tokens: list[int] = []
+        first = 0.0
+        while len(tokens) < new and not (tokens and tokens[-1] in request.stop):
+            token = self._pick(self.model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1])
+            tokens.append(int(token))
+            first = first or time.perf_counter()
+        finish = "stop" if tokens[-1] in request.stop else "length"
+        return Outcome(request, tokens, finish, 1, first - start, time.perf_counter() - first)
+
+    def _pick(self, logits: Tensor) -> Tensor:  # [1, V] -> [1, 1]
+        if self.sampling.temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        return torch.softmax(logits.float() / self.sampling.temperature, -1).multinomial(1)
 
 
 class Assisted(Generate):

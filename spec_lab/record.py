@@ -143,13 +143,13 @@ def round_rows(rounds: Sequence[Round], clock: Clock, group: int, arm: str) -> R
 
 def step_rows(rounds: Sequence[Round], group: int, arm: str) -> Rows:
     """Rows of every sequence's part in ``rounds``."""
-    rows, last = [], {}
+    rows: Rows = []
+    last = {}  # each sequence's latest row
     for number, one in enumerate(rounds):
         shape = one.draft.shape
         for head, (sequence, got) in enumerate(zip(one.sequences, one.committed, strict=True)):
             tree, stop = shape.trees[head], got.path[-1] if got.path else head
-            expected = float(one.expected[head])
-            last[sequence.request.id, sequence.branch] = row = {
+            last[sequence] = {
                 "id": f"{sequence.request.id}/{arm}/{sequence.branch}/{number}",
                 "group": group,
                 "arm": arm,
@@ -169,19 +169,15 @@ def step_rows(rounds: Sequence[Round], group: int, arm: str) -> Rows:
                 "accepted_kept": got.accepted_kept,
                 "emitted_kept": got.emitted_kept,
                 "forced_accepted": 0,
-                "expected_accepted": expected,
+                "expected_accepted": float(one.expected[head]),
                 "expected_kind": "exact",
                 "finish": "",
                 "context": one.context[head],
-                "_of": sequence,
             }
-            rows.append(row)
-    for row in last.values():
-        row["finish"] = row["_of"].finish or ""
-        if row["finish"] == "nan":
-            row["expected_kind"] = ""
-    for row in rows:
-        del row["_of"]
+            rows.append(last[sequence])
+    for sequence, row in last.items():
+        row["finish"] = sequence.finish or ""
+        row["expected_kind"] = "" if sequence.finish == "nan" else "exact"
     return rows
 
 

@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from spec_lab import metrics, text
 from spec_lab.law import Sampling
-from spec_lab.peers import Assisted, Generate, PromptLookup
+from spec_lab.peers import Assisted, Bare, Generate, PromptLookup
 from spec_lab.run import Lab, run
 from spec_lab.target import Target
 from spec_lab.track import Files
@@ -29,6 +30,7 @@ def folder(tmp_path_factory):
 def build(folder, sampling: Sampling) -> Lab:
     target = Target.load(str(folder / "target"), dtype="float64")
     peers = {
+        "bare": Bare(target, Sampling(sampling.temperature), 0),
         "greedy": Generate(target, sampling, 0),
         "assisted": Assisted(target, sampling, 0, str(folder / "draft")),
         "assisted_4": Assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
@@ -41,13 +43,13 @@ def build(folder, sampling: Sampling) -> Lab:
 def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert run(build(folder, Sampling()), settings(tmp_path, batch_size=1, max_new_tokens=24), {}) == 0
     tables = metrics.load(tmp_path)
-    names = ["speculative", "assisted", "assisted_4", "greedy", "prompt_lookup", "baseline"]
+    names = ["speculative", "assisted", "assisted_4", "bare", "greedy", "prompt_lookup", "baseline"]
     assert metrics.arms(tables) == names
     for arm in names[:-1]:
         assert metrics.identical_outputs(tables.requests, arm) == 1.0
     peers = tables.requests[tables.requests["arm"].isin(names[1:-1])]
     assert (peers["prefill_tokens"] + peers["decode_tokens"] == 24).all()
-    assert (peers[peers["arm"] == "greedy"]["prefill_tokens"] == 1).all()
+    assert (peers[peers["arm"].isin(["greedy", "bare"])]["prefill_tokens"] == 1).all()
     assert (peers[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
     assert set(tables.rounds["arm"]) == {"speculative", "baseline"}
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -56,22 +58,24 @@ def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert summary["arms"]["assisted"]["survival"] == []
 
 
-def test_sampling_is_seeded_by_request(folder):
+@pytest.mark.parametrize("name", ["greedy", "bare", "assisted"])
+def test_sampling_is_seeded_by_request(folder, name):
     lab = build(folder, Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01))
     requests = lab.requests(settings(folder, max_new_tokens=16))[:2]
-    arm = lab.peers["greedy"]
+    arm = lab.peers[name]
     first, again = arm.decode(requests), arm.decode(requests[::-1])
     assert [one.tokens for one in first.outcomes] == [one.tokens for one in again.outcomes[::-1]]
     assert first.outcomes[0].tokens != first.outcomes[1].tokens
 
 
-def test_a_stop_token_stops_a_peer(folder):
+@pytest.mark.parametrize("name", ["greedy", "bare"])
+def test_a_stop_token_stops_a_peer(folder, name):
     lab = build(folder, Sampling())
     (request,) = lab.requests(settings(folder, max_new_tokens=24))[:1]
-    arm = lab.peers["greedy"]
+    arm = lab.peers[name]
     (free,) = arm.decode([request]).outcomes
     stop = free.tokens[5]
-    (stopped,) = arm.decode([request.__class__(**{**vars(request), "stop": frozenset({stop})})]).outcomes
+    (stopped,) = arm.decode([replace(request, stop=frozenset({stop}))]).outcomes
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
     assert (free.finish, stopped.finish) == ("length", "stop")
 
@@ -83,3 +87,9 @@ def test_tables_without_rounds_have_no_phases(folder, tmp_path):
     tables = metrics.load(tmp_path)
     assert math.isnan(metrics.overhead(tables.rounds, "greedy"))
     assert np.isnan(metrics.interval(metrics.walltime_speedup_paired(tables.requests, "greedy")).low)
+
+
+def test_the_bare_loop_refuses_what_it_cannot_do(folder):
+    target = Target.load(str(folder / "target"), dtype="float64")
+    with pytest.raises(ValueError, match="knows a temperature only"):
+        Bare(target, Sampling(1.0, top_k=5), 0)
