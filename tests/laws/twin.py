@@ -66,7 +66,7 @@ def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
 
 
 def traversal(draft: Draft, p: np.ndarray, forget: bool = False) -> Law:
-    """Traversal: follow first living children to a leaf, stop there or delete it. ``forget``: a <- S."""
+    """Traversal: follow first living children to a leaf, stop there or delete it. ``forget``: a <- S below the head."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     living = [rows.tolist() for rows in shape.children]
@@ -91,7 +91,7 @@ def traversal(draft: Draft, p: np.ndarray, forget: bool = False) -> Law:
             s = left.sum()
             law[m] = norm(left)
             if forget:
-                a[m] = s
+                a[m] = 1.0 if m == head else s
             else:
                 a[m] = s / (s + 1 - a[m]) if s + 1 - a[m] > 0 else 1.0
     return stop, emit

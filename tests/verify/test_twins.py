@@ -91,7 +91,7 @@ def joint(draft: Draft, verdict) -> np.ndarray:
 
 
 @BY_NAME
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250)
 @given(case=drafts())
 def test_equals_its_direct_algorithm(verifier, direct, case):
     draft, p = case
@@ -103,7 +103,7 @@ def test_equals_its_direct_algorithm(verifier, direct, case):
     np.testing.assert_allclose(np.bincount(draft.shape.root, weights=verdict.stop), 1.0, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(case=drafts(("iid", "without"), chains=True))
 def test_traversal_of_a_chain_is_block_verification(case):
     draft, p = case
@@ -113,7 +113,7 @@ def test_traversal_of_a_chain_is_block_verification(case):
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(case=drafts(("point",)))
 def test_point_drafts_have_one_law(case):
     draft, p = case
@@ -124,7 +124,7 @@ def test_point_drafts_have_one_law(case):
 
 
 @BY_NAME
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(case=drafts())
 def test_trees_do_not_see_each_other(verifier, direct, case):
     draft, p = case
@@ -142,7 +142,7 @@ def test_trees_do_not_see_each_other(verifier, direct, case):
 
 
 @BY_NAME
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(case=drafts())
 def test_single_precision_is_close(verifier, direct, case):
     draft, p = case
@@ -156,7 +156,7 @@ def test_single_precision_is_close(verifier, direct, case):
 
 
 @BY_NAME
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(case=drafts())
 def test_pure(verifier, direct, case):
     draft, p = case
@@ -169,7 +169,7 @@ def test_pure(verifier, direct, case):
 
 
 @BY_NAME
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=drafts(), data=st.data())
 def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
     draft, p = case
@@ -180,7 +180,7 @@ def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
 
 
 @BY_NAME
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(case=drafts())
 def test_a_stop_without_residual_is_rounding(verifier, direct, case):
     """The fallback to p is never needed in exact arithmetic: in float64 such rows weigh nothing."""

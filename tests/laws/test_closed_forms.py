@@ -1,0 +1,119 @@
+"""Enumerated acceptance against formulas of the papers."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from spec_lab.draft import chain, tree
+from spec_lab.verify import Match, Token, Traversal
+from tests.laws.tabular import Outputs, World
+from tests.laws.test_lossless import TREES
+
+WORLDS = [World(seed) for seed in range(20, 26)] + [World(seed, plain=True) for seed in (26, 27)]
+EVERY_WORLD = pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
+
+
+class Constant(World):
+    """Laws that ignore the context."""
+
+    pair = (np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3]))
+
+    def laws(self, length):
+        return tuple(np.tile(law, (self.v**length, 1)) for law in self.pair)
+
+
+def accepted(world, verifier, shape, drawn="iid") -> float:
+    return Outputs.of_forest(world, verifier, shape, drawn).accepted
+
+
+def paths(world, length):
+    """Every path of a chain with its p(x), q(x) by position."""
+    for x in itertools.product(range(world.v), repeat=length):
+        yield [world.p(x[:i])[x[i]] for i in range(length)], [world.q(x[:i])[x[i]] for i in range(length)]
+
+
+@EVERY_WORLD
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_chain_acceptance(world, length):
+    """Accepted tokens of a chain of ``length`` are a sum over depths of P(path to there is accepted)."""
+    token = block = match = 0.0
+    for n in range(1, length + 1):
+        for p, q in paths(world, n):
+            token += np.prod(np.minimum(p, q))  # 2211.17192: q(x) min(1, p(x) / q(x)) per position
+            match += np.prod(np.multiply(p, q))
+            weight = 1.0
+            for p_i, q_i in zip(p, q, strict=True):
+                weight = min(1.0, weight * p_i / q_i) if q_i > 0 else 0.0
+            block += np.prod(q) * weight  # 2403.10444: P(at least n accepted | x^n) = p_n(x^n)
+    assert accepted(world, Token(), chain(length)) == pytest.approx(token, abs=1e-12)
+    assert accepted(world, Traversal(), chain(length)) == pytest.approx(block, abs=1e-12)
+    assert accepted(world, Match(), chain(length)) == pytest.approx(match, abs=1e-12)
+
+
+@EVERY_WORLD
+def test_one_token_is_accepted_with_one_minus_tv(world):
+    p, q = world.p(()), world.q(())
+    for verifier in (Token(), Traversal()):
+        assert accepted(world, verifier, chain(1)) == pytest.approx(1 - 0.5 * np.abs(p - q).sum(), abs=1e-12)
+
+
+def test_expected_tokens_of_a_constant_acceptance():
+    """E[tokens] = (1 - a^(g+1)) / (1 - a)."""
+    world = Constant(0, v=2)
+    a = 1 - 0.5 * np.abs(world.p(()) - world.q(())).sum()
+    for gamma in range(1, 6):
+        tokens = 1 + accepted(world, Token(), chain(gamma))
+        assert tokens == pytest.approx((1 - a ** (gamma + 1)) / (1 - a), abs=1e-12)
+
+
+def test_the_example_of_block_verification():
+    """2403.10444, section 3: 10/9 accepted tokens token by token, 11/9 as a block."""
+    world = Constant(0, v=2)
+    assert accepted(world, Token(), chain(2)) == pytest.approx(10 / 9, abs=1e-12)
+    assert accepted(world, Traversal(), chain(2)) == pytest.approx(11 / 9, abs=1e-12)
+
+
+@EVERY_WORLD
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_siblings_never_beat_optimal_transport(world, width):
+    """iid siblings: accepted <= 1 - max over sets H of q(H)^n - p(H); one sibling reaches it."""
+    p, q = world.p(()), world.q(())
+    sets = [list(h) for n in range(world.v + 1) for h in itertools.combinations(range(world.v), n)]
+    bound = 1 - max(q[h].sum() ** width - p[h].sum() for h in sets)
+    shape = tree(tuple((rank,) for rank in range(width)))
+    for verifier in (Token(), Traversal(), Match()):
+        assert accepted(world, verifier, shape) <= bound + 1e-12
+    if width == 1:
+        assert accepted(world, Token(), shape) == pytest.approx(bound, abs=1e-12)
+
+
+@EVERY_WORLD
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_traversal_accepts_at_least_what_token_does(world, name, drawn):
+    """On average over drafts; on a single draft it may accept less."""
+    traversal, token = (accepted(world, verifier, TREES[name], drawn) for verifier in (Traversal(), Token()))
+    assert traversal >= token - 1e-12
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_point_drafts_are_accepted_alike(name):
+    world = World(28)
+    numbers = [accepted(world, verifier, TREES[name], "point") for verifier in (Token(), Traversal(), Match())]
+    assert numbers == pytest.approx([numbers[0]] * 3, abs=1e-14)
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+def test_draft_equal_to_target(drawn):
+    """A chain drawn from p itself is accepted whole."""
+
+    class Same(World):
+        def laws(self, length):
+            p, _ = World(self.seed, self.v, self.support, self.plain).laws(length)
+            return p, p
+
+    if drawn != "point":
+        for verifier in (Token(), Traversal()):
+            assert accepted(Same(3), verifier, chain(3), drawn) == pytest.approx(3, abs=1e-12)
+            assert accepted(Same(3), verifier, tree(((0,), (0, 0))), drawn) == pytest.approx(2, abs=1e-12)

@@ -1,0 +1,111 @@
+"""The output of draft and verifier together has the target's law: exactly, by enumeration."""
+
+import numpy as np
+import pytest
+
+from spec_lab.draft import chain, tree
+from spec_lab.law import Key, Purpose
+from spec_lab.verify import Match, Token, Traversal
+from tests.laws.tabular import Loop, Outputs, Script, World, every_draft, explore, propose
+
+EXACT = 1e-12
+TREES = {
+    "[1]": chain(1),
+    "[1,1]": chain(2),
+    "[1,1,1]": chain(3),
+    "[2]": tree(((0,), (1,))),
+    "[3]": tree(((0,), (1,), (2,))),
+    "[1,2]": tree(((0,), (0, 0), (0, 1))),
+    "[2,1]": tree(((0,), (1,), (0, 0), (1, 0))),
+    "[2,2]": tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))),
+    "[3,1]": tree(((0,), (1,), (2,), (0, 0), (1, 0), (2, 0))),
+    "ragged": tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))),
+}
+VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
+DRAWN = pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+
+
+def require_lossless(outputs: Outputs) -> None:
+    assert outputs.first_failure(EXACT) is None
+    assert outputs.mass == pytest.approx(1.0, abs=EXACT)
+    for length in range(1, len(outputs.exactly)):
+        assert outputs.tv(length) < EXACT
+    assert outputs.expected == pytest.approx(outputs.accepted, abs=EXACT)
+
+
+@pytest.mark.parametrize(
+    "world", [World(1), World(2), World(3, v=5), World(4, plain=True)], ids=lambda w: f"world{w.seed}"
+)
+@pytest.mark.parametrize("name", TREES)
+@DRAWN
+@VERIFIERS
+def test_one_step(world, name, drawn, verifier):
+    require_lossless(Outputs.of_forest(world, verifier, TREES[name], drawn))
+
+
+@pytest.mark.parametrize("name", ["[2]", "[1,1]", "[3]", "[2,1]"])
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+@VERIFIERS
+def test_one_step_with_wide_laws(name, drawn, verifier):
+    """V = 5 and no zeros anywhere."""
+    require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), verifier, TREES[name], drawn))
+
+
+@pytest.mark.parametrize(("name", "steps"), [("[1]", 3), ("[1,1]", 2), ("[2]", 2), ("[2,1]", 1)])
+@DRAWN
+@VERIFIERS
+def test_joint_steps(name, steps, drawn, verifier):
+    """Several steps of a whole decode loop, every choice through ``Draws``, the joint law of all that is put out."""
+    require_lossless(Outputs.of_loop(Loop(World(6, support=2), verifier, TREES[name], drawn), steps))
+
+
+def test_the_two_enumerations_agree():
+    world = World(7, support=2)
+    for verifier in (Token(), Traversal(), Match()):
+        loop = Outputs.of_loop(Loop(world, verifier, TREES["[2,1]"], "without"), 1)
+        forest = Outputs.of_forest(world, verifier, TREES["[2,1]"], "without")
+        for one, other in zip(loop.exactly, forest.exactly, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)
+        assert loop.accepted == pytest.approx(forest.accepted, abs=1e-14)
+
+
+def test_worlds_hold_every_kind_of_context():
+    p, q = (np.concatenate(laws) for laws in zip(*(World(1).laws(k) for k in range(4)), strict=True))
+    assert (p == q).all(1).any() and ((p * q).sum(1) == 0).any()
+    assert (p.max(1) == 1).any() and (q.max(1) == 1).any() and ((p == 0) & (q > 0)).any()
+
+
+def test_an_exhausted_law_draws_no_more_siblings():
+    """Without replacement, three siblings of a law on two tokens are two, of a one-hot law one."""
+    world = World(2, support=2, plain=True)
+    draft, probability = every_draft(world, TREES["[3]"], "without")
+    assert probability.sum() == pytest.approx(1)
+    assert np.bincount(draft.shape.parent).tolist() == [2] * draft.shape.heads
+    greedy = World(2, support=1, plain=True)
+    for verifier in (Token(), Traversal(), Match()):
+        require_lossless(Outputs.of_forest(world, verifier, TREES["[3]"], "without"))
+        require_lossless(Outputs.of_forest(greedy, verifier, TREES["[2,2]"], "without"))
+    alone, _ = every_draft(greedy, TREES["[2,2]"], "without")
+    assert alone.shape.depth.tolist() == [0, 1, 2]
+    twice, _ = every_draft(greedy, TREES["[2]"], "iid")
+    assert twice.token[0] == twice.token[1]
+
+
+def test_a_key_used_twice_is_noticed():
+    script = Script(())
+    key = Key(0, 0, 0, Purpose.STOP)
+    script.pick(np.ones((1, 2)), [key])
+    with pytest.raises(AssertionError, match="names two choices"):
+        script.pick(np.ones((1, 2)), [key])
+
+
+def test_enumeration_visits_every_draft_once():
+    world, key = World(8, plain=True), Key(0, 0, 0, Purpose.DRAFT)
+    seen = [
+        (tuple(draft.token.tolist()), probability)
+        for probability, draft in explore(lambda draws: propose(world, (), TREES["[2]"], "without", draws, key))
+    ]
+    q = world.q(())
+    assert len({tokens for tokens, _ in seen}) == len(seen) == 6
+    for (first, second), probability in seen:
+        assert probability == pytest.approx(q[first] * q[second] / (1 - q[first]))
