@@ -27,6 +27,9 @@ SPANS = "spec_lab_spans"
 
 Attention = Literal["spans", "dense"]
 
+BEYOND_SOFTMAX = {"softcap", "sliding_window", "s_aux", "position_bias", "head_mask"}
+"""What transformers' models may ask of an attention function and this one does not do."""
+
 
 class Piece(NamedTuple):
     """One sequence's rows of the pack."""
@@ -78,12 +81,18 @@ def span_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Attention of each piece of the pack over its own span. Returns ``[1, N, heads, dim]``.
 
     Query heads that share a key-value head are folded into the query's length, so no key is ever repeated.
+
+    Raises:
+        NotImplementedError: the model asks for attention that is more than softmax over all visible keys.
     """
+    for name in BEYOND_SOFTMAX & more.keys():
+        if more[name] is not None:
+            raise NotImplementedError(f"its attention uses {name}")
     if isinstance(key, Tensor):  # a forward without cells: plain causal attention
         groups = query.shape[1] // key.shape[1]
         plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)

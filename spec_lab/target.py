@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spec_lab.draft import Draft, Shape
-from spec_lab.model import Attention, CausalLM
+from spec_lab.model import SPANS, Attention, CausalLM
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -221,13 +221,17 @@ def _rotation_error(model: Any) -> float:
 
 @torch.inference_mode()
 def _compare(model: Any, tokens: Sequence[list[int]], draft: Draft, logits: Tensor) -> float:
-    """Largest error of any row against a plain forward over its path."""
-    worst = 0.0
+    """Largest error of any row against a plain forward over its path, with transformers' own attention."""
+    worst, ours = 0.0, model.config._attn_implementation
+    if ours == SPANS:
+        model.set_attn_implementation("sdpa")
     for row in range(draft.shape.rows):
         path = [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
         ids = torch.tensor([tokens[int(draft.shape.root[row])] + path], device=logits.device)
         plain = model(input_ids=ids, use_cache=False).logits[0, -1].double()
         worst = max(worst, float((logits[row].double() - plain).abs().max() / plain.std()))
+    if ours == SPANS:
+        model.set_attn_implementation(SPANS)
     return worst if np.isfinite(worst) else float("inf")
 
 

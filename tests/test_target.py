@@ -139,6 +139,16 @@ def test_the_self_check_sees_a_rotation_that_depends_on_the_pack():
         self_check(model, "spans")
 
 
+@pytest.mark.parametrize("asked", ["softcap", "sliding_window", "s_aux"])
+def test_attention_that_is_more_than_softmax_is_refused(asked):
+    model = tiny_model()
+    attention = model.model.layers[0].self_attn
+    right = attention.forward
+    attention.forward = lambda *args, **more: right(*args, **more, **{asked: 8.0})
+    with pytest.raises(Unsupported, match=f"its attention uses {asked}"):
+        self_check(model, "spans")
+
+
 def test_a_model_with_attention_of_its_own_is_told_to_use_the_dense_mask():
     with pytest.raises(Unsupported, match="target.attention=dense"):
         self_check(tiny_model("gptj"), "spans")
