@@ -72,24 +72,33 @@ def job(config: DictConfig) -> None:
     out = Path(HydraConfig.get().runtime.output_dir)
     try:
         code = start(config, out)
-    except (InstantiationException, ValueError, OSError, OmegaConfBaseException) as error:
+    except (Refused, OSError, ValueError, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it; what was refused leaves nothing behind
+        if isinstance(error, Refused):
+            raise
         raise Refused(f"spec_lab: {reason(error)}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
 
 
-def reason(error: BaseException) -> str:
+def reason(error: BaseException, part: str = "") -> str:
     """What went wrong in one line, with the part of the config where it did."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
-    if not isinstance(error, InstantiationException):
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    cause = error.__cause__ or error
-    where = str(error).rpartition("full_key: ")[2].split(".")[0] if "full_key: " in str(error) else ""
-    text = " ".join(str(cause).split())
-    return text if not where or text.startswith(where) else f"{where}: {text}"
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if not part or text.startswith(part) else f"{part}: {text}"
+
+
+def build(config: DictConfig, part: str, **live: Any) -> Any:
+    """Call what ``config[part]`` names with its scalar arguments and with live objects.
+
+    Live objects go in by call: Hydra would turn those that are dataclasses into configs.
+    """
+    try:
+        return instantiate(OmegaConf.select(config, part), _partial_=True)(**live)
+    except (InstantiationException, OSError, TypeError, ValueError) as error:
+        raise Refused(f"spec_lab: {reason(error, part)}") from error
 
 
 def start(config: DictConfig, out: Path) -> int:
@@ -98,17 +107,14 @@ def start(config: DictConfig, out: Path) -> int:
 
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})
-    sampling = instantiate(config.sampling)
-    verifier = instantiate(config.verifier)
-    prompts = instantiate(config.prompts)
-    tracker = instantiate(config.tracker)
-    target = instantiate(config.target)
-    proposer = instantiate(config.proposer, target=target)
-    beside = {name: instantiate(one, target=target) for name, one in config.beside.items()}
-    peers = {
-        name: instantiate(one, target=target, sampling=sampling, seed=settings.seed)
-        for name, one in config.peers.items()
-    }
+    settings.use_threads()
+    sampling, verifier = build(config, "sampling"), build(config, "verifier")
+    prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    target = build(config, "target")
+    proposer = build(config, "proposer", target=target)
+    beside = {name: build(config, f"beside.{name}", target=target) for name in config.beside}
+    shared = {"target": target, "sampling": sampling, "seed": settings.seed}
+    peers = {name: build(config, f"peers.{name}", **shared) for name in config.peers}
     return run(Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers), settings, resolved)
 
 

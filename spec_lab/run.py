@@ -69,6 +69,11 @@ class Settings:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
 
+    def use_threads(self) -> None:
+        """Set torch's threads. Do it before the parts are built: some measure the machine while they load."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives: all but ``out``."""
@@ -199,8 +204,6 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         OSError: a directory that cannot be written.
     """
     console = console or Console()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     arms, requests = lab.arms(settings), lab.requests(settings)
     facts = manifest(config, settings.seed, _weights(lab), text.digest(lab.prompts), {"arms": list(arms)})
     recorder, size = Recorder(settings.out), settings.batch_size
