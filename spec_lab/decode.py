@@ -114,7 +114,7 @@ class Group:
         lm, clock = self.target.lm, self.target.lm.clock
         sequences = list(batch.sequences)
         pending = [s.pending for s in sequences]
-        before = [(len(s.tokens), len(tokens), s.round == 0) for s, tokens in zip(sequences, pending, strict=True)]
+        context, prefill = [len(s.tokens) for s in sequences], [s.round == 0 for s in sequences]
         batch.broken.clear()
 
         marks = [clock.mark()]
@@ -140,8 +140,8 @@ class Group:
                 f"it ends with the {len(sequence.emitted)} tokens emitted so far"
             )
         return Round(
-            sequences, draft, expected, committed, *map(list, zip(*before, strict=True)), output.attended,
-            marks, output.marks, self.proposer.take_marks(),
+            sequences, draft, expected, committed, context, [len(tokens) for tokens in pending], prefill,
+            output.attended, marks, output.marks, self.proposer.take_marks(),
         )  # fmt: skip
 
     def _memory(self, logits: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Pack:
         self.cells.write(layer_idx, key[0], value[0], [piece[:4] for piece in self.pieces])
         keys, values = self.cells.keys[layer_idx], self.cells.values[layer_idx]
         if self.dense:  # [1, heads, S * C, dim]
-            return tuple(store.transpose(0, 1).flatten(1, 2)[None] for store in (keys, values))
+            return keys.transpose(0, 1).flatten(1, 2)[None], values.transpose(0, 1).flatten(1, 2)[None]
         return Layer(keys, values, self.pieces), values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -159,17 +159,17 @@ class CausalLM:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         attention: Attention = "spans",
         limit: int | None = None,
         chunk: int = 512,
     ) -> None:
-        self.model: Any = model
+        self.model = model
         self.attention = attention
         wanted = SPANS if attention == "spans" else "sdpa"
         if attention == "dense" or getattr(model, "_can_set_attn_implementation", lambda: True)():
-            self.model.set_attn_implementation(wanted)
-        if attention == "spans" and self.model.config._attn_implementation != wanted:
+            model.set_attn_implementation(wanted)
+        if attention == "spans" and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
         self.cells = Cells(limit)

@@ -10,19 +10,27 @@ from spec_lab.draft import Draft, Drawn
 
 
 class Proposer(Protocol):
-    """Drafts a tree below each live sequence. It never sees the verifier.
+    """Drafts a tree below each live sequence. It never sees the verifier."""
 
-    Attributes:
-        name: as in configs and records.
-        drawn: how siblings are drawn; a verifier that cannot judge it is refused when the run is composed.
-        nodes: most nodes it drafts below one head.
-        wants_hidden: whether the target must keep hidden states.
-    """
+    @property
+    def name(self) -> str:
+        """As in configs and records."""
+        ...
 
-    name: str
-    drawn: Drawn
-    nodes: int
-    wants_hidden: bool
+    @property
+    def drawn(self) -> Drawn:
+        """How siblings are drawn; a verifier that cannot judge it is refused when the run is composed."""
+        ...
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes drafted below one head."""
+        ...
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the target must keep hidden states."""
+        ...
 
     def propose(self, batch: Batch) -> Draft:
         """A draft with one tree per live sequence, in order; a tree may be empty."""

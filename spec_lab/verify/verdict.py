@@ -39,17 +39,22 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """A pure function of (draft, p), vectorised over the forest, at least in float32.
+    """A pure function of (draft, p), vectorised over the forest, at least in float32."""
 
-    Attributes:
-        name: as in configs and records.
-        accepts: the ways of drawing for which it is correct; any other draft is refused when the run is composed.
-        lossless: whether the output has the target's law.
-    """
+    @property
+    def name(self) -> str:
+        """As in configs and records."""
+        ...
 
-    name: str
-    accepts: frozenset[Drawn]
-    lossless: bool
+    @property
+    def accepts(self) -> frozenset[Drawn]:
+        """The ways of drawing for which it is correct; any other draft is refused when the run is composed."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the target's law."""
+        ...
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The law of one step for target law ``p`` ``[R, V]``."""
