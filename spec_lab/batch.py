@@ -121,9 +121,7 @@ class Committed:
     emitted_kept: int
 
 
-def commit(
-    batch: Batch, draft: Draft, slots: Seq[np.ndarray], row: np.ndarray, token: np.ndarray
-) -> list[Committed]:
+def commit(batch: Batch, draft: Draft, slots: Seq[np.ndarray], row: np.ndarray, token: np.ndarray) -> list[Committed]:
     """Append what was accepted and emitted; keep the accepted nodes' cells, drop the others.
 
     Stop tokens and limits cut here, inside an accepted path as well, and never touch verification. A broken tree gets

@@ -144,7 +144,7 @@ class Cells:
                 self.references[path.span] = 0
 
     def scrub(self, span: int) -> None:
-        """Zero a span. NaN in a dead cell would outlive its mask (0 x NaN), so a poisoned span is wiped before reuse."""
+        """Zero a span. NaN in a dead cell outlives its mask (0 x NaN), so a poisoned span is wiped before reuse."""
         for store in (*self.keys, *self.values, *([self.hidden] if self.hidden is not None else [])):
             store[span].zero_()
 

@@ -289,9 +289,7 @@ class CausalLM:
             node_slots.append(slots[len(tokens) :])
         return logits, node_slots, sum(piece.extent for piece in pieces)
 
-    def _piece(
-        self, path: Path, slots: np.ndarray, start: int, pending: int, shape: Shape | None, tree: int
-    ) -> Piece:
+    def _piece(self, path: Path, slots: np.ndarray, start: int, pending: int, shape: Shape | None, tree: int) -> Piece:
         count = len(slots)
         extent = max(path.extent, int(slots[-1]) + 1)
         index = as_index(slots, self.device)
@@ -306,9 +304,7 @@ class CausalLM:
         additive = torch.from_numpy(mask).to(self.device, self.dtype)
         return Piece(path.span, start, start + count, index, extent, additive, False)
 
-    def _call(
-        self, ids: Tensor, positions: np.ndarray, pieces: list[Piece], keep: Tensor | int, marks: list
-    ) -> Tensor:
+    def _call(self, ids: Tensor, positions: np.ndarray, pieces: list[Piece], keep: Tensor | int, marks: list) -> Tensor:
         pack = Pack(self.cells, pieces, dense=self.attention == "dense")
         mask = self._dense_mask(pieces, len(ids)) if pack.dense else None
         where = torch.from_numpy(positions).to(self.device)[None]

@@ -145,7 +145,9 @@ def refuse_by_name(config: Any) -> None:
         refuse("it is an encoder-decoder")
     layers = set(getattr(config, "layer_types", None) or [])
     if layers - {"full_attention"}:
-        refuse(f"it has layers of type {', '.join(sorted(layers - {'full_attention'}))}; only full attention keeps trees")
+        refuse(
+            f"it has layers of type {', '.join(sorted(layers - {'full_attention'}))}; only full attention keeps trees"
+        )
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not layers:
         refuse(f"it has a sliding window of {config.sliding_window} tokens; set sliding_window to null if it may go")
 

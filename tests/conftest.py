@@ -8,9 +8,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import pytest
-import torch
-from hypothesis import settings
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("spec_lab", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("spec_lab")

@@ -20,7 +20,7 @@ PROMPTS = ((3, 14, 15, 9, 26, 5), (2, 7, 18), (31, 41, 5, 9, 2, 6, 5, 35, 8))
 
 @dataclass
 class Foretold:
-    """Drafts below each sequence what it was told will come, spoilt at random; its own draws depend on no batch mate."""
+    """Drafts what it was told will come, spoilt at random; its own draws depend on no batch mate."""
 
     future: dict[int, list[int]]
     spoil: float = 0.3
@@ -48,7 +48,10 @@ class Foretold:
         return []
 
 
-def requests(sampling=Sampling(), new=24, stop=frozenset(), prompts=PROMPTS, first=0):
+GREEDY = Sampling()
+
+
+def requests(sampling=GREEDY, new=24, stop=frozenset(), prompts=PROMPTS, first=0):
     return [Request(first + i, f"p{first + i}", p, sampling, new, stop) for i, p in enumerate(prompts)]
 
 
@@ -66,7 +69,8 @@ def plain_greedy(target, prompt, count):
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
-            tokens.append(int(target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            logits = target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
