@@ -17,7 +17,8 @@ from spec_lab.batch import Batch, Sequence
 from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn, Shape, forest
 from spec_lab.draft import tree as shape_of
-from spec_lab.propose.calibrate import Accuracy, Calibration, calibrate
+from spec_lab.propose.accuracy import Accuracy
+from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.options import whole
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, write

@@ -148,7 +148,7 @@ class NgramTree:
     wants_hidden: bool = False
 
     @staticmethod
-    def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 1) -> NgramTree:
+    def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> NgramTree:
         """Needs nothing from the target.
 
         Raises:

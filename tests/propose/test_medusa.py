@@ -14,7 +14,8 @@ from torch.nn.functional import silu
 from spec_lab.batch import Sequence
 from spec_lab.law import Sampling
 from spec_lab.propose import calibrate as calibration
-from spec_lab.propose.calibrate import Accuracy, calibrate, measure
+from spec_lab.propose.accuracy import Accuracy, measure
+from spec_lab.propose.calibrate import calibrate
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.trees import by_rank, expected_tokens, grow, parse, widths, write
@@ -176,11 +177,12 @@ def test_accuracy_survives_its_file(tmp_path):
 
 def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch):
     accuracy = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1, 0.1]], {})
-    seconds = {"of": lambda n: 1.0}
-    monkeypatch.setattr(
-        calibration, "time_sizes",
-        lambda target, heads, paths, tokens, batch, spend: ({n: seconds["of"](n) for n in range(len(paths) + 1)}, 0.5),
-    )  # fmt: skip
+    seconds = {"of": lambda n: 1.0, "heads": dict.fromkeys(range(1, 5), 0.5)}
+
+    def timed(target, heads, grown, batch_size, spend):
+        return {n: seconds["of"](n) for n in range(len(grown) + 1)}, seconds["heads"]
+
+    monkeypatch.setattr(calibration, "time_sizes", timed)
     free = calibrate(target, heads_of(target), accuracy, max_nodes=30)
     assert len(free.choices) == 30
     assert free.expected_speedup == pytest.approx(free.expected_tokens / 1.5)
@@ -193,16 +195,20 @@ def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch):
     assert len(dear.choices) == 1 + int(np.argmax(rates)) < 6
     assert dear.expected_tokens == pytest.approx(expected_tokens(dear.choices, accuracy.value))
     assert dear.expected_speedup == pytest.approx(max(rates))
+    seconds["of"] = lambda n: 1.0 + 0.01 * n
+    seconds["heads"] = {1: 0.1, 2: 0.2, 3: 5.0, 4: 9.0}  # too dear to go deep
+    assert max(map(len, calibrate(target, heads_of(target), accuracy, max_nodes=30).choices)) == 2
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_costs_are_measured_and_leave_nothing_behind(batch_size):
     target = tiny_target()
     found = calibrate(target, heads_of(target), Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.02)
-    costs = list(found.verify_seconds.values())
+    for costs in (found.verify_seconds, found.heads_seconds):
+        assert list(costs.values()) == sorted(costs.values())
+        assert min(costs.values()) > 0
     assert 0 in found.verify_seconds
-    assert costs == sorted(costs)
-    assert min(costs) > 0 < found.heads_seconds
+    assert [*found.heads_seconds] == [1, 2, 3, 4]
     assert found.batch_size == batch_size
     assert not target.lm.cells.references.any()
     assert target.lm._hook is None

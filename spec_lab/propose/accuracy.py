@@ -1,0 +1,160 @@
+"""How often Medusa heads are right, measured on the target's own continuations and kept beside the heads.
+
+``measure(target, heads, prompts).write(folder)`` runs where heads are trained; ``Accuracy.read`` whenever they load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+
+import numpy as np
+import torch
+
+from spec_lab.draft import empty
+from spec_lab.law import argmax
+from spec_lab.propose.heads import Heads, read_json
+from spec_lab.propose.trees import Path, by_rank, write
+from spec_lab.target import Target
+
+FILE = "calibration.json"
+ENOUGH = 200  # samples for a conditional accuracy; below, the marginal one is taken
+PRIOR = 20.0  # samples that a path's accuracy by rank is worth beside the path's own count
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How often heads are right, measured on the target's own continuations.
+
+    Args:
+        accuracy: ``[K][ranks]``: P(head k's token of rank r is right | all earlier heads held the right token among
+            their ranks), where there are enough such samples; else regardless of earlier heads.
+        paths: how often a whole path of ranks was right; rare ones may be missing.
+        samples: places in the text; 0 when only ``accuracy`` is known.
+    """
+
+    accuracy: list[list[float]]
+    paths: dict[Path, int]
+    samples: int = 0
+
+    def value(self, path: Path) -> float:
+        """P(the node at ``path`` is right): its counts, shrunk towards its accuracies by rank.
+
+        Heads are right together: where one found the text easy, the next does too. The counts know; their shrinkage
+        keeps rare paths sober.
+        """
+        if not self.samples:
+            return by_rank(self.accuracy)(path)
+        value, above = 1.0, self.samples
+        for depth, rank in enumerate(path):
+            count = self.paths.get(path[: depth + 1], 0)
+            value *= (count + PRIOR * self.accuracy[depth][rank]) / (above + PRIOR)
+            above = count
+        return value
+
+    @staticmethod
+    def of(ranks: np.ndarray, width: int) -> Accuracy:
+        """From the rank ``[samples, K]`` that each head gave the right token; only ranks below ``width`` count.
+
+        Raises:
+            ValueError: no samples.
+        """
+        samples, heads = ranks.shape
+        if not samples:
+            raise ValueError("no samples to measure accuracies on: give longer continuations or more prompts")
+        accuracy = []
+        held = np.ones(samples, dtype=bool)  # every earlier head had the right token among its ranks
+        for head in range(heads):
+            known = held if held.sum() >= ENOUGH else np.ones(samples, dtype=bool)
+            counts = np.bincount(ranks[known, head].clip(max=width), minlength=width + 1)[:width]
+            accuracy.append((counts / known.sum()).tolist())
+            held &= ranks[:, head] < width
+        paths: Counter[Path] = Counter()
+        for row in ranks.tolist():
+            for depth in range(heads):
+                if row[depth] >= width:
+                    break
+                paths[tuple(row[: depth + 1])] += 1
+        return Accuracy(accuracy, dict(paths), samples)
+
+    def write(self, folder: str | File, rare: int = 2, **facts: object) -> None:
+        """Write calibration.json beside the heads.
+
+        Args:
+            folder: of the heads.
+            rare: paths seen less often are left out.
+            facts: what else to keep in the file, such as which text it was.
+        """
+        frequent = sorted((item for item in self.paths.items() if item[1] >= rare), key=lambda item: -item[1])
+        value = {
+            **facts,
+            "samples": self.samples,
+            "accuracy": [[round(p, 6) for p in head] for head in self.accuracy],
+            "paths": {write((path,)): count for path, count in frequent},
+        }
+        File(folder, FILE).write_text(json.dumps(value) + "\n")
+
+    @staticmethod
+    def read(folder: str | File) -> Accuracy:
+        """Read calibration.json.
+
+        Raises:
+            OSError: there is none. ValueError: it is malformed.
+        """
+        file = File(folder, FILE)
+        value = read_json(file, "calibration of Medusa heads (give proposer.tree=..., or measure one)")
+        try:
+            accuracy = [[float(p) for p in head] for head in value["accuracy"]]
+            paths = {tuple(map(int, path.split("."))): int(count) for path, count in value.get("paths", {}).items()}
+            samples = int(value.get("samples", 0)) if paths else 0
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file} is malformed: {error!r}") from error
+        if not accuracy or not all(accuracy) or not all(0 <= p <= 1 for head in accuracy for p in head):
+            raise ValueError(f"{file} is malformed: 'accuracy' must hold lists of probabilities, one per head")
+        return Accuracy(accuracy, paths, samples)
+
+
+@torch.inference_mode()
+def measure(
+    target: Target, heads: Heads, prompts: Sequence[Sequence[int]], tokens: int = 128, width: int = 10
+) -> Accuracy:
+    """Continue prompts greedily without a draft, and see which rank each head gave to the token that came.
+
+    Args:
+        target: continues.
+        heads: are measured.
+        prompts: token ids; decoded together, so give some dozens at a time.
+        tokens: to emit per prompt.
+        width: ranks told apart.
+
+    Raises:
+        ValueError: no prompts, or continuations too short for the heads.
+    """
+    lm = target.lm
+    lm.keep_hidden(True)
+    paths = [lm.cells.open(len(prompt) + tokens) for prompt in prompts]
+    states, chosen = [], []  # per step: [B, H], [B]
+    pending = [list(prompt) for prompt in prompts]
+    try:
+        for _ in range(tokens):
+            logits = lm.forward(paths, pending, empty(len(paths), lm.device)).logits
+            token = argmax(logits.float())
+            states.append(torch.stack([lm.cells.last_hidden(path) for path in paths]))
+            chosen.append(token)
+            pending = [[one] for one in token.tolist()]
+    finally:
+        for path in paths:
+            lm.cells.close(path)
+        lm.keep_hidden(False)
+    # The state that chose token t is the one from which head k foretells token t + 1 + k.
+    ranks = [np.empty((0, len(heads)), dtype=np.int64)]
+    for step in range(len(chosen) - len(heads)):
+        right = torch.stack(chosen[step + 1 : step + 1 + len(heads)], 1)[..., None]  # [B, K, 1]
+        logits = heads(states[step]).float()
+        score = logits.gather(-1, right)
+        ahead = (logits > score) | ((logits == score) & (torch.arange(logits.shape[-1], device=lm.device) < right))
+        ranks.append(ahead.sum(-1).cpu().numpy())
+    return Accuracy.of(np.concatenate(ranks), width)
