@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +62,16 @@ def acceptance(tables: Tables) -> Figure | None:
     figure = Figure(figsize=(9.5, 3.8))
     panels = figure.subplots(1, 2, sharey=True)
     deepest = 1
-    for arm, colour in zip(drafting, _cycle(COLOURS, len(drafting)), strict=True):
+    colours = _colours(tables)
+    for arm in drafting:
         steps = metrics.decode_steps(tables.steps, arm)
         bands = metrics.depth_bands(steps)
         curves = {"survival": metrics.survival(steps), "conditional": metrics.conditional(steps)}
         for panel, (name, curve) in zip(panels, curves.items(), strict=True):
             depth = np.arange(1, len(curve) + 1)
             deepest = max(deepest, len(curve))
-            panel.plot(depth, curve, marker="o", markersize=4, color=colour, label=arm)
-            panel.fill_between(depth, *bands[name], color=colour, alpha=0.18, linewidth=0)
+            panel.plot(depth, curve, marker="o", markersize=4, color=colours[arm], label=arm)
+            panel.fill_between(depth, *bands[name], color=colours[arm], alpha=0.18, linewidth=0)
     panels[0].set(title="Survival", ylabel="share", ylim=(0, 1.02))
     panels[1].set(title="Conditional")
     panels[0].set_xlabel("depth k: steps that accepted k or more / all steps")
@@ -93,29 +93,31 @@ def throughput(tables: Tables) -> Figure:
         return _alone(speeds)
     figure = Figure(figsize=(9.5, 0.4 * len(others) + 3.6))
     left, right = figure.subplots(1, 2)
+    colours = _colours(tables)
     top = max(float(one.max()) for one in speeds.values()) * 1.05
-    left.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1, label="as fast as the baseline")
-    for place, (arm, colour) in enumerate(zip(others, _cycle(COLOURS, len(others)), strict=True)):
+    left.plot([0, top], [0, top], color=GREY, linestyle="--", linewidth=1)
+    right.axvline(1.0, color=GREY, linestyle="--", linewidth=1)
+    for place, arm in enumerate(others):
         pair = speeds[arm].to_frame("own").join(speeds["baseline"].rename("base"), how="inner")
-        left.plot(pair["base"], pair["own"], "o", markersize=4, alpha=0.6, color=colour, label=arm)
+        left.plot(pair["base"], pair["own"], "o", markersize=4, alpha=0.6, color=colours[arm])
         ratio = (pair["own"] / pair["base"]).to_numpy()
         mean, low, high = metrics.interval(ratio)
-        scatter = np.random.default_rng(0).uniform(-0.18, 0.18, len(ratio))
-        right.plot(ratio, place + scatter, "o", markersize=3, alpha=0.4, color=colour)
+        scatter = np.random.default_rng(0).uniform(-0.15, 0.15, len(ratio))
+        right.plot(ratio, place + 0.1 + scatter, "o", markersize=3, alpha=0.4, color=colours[arm])
         right.errorbar(
-            mean, place + 0.32, xerr=_whiskers(mean, low, high), fmt="D", color=colour, markersize=5, capsize=4
+            mean, place - 0.2, xerr=_whiskers(mean, low, high), fmt="D", color=colours[arm], markersize=5, capsize=4
         )
         text = f"{mean:.2f}" if np.isnan(low) else f"{mean:.2f}  [{low:.2f}, {high:.2f}]"
-        right.annotate(text, (mean, place + 0.38), ha="center", va="bottom", fontsize=9)
-    left.set(
-        xlabel="baseline, tokens/s", ylabel="tokens/s", xlim=(0, top), ylim=(0, top), title="Each group of prompts"
-    )
-    left.legend(fontsize=8)
-    right.axvline(1.0, color=GREY, linestyle="--", linewidth=1)
-    right.set(xlabel="times the baseline's tokens/s on the same prompts", title="Speed-up, mean with 95 % interval")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        right.annotate(text, (mean, place - 0.28), ha="center", va="bottom", fontsize=9, bbox=box)
+    left.set(xlabel="baseline, tokens/s", ylabel="tokens/s", xlim=(0, top), ylim=(0, top))
+    left.set_title("Each group of prompts; dashed: as fast as the baseline", fontsize=10)
+    right.set(xlabel="times the baseline's tokens/s on the same prompts", xlim=(0, None))
+    right.set_title("Speed-up of each group; mean with 95 % interval", fontsize=10)
     right.set_yticks(range(len(others)), others)
-    right.set_ylim(-0.5, len(others) - 0.2)
-    right.set_xlim(left=0)
+    right.set_ylim(len(others) - 0.5, -0.7)
+    for label in right.get_yticklabels():
+        label.set_color(colours[label.get_text()])
     right.grid(axis="y", visible=False)
     figure.tight_layout()
     return figure
@@ -152,8 +154,8 @@ def _alone(speeds: dict[str, Any]) -> Figure:
     """Throughput without anything to compare with."""
     figure = Figure(figsize=(6, 3.2))
     axes = figure.subplots()
-    for arm, colour in zip(speeds, _cycle(COLOURS, len(speeds)), strict=True):
-        axes.plot(speeds[arm].index, speeds[arm], "o", markersize=4, color=colour, label=arm)
+    for number, arm in enumerate(speeds):
+        axes.plot(speeds[arm].index, speeds[arm], "o", markersize=4, color=COLOURS[number % len(COLOURS)], label=arm)
     axes.set(xlabel="group of prompts", ylabel="tokens/s", title="Decode throughput of each group", ylim=(0, None))
     axes.legend()
     return figure
@@ -163,5 +165,6 @@ def _whiskers(mean: float, low: float, high: float) -> np.ndarray | None:
     return None if np.isnan(low) else np.array([[mean - low], [high - mean]])
 
 
-def _cycle(colours: Sequence[str], count: int) -> list[str]:
-    return [colours[number % len(colours)] for number in range(count)]
+def _colours(tables: Tables) -> dict[str, str]:
+    """One colour for each arm, the same in every figure."""
+    return {arm: COLOURS[number % len(COLOURS)] for number, arm in enumerate(metrics.arms(tables))}

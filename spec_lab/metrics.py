@@ -234,9 +234,10 @@ def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baselin
 
 
 def arms(tables: Tables) -> list[str]:
-    """The run's arms: the experiment's first, the baseline last."""
-    first = {"speculative": 0, "baseline": 2}
-    return sorted(tables.requests["arm"].unique(), key=lambda arm: (first.get(arm, 1), arm))
+    """The run's arms: the experiment's first, then other proposers, then arms without rounds, the baseline last."""
+    looped = set(tables.rounds["arm"])
+    place = {"speculative": 0, "baseline": 3}
+    return sorted(tables.requests["arm"].unique(), key=lambda arm: (place.get(arm, 1 if arm in looped else 2), arm))
 
 
 def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str, Any]:

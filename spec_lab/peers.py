@@ -61,7 +61,11 @@ class Generate:
         return Decoded([], [self._one(request) for request in requests])
 
     def options(self) -> dict[str, Any]:
-        """What ``generate`` is told beyond greedy decoding or sampling."""
+        """What the generation config says beyond greedy decoding or sampling."""
+        return {}
+
+    def helpers(self) -> dict[str, Any]:
+        """What ``generate`` is given beside its config."""
         return {}
 
     def _one(self, request: Request) -> Outcome:
@@ -75,7 +79,7 @@ class Generate:
             attention_mask=torch.ones_like(prompt),
             generation_config=self._config(min(request.max_new_tokens, room), request.stop),
             streamer=watch,
-            **self.options(),
+            **self.helpers(),
         )
         end = time.perf_counter()
         tokens = output[0, len(request.tokens) :].tolist()
@@ -99,6 +103,7 @@ class Generate:
             pad_token_id=min(stop, default=0),
             use_cache=True,
             **(warped if sampling.temperature > 0 else {}),
+            **self.options(),
         )
 
     def _copy(self, path: str) -> Any:
@@ -161,7 +166,7 @@ class Assisted(Generate):
             self.assistant.generation_config.num_assistant_tokens_schedule = "constant"
             self.assistant.generation_config.assistant_confidence_threshold = 0.0
 
-    def options(self) -> dict[str, Any]:
+    def helpers(self) -> dict[str, Any]:
         """See ``Generate``."""
         return {"assistant_model": self.assistant}
 
