@@ -30,7 +30,12 @@ def file_name(text: str) -> str:
     return plain if len(plain) <= 120 else f"{plain[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-OmegaConf.register_new_resolver("zoo", lambda name: str(PACKAGE / "zoo" / name), replace=True)
+def zoo(name: str) -> str:
+    """The path of a bundled file or folder."""
+    return str(PACKAGE / "zoo" / name)
+
+
+OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 OmegaConf.register_new_resolver("file_name", file_name, replace=True)
 
 

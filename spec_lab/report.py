@@ -26,7 +26,7 @@ def _arms(summary: Mapping[str, Any]) -> Table:
     setting = f"temperature {summary['temperature']:g}, batch {summary['batch_size']}, {summary['requests']} prompts"
     table = _table(f"{what}, {setting}")
     table.add_column("arm")
-    for name in ("tokens/s", "speed-up [95 %]", "tau", "expected", "overhead", "repeated"):
+    for name in ("tokens/s", "speed-up [95 %]", "tau", "expected", "nodes", "overhead", "repeated"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, arm in summary["arms"].items():
         table.add_row(
@@ -35,6 +35,7 @@ def _arms(summary: Mapping[str, Any]) -> Table:
             "1" if name == "baseline" else _interval(arm["speedup"]),
             _number(arm["tau_pooled"], ".2f"),
             _number(arm["expected_tau"], ".2f"),
+            _number(arm["nodes_per_step"], ".1f"),
             _number(arm["overhead"], ".1%"),
             _number(arm["repeated_8gram_share"], ".1%"),
         )
@@ -71,7 +72,7 @@ def _time(summary: Mapping[str, Any]) -> Table:
 def _notes(summary: Mapping[str, Any]) -> str:
     lines = [
         f"{summary['tokens']} tokens in {summary['steps']} steps. Prefill is left out of speed and tau; tau counts the "
-        "token after the accepted ones; repeated: 8-grams of the output that occurred in it before."
+        "token after the accepted ones; nodes: drafted per step; repeated: 8-grams of the output that occurred in it before."
     ]
     same = summary["identical_outputs"]
     if same is not None and summary["temperature"] == 0:

@@ -205,7 +205,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     """
     console = console or Console()
     arms, requests = lab.arms(settings), lab.requests(settings)
-    facts = manifest(config, settings.seed, _weights(lab), text.digest(lab.prompts), {"arms": list(arms)})
+    extra = {"arms": list(arms), "proposers": _facts(lab)}
+    facts = manifest(config, settings.seed, _weights(lab), text.digest(lab.prompts), extra)
     recorder, size = Recorder(settings.out), settings.batch_size
     claim(settings.out, facts)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
@@ -305,6 +306,14 @@ def _summary(lab: Lab, settings: Settings, tables: metrics.Tables) -> dict[str, 
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
     return finite(summary)
+
+
+def _facts(lab: Lab) -> dict[str, Any]:
+    """What proposers say of themselves, such as the tree they chose."""
+    proposers = {"speculative": lab.proposer, **lab.beside}
+    return {
+        name: {"name": one.name, "drawn": one.drawn, **getattr(one, "facts", {})} for name, one in proposers.items()
+    }
 
 
 def _weights(lab: Lab) -> dict[str, str]:

@@ -5,6 +5,7 @@ import string
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +27,23 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, **changes) -> P
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=":").save_pretrained(folder)
+    return folder
+
+
+def zoo(folder: Path) -> Path:
+    """Everything that the bundled models' configs name: target, draft, heads with accuracies, prompts."""
+    checkpoint(folder / "target")
+    checkpoint(folder / "draft", seed=1, num_hidden_layers=1)
+    (folder / "medusa").mkdir()
+    sizes = {"hidden_size": 32, "vocab_size": 61, "num_heads": 3, "num_layers": 1}
+    (folder / "medusa" / "config.json").write_text(json.dumps(sizes))
+    weights = {"weight": torch.randn(3, 1, 32, 32), "bias": torch.zeros(3, 1, 32)}
+    save_file(weights, folder / "medusa" / "model.safetensors")
+    accuracy = {"accuracy": [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]}
+    (folder / "medusa" / "calibration.json").write_text(json.dumps(accuracy))
+    (folder / "prompts").mkdir()
+    for workload in ("code", "json", "prose"):
+        prompts(folder / "prompts" / f"{workload}.jsonl")
     return folder
 
 

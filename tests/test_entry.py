@@ -14,7 +14,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab import metrics
-from spec_lab.entry import conf, main
+from spec_lab.entry import conf, main, zoo
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +81,39 @@ def test_every_experiment_composes_and_is_a_small_delta(cli, name):
     for peer in config.peers.values():
         inspect.signature(get_object(peer.pop("_target_"))).bind(**peer, **dict.fromkeys(GIVEN))
     assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 15
+
+
+@pytest.fixture(scope="module")
+def tiny_zoo(tmp_path_factory):
+    """Tiny models in the bundled models' place."""
+    folder = checkpoints.zoo(tmp_path_factory.mktemp("zoo"))
+    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
+    yield
+    OmegaConf.register_new_resolver("zoo", zoo, replace=True)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_every_experiment_runs(cli, name, tmp_path):
+    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=here"]
+    code, said, errors = cli(f"+experiment={name}", *short)
+    assert code == 0, errors
+    assert f"{name}: " in said
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert summary["requests"] == 2
+    assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
+    if name != "autoregressive":
+        assert summary["speedup"]["mean"] > 0
+        assert summary["nodes_per_step"] > 0 or name.startswith("ngram")
+
+
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_batch_at_temperature_1_with_another_verifier(cli, tmp_path):
+    swaps = ["verifier=traversal", "sampling=temperature_1", "prompts=prose", "batch_size=3", "target.dtype=float32"]
+    code, _, errors = cli("+experiment=draft_chain", *swaps, "max_new_tokens=6", "warmup=2", "out=here")
+    assert code == 0, errors
+    tables = metrics.load(tmp_path / "here")
+    assert tables.rounds[tables.rounds["prefill"]].groupby("group")["live"].max().tolist() == [3, 1]
 
 
 def test_composing_imports_nothing_heavy(tmp_path):
