@@ -26,7 +26,7 @@ def _arms(summary: Mapping[str, Any]) -> Table:
     setting = f"temperature {summary['temperature']:g}, batch {summary['batch_size']}, {summary['requests']} prompts"
     table = _table(f"{what}, {setting}")
     table.add_column("arm")
-    for name in ("tokens/s", "speed-up [95 %]", "tau", "expected", "nodes", "overhead", "repeated"):
+    for name in ("tokens/s", "speed-up [95 %]", "tau", "E tau", "nodes", "overhead", "loops"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, arm in summary["arms"].items():
         table.add_row(
@@ -71,8 +71,9 @@ def _time(summary: Mapping[str, Any]) -> Table:
 
 def _notes(summary: Mapping[str, Any]) -> str:
     lines = [
-        f"{summary['tokens']} tokens in {summary['steps']} steps. Prefill is left out of speed and tau; tau counts the "
-        "token after the accepted ones; nodes: drafted per step; repeated: 8-grams of the output that occurred in it before."
+        f"{summary['tokens']} tokens in {summary['steps']} steps; prefill is left out of speed and tau. "
+        "tau: tokens per step, the one after the accepted ones included. E tau: expected from the exact acceptance "
+        "probabilities. nodes: drafted per step. loops: share of 8-grams that occurred before in the same output."
     ]
     same = summary["identical_outputs"]
     if same is not None and summary["temperature"] == 0:

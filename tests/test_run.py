@@ -78,7 +78,7 @@ def test_the_manifest_says_what_ran_and_hides_secrets(done):
 
 def test_the_table_names_the_arms_and_the_directory(done):
     out, printed = done
-    for word in ("speculative", "baseline", "tokens/s", "survival", "conditional", "target, inside the model"):
+    for word in ("speculative", "baseline", "tokens/s", "E tau", "survival", "conditional", "target, inside the model"):
         assert word in printed
     assert str(out) in printed
 
