@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.draft import Draft
-from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, or_target, repeated
+from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, or_target, repeated, rows_of
 from spec_lab.verify.verdict import Verdict, gather
 
 
@@ -65,10 +65,10 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
         slot = np.full(shape.rows, -1)
         slot[rows] = np.arange(len(rows))
         node = np.flatnonzero(slot[parent] >= 0)
-        law = p[torch.from_numpy(rows).to(p.device)]
+        law = rows_of(p, rows)
         law[torch.from_numpy(slot[parent[node]]).to(p.device), draft.token[torch.from_numpy(node).to(p.device)]] = 0.0
         if (slot[rows] != np.arange(len(rows))).any():  # rows asked for twice
-            law = law[torch.from_numpy(slot[rows]).to(p.device)]
+            law = rows_of(law, slot[rows])
         return or_target(law, p, rows) if left[rows].min() < 1e-3 else law
 
     return Verdict(reach * left, residual)

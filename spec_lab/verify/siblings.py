@@ -141,7 +141,7 @@ def drawn_laws(draft: Draft, p: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndar
     slot = np.full(shape.rows, -1)
     slot[several] = np.arange(len(several))
     nodes = np.flatnonzero(slot[parent] >= 0)
-    q = draft.q[torch.from_numpy(draft.q_row[several]).to(p.device)]
+    q = rows_of(draft.q, draft.q_row[several])
     q[torch.from_numpy(slot[parent[nodes]]).to(p.device), draft.token[torch.from_numpy(nodes).to(p.device)]] = 0.0
     rest = np.ones(shape.rows)
     rest[several] = q.sum(-1).cpu().numpy()
@@ -164,7 +164,7 @@ def excess(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tens
     """(p - theta q)+ at ``rows`` ``[n]`` with ``theta`` ``[n]``: ``[n, V]``, not normalised."""
     assert draft.q is not None and draft.q_row is not None
     q_row, theta = np.maximum(draft.q_row[rows], 0), np.minimum(theta, HUGE)  # where nothing was drawn theta is 0
-    p, q = _select(p, rows), _select(draft.q, q_row).to(p.dtype)
+    p, q = _view(p, rows), _view(draft.q, q_row).to(p.dtype)
     if len(rows) == 1:
         law = torch.sub(p, q, alpha=float(theta[0]))
     else:
@@ -182,7 +182,7 @@ def excess_mass(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) ->
 def remainder(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tensor:
     """The residual law at ``rows`` ``[n]`` for ``theta`` ``[n]``, ``[n, V]``; where nothing was drafted p itself."""
     if not theta.any():
-        return p[torch.from_numpy(rows).to(p.device)]
+        return rows_of(p, rows)
     return or_target(excess(draft, p, rows, theta), p, rows)
 
 
@@ -193,11 +193,14 @@ def or_target(law: Tensor, p: Tensor, rows: np.ndarray) -> Tensor:
     p is then a law that is off by no more than that.
     """
     empty = law.sum(-1, keepdim=True) == 0
-    return torch.where(empty, _select(p, rows), law) if bool(empty.any()) else law
+    return torch.where(empty, _view(p, rows), law) if bool(empty.any()) else law
 
 
-def _select(x: Tensor, rows: np.ndarray) -> Tensor:
-    """``x[rows]``, not to be written to."""
-    if len(rows) == 1:
-        return x.narrow(0, int(rows[0]), 1)
+def rows_of(x: Tensor, rows: np.ndarray) -> Tensor:
+    """A copy of ``x[rows]``. (On the CPU, indexing by a tensor starts a team of threads however small the rows.)"""
     return x.index_select(0, torch.from_numpy(rows).to(x.device))
+
+
+def _view(x: Tensor, rows: np.ndarray) -> Tensor:
+    """``x[rows]``, not to be written to."""
+    return x.narrow(0, int(rows[0]), 1) if len(rows) == 1 else rows_of(x, rows)
