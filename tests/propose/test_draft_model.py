@@ -211,7 +211,7 @@ def histories(draw):
 
 
 @given(histories(), st.sampled_from([(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_history_keeps_the_laws_right(target_once, history, kind):
     target, proposer = target_once(*kind)
     batch = batch_of(target, requests(WARM)[:1])
