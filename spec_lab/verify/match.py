@@ -50,7 +50,7 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
     shape, parent = draft.shape, draft.shape.parent
     check_rows(draft, p)
     if not shape.nodes:
-        return Verdict(np.ones(shape.rows), lambda rows: p[torch.from_numpy(rows).to(p.device)])
+        return Verdict(np.ones(shape.rows), lambda rows: rows_of(p, rows))
     # reach[c] = reach[m] p(c | m);  stop[m] = reach[m] (1 - sum of p(c | m) over its children)
     step = gather(p, shape, draft.token)
     again = repeated(draft)
