@@ -126,4 +126,8 @@ def start(config: DictConfig, out: Path) -> int:
 def main() -> None:
     """The console script."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
-    hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
+    try:
+        hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
+    except KeyboardInterrupt:
+        print("\nInterrupted before anything was decoded.", file=sys.stderr)
+        sys.exit(130)

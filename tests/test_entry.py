@@ -208,6 +208,16 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
     assert "Traceback" not in errors
 
 
+def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spec_lab.target.Target.load", interrupted)
+    code, _, errors = cli(*tiny)
+    assert code == 130
+    assert "Interrupted before anything was decoded" in errors
+
+
 def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     command = [sys.executable, "-m", "spec_lab", *tiny, "out=here", "max_new_tokens=200", "batch_size=1"]
     process = subprocess.Popen(

@@ -122,6 +122,24 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
     assert all(map(np.array_equal, resumed["tokens"], whole["tokens"]))
 
 
+def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """Nothing catches it, as nothing catches a kill."""
+
+    class Dying(Loop):
+        def decode(self, requests):
+            if requests[0].name == "p2":
+                raise Killed
+            return Loop.decode(self, requests)
+
+    monkeypatch.setattr("spec_lab.run.Loop", Dying)
+    with pytest.raises(Killed):
+        run(lab(), settings(tmp_path), CONFIG, quiet())
+    tables = metrics.load(tmp_path)
+    assert set(tables.requests["name"]) == {"p0", "p1"}
+    assert metrics.tokens_per_second(tables.requests, "speculative") > 0
+
+
 def test_another_run_in_the_same_directory_is_refused(done):
     out, _ = done
     with pytest.raises(ValueError, match="already holds another run; choose another out=DIR"):
