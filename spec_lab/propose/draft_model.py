@@ -20,7 +20,7 @@ from spec_lab.model import CausalLM
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.options import one_of, temperature_or_none, whole
 from spec_lab.propose.trail import Trail
-from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths
+from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths, write
 from spec_lab.target import Target, load_model, model_context, self_check, weights_hash
 
 
@@ -102,6 +102,11 @@ class DraftModel:
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
         return DraftModel(lm, model_context(model.config), choices, cast(Drawn, kind), own, name, weights_hash(path))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:

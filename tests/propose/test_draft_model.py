@@ -335,6 +335,7 @@ def test_load(spoken, truth, tmp_path):
     chain = DraftModel.load(spoken, path, depth=3)
     assert (chain.name, chain.drawn, chain.nodes, chain.context) == ("draft_chain", "iid", 3, CONTEXT)
     assert chain.lm.dtype == spoken.lm.dtype
+    assert chain.facts == {"tree": "0 0.0 0.0.0", "nodes": 3, "temperature": None}
     tree = DraftModel.load(spoken, path, tree="2x2", drawn="without", temperature=1)
     assert (tree.name, tree.nodes, len(tree.sha256)) == ("draft_tree", 6, 64)
     assert emitted(decode(spoken, tree, requests())[0]) == truth
