@@ -92,6 +92,14 @@ class Shape:
         return [np.flatnonzero(self.root == head) for head in range(self.heads)]
 
     @cached_property
+    def grid(self) -> np.ndarray:  # [B, L]
+        """The rows of each tree as in ``trees``, side by side; -1 fills up shorter trees."""
+        grid = np.full((self.heads, max(map(len, self.trees), default=0)), -1, dtype=np.int64)
+        for head, rows in enumerate(self.trees):
+            grid[head, : len(rows)] = rows
+        return grid
+
+    @cached_property
     def places(self) -> np.ndarray:  # [R]
         """Each node's number within its own tree, from 0; heads have -1."""
         places = np.empty(self.rows, dtype=np.int64)
@@ -195,11 +203,6 @@ class Draft:
             raise ValueError(f"{len(self.token)} tokens for {self.shape.nodes} nodes")
         if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
             raise ValueError("a draft drawn 'iid' or 'without' carries q and q_row, one drawn 'point' neither")
-
-    def parents_q(self, nodes: np.ndarray) -> Tensor:
-        """``[n, V]``: the law at the parents of ``nodes``, before anything was drawn there."""
-        assert self.q is not None and self.q_row is not None
-        return self.q[torch.from_numpy(self.q_row[self.shape.parent[nodes]])]
 
     def cut(self, depth: Sequence[int]) -> Draft:
         """The draft without nodes deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""

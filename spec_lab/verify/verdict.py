@@ -86,13 +86,11 @@ def choose(
     Returns:
         row ``[B]`` and token ``[B]``, int64.
     """
-    row = np.empty(shape.heads, dtype=np.int64)
-    for head, rows in enumerate(shape.trees):
-        if len(rows) == 1:
-            row[head] = head
-            continue
-        where = draws.pick(verdict.stop[rows][None], [Key(*who[head], Purpose.STOP)])
-        row[head] = rows[where[0]]
+    row = np.arange(shape.heads)
+    if shape.nodes:
+        grid = shape.grid
+        stop = np.where(grid >= 0, verdict.stop[grid], 0.0)
+        row = grid[row, draws.pick(stop, [Key(*one, Purpose.STOP) for one in who])]
     token = draws.pick(verdict.residual(row), [Key(*one, Purpose.EMIT) for one in who])
     return row, token
 

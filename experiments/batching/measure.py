@@ -1,0 +1,95 @@
+"""What a batch buys: one request at a time, a batch without a draft, and a batch with Medusa, in turns in one process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+import spec_lab
+from spec_lab.batch import Request
+from spec_lab.law import CounterDraws
+from spec_lab.metrics import Interval, interval
+from spec_lab.propose import Null
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.proposer import Proposer
+from spec_lab.run import Loop, stop_tokens
+from spec_lab.target import Target
+from spec_lab.text import encode, jsonl
+from spec_lab.verify import Token
+
+ZOO = Path(spec_lab.__file__).parent / "zoo"
+
+
+def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Request]]) -> float:
+    """Decode tokens per second over groups decoded one after the other; prefills are left out."""
+    tokens, seconds = 0, 0.0
+    for group in groups:
+        done = Loop(target, proposer, Token(), seed=0).decode(group)
+        tokens += sum(len(one.tokens) - one.prefill_tokens for one in done.outcomes)
+        seconds += max(one.decode_seconds for one in done.outcomes)
+    return tokens / seconds
+
+
+def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, new: int) -> pd.DataFrame:
+    """Tokens per second of every way ``[groups, 3]``; the ways take turns in going first."""
+    texts = jsonl(str(prompts), limit)
+    stop = stop_tokens(target)
+    requests = [
+        Request(number, prompt.name, tokens, max_new_tokens=new, stop=stop)
+        for number, (prompt, tokens) in enumerate(
+            zip(texts, encode(texts, target.tokenizer, target.context), strict=True)
+        )
+    ]
+    groups = [requests[start : start + batch] for start in range(0, len(requests) - batch + 1, batch)]
+    medusa = Medusa.load(target, heads, batch_size=batch)
+    print(f"tree calibrated for batch {batch}: {medusa.facts['tree']}")
+    ways = {
+        "one at a time": lambda group: tokens_per_second(target, Null(), [[one] for one in group]),
+        f"batch of {batch}": lambda group: tokens_per_second(target, Null(), [group]),
+        f"batch of {batch}, Medusa": lambda group: tokens_per_second(target, medusa, [group]),
+    }
+    for way in ways.values():
+        way(groups[0][:2])
+    rows = []
+    for number, group in enumerate(tqdm(groups, unit="group")):
+        names = list(ways)
+        order = names[number % 3 :] + names[: number % 3]
+        rows.append({name: ways[name](group) for name in order})
+    return pd.DataFrame(rows)[list(ways)]
+
+
+def show(ratio: Interval) -> str:
+    """A ratio with its interval."""
+    return f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default=str(ZOO / "target"))
+    parser.add_argument("--heads", default=str(ZOO / "medusa"))
+    parser.add_argument("--prompts", type=Path, default=ZOO / "prompts" / "code.jsonl")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--limit", type=int, default=40, help="prompts used")
+    parser.add_argument("--new", type=int, default=96, help="tokens emitted for each")
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    target = Target.load(arguments.target)
+    speeds = measure(
+        target, arguments.heads, arguments.prompts, arguments.batch, arguments.limit, arguments.new
+    )
+    single, batched, drafted = (speeds[name] for name in speeds)
+    print(speeds.describe().loc[["mean", "std"]].round(1).to_string())
+    print(f"batch over one at a time: {show(interval(batched / single))}")
+    print(f"Medusa over batch: {show(interval(drafted / batched))}")
+    print(f"{torch.get_num_threads()} threads, {len(speeds)} groups, 95 % intervals over groups")
+
+
+if __name__ == "__main__":
+    main()
