@@ -1,0 +1,138 @@
+"""The model card: everything measured on held-out text, and the README that says so."""
+
+import json
+import math
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from spec_lab.train import distill, pretrain, prompts
+from spec_lab.train.export import file_sha256
+from spec_lab.train.settings import Settings
+
+TEXT = """# Bundled models
+
+A target, a draft model and Medusa heads that share one tokenizer, small enough for two CPU cores; held-out prompts.
+
+| folder | what | parameters | SHA-256 of `model.safetensors` |
+| --- | --- | --- | --- |
+{models}
+
+**Data.** Python sources of the standard library and of packages that are installed anyway ({packages});
+generated JSON records (`spec_lab/train/records.py`); English paragraphs from the documentation strings of the
+same packages and from pydoc's topics. All of it is under the PSF, BSD, MIT or Apache-2.0 licences. **Licence**
+of weights, tokenizer and prompts: that of this project; the prompts quote the packages named in their `source`,
+under those packages' licences.
+
+**Training.** The target saw {target_tokens:.1f} M tokens in windows of {length} ({mix}), the first {grown:.1f}
+M at half its depth; Muon and AdamW, warm-up-stable-decay, bf16 weights with float32 masters. The draft saw
+{draft_tokens:.1f} M tokens of the same text. Draft and heads were then trained on {generated:.2f} M tokens that
+the target wrote from training prefixes (half greedy, half at temperature 1) or read: the draft on the target's
+laws, the heads on its laws and, where it was greedy, its choices.
+
+**Held-out loss** (whole held-out streams; nats per token, bits per byte):
+
+| workload | target | draft |
+| --- | --- | --- |
+{losses}
+
+**Heads and draft** on the target's own continuations of the shipped prompts ({tokens} tokens each; greedy,
+alpha = E sum min(p, q) at temperature 1). Head k foretells the token k + 1 places beyond the target's own next
+one; rank r counts where it was the head's r-th choice.
+
+{accuracies}
+
+**Hold-out.** `holdout.json` names the modules and topics that training never saw, with SHA-256 of their text as
+installed; records from seed 10 000 000 on are held out with the names in them. Near copies are dropped by
+shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
+with a prompt. `tests/test_zoo.py` proves it.
+
+**Commands** (each resumes; about a day of two cores in all):
+
+```
+python scripts/train_zoo.py corpus   --work DIR
+python scripts/train_zoo.py prompts  --work DIR
+python scripts/train_zoo.py target   --work DIR {control}
+python scripts/train_zoo.py draft    --work DIR
+python scripts/train_zoo.py generate --work DIR --parts {parts}
+python scripts/train_zoo.py distill  --work DIR
+python scripts/train_zoo.py export   --work DIR
+python scripts/train_zoo.py card     --work DIR
+```
+"""
+
+
+def bits_per_byte(nats_per_token: float, tokens: int, size: int) -> float:
+    """From a mean loss in nats over ``tokens`` tokens that spell ``size`` bytes."""
+    return nats_per_token / math.log(2) * tokens / size
+
+
+def write(settings: Settings) -> dict:
+    """Measure, write ``README.md`` into the zoo and the figures into the work folder; returns them."""
+    zoo, work = settings.zoo, settings.work
+    tokenizer = settings.tokenizer()
+    models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
+    heads = distill.load_heads(zoo / "medusa" / "model.safetensors").to(torch.bfloat16)
+    sizes = json.loads((work / "held_out" / "sizes.json").read_text())
+    losses = {
+        n: pretrain.held_out_loss(m, work / "held_out", settings.plan.length, settings.windows)
+        for n, m in models.items()
+    }
+    rows = prompts.read(zoo / "prompts")
+    figures: dict = {"loss": losses, "workloads": {}}
+    for workload in settings.prompts:
+        ids = [tokenizer(r["prompt"]).input_ids for r in rows if r["workload"] == workload]
+        figures["workloads"][workload] = distill.evaluate(
+            models["target"], models["draft"], heads, ids, settings.tokens
+        )
+    figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in ("target", "draft", "medusa")}
+    (work / "figures.json").write_text(json.dumps(figures, indent=1))
+    (zoo / "README.md").write_text(render(settings, figures, sizes, models, heads))
+    return figures
+
+
+def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: distill.Heads) -> str:
+    """The card as Markdown."""
+    work, plan = settings.work, settings.plan
+    target = pretrain.load(work / "target" / "checkpoint.safetensors", settings.target, plan)
+    draft = pretrain.load(work / "draft" / "checkpoint.safetensors", settings.draft, settings.draft_plan)
+    shapes = {"target": settings.target, "draft": settings.draft}
+    kinds = {
+        n: f"Llama, {s.layers} layers, hidden {s.hidden}, vocabulary {s.vocab}, tied embeddings"
+        for n, s in shapes.items()
+    }
+    count = {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()} | {
+        "medusa": sum(p.numel() for p in heads.parameters())
+    }
+    kinds["medusa"] = f"{len(heads.weight)} heads of {heads.weight.shape[1]} residual layers, the target's unembedding"
+
+    def cell(model: str, workload: str) -> str:
+        loss, size = figures["loss"][model][workload], sizes[workload]
+        return f"{loss:.3f}, {bits_per_byte(loss, size['tokens'], size['bytes']):.3f}"
+
+    lines = ["| workload | head | rank 1 | 2 | 3 | 4 |", "| --- | --- | --- | --- | --- | --- |"]
+    for workload, found in figures["workloads"].items():
+        lines += [
+            f"| {workload} | {k} | " + " | ".join(f"{x:.2f}" for x in ranks) + " |"
+            for k, ranks in enumerate(found["heads"])
+        ]
+    lines += ["", "| workload | draft's greedy agreement | alpha |", "| --- | --- | --- |"]
+    lines += [f"| {w} | {f['draft_agreement']:.3f} | {f['alpha']:.3f} |" for w, f in figures["workloads"].items()]
+    parts = len(list((work / "generated").glob("part-*.safetensors")))
+    return TEXT.format(
+        models="\n".join(f"| `{n}` | {kinds[n]} | {count[n] / 1e6:.2f} M | `{figures['sha256'][n]}` |" for n in kinds),
+        packages=", ".join(p for p in settings.packages if p != "stdlib"),
+        target_tokens=target.sequences * plan.length / 1e6,
+        grown=settings.control.read(work / "target").grow_step * plan.batch * plan.length / 1e6,
+        length=plan.length,
+        mix=", ".join(f"{w} {share:.0%}" for w, share in plan.mix),
+        draft_tokens=draft.sequences * settings.draft_plan.length / 1e6,
+        generated=parts * settings.generation.batch * settings.generation.length / 1e6,
+        losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
+        tokens=settings.tokens,
+        accuracies="\n".join(lines),
+        control="--grow-step {grow_step} --stable-steps {stable_steps} --decay-steps {decay_steps}".format(
+            **vars(settings.control.read(work / "target"))
+        ),
+        parts=parts,
+    )

@@ -1,0 +1,67 @@
+"""What the stages of training need, and the settings that made the shipped weights."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from spec_lab.train import corpus
+from spec_lab.train.distill import Distillation, Generation
+from spec_lab.train.pretrain import DRAFT, TARGET, Control, Plan, Shape, Trainer, grow, load
+
+ZOO = Path(__file__).parent.parent / "zoo"
+# Modules held out of each package.
+HOLD_OUT = {"stdlib": 36, "numpy": 5, "pandas": 6, "scipy": 6, "networkx": 8, "matplotlib": 5, "torch": 8}
+HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the stages are told.
+
+    Args:
+        work: folder of streams, checkpoints and generated text.
+        zoo: folder of what is shipped.
+        packages: most bytes of each package; records: how many; hold_out: modules of each package.
+        prompts: how many of each workload.
+        parts: of generated text.
+        windows: of each held-out stream that the card measures at most; tokens: of each continuation it measures on.
+        options: of ``pretrain.pretrain``, such as how often it saves.
+    """
+
+    work: Path
+    zoo: Path = ZOO
+    packages: dict[str, int] = field(default_factory=lambda: corpus.PACKAGES)
+    records: int = 9_000
+    hold_out: dict[str, int] = field(default_factory=lambda: HOLD_OUT)
+    prompts: dict[str, int] = field(default_factory=lambda: {"code": 60, "json": 48, "prose": 48})
+    vocab: int = 4096
+    target: Shape = TARGET
+    draft: Shape = DRAFT
+    plan: Plan = field(default_factory=Plan)
+    draft_plan: Plan = field(default_factory=lambda: Plan(grown_batch=8, seed=1))
+    control: Control = field(default_factory=Control)
+    draft_control: Control = field(default_factory=lambda: Control(0, 1200, 400))
+    generation: Generation = field(default_factory=Generation)
+    distillation: Distillation = field(default_factory=Distillation)
+    parts: int = 160
+    windows: int = 1_000_000
+    tokens: int = 96
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The shipped tokenizer."""
+        return AutoTokenizer.from_pretrained(self.zoo / "target")
+
+    def trained_target(self) -> Trainer:
+        """The target as it will be shipped: bf16, all its layers."""
+        trainer = load(self.work / "target" / "checkpoint.safetensors", self.target, self.plan)
+        if trainer.model.config.num_hidden_layers < self.target.layers:
+            trainer = grow(trainer, self.target)
+        trainer.model.set_attn_implementation("sdpa")
+        return trainer
+
+    def pretrained_draft(self) -> Trainer:
+        """The draft after plain text."""
+        return load(self.work / "draft" / "checkpoint.safetensors", self.draft, self.draft_plan)

@@ -1,0 +1,127 @@
+"""The stages of training the bundled models, in the order in which they run; each reads and writes folders only.
+
+corpus      hold-out list, tokenizer and token streams (what the zoo already ships is used as it is)
+prompts     held-out prompts
+target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
+draft       pre-training of the draft on plain text
+generate    the target continues training text
+distill     draft and Medusa heads learn the target's laws on it
+export      bf16 weights, configs and tokenizer into the zoo
+card        measures everything on held-out text and writes the model card
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from spec_lab.train import card as cards
+from spec_lab.train import corpus as texts
+from spec_lab.train import distill as distillation
+from spec_lab.train import export as files
+from spec_lab.train import prompts as cuts
+from spec_lab.train import tokens
+from spec_lab.train.pretrain import Control, Trainer, load, pretrain
+from spec_lab.train.settings import ZOO, Settings
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: one stage, a work folder, and what differs from the settings that made the shipped weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("--work", type=Path, required=True, help="folder of streams, checkpoints and generated text")
+    parser.add_argument("--zoo", type=Path, default=ZOO, help="folder of the shipped files")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--grow-step", type=int, default=Control.grow_step, help="steps at half depth")
+    parser.add_argument("--stable-steps", type=int, default=Control.stable_steps, help="when the rates begin to fall")
+    parser.add_argument("--decay-steps", type=int, default=Control.decay_steps)
+    parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    torch.set_num_threads(chosen.threads)
+    control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps)
+    STAGES[chosen.stage](Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts))
+
+
+def corpus(settings: Settings) -> None:
+    """Choose what is held out, unless it is listed; train the tokenizer, unless it is there; write token streams."""
+    listed = settings.zoo / "holdout.json"
+    if not listed.exists():
+        listed.parent.mkdir(parents=True, exist_ok=True)
+        listed.write_text(json.dumps(texts.choose_holdout(settings.hold_out), indent=1) + "\n")
+    holdout = texts.load_holdout(listed)
+    shipped = cuts.read(settings.zoo / "prompts")
+    documents = list(texts.training(holdout, shipped, settings.packages, settings.records))
+    if not (settings.zoo / "target" / "tokenizer.json").exists():
+        made = tokens.train_tokenizer(tokens.sample_texts(documents), settings.vocab, settings.target.positions)
+        for model in ("target", "draft"):
+            made.save_pretrained(settings.zoo / model)
+    tokenizer, reserved = settings.tokenizer(), texts.held_out(holdout, settings.packages)
+    log.info("training %s", tokens.write_streams(documents, tokenizer, settings.work / "train", repeats=2))
+    log.info("held out %s", tokens.write_streams(reserved, tokenizer, settings.work / "held_out"))
+
+
+def prompts(settings: Settings) -> None:
+    """Cut prompts from held-out documents."""
+    holdout = texts.load_holdout(settings.zoo / "holdout.json")
+    reserved = texts.held_out(holdout, settings.packages)
+    found = cuts.candidates(reserved, settings.tokenizer(), per_document=3)
+    training = texts.training(holdout, [], settings.packages, settings.records)
+    cuts.write(cuts.choose(found, training, settings.prompts), settings.zoo / "prompts")
+
+
+def target(settings: Settings) -> None:
+    """Train the target until its decay has ended."""
+    train, held_out, work = (settings.work / name for name in ("train", "held_out", "target"))
+    pretrain(settings.target, settings.plan, train, held_out, work, settings.control, **settings.options)
+
+
+def draft(settings: Settings) -> None:
+    """Train the draft on plain text."""
+    train, held_out, work = (settings.work / name for name in ("train", "held_out", "draft"))
+    pretrain(settings.draft, settings.draft_plan, train, held_out, work, settings.draft_control, **settings.options)
+
+
+def generate(settings: Settings) -> None:
+    """Let the target continue training text."""
+    model = settings.trained_target().model.eval()
+    distillation.generate(
+        model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts
+    )
+
+
+def distill(settings: Settings) -> None:
+    """Train draft and heads on the target's text and laws."""
+    student = Trainer(settings.pretrained_draft().model.float(), settings.draft_plan)
+    plan = settings.distillation
+    heads = distillation.Heads(plan.heads, plan.layers, settings.target.hidden)
+    distillation.distill(settings.trained_target().model, student, heads, settings.work / "generated", plan)
+    out = settings.work / "distilled"
+    out.mkdir(exist_ok=True)
+    student.save(out / "draft.safetensors")
+    distillation.save_heads(heads, out / "heads.safetensors")
+
+
+def export(settings: Settings) -> None:
+    """Write the three models into the zoo."""
+    tokenizer, trained = settings.tokenizer(), settings.work / "distilled"
+    sha256 = files.export_model(settings.trained_target().model, tokenizer, settings.zoo / "target")
+    student = load(trained / "draft.safetensors", settings.draft, settings.draft_plan)
+    files.export_model(student.model, tokenizer, settings.zoo / "draft")
+    heads = distillation.load_heads(trained / "heads.safetensors")
+    files.export_medusa(heads.weight, heads.bias, settings.target.vocab, sha256, settings.zoo / "medusa")
+
+
+def card(settings: Settings) -> None:
+    """Measure what is in the zoo and describe it there."""
+    cards.write(settings)
+
+
+STAGES: dict[str, Callable[[Settings], None]] = {
+    stage.__name__: stage for stage in (corpus, prompts, target, draft, generate, distill, export, card)
+}

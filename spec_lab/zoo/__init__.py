@@ -1,0 +1,1 @@
+"""Bundled models, tokenizer and held-out prompts."""

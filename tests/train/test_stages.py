@@ -1,0 +1,164 @@
+"""A miniature goes through all stages: seconds, one thread, one small package."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spec_lab.train import corpus, distill, pretrain, prompts, stages
+from spec_lab.train.settings import Settings
+
+SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
+PLAN = pretrain.Plan(batch=2, grown_batch=3, length=32, warmup=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """Settings of a miniature whose corpus and prompts stages have run."""
+    root = tmp_path_factory.mktemp("train")
+    made = Settings(
+        work=root / "work",
+        zoo=root / "zoo",
+        packages={"omegaconf": 300_000},
+        records=60,
+        hold_out={"omegaconf": 2},
+        prompts={"code": 3, "json": 3, "prose": 3},
+        vocab=512,
+        target=SHAPE,
+        draft=replace(SHAPE, layers=1),
+        plan=PLAN,
+        draft_plan=replace(PLAN, grown_batch=2, seed=1),
+        control=pretrain.Control(4, 8, 4),
+        draft_control=pretrain.Control(0, 4, 2),
+        generation=distill.Generation(batch=4, length=24, prefixes=(8, 12)),
+        distillation=distill.Distillation(heads=4, layers=2, rows=2, warmup=2, heads_rate=1e-2, passes=3),
+        parts=5,
+        windows=3,
+        tokens=8,
+        options={"eval_windows": 2},
+    )
+    stages.corpus(made)
+    stages.prompts(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(settings):
+    for stage in (stages.target, stages.draft, stages.generate, stages.distill, stages.export, stages.card):
+        stage(settings)
+    return settings
+
+
+def pretrained(settings, work, **options):
+    folders = settings.work / "train", settings.work / "held_out"
+    return pretrain.pretrain(SHAPE, PLAN, *folders, work, settings.control, eval_windows=1, **options)
+
+
+def test_corpus_and_prompts(settings):
+    sizes = json.loads((settings.work / "train" / "sizes.json").read_text())
+    assert all(sizes[w]["tokens"] > 1000 for w in corpus.WORKLOADS)
+    holdout = corpus.load_holdout(settings.zoo / "holdout.json")
+    assert len(holdout["modules"]) == 2 and holdout["topics"]
+    rows = prompts.read(settings.zoo / "prompts")
+    assert {r["workload"] for r in rows} == set(corpus.WORKLOADS)
+    assert {r["source"] for r in rows if r["workload"] == "code"} <= set(holdout["modules"])
+
+
+@pytest.mark.parametrize("killed_at", [3, 6, 10])  # at half depth, grown, in the decay
+def test_a_killed_training_resumes_to_identical_weights(settings, tmp_path, killed_at):
+    whole = pretrained(settings, tmp_path / "whole")
+    pretrained(settings, tmp_path / "killed", stop_after=killed_at)
+    resumed = pretrained(settings, tmp_path / "killed")
+    assert whole.step == resumed.step == 12 and whole.sequences == resumed.sequences == 4 * 2 + 8 * 3
+    files = [load_file(tmp_path / run / "checkpoint.safetensors") for run in ("whole", "killed")]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        assert torch.equal(tensor, files[1][name]), name
+
+
+def test_an_unfinished_checkpoint_is_not_read(settings, tmp_path):
+    """A kill while saving leaves a partial file beside the last whole one."""
+    pretrained(settings, tmp_path / "run", stop_after=3)
+    (tmp_path / "run" / "checkpoint.partial").write_bytes(b"half a file")
+    assert pretrained(settings, tmp_path / "run", stop_after=5).step == 5
+
+
+def test_the_control_file_moves_the_end_while_training(settings, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "control.json").write_text('{"grow_step": 2, "stable_steps": 3, "decay_steps": 2}')
+    trainer = pretrained(settings, tmp_path / "run")
+    assert trainer.step == 5 and trainer.model.config.num_hidden_layers == 2
+    assert pretrain.schedule(4, 2, 3, 2) > pretrain.schedule(5, 2, 3, 2) == 0.0
+
+
+def test_growth_keeps_the_function(settings, tmp_path):
+    half = pretrained(settings, tmp_path / "run", stop_after=4)
+    grown = pretrain.grow(half, SHAPE)
+    assert (half.model.config.num_hidden_layers, grown.model.config.num_hidden_layers) == (1, 2)
+    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        assert torch.equal(half.model(ids).logits, grown.model(ids).logits)
+
+
+def test_export_reloads_and_the_card_is_written(trained):
+    target, draft = (AutoModelForCausalLM.from_pretrained(trained.zoo / m) for m in ("target", "draft"))
+    assert target.dtype == torch.bfloat16 and target.config.num_hidden_layers == 2
+    tokenizer = AutoTokenizer.from_pretrained(trained.zoo / "draft")
+    assert tokenizer.decode(tokenizer("def f():\n    pass\n").input_ids) == "def f():\n    pass\n"
+    assert target.generation_config.eos_token_id == draft.config.eos_token_id == tokenizer.eos_token_id
+    master = load_file(trained.work / "target" / "checkpoint.safetensors")["master.model.norm.weight"]
+    assert torch.equal(target.model.norm.weight, master.bfloat16())
+    config = json.loads((trained.zoo / "medusa" / "config.json").read_text())
+    heads = load_file(trained.zoo / "medusa" / "model.safetensors")
+    assert heads["weight"].shape == (4, 2, 32, 32) and heads["bias"].shape == (4, 2, 32) and config["num_heads"] == 4
+    assert heads["weight"].abs().max() > 0
+    assert config["target_sha256"] in (trained.zoo / "README.md").read_text()
+
+
+def test_generated_text_is_the_targets_own_and_resumes(trained):
+    folder = trained.work / "generated"
+    part = folder / "part-0000.safetensors"  # greedy
+    tensors = load_file(part)
+    target = trained.trained_target().model.eval()
+    with torch.inference_mode():
+        hidden = target.model(tensors["ids"].long()).last_hidden_state
+        logits = target.lm_head(tensors["hidden"][:, 7:-1]).float()
+    assert torch.allclose(hidden.float(), tensors["hidden"].float(), atol=0.1)
+    chosen = logits.gather(-1, tensors["ids"][:, 8:, None].long())[..., 0]
+    assert torch.allclose(chosen, logits.amax(-1), atol=0.02)  # bf16 rounds otherwise in batches of another shape
+    part.unlink()
+    stages.generate(trained)
+    for name, tensor in load_file(part).items():
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(trained):
+    target = trained.trained_target().model
+    heads, fresh = distill.load_heads(trained.work / "distilled" / "heads.safetensors"), distill.Heads(4, 2, 32)
+    hidden = load_file(trained.work / "generated" / "part-0000.safetensors")["hidden"]  # greedy
+    law = distill.laws(target, hidden)
+    law = torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
+    with torch.no_grad():
+        before, after = (distill.heads_loss(h, target, hidden, law, 6) for h in (fresh, heads))
+    assert sum(after) < sum(before)
+
+
+def test_the_command_line_runs_a_stage(trained, tmp_path):
+    zoo = tmp_path / "zoo"
+    shutil.copytree(trained.zoo, zoo)
+    with pytest.raises(SystemExit):
+        stages.main(["no such stage", "--work", str(tmp_path)])
+    with pytest.raises(FileNotFoundError):
+        stages.main(["export", "--work", str(tmp_path), "--zoo", str(zoo), "--threads", "1"])
