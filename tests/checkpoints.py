@@ -30,8 +30,9 @@ def checkpoint(folder: Path, dtype: torch.dtype = torch.float32, **changes) -> P
     return folder
 
 
-def zoo(folder: Path) -> Path:
+def zoo(folder: Path | str) -> Path:
     """Everything that the bundled models' configs name: target, draft, heads with accuracies, prompts."""
+    folder = Path(folder)
     checkpoint(folder / "target")
     checkpoint(folder / "draft", seed=1, num_hidden_layers=1)
     (folder / "medusa").mkdir()
