@@ -57,6 +57,7 @@ python scripts/train_zoo.py draft    --work DIR
 python scripts/train_zoo.py generate --work DIR --parts {parts}
 python scripts/train_zoo.py distill  --work DIR
 python scripts/train_zoo.py export   --work DIR
+python scripts/train_zoo.py calibrate --work DIR
 python scripts/train_zoo.py card     --work DIR
 ```
 """

@@ -7,6 +7,7 @@ Sources: Medusa (2401.10774, self-distillation in section 3.3), DistillSpec (231
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -85,10 +86,10 @@ def generate(
         plain = part % plan.plain_every == plan.plain_every - 1
         prefix = plan.length if plain else plan.prefixes[part // len(plan.temperatures) % len(plan.prefixes)]
         ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part)
-        partial = path.with_suffix(".partial")
+        unfinished = path.with_suffix(".partial")
         facts = {"prefix": str(prefix), "temperature": str(1.0 if plain else temperature)}
-        save_file({"ids": ids.to(torch.int32), "hidden": hidden.contiguous()}, partial, metadata=facts)
-        partial.rename(path)
+        save_file({"ids": ids.to(torch.int32), "hidden": hidden.contiguous()}, unfinished, metadata=facts)
+        unfinished.rename(path)
         log.info("part %d: prefix %d, temperature %s, %.0f s", part, prefix, temperature, time.monotonic() - began)
     return parts
 
@@ -145,6 +146,12 @@ def heads_loss(
     return losses
 
 
+def draft_loss(draft: torch.nn.Module, ids: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
+    """The draft's cross-entropy to the laws ``[B, T, V]`` after ids ``[B, T]``."""
+    logits = draft(input_ids=ids, use_cache=False).logits
+    return soft_cross_entropy(logits.flatten(0, 1), law.flatten(0, 1))
+
+
 def order_of(parts: int, rows: int, batch: int, passes: float) -> list[tuple[int, int]]:
     """(part, first row) of every step: rows of a part are used together, parts in a new order each pass."""
     steps = [
@@ -169,9 +176,7 @@ def distill(target: LlamaForCausalLM, draft: Trainer, heads: Heads, folder: Path
         ids, hidden = tensors["ids"][row : row + plan.rows].long(), tensors["hidden"][row : row + plan.rows]
         law = laws(target, hidden)
         factor = schedule(step, plan.warmup, stable, len(steps) - stable)
-        logits = draft.model(input_ids=ids, use_cache=False).logits
-        loss = soft_cross_entropy(logits.flatten(0, 1), law.flatten(0, 1))
-        draft.update(loss, factor)
+        loss, _ = draft.update([partial(draft_loss, draft.model, ids, law)], factor)
         if temperature == 0:
             law = torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
         first = 0 if prefix == ids.shape[1] else max(0, prefix - 2)  # what a head foretells is the target's own text
@@ -181,7 +186,7 @@ def distill(target: LlamaForCausalLM, draft: Trainer, heads: Heads, folder: Path
             group["lr"] = plan.heads_rate * factor
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        recent.append([float(x.detach()) for x in (loss, *losses)])
+        recent.append([loss, *(float(x.detach()) for x in losses)])
         if (step + 1) % 20 == 0:
             means = np.round(np.mean(recent, 0), 3).tolist()
             log.info("step %d of %d, losses %s, %.0f s", step + 1, len(steps), means, time.monotonic() - began)

@@ -14,13 +14,17 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_lab.train.fast import cross_entropy
@@ -51,6 +55,7 @@ class Plan:
 
     batch: int = 8
     grown_batch: int = 12
+    part: int = 4
     length: int = 512
     seed: int = 0
     warmup: int = 60
@@ -91,43 +96,51 @@ def schedule(step: int, warmup: int, stable: int, decay: int) -> float:
 
 
 class Trainer:
-    """Model in bf16, masters in float32, two optimisers; one file holds it all. ``sequences``: how many it saw."""
+    """Model in bf16, masters in float32, Muon and AdamW; one file holds it all. ``sequences`` counts those trained on.
 
-    def __init__(self, model: LlamaForCausalLM, plan: Plan):
-        self.plan, self.step, self.sequences = plan, 0, 0
+    ``threads`` work side by side on parts of a batch, which needs no barrier inside a forward: on two cores that others
+    use too, that is faster than threads inside each operation. The parts do not depend on the number of threads, nor
+    does the result.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, plan: Plan, threads: int = 1):
+        self.plan, self.threads, self.step, self.sequences = plan, threads, 0, 0
         self.masters = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
         self.model = model.bfloat16()
         self.weights = dict(self.model.named_parameters())
+        self.pool = ThreadPoolExecutor(threads)
         hidden = [p for n, p in self.masters.items() if p.ndim == 2 and "embed_tokens" not in n]
         rest = [p for n, p in self.masters.items() if p.ndim != 2 or "embed_tokens" in n]
-        self.optimisers = (
-            torch.optim.Muon(
-                hidden,
-                lr=plan.muon_rate,
-                weight_decay=plan.weight_decay,
-                momentum=0.95,
-                ns_steps=4,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(rest, lr=plan.adamw_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        )
-        self.peaks = (plan.muon_rate, plan.adamw_rate)
+        muon = partial(torch.optim.Muon, momentum=0.95, ns_steps=4, adjust_lr_fn="match_rms_adamw")
+        self.optimisers = [
+            (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), plan.adamw_rate),
+            *((muon(hidden[k::threads], weight_decay=plan.weight_decay), plan.muon_rate) for k in range(threads)),
+        ]
 
-    def update(self, loss: torch.Tensor, factor: float) -> float:
-        """One optimiser step from ``loss``; returns the gradient's norm before clipping."""
-        loss.backward()
-        for name, master in self.masters.items():
-            master.grad = self.weights[name].grad.float()
-            self.weights[name].grad = None
+    def update(self, losses: Sequence[Callable[[], Tensor]], factor: float) -> tuple[float, float]:
+        """One optimiser step on the sum of ``losses``, each computed in a thread: that sum, the gradient's norm."""
+
+        def gradients(loss_of: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            loss = loss_of()
+            return loss.detach(), torch.autograd.grad(loss, list(self.weights.values()))
+
+        found = list(self.pool.map(gradients, losses))
+        for master, *parts in zip(self.masters.values(), *(g for _, g in found), strict=True):
+            master.grad = parts[0].float()
+            for part in parts[1:]:
+                master.grad += part
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.plan.clip)
-        for optimiser, peak in zip(self.optimisers, self.peaks, strict=True):
+
+        def step(optimiser: torch.optim.Optimizer, rate: float) -> None:
             for group in optimiser.param_groups:
-                group["lr"] = peak * factor
+                group["lr"] = rate * factor
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
+
+        list(self.pool.map(lambda pair: step(*pair), self.optimisers))
         self.refresh()
         self.step += 1
-        return float(norm)
+        return sum(float(loss) for loss, _ in found), float(norm)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -135,16 +148,16 @@ class Trainer:
         for name, master in self.masters.items():
             self.weights[name].copy_(master)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Masters as ``master.<name>`` and optimiser state as ``state.<name>.<entry>``."""
         found = {f"master.{n}": p.detach() for n, p in self.masters.items()}
-        for optimiser in self.optimisers:
+        for optimiser, _ in self.optimisers:
             for name, master in self.masters.items():
                 found |= {f"state.{name}.{k}": v for k, v in optimiser.state.get(master, {}).items()}
         return found
 
     @torch.no_grad()
-    def restore(self, tensors: dict[str, torch.Tensor], step: int, sequences: int) -> None:
+    def restore(self, tensors: dict[str, Tensor], step: int, sequences: int) -> None:
         """Take over what ``tensors`` gave."""
         self.step, self.sequences = step, sequences
         for key, value in tensors.items():
@@ -154,29 +167,29 @@ class Trainer:
                 continue
             name, entry = rest.rsplit(".", 1)
             master = self.masters[name]
-            optimiser = next(o for o in self.optimisers if any(master is p for p in o.param_groups[0]["params"]))
+            optimiser = next(o for o, _ in self.optimisers if any(master is p for p in o.param_groups[0]["params"]))
             optimiser.state[master][entry] = value.clone()
         self.refresh()
 
     def save(self, path: Path) -> None:
         """Write one file, atomically."""
-        partial = path.with_suffix(".partial")
+        unfinished = path.with_suffix(".partial")
         metadata = {
             "step": str(self.step),
             "sequences": str(self.sequences),
             "layers": str(self.model.config.num_hidden_layers),
             "plan": json.dumps(asdict(self.plan)),
         }
-        save_file({n: t.contiguous() for n, t in self.tensors().items()}, partial, metadata=metadata)
-        os.replace(partial, path)
+        save_file({n: t.contiguous() for n, t in self.tensors().items()}, unfinished, metadata=metadata)
+        os.replace(unfinished, path)
 
 
-def load(path: Path, shape: Shape, plan: Plan) -> Trainer:
+def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer:
     """A trainer as saved, at the depth it had then."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-    trainer = Trainer(build(replace(shape, layers=int(metadata["layers"])), plan.seed), plan)
+    trainer = Trainer(build(replace(shape, layers=int(metadata["layers"])), plan.seed), plan, threads)
     trainer.restore(tensors, int(metadata["step"]), int(metadata["sequences"]))
     return trainer
 
@@ -187,7 +200,7 @@ def grow(trainer: Trainer, shape: Shape) -> Trainer:
     Half the training at half the depth costs half as much (depth growth, e.g. Du et al. 2024, arXiv 2405.15319; zero
     output matrices as in LLaMA Pro, arXiv 2401.02415, keep the loss where it was).
     """
-    grown = Trainer(build(shape, trainer.plan.seed), trainer.plan)
+    grown = Trainer(build(shape, trainer.plan.seed), trainer.plan, trainer.threads)
     tensors = {}
     for key, value in trainer.tensors().items():
         place = re.search(r"layers\.(\d+)\.", key)
@@ -203,10 +216,14 @@ def grow(trainer: Trainer, shape: Shape) -> Trainer:
     return grown
 
 
-def token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def token_loss(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """Mean next-token loss in nats of ``ids [B, T+1]``."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _share(model: torch.nn.Module, ids: Tensor, share: float) -> Tensor:
+    return share * token_loss(model, ids)
 
 
 @torch.no_grad()
@@ -224,11 +241,14 @@ def held_out_loss(model: LlamaForCausalLM, folder: Path, length: int, windows: i
 
 @dataclass(frozen=True)
 class Control:
-    """Where the phases begin, in steps; ``control.json`` in the work folder overrides it while training runs."""
+    """Where the phases begin, in steps, and a factor on all rates; ``control.json`` in the work folder overrides it
+    while training runs.
+    """
 
     grow_step: int = 1500
     stable_steps: int = 6000
     decay_steps: int = 1500
+    rate: float = 1.0
 
     def read(self, work: Path) -> "Control":
         """What holds now."""
@@ -247,6 +267,7 @@ def pretrain(
     eval_steps: int = 200,
     eval_windows: int = 24,
     stop_after: int | None = None,
+    threads: int = 1,
 ) -> Trainer:
     """Train (or resume) until the decay has ended; ``stop_after`` returns early at that step, as a kill would.
 
@@ -255,11 +276,11 @@ def pretrain(
     work.mkdir(parents=True, exist_ok=True)
     checkpoint = work / "checkpoint.safetensors"
     if checkpoint.exists():
-        trainer = load(checkpoint, shape, plan)
+        trainer = load(checkpoint, shape, plan, threads)
         log.info("resumed at step %d", trainer.step)
     else:
         layers = shape.layers // 2 if control.read(work).grow_step else shape.layers
-        trainer = Trainer(build(replace(shape, layers=layers), plan.seed), plan)
+        trainer = Trainer(build(replace(shape, layers=layers), plan.seed), plan, threads)
     batches = Batches(streams, dict(plan.mix), plan.length, plan.seed)
 
     def report() -> None:
@@ -277,10 +298,12 @@ def pretrain(
             trainer, grown = grow(trainer, shape), True
             log.info("grown to %d layers at step %d", shape.layers, trainer.step)
         size = plan.grown_batch if grown else plan.batch
-        loss = token_loss(trainer.model, torch.from_numpy(batches.at(trainer.sequences, size)))
-        norm = trainer.update(loss, schedule(trainer.step, plan.warmup, now.stable_steps, now.decay_steps))
+        ids = torch.from_numpy(batches.at(trainer.sequences, size))
+        losses = [partial(_share, trainer.model, part, len(part) / size) for part in ids.split(plan.part)]
+        factor = now.rate * schedule(trainer.step, plan.warmup, now.stable_steps, now.decay_steps)
+        loss, norm = trainer.update(losses, factor)
         trainer.sequences += size
-        recent.append(float(loss.detach()))
+        recent.append(loss)
         if trainer.step % 10 == 0:
             rate = (trainer.sequences - first) * plan.length / (time.monotonic() - began)
             tokens = trainer.sequences * plan.length / 1e6

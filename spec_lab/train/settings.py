@@ -27,6 +27,7 @@ class Settings:
         prompts: how many of each workload.
         parts: of generated text.
         windows: of each held-out stream that the card measures at most; tokens: of each continuation it measures on.
+        calibration: length of prefixes, tokens after each, prefixes.
         options: of ``pretrain.pretrain``, such as how often it saves.
     """
 
@@ -48,6 +49,7 @@ class Settings:
     parts: int = 160
     windows: int = 1_000_000
     tokens: int = 96
+    calibration: tuple[int, int, int] = (128, 128, 64)
     options: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -7,6 +7,7 @@ draft       pre-training of the draft on plain text
 generate    the target continues training text
 distill     draft and Medusa heads learn the target's laws on it
 export      bf16 weights, configs and tokenizer into the zoo
+calibrate   how often the heads are right on held-out code, for the choice of a tree
 card        measures everything on held-out text and writes the model card
 """
 
@@ -16,8 +17,12 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from spec_lab.propose.accuracy import measure
+from spec_lab.propose.heads import Heads
+from spec_lab.target import Target
 from spec_lab.train import card as cards
 from spec_lab.train import corpus as texts
 from spec_lab.train import distill as distillation
@@ -43,9 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    torch.set_num_threads(chosen.threads)
+    training = chosen.stage in ("target", "draft")  # there threads work side by side on parts of a batch
+    torch.set_num_threads(1 if training else chosen.threads)
+    options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps)
-    STAGES[chosen.stage](Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts))
+    STAGES[chosen.stage](Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts, options=options))
 
 
 def corpus(settings: Settings) -> None:
@@ -90,6 +97,7 @@ def draft(settings: Settings) -> None:
 def generate(settings: Settings) -> None:
     """Let the target continue training text."""
     model = settings.trained_target().model.eval()
+    model.set_attn_implementation("eager")  # at one query a row twice as fast as the fused kernel
     distillation.generate(
         model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts
     )
@@ -117,11 +125,27 @@ def export(settings: Settings) -> None:
     files.export_medusa(heads.weight, heads.bias, settings.target.vocab, sha256, settings.zoo / "medusa")
 
 
+def calibrate(settings: Settings) -> None:
+    """Write calibration.json beside the heads, from continuations of held-out code that is no prompt."""
+    lm = Target.load(str(settings.zoo / "target"))
+    heads = Heads.read(str(settings.zoo / "medusa"), lm)
+    length, tokens, count = settings.calibration
+    stream = np.fromfile(settings.work / "held_out" / "code.bin", dtype=np.uint16)
+    starts = np.linspace(0, len(stream) - length, count).astype(int)
+    found = measure(lm, heads, [stream[s : s + length].tolist() for s in starts], tokens)
+    text = f"{tokens} greedy tokens after each of {count} windows of {length} tokens of held-out code"
+    found.write(
+        settings.zoo / "medusa",
+        text=text,
+        target_sha256=files.file_sha256(settings.zoo / "target" / "model.safetensors"),
+    )
+
+
 def card(settings: Settings) -> None:
     """Measure what is in the zoo and describe it there."""
     cards.write(settings)
 
 
 STAGES: dict[str, Callable[[Settings], None]] = {
-    stage.__name__: stage for stage in (corpus, prompts, target, draft, generate, distill, export, card)
+    stage.__name__: stage for stage in (corpus, prompts, target, draft, generate, distill, export, calibrate, card)
 }

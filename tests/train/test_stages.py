@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spec_lab.propose.accuracy import Accuracy
 from spec_lab.train import corpus, distill, pretrain, prompts, stages
 from spec_lab.train.settings import Settings
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
-PLAN = pretrain.Plan(batch=2, grown_batch=3, length=32, warmup=2)
+PLAN = pretrain.Plan(batch=2, grown_batch=3, part=1, length=32, warmup=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +48,7 @@ def settings(tmp_path_factory):
         parts=5,
         windows=3,
         tokens=8,
+        calibration=(16, 12, 4),
         options={"eval_windows": 2},
     )
     stages.corpus(made)
@@ -56,7 +58,15 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(settings):
-    for stage in (stages.target, stages.draft, stages.generate, stages.distill, stages.export, stages.card):
+    for stage in (
+        stages.target,
+        stages.draft,
+        stages.generate,
+        stages.distill,
+        stages.export,
+        stages.calibrate,
+        stages.card,
+    ):
         stage(settings)
     return settings
 
@@ -86,6 +96,12 @@ def test_a_killed_training_resumes_to_identical_weights(settings, tmp_path, kill
     assert files[0].keys() == files[1].keys()
     for name, tensor in files[0].items():
         assert torch.equal(tensor, files[1][name]), name
+
+
+def test_the_number_of_threads_does_not_matter(settings, tmp_path):
+    one, two = (pretrained(settings, tmp_path / str(n), threads=n) for n in (1, 2))
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, two.tensors()[name]), name
 
 
 def test_an_unfinished_checkpoint_is_not_read(settings, tmp_path):
@@ -124,6 +140,7 @@ def test_export_reloads_and_the_card_is_written(trained):
     heads = load_file(trained.zoo / "medusa" / "model.safetensors")
     assert heads["weight"].shape == (4, 2, 32, 32) and heads["bias"].shape == (4, 2, 32) and config["num_heads"] == 4
     assert heads["weight"].abs().max() > 0
+    assert len(Accuracy.read(trained.zoo / "medusa").accuracy) == 4
     assert config["target_sha256"] in (trained.zoo / "README.md").read_text()
 
 
