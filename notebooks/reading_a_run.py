@@ -59,7 +59,7 @@ figures.acceptance(tables)
 # %% [markdown]
 # ## Does the exact expectation agree?
 #
-# A verifier is a law, so every step knows the expected number of accepted tokens given its draft. Summed over steps, the
+# A verifier is a law, so every step knows the expected number of accepted tokens given its draft. Over all steps the
 # difference between accepted and expected is noise around zero: at temperature 0 there is none.
 
 # %%

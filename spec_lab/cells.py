@@ -144,7 +144,12 @@ class Cells:
                 self.references[path.span] = 0
 
     def scrub(self, span: int) -> None:
-        """Zero a span. NaN in a dead cell outlives its mask (0 x NaN), so a poisoned span is wiped before reuse."""
+        """Zero a span that nobody uses any more: NaN in a dead cell outlives its mask (0 x NaN).
+
+        A span with living forks is left alone; they own the cells they share.
+        """
+        if self._users[span]:
+            return
         for store in (*self.keys, *self.values, *([self.hidden] if self.hidden is not None else [])):
             store[span].zero_()
 

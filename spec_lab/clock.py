@@ -19,14 +19,15 @@ class Clock:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.cuda = torch.device(device).type == "cuda"
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
 
     def mark(self) -> Mark:
         """This moment."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, start: Mark, end: Mark) -> float:
@@ -36,4 +37,4 @@ class Clock:
     def synchronise(self) -> None:
         """Wait until everything marked has happened."""
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)

@@ -92,6 +92,11 @@ class Shape:
         return [np.flatnonzero(self.root == head) for head in range(self.heads)]
 
     @cached_property
+    def tree_depths(self) -> list[np.ndarray]:
+        """For each head the depths of its tree's nodes, in order."""
+        return [self.depth[rows[1:]] for rows in self.trees]
+
+    @cached_property
     def grid(self) -> np.ndarray:  # [B, L]
         """The rows of each tree as in ``trees``, side by side; -1 fills up shorter trees."""
         grid = np.full((self.heads, max(map(len, self.trees), default=0)), -1, dtype=np.int64)

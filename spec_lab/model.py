@@ -118,7 +118,7 @@ def span_attention(
         out = scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, is_causal=causal, scale=scaling
         )
-        outputs.append(out.view(heads, rows, -1).transpose(0, 1) if groups > 1 else out[0].transpose(0, 1))
+        outputs.append(out.reshape(heads, rows, -1).transpose(0, 1) if groups > 1 else out[0].transpose(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
@@ -266,7 +266,7 @@ class CausalLM:
         shape = None if draft is None or not draft.shape.nodes else draft.shape
         pieces, taken, positions, start = [], [], [], 0
         for tree, (path, tokens) in enumerate(zip(paths, pending, strict=True)):
-            depth = _tree_depth(shape)[tree] if shape else _NO_DEPTH
+            depth = shape.tree_depths[tree] if shape else _NO_DEPTH
             count = len(tokens) + len(depth)
             slots = self.cells.take(path, count)
             taken.append(slots)
@@ -333,11 +333,6 @@ class CausalLM:
 
 
 _NO_DEPTH = np.empty(0, dtype=np.int64)
-
-
-def _tree_depth(shape: Shape) -> list[np.ndarray]:
-    """The depths of each tree's nodes, in row order."""
-    return shape.__dict__.setdefault("_tree_depth", [shape.depth[rows[1:]] for rows in shape.trees])
 
 
 def _positions(length: int, pending: int, depth: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from spec_lab.draft import Draft, Shape
 from spec_lab.model import SPANS, Attention, CausalLM
@@ -83,27 +84,41 @@ class Target:
             OSError: no checkpoint there, or not as safetensors.
             Unsupported: the model fails the self-check, or is of a kind known to fail.
         """
+        if attention not in ("spans", "dense"):
+            raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"target.chunk must be a whole number of 1 or more, not {chunk!r}")
         model, tokenizer = load_model(path, device, dtype)
         own = model_context(model.config)
-        if context is not None and not (isinstance(context, int) and 0 < context <= own):
+        if context is not None and (
+            isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= own
+        ):
             raise ValueError(f"target.context must lie between 1 and the model's own {own}, not {context!r}")
-        lm = CausalLM(model, attention, chunk=chunk)
         error = self_check(model, attention)
+        lm = CausalLM(model, attention, chunk=chunk)
         return Target(lm, tokenizer, path, context or own, weights_hash(path), error)
 
 
 def load_model(path: str, device: str, dtype: str) -> tuple[Any, Any]:
     """The model in eval mode and its tokenizer. Errors as in ``Target.load``."""
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"path must name a folder of a checkpoint or a model of the hub, not {path!r}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"unknown device {device!r}; choose cpu, cuda or cuda:N") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} asked for, but this torch sees no GPU; use device=cpu")
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not supported; choose cpu, cuda or cuda:N")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise ValueError(f"device {device!r} asked for, but this torch sees {seen or 'no'} GPU; use device=cpu")
+    if not File(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        raise OSError(f"there is no folder {path}, and it is no name of the hub (owner/name)")
     if File(path).exists() and not File(path, "config.json").exists():
         raise OSError(f"{path} holds no config.json: give a folder written by save_pretrained, or a hub name")
+    logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_name(config)
     model = AutoModelForCausalLM.from_pretrained(

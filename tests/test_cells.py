@@ -135,6 +135,9 @@ def test_scrubbing_leaves_no_trace_of_nan():
     cells.write(0, bad, bad, [(path.span, 0, 3, as_index(slots, torch.device("cpu")))])
     cells.write_hidden(bad[0], [(path.span, 0, 3, as_index(slots, torch.device("cpu")))])
     cells.scrub(path.span)
+    assert not torch.isfinite(cells.keys[0]).all(), "a span in use is left alone"
+    cells.close(path)
+    cells.scrub(path.span)
     assert all(torch.isfinite(store).all() for store in (*cells.keys, *cells.values, cells.hidden))
 
 

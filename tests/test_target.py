@@ -45,7 +45,14 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
     [
         ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of bfloat16"),
         ({"device": "gpu"}, "unknown device 'gpu'; choose cpu, cuda"),
-        ({"path": "no/such/place/at/all"}, "no/such/place"),
+        ({"device": "meta"}, "'meta' is not supported; choose cpu, cuda"),
+        ({"chunk": "abc"}, "target.chunk must be a whole number of 1 or more, not 'abc'"),
+        ({"chunk": 0}, "target.chunk must be a whole number of 1 or more, not 0"),
+        ({"attention": "foo"}, "target.attention must be spans or dense, not 'foo'"),
+        ({"context": True}, "not True"),
+        ({"path": 5}, "path must name a folder"),
+        ({"path": "no/such/place/at/all"}, "there is no folder no/such/place/at/all"),
+        ({"path": "./nowhere"}, "there is no folder ./nowhere"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(folder, change, says):
@@ -147,6 +154,15 @@ def test_attention_that_is_more_than_softmax_is_refused(asked):
     attention.forward = lambda *args, **more: right(*args, **more, **{asked: 8.0})
     with pytest.raises(Unsupported, match=f"its attention uses {asked}"):
         self_check(model, "spans")
+
+
+def test_a_model_with_attention_of_its_own_is_refused_at_load_too(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tiny_model("gptj", dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="target.attention=dense"):
+        Target.load(str(tmp_path), dtype="float32")
+    assert Target.load(str(tmp_path), dtype="float32", attention="dense").self_check < 1e-3
 
 
 def test_a_model_with_attention_of_its_own_is_told_to_use_the_dense_mask():

@@ -1,4 +1,4 @@
-"""What a batch buys: one request at a time, a batch without a draft, and a batch with Medusa, in turns in one process."""
+"""What a batch buys: one request at a time, a batch without a draft, a batch with Medusa; in turns in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 import spec_lab
 from spec_lab.batch import Request
-from spec_lab.law import CounterDraws
 from spec_lab.metrics import Interval, interval
 from spec_lab.propose import Null
 from spec_lab.propose.medusa import Medusa
@@ -81,9 +80,7 @@ def main() -> None:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target)
-    speeds = measure(
-        target, arguments.heads, arguments.prompts, arguments.batch, arguments.limit, arguments.new
-    )
+    speeds = measure(target, arguments.heads, arguments.prompts, arguments.batch, arguments.limit, arguments.new)
     single, batched, drafted = (speeds[name] for name in speeds)
     print(speeds.describe().loc[["mean", "std"]].round(1).to_string())
     print(f"batch over one at a time: {show(interval(batched / single))}")
