@@ -47,7 +47,7 @@ installed; records from seed 10 000 000 on are held out with the names in them. 
 shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
 with a prompt. `tests/test_zoo.py` proves it.
 
-**Commands** (each resumes; about a day of two cores in all):
+**Commands** (each resumes; some hours on two cores in all):
 
 ```
 python scripts/train_zoo.py corpus   --work DIR
@@ -99,7 +99,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
     draft = pretrain.load(work / "draft" / "checkpoint.safetensors", settings.draft, settings.draft_plan)
     shapes = {"target": settings.target, "draft": settings.draft}
     kinds = {
-        n: f"Llama, {s.layers} layers, hidden {s.hidden}, vocabulary {s.vocab}, tied embeddings"
+        n: f"Llama, {s.layers} layer{'s' * (s.layers > 1)}, hidden {s.hidden}, vocabulary {s.vocab}, tied embeddings"
         for n, s in shapes.items()
     }
     count = {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()} | {
