@@ -98,10 +98,12 @@ class Group:
     @torch.inference_mode()
     def __iter__(self) -> Iterator[Round]:
         """Decode; one round per forward."""
-        self.sequences = [Live(request, self._open(request), list(request.tokens)) for request in self.requests]
-        batch = Batch(self.target, list(self.sequences), self.draws)
-        self.target.lm.keep_hidden(self.proposer.wants_hidden)
+        self.sequences = []
+        batch = Batch(self.target, [], self.draws)
         try:
+            for request in self.requests:
+                batch.sequences.append(Live(request, self._open(request), list(request.tokens)))
+            self.sequences = list(batch.sequences)
             while batch.sequences:
                 done = self._round(batch)
                 self._retire(batch)
@@ -116,6 +118,7 @@ class Group:
         pending = [s.pending for s in sequences]
         context, prefill = [len(s.tokens) for s in sequences], [s.round == 0 for s in sequences]
         batch.broken.clear()
+        lm.keep_hidden(self.proposer.wants_hidden)  # every round: groups with other wishes may take turns
 
         marks = [clock.mark()]
         draft = self.proposer.propose(batch).cut(batch.room())
@@ -136,7 +139,7 @@ class Group:
         for head, why in batch.broken.items():
             sequence = sequences[head]
             self.errors[sequence.request.name] = (
-                f"request '{sequence.request.name}', step {sequence.round}: {why}; "
+                f"request '{sequence.request.name}', step {sequence.round - 1}: {why}; "
                 f"it ends with the {len(sequence.emitted)} tokens emitted so far"
             )
         return Round(

@@ -84,11 +84,13 @@ def acceptance(tables: Tables) -> Figure | None:
     return figure
 
 
-def throughput(tables: Tables) -> Figure:
+def throughput(tables: Tables) -> Figure | None:
     """Each group's decode throughput against the baseline's, and the paired speed-up with its interval."""
-    names = metrics.arms(tables)
-    speeds = {arm: metrics.group_speeds(tables.requests, arm) for arm in names}
-    others = [arm for arm in names if arm != "baseline"]
+    speeds = {arm: metrics.group_speeds(tables.requests, arm) for arm in metrics.arms(tables)}
+    speeds = {arm: one for arm, one in speeds.items() if one.max() > 0}  # one token a prompt is all prefill
+    others = [arm for arm in speeds if arm != "baseline"]
+    if not speeds:
+        return None
     if "baseline" not in speeds or not others:
         return _alone(speeds)
     figure = Figure(figsize=(9.5, 0.4 * len(others) + 3.6))
@@ -125,10 +127,10 @@ def throughput(tables: Tables) -> Figure:
 
 def phases(tables: Tables) -> Figure | None:
     """Where decode time goes: milliseconds per emitted token by phase, stacked, one bar per arm."""
-    names = [arm for arm in metrics.arms(tables) if metrics.decode_seconds(tables.rounds, arm) > 0]
+    tokens = tables.requests.groupby("arm")["decode_tokens"].sum()
+    names = [arm for arm in metrics.arms(tables) if metrics.decode_seconds(tables.rounds, arm) > 0 < tokens[arm]]
     if not names:
         return None
-    tokens = tables.requests.groupby("arm")["decode_tokens"].sum()
     figure = Figure(figsize=(9.5, 0.55 * len(names) + 2.0))
     axes = figure.subplots()
     left = np.zeros(len(names))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from spec_lab.batch import Request
+from spec_lab.cells import SpanFull
 from spec_lab.decode import Group, history
 from spec_lab.draft import Draft, chain, empty, forest, tree
 from spec_lab.law import CounterDraws, Sampling
@@ -183,7 +184,7 @@ def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth):
     assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
     assert emitted(group)[0] == emitted(healthy)[0] and emitted(group)[2] == emitted(healthy)[1]
     assert emitted(group)[1] == []
-    assert list(group.errors) == ["p1"] and "step 1" in group.errors["p1"] and "NaN" in group.errors["p1"]
+    assert list(group.errors) == ["p1"] and "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]
     later, _ = run(target, Null(), requests(prompts=(PROMPTS[0], PROMPTS[0], PROMPTS[2])))
     assert emitted(later)[2] == emitted(healthy)[1], "a poisoned span must not leak into its next owner"
 
@@ -201,6 +202,17 @@ def test_every_cell_comes_back_also_from_an_abandoned_group(target, truth):
     next(rounds)
     rounds.close()
     assert sorted(proposer.closed) == [0, 1, 2]
+
+
+def test_a_group_that_cannot_open_gives_back_what_it_opened():
+    target = tiny_target()
+    target.lm.cells.limit = 64
+    long = tuple(range(1, 60))
+    with pytest.raises(SpanFull):
+        run(target, Null(), requests(prompts=(PROMPTS[1], long)))
+    target.lm.cells.limit = None
+    _, rounds = run(target, Null(), requests(prompts=(PROMPTS[1],)))
+    assert target.lm.cells.spans == 1 and len(rounds) == 24
 
 
 def test_a_repetition_penalty_sees_each_path_s_own_history(target):

@@ -164,6 +164,12 @@ def test_the_null_proposer_runs_alone(tmp_path):
     assert "no speed-up was measured" in console.file.getvalue()
 
 
+def test_one_token_a_prompt_is_all_prefill_and_still_leaves_a_run(tmp_path):
+    console = quiet()
+    assert run(lab(), settings(tmp_path, max_new_tokens=1), CONFIG, console) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+
+
 def test_the_baseline_can_be_left_out(tmp_path):
     assert run(lab(), settings(tmp_path, baseline=False), CONFIG, quiet()) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
