@@ -93,8 +93,11 @@ class Cells:
         Raises:
             SpanFull: the span would have to grow beyond its limit.
         """
-        used = self.references[path.span]
-        free = np.flatnonzero(used == 0)[:count]
+        used, end = self.references[path.span], path.extent
+        if end == len(path) and end + count <= len(used) and not used[end : end + count].any():
+            free = np.arange(end, end + count)  # no hole below: what the search would find
+        else:
+            free = np.flatnonzero(used == 0)[:count]
         if len(free) < count:
             self._grow(self.spans, self.capacity + count - len(free))
             free = np.flatnonzero(self.references[path.span] == 0)[:count]
@@ -109,7 +112,7 @@ class Cells:
         path._slots[len(path) : end] = slots
         path._length = end
         if len(slots):
-            path.extent = max(path.extent, int(slots.max()) + 1)
+            path.extent = max(path.extent, max(slots.tolist()) + 1)
             path.bias(path.extent)[slots] = 0.0
 
     def drop(self, path: Path, slots: np.ndarray) -> None:
@@ -166,12 +169,16 @@ class Cells:
             self.values.append(self._new(value))
         keys, values = self.keys[layer], self.values[layer]
         for span, start, stop, cells in places:
-            if isinstance(cells, slice):
-                keys[span, :, cells] = key[:, start:stop]
-                values[span, :, cells] = value[:, start:stop]
+            if len(places) > 1:
+                new_keys, new_values = key[:, start:stop], value[:, start:stop]
             else:
-                keys[span].index_copy_(1, cells, key[:, start:stop])
-                values[span].index_copy_(1, cells, value[:, start:stop])
+                new_keys, new_values = key, value
+            if isinstance(cells, slice):
+                keys[span].narrow(1, cells.start, stop - start).copy_(new_keys)
+                values[span].narrow(1, cells.start, stop - start).copy_(new_values)
+            else:
+                keys[span].index_copy_(1, cells, new_keys)
+                values[span].index_copy_(1, cells, new_values)
 
     def write_hidden(self, hidden: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
         """Write the pack's hidden states ``[N, width]`` into their cells."""
@@ -216,6 +223,6 @@ class Cells:
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:
     """The cheapest index for ``slots``: a slice where they are consecutive."""
     first, count = int(slots[0]), len(slots)
-    if int(slots[-1]) - first == count - 1 and (np.diff(slots) == 1).all():
+    if int(slots[-1]) - first == count - 1 and (count < 3 or (np.diff(slots) == 1).all()):
         return slice(first, first + count)
     return torch.from_numpy(slots).to(device)

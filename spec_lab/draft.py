@@ -212,6 +212,8 @@ class Draft:
     def cut(self, depth: Sequence[int]) -> Draft:
         """The draft without nodes deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
         shape = self.shape
+        if not shape.nodes:
+            return self
         allowed = shape.depth <= np.asarray(depth)[shape.root]
         if allowed.all():
             return self
@@ -222,6 +224,7 @@ class Draft:
         return Draft(smaller, self.token[torch.from_numpy(kept)], self.drawn, self.q, q_row)
 
 
+@lru_cache(maxsize=256)
 def empty(heads: int, device: torch.device | str = "cpu") -> Draft:
     """The draft of the null proposer: heads and no nodes."""
     return Draft(forest((chain(0),) * heads), torch.empty(0, dtype=torch.long, device=device))

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from spec_lab.attention import SPANS, Attention
 from spec_lab.draft import Draft, Shape
-from spec_lab.model import SPANS, Attention, CausalLM
+from spec_lab.model import CausalLM
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 

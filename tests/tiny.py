@@ -6,7 +6,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_lab.model import Attention, CausalLM
+from spec_lab.attention import Attention
+from spec_lab.model import CausalLM
 from spec_lab.target import Target
 
 VOCABULARY = 61

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.draft import Draft
-from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, or_target, repeated, rows_of
+from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, or_target, repeated, rows_of, view
 from spec_lab.verify.verdict import Verdict, gather
 
 
@@ -50,7 +50,7 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
     shape, parent = draft.shape, draft.shape.parent
     check_rows(draft, p)
     if not shape.nodes:
-        return Verdict(np.ones(shape.rows), lambda rows: rows_of(p, rows))
+        return Verdict(np.ones(shape.rows), lambda rows: view(p, rows))
     # reach[c] = reach[m] p(c | m);  stop[m] = reach[m] (1 - sum of p(c | m) over its children)
     step = gather(p, shape, draft.token)
     again = repeated(draft)

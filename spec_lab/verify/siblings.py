@@ -164,7 +164,7 @@ def excess(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tens
     """(p - theta q)+ at ``rows`` ``[n]`` with ``theta`` ``[n]``: ``[n, V]``, not normalised."""
     assert draft.q is not None and draft.q_row is not None
     q_row, theta = np.maximum(draft.q_row[rows], 0), np.minimum(theta, HUGE)  # where nothing was drawn theta is 0
-    p, q = _view(p, rows), _view(draft.q, q_row).to(p.dtype)
+    p, q = view(p, rows), view(draft.q, q_row).to(p.dtype)
     if len(rows) == 1:
         law = torch.sub(p, q, alpha=float(theta[0]))
     else:
@@ -193,7 +193,7 @@ def or_target(law: Tensor, p: Tensor, rows: np.ndarray) -> Tensor:
     p is then a law that is off by no more than that.
     """
     empty = law.sum(-1, keepdim=True) == 0
-    return torch.where(empty, _view(p, rows), law) if bool(empty.any()) else law
+    return torch.where(empty, view(p, rows), law) if bool(empty.any()) else law
 
 
 def rows_of(x: Tensor, rows: np.ndarray) -> Tensor:
@@ -201,6 +201,6 @@ def rows_of(x: Tensor, rows: np.ndarray) -> Tensor:
     return x.index_select(0, torch.from_numpy(rows).to(x.device))
 
 
-def _view(x: Tensor, rows: np.ndarray) -> Tensor:
+def view(x: Tensor, rows: np.ndarray) -> Tensor:
     """``x[rows]``, not to be written to."""
     return x.narrow(0, int(rows[0]), 1) if len(rows) == 1 else rows_of(x, rows)
