@@ -148,7 +148,9 @@ def commit(batch: Batch, draft: Draft, slots: Seq[np.ndarray], row: np.ndarray, 
             held = slots[tree]
             places = shape.places[np.array(path[:accepted], dtype=np.int64)]
             cells.keep(sequence.path, held[places])
-            cells.drop(sequence.path, np.delete(held, places))
+            rejected = np.ones(len(held), dtype=bool)
+            rejected[places] = False
+            cells.drop(sequence.path, held[rejected])
         sequence.round += 1
         done.append(Committed(path, len(path), len(emitted), accepted, kept))
     return done

@@ -221,8 +221,8 @@ class Cells:
 
 
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:
-    """The cheapest index for ``slots``: a slice where they are consecutive."""
+    """The cheapest index for ascending ``slots``: a slice where they are consecutive."""
     first, count = int(slots[0]), len(slots)
-    if int(slots[-1]) - first == count - 1 and (count < 3 or (np.diff(slots) == 1).all()):
+    if int(slots[-1]) - first == count - 1:
         return slice(first, first + count)
     return torch.from_numpy(slots).to(device)

@@ -93,8 +93,8 @@ class Shape:
 
     @cached_property
     def tree_depths(self) -> list[np.ndarray]:
-        """For each head the depths of its tree's nodes, in order."""
-        return [self.depth[rows[1:]] for rows in self.trees]
+        """For each head the depths of its tree's rows, in order: 0 of the head itself, then of its nodes."""
+        return [self.depth[rows] for rows in self.trees]
 
     @cached_property
     def grid(self) -> np.ndarray:  # [B, L]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -227,6 +229,8 @@ def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # 
         if weights.device.type != "cpu":
             return _invert_on_device(weights, uniform)
         weights = weights.numpy()
+    if weights.shape[-1] <= BLOCK:
+        return np.array([_invert_few(row, u) for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)])
     blocks = np.add.reduceat(weights, _edges(weights.shape[-1]), axis=-1, dtype=np.float64)
     below = blocks.cumsum(-1)
     totals, chosen = below[:, -1].tolist(), []
@@ -248,6 +252,13 @@ BLOCK = 64
 def _edges(width: int) -> np.ndarray:
     """Where the blocks of a row begin."""
     return np.arange(0, width, BLOCK)
+
+
+def _invert_few(row: list[float], u: float) -> int:
+    """``invert`` of a few weights, without NumPy's price for a call."""
+    total = list(accumulate(row))
+    _check_totals(total[-1:])
+    return min(bisect_right(total, u * total[-1]), bisect_left(total, total[-1]))
 
 
 def _first_beyond(total: np.ndarray, mass: float) -> int:

@@ -155,11 +155,10 @@ class CausalLM:
         shape = None if draft is None or not draft.shape.nodes else draft.shape
         pieces, taken, positions, start = [], [], [], 0
         for tree, (path, tokens) in enumerate(zip(paths, pending, strict=True)):
-            depth = shape.tree_depths[tree] if shape else _NO_DEPTH
-            count = len(tokens) + len(depth)
+            count = len(tokens) + (len(shape.trees[tree]) - 1 if shape else 0)
             slots = self.cells.take(path, count)
             taken.append(slots)
-            positions.append(_positions(len(path), len(tokens), depth))
+            positions.append(_positions(len(path), len(tokens), shape, tree))
             pieces.append(self._piece(path, slots, start, len(tokens), shape, tree))
             start += count
         keep: Tensor | int
@@ -171,7 +170,8 @@ class CausalLM:
             ids = ids[order]
         if draft is None:  # a part of a prompt: only its cells are wanted
             keep = 1
-        logits = self._call(ids, np.concatenate(positions), pieces, keep, marks)
+        where = positions[0] if len(positions) == 1 else np.concatenate(positions)
+        logits = self._call(ids, where, pieces, keep, marks)
         node_slots = []
         for path, tokens, slots in zip(paths, pending, taken, strict=True):
             self.cells.keep(path, slots[: len(tokens)])
@@ -182,6 +182,7 @@ class CausalLM:
         count = len(slots)
         extent = max(path.extent, int(slots[-1]) + 1)
         index = as_index(slots, self.device)
+        columns = index if isinstance(index, slice) else slots
         whole = extent == len(path) + count  # the span's first cells are this sequence and nobody else's
         if whole and count == 1:
             return Piece(path.span, start, start + 1, index, extent, None, False)
@@ -189,7 +190,7 @@ class CausalLM:
             return Piece(path.span, start, start + count, index, extent, None, True)
         mask = np.empty((count, extent), dtype=np.float32)
         mask[:] = path.bias(extent)
-        mask[:, slots] = _block(shape, tree, pending)
+        mask[:, columns] = _block(shape, tree, pending)
         additive = torch.from_numpy(mask).to(self.device, self.dtype)
         return Piece(path.span, start, start + count, index, extent, additive, False)
 
@@ -221,13 +222,11 @@ class CausalLM:
         return store.flatten(1)[None, None].to(self.device)
 
 
-_NO_DEPTH = np.empty(0, dtype=np.int64)
-
-
-def _positions(length: int, pending: int, depth: np.ndarray) -> np.ndarray:
-    if pending == 1 and not len(depth):
-        return np.array([length], dtype=np.int64)
-    return np.concatenate([np.arange(length, length + pending), length + pending - 1 + depth])
+def _positions(length: int, pending: int, shape: Shape | None, tree: int) -> np.ndarray:
+    if shape is None:
+        return np.arange(length, length + pending)
+    nodes = length + pending - 1 + shape.tree_depths[tree]  # of the head, too
+    return nodes if pending == 1 else np.concatenate([np.arange(length, length + pending - 1), nodes])
 
 
 def _block(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
@@ -258,9 +257,9 @@ def _order(pending: list[int], shape: Shape | None) -> tuple[Tensor | None, Tens
         if sum(pending) == heads:
             return None, 0
         return None, torch.from_numpy(np.cumsum(pending) - 1)
-    ends = np.cumsum(pending)
     if heads == 1:
         return None, 0 if pending[0] == 1 else torch.arange(pending[0] - 1, pending[0] + shape.nodes)
+    ends = np.cumsum(pending)
     order, keep, packed = [], np.empty(shape.rows, dtype=np.int64), 0
     for tree, rows in enumerate(shape.trees):
         order.append(np.arange(ends[tree] - pending[tree], ends[tree]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -105,7 +106,7 @@ class Growth:
             for rank, nodes in enumerate(level.ranks):
                 self.token[nodes - heads] = likeliest[place[parent[nodes - heads]], rank]
             return
-        q = law(logits, *self._warp(self.samplings, parents))
+        q = law(logits, *self._warp(self.samplings, parents), scratch=logits)
         self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))
         self.q.append(q)
         without = self.drawn == "without" and width > 1
@@ -157,13 +158,16 @@ class Growth:
         return output.logits
 
     def _finite(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        """The logits; where they are NaN or infinite the tree is marked broken and its rows made harmless."""
-        if torch.isfinite(logits.sum(-1, dtype=torch.float32)).all():
+        """A copy of the logits in the law's type; where they are NaN or infinite the tree is marked broken and its rows
+        are made harmless.
+        """
+        logits = logits.to(law_dtype(logits), copy=True)
+        if math.isfinite(float(logits.sum())):  # so are all its parts
             return logits
         bad = ~torch.isfinite(logits).all(-1)
         for head in set(self.shape.root[rows[bad.cpu().numpy()]].tolist()):
             self.batch.broken[head] = "the draft's logits are NaN or infinite"
-        return logits.masked_fill(bad[:, None], 0.0)
+        return logits.masked_fill_(bad[:, None], 0.0)
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""
@@ -174,4 +178,4 @@ class Growth:
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """Laws that rank tokens as the penalised logits do; nothing is cut off, so that every rank exists."""
         plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
-        return law(logits.to(law_dtype(logits)), *self._warp(plain, rows))
+        return law(logits, *self._warp(plain, rows), scratch=logits)

@@ -107,7 +107,7 @@ class Medusa:
         logits = self.heads(hidden)  # [B, K, V]
         self._marks.append((start, lm.clock.mark()))
         likeliest = logits.topk(self._width, -1).indices
-        return Draft(shape, likeliest.view(-1)[index])
+        return Draft(shape, likeliest.view(-1).index_select(0, index))
 
     def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor]:
         """For trees that begin with head ``gaps[b]``: the forest, which have nodes, and where each token is found.

@@ -62,13 +62,11 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
         reach[shape.heads + level.nodes] = reach[level.parents] * step[level.nodes]
 
     def residual(rows: np.ndarray) -> Tensor:  # p without the children's tokens
-        slot = np.full(shape.rows, -1)
-        slot[rows] = np.arange(len(rows))
-        node = np.flatnonzero(slot[parent] >= 0)
         law = rows_of(p, rows)
-        law[torch.from_numpy(slot[parent[node]]).to(p.device), draft.token[torch.from_numpy(node).to(p.device)]] = 0.0
-        if (slot[rows] != np.arange(len(rows))).any():  # rows asked for twice
-            law = rows_of(law, slot[rows])
+        for place, row in enumerate(rows.tolist()):
+            children = shape.children[row]
+            if len(children):
+                law[place, draft.token[torch.from_numpy(children - shape.heads).to(p.device)]] = 0.0
         return or_target(law, p, rows) if left[rows].min() < 1e-3 else law
 
     return Verdict(reach * left, residual)

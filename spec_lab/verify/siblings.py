@@ -106,9 +106,9 @@ def check_rows(draft: Draft, p: Tensor) -> None:
 
 def repeated(draft: Draft) -> np.ndarray | None:
     """``[M]`` bool: an earlier sibling holds the same token; None where no sibling is repeated."""
-    keys = (draft.shape.parent << 32) + draft.token.cpu().numpy()
-    if len(set(keys.tolist())) == len(keys):
+    if len(set(zip(draft.shape.parent.tolist(), draft.token.tolist(), strict=True))) == draft.shape.nodes:
         return None
+    keys = (draft.shape.parent << 32) + draft.token.cpu().numpy()
     again = np.ones(len(keys), dtype=bool)
     again[np.unique(keys, return_index=True)[1]] = False
     return again

@@ -97,4 +97,4 @@ def choose(
 
 def gather(p: Tensor, shape: Shape, token: Tensor) -> np.ndarray:  # [M]
     """p(token | parent) of every node, float64 on the host."""
-    return p[torch.from_numpy(shape.parent).to(p.device), token].double().cpu().numpy()
+    return p.take(torch.from_numpy(shape.parent * p.shape[-1]).to(p.device) + token).double().cpu().numpy()
