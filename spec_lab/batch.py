@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from spec_lab.cells import Path
+from spec_lab.clock import Mark
 from spec_lab.draft import Draft
 from spec_lab.law import Draws, Sampling
 from spec_lab.target import Target
@@ -91,6 +92,8 @@ class Batch:
     draws: Draws
     broken: dict[int, str] = field(default_factory=dict)
     """Trees of this round that must end, by head, each with what broke; filled by whoever sees it first."""
+    marks: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """(start, end) of this round's calls of a draft model or heads; filled by the proposer."""
 
     @property
     def device(self) -> torch.device:

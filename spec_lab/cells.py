@@ -146,16 +146,6 @@ class Cells:
             if not self._users[path.span]:  # cells held by a forward that failed go with the span
                 self.references[path.span] = 0
 
-    def scrub(self, span: int) -> None:
-        """Zero a span that nobody uses any more: NaN in a dead cell outlives its mask (0 x NaN).
-
-        A span with living forks is left alone; they own the cells they share.
-        """
-        if self._users[span]:
-            return
-        for store in (*self.keys, *self.values, *([self.hidden] if self.hidden is not None else [])):
-            store[span].zero_()
-
     # Contents ------------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:

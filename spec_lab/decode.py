@@ -118,7 +118,7 @@ class Group:
         sequences = list(batch.sequences)
         pending = [s.pending for s in sequences]
         context, prefill = [len(s.tokens) for s in sequences], [s.round == 0 for s in sequences]
-        batch.broken.clear()
+        batch.broken, batch.marks = {}, []
         lm.keep_hidden(self.proposer.wants_hidden)  # every round: groups with other wishes may take turns
 
         marks = [clock.mark()]
@@ -145,7 +145,7 @@ class Group:
             )
         return Round(
             sequences, draft, expected, committed, context, [len(tokens) for tokens in pending], prefill,
-            output.attended, marks, output.marks, self.proposer.take_marks(),
+            output.attended, marks, output.marks, batch.marks,
         )  # fmt: skip
 
     def _memory(self, logits: Tensor) -> Tensor:
@@ -162,8 +162,6 @@ class Group:
         cells = self.target.lm.cells
         self.proposer.close(sequence)
         cells.close(sequence.path)
-        if sequence.finish == "nan":
-            cells.scrub(sequence.path.span)
 
     def _retire(self, batch: Batch) -> None:
         for sequence in batch.sequences:

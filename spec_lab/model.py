@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -233,18 +234,20 @@ def _block(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
     """Who sees whom among a tree's pending tokens and nodes, additive float32 ``[rows, rows]``."""
     if shape is None:
         return np.triu(np.full((pending, pending), -np.inf, dtype=np.float32), 1)
-    blocks = shape.__dict__.setdefault("_blocks", {})
-    if (tree, pending) not in blocks:
-        rows = shape.trees[tree]
-        sees = shape.ancestors[np.ix_(rows, rows)]
-        whole = np.ones((pending - 1 + len(rows), pending - 1 + len(rows)), dtype=bool)
-        whole = np.tril(whole)
-        whole[pending - 1 :, pending - 1 :] = sees
-        block = np.where(whole, 0.0, -np.inf).astype(np.float32)
-        if pending > 1:
-            return block
-        blocks[tree, pending] = block
-    return blocks[tree, pending]
+    nodes = _tree_block(shape, tree)
+    if pending == 1:
+        return nodes
+    block = np.full((pending - 1 + len(nodes),) * 2, -np.inf, dtype=np.float32)
+    block[np.tril_indices(len(block), 0)] = 0.0  # each after all before it
+    block[pending - 1 :, pending - 1 :] = nodes
+    return block
+
+
+@lru_cache(maxsize=256)
+def _tree_block(shape: Shape, tree: int) -> np.ndarray:
+    """``_block`` of a tree's head and nodes."""
+    rows = shape.trees[tree]
+    return np.where(shape.ancestors[np.ix_(rows, rows)], np.float32(0), np.float32(-np.inf))
 
 
 def _order(pending: list[int], shape: Shape | None) -> tuple[Tensor | None, Tensor | int]:

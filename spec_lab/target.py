@@ -76,7 +76,8 @@ class Target:
             path: folder of a checkpoint, or a hub name.
             device: "cpu", "cuda" or "cuda:N".
             dtype: "bfloat16", "float16", "float32" or "float64".
-            attention: "spans", or "dense" for models that do not use transformers' ``AttentionInterface``.
+            attention: "spans", or "dense" for models that do not use transformers' ``AttentionInterface``: slower, and
+                a request whose logits are NaN then ends its whole batch.
             context: most tokens of a sequence; default the model's own limit, which it may not exceed.
             chunk: longest part of a prompt computed in one forward.
 

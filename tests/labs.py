@@ -45,9 +45,6 @@ class Repeat:
 
     def close(self, sequence) -> None: ...
 
-    def take_marks(self) -> list:
-        return []
-
 
 def lab(texts=TEXTS, temperature: float = 0.0, **parts) -> Lab:
     prompts = [Prompt(f"p{number}", one, "toy") for number, one in enumerate(texts)]

@@ -127,20 +127,6 @@ def test_a_span_refuses_to_outgrow_its_limit():
         cells.open(GRAIN + 1)
 
 
-def test_scrubbing_leaves_no_trace_of_nan():
-    cells = Cells()
-    path = cells.open(8)
-    bad = torch.full((2, 3, 4), float("nan"))
-    slots = cells.take(path, 3)
-    cells.write(0, bad, bad, [(path.span, 0, 3, as_index(slots, torch.device("cpu")))])
-    cells.write_hidden(bad[0], [(path.span, 0, 3, as_index(slots, torch.device("cpu")))])
-    cells.scrub(path.span)
-    assert not torch.isfinite(cells.keys[0]).all(), "a span in use is left alone"
-    cells.close(path)
-    cells.scrub(path.span)
-    assert all(torch.isfinite(store).all() for store in (*cells.keys, *cells.values, cells.hidden))
-
-
 def test_backtracking_beyond_the_path_is_an_error():
     cells = Cells()
     with pytest.raises(ValueError, match="path of 0 cells to 3"):

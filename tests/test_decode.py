@@ -45,9 +45,6 @@ class Foretold:
     def close(self, sequence):
         self.closed.append(sequence.request.id)
 
-    def take_marks(self):
-        return []
-
 
 GREEDY = Sampling()
 
@@ -172,8 +169,10 @@ def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
         Group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
 
 
-def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth):
-    target = tiny_target()
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attention):
+    target = tiny_target(attention=attention)
+    spared = attention == "spans"  # under the dense mask one NaN reaches all that are computed with it
     poison = next(t for t in range(VOCABULARY) if all(t not in p for p in PROMPTS) and t not in truth[0] + truth[2])
     with torch.no_grad():
         target.lm.model.model.embed_tokens.weight[poison] = float("nan")
@@ -181,10 +180,12 @@ def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth):
     sick = (PROMPTS[0], (4, poison, 7), PROMPTS[2])
     healthy, _ = run(target, Null(), requests(prompts=(PROMPTS[0], PROMPTS[2])))
     group, _ = run(target, Null(), requests(prompts=sick))
-    assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
-    assert emitted(group)[0] == emitted(healthy)[0] and emitted(group)[2] == emitted(healthy)[1]
+    assert [s.finish for s in group.sequences] == (["length", "nan", "length"] if spared else ["nan"] * 3)
+    if spared:
+        assert emitted(group)[0] == emitted(healthy)[0] and emitted(group)[2] == emitted(healthy)[1]
     assert emitted(group)[1] == []
-    assert list(group.errors) == ["p1"] and "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]
+    assert list(group.errors) == (["p1"] if spared else ["p0", "p1", "p2"])
+    assert "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]
     later, _ = run(target, Null(), requests(prompts=(PROMPTS[0], PROMPTS[0], PROMPTS[2])))
     assert emitted(later)[2] == emitted(healthy)[1], "a poisoned span must not leak into its next owner"
 

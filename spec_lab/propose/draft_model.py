@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 
 from spec_lab.batch import Batch, Sequence
-from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.law import Sampling
@@ -63,7 +62,6 @@ class DraftModel:
         self.sha256 = sha256
         self.nodes = len(tree)
         self._shapes = [shape_of(tuple(path for path in tree if len(path) <= d)) for d in range(depth_of(tree) + 1)]
-        self._marks: list[tuple[Mark, Mark]] = []
 
     @staticmethod
     def load(
@@ -119,9 +117,7 @@ class DraftModel:
             trails.append(self.trail(sequence) if deepest > 0 else None)
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
         growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails)
-        draft = growth.run()
-        self._marks += growth.marks
-        return draft
+        return growth.run()
 
     def trail(self, sequence: Sequence) -> Trail:
         """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""
@@ -138,17 +134,10 @@ class DraftModel:
         return request if self.temperature is None else replace(request, temperature=self.temperature)
 
     def close(self, sequence: Sequence) -> None:
-        """Give back the sequence's cells; wipe them if they may hold NaN."""
+        """Give back the sequence's cells."""
         trail, sequence.state = sequence.state, None
         if trail is not None and trail.owner is sequence:
             trail.close()
-            if sequence.finish == "nan":
-                self.lm.cells.scrub(trail.path.span)
-
-    def take_marks(self) -> list[tuple[Mark, Mark]]:
-        """(start, end) of the draft's module calls since the last time asked."""
-        marks, self._marks = self._marks, []
-        return marks
 
 
 def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from spec_lab.batch import Batch
-from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn, Shape, empty
 from spec_lab.law import Key, Purpose, Sampling, law, law_dtype
 from spec_lab.model import CausalLM, Output
@@ -67,7 +66,6 @@ class Growth:
         self.live = np.ones(shape.rows, dtype=bool)
         self.q: list[Tensor] = []
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
-        self.marks: list[tuple[Mark, Mark]] = []
         self.seen: np.ndarray | None = None  # [R, V], with a repetition penalty only
         if any(s.repetition_penalty != 1 for s in samplings):
             self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
@@ -154,7 +152,7 @@ class Growth:
         return self._marked(self.lm.extend(paths, self.shape, rows, ids, self.slots))
 
     def _marked(self, output: Output) -> Tensor:
-        self.marks += output.marks
+        self.batch.marks += output.marks
         return output.logits
 
     def _finite(self, logits: Tensor, rows: np.ndarray) -> Tensor:

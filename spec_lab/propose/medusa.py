@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from spec_lab.batch import Batch, Sequence
-from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn, Shape, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.propose.accuracy import Accuracy
@@ -51,7 +50,6 @@ class Medusa:
         self._depth, self._width = depth_of(tree), width_of(tree)
         self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
         self._plan = lru_cache(maxsize=256)(self._make_plan)
-        self._marks: list[tuple[Mark, Mark]] = []
 
     @staticmethod
     def load(target: Target, path: str, tree: str = "calibrated", batch_size: int = 1, max_nodes: int = 64) -> Medusa:
@@ -105,7 +103,7 @@ class Medusa:
         hidden = states[0][None] if len(states) == 1 else torch.stack(states)
         start = lm.clock.mark()
         logits = self.heads(hidden)  # [B, K, V]
-        self._marks.append((start, lm.clock.mark()))
+        batch.marks.append((start, lm.clock.mark()))
         likeliest = logits.topk(self._width, -1).indices
         return Draft(shape, likeliest.view(-1).index_select(0, index))
 
@@ -125,8 +123,3 @@ class Medusa:
 
     def close(self, sequence: Sequence) -> None:
         """Nothing is held for a sequence."""
-
-    def take_marks(self) -> list[tuple[Mark, Mark]]:
-        """(start, end) of the heads' calls since the last time asked."""
-        marks, self._marks = self._marks, []
-        return marks

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from spec_lab.batch import Batch, Sequence
-from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.propose.options import whole
 from spec_lab.target import Target
@@ -123,10 +122,6 @@ class Ngram:
         """Forget the sequence's index."""
         sequence.state = None
 
-    def take_marks(self) -> list[tuple[Mark, Mark]]:
-        """No module calls."""
-        return []
-
 
 @dataclass(eq=False)
 class NgramTree:
@@ -170,10 +165,6 @@ class NgramTree:
     def close(self, sequence: Sequence) -> None:
         """Forget the sequence's index."""
         sequence.state = None
-
-    def take_marks(self) -> list[tuple[Mark, Mark]]:
-        """No module calls."""
-        return []
 
 
 def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:

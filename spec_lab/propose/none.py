@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec_lab.batch import Batch, Sequence
-from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn, empty
 from spec_lab.target import Target
 
@@ -30,7 +29,3 @@ class Null:
 
     def close(self, sequence: Sequence) -> None:
         """Nothing is held."""
-
-    def take_marks(self) -> list[tuple[Mark, Mark]]:
-        """No module calls."""
-        return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from spec_lab.batch import Batch, Sequence
-from spec_lab.clock import Mark
 from spec_lab.draft import Draft, Drawn
 
 
@@ -38,8 +37,4 @@ class Proposer(Protocol):
 
     def close(self, sequence: Sequence) -> None:
         """The sequence has ended: give back what is held for it."""
-        ...
-
-    def take_marks(self) -> list[tuple[Mark, Mark]]:
-        """(start, end) of the module calls since the last time asked."""
         ...

@@ -46,7 +46,7 @@ class Shape:
 
 
 TARGET = Shape()
-DRAFT = Shape(hidden=384, layers=1, heads=6, intermediate=1024)
+DRAFT = Shape(hidden=256, layers=1, heads=4, intermediate=768)
 
 
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ def test_nan_logits_end_their_own_request_only(target, truth, bad, drawn):
     assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
     assert group.errors == {"p1": group.errors["p1"]}
     assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors["p1"]
-    again, _ = decode(target, proposer, requests()[::2])  # the poisoned span has been wiped
+    again, _ = decode(target, proposer, requests()[::2])  # in the poisoned span
     assert emitted(again) == [truth[0], truth[2]]
 
 

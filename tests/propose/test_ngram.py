@@ -103,7 +103,6 @@ def test_batch_drafts_as_one_by_one():
         draft = proposer.propose(batch(*map(sequence, texts)))
         for head, text in enumerate(texts):
             assert paths_of(draft, head) == paths_of(proposer.propose(batch(sequence(text))))
-        assert not proposer.take_marks()
 
 
 def test_two_rewinds_at_once_on_one_state():
