@@ -134,8 +134,8 @@ class CausalLM:
             held = held[slots[held] >= 0]
             slots[new] = taken[-1] = self.cells.take(path, len(new))
             both = np.concatenate([held, new])
-            sees = shape.ancestors[np.ix_(new, both)]
-            extent = max(path.extent, int(slots[both].max()) + 1)
+            sees = shape.ancestors[new][:, both]
+            extent = max(path.extent, max(slots[both].tolist()) + 1)
             mask = None
             if len(new) > 1 or extent != len(path) + len(both) or not sees.all():
                 bias = np.empty((len(new), extent), dtype=np.float32)

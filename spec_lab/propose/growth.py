@@ -19,10 +19,12 @@ from spec_lab.propose.trail import Held, Trail
 
 
 class Level(NamedTuple):
-    """What is drawn at one depth: below rows ``parents`` ``[n]`` their children by rank, each in parents' order."""
+    """What is drawn at one depth: below rows ``parents`` ``[n]`` their children, rank by rank: the nodes' rows, and the
+    place of each one's parent among ``parents``.
+    """
 
     parents: np.ndarray
-    ranks: list[np.ndarray]
+    ranks: list[tuple[np.ndarray, np.ndarray]]
 
 
 @lru_cache(maxsize=64)
@@ -33,8 +35,11 @@ def levels(shape: Shape) -> list[Level]:
     plan = []
     for depth in range(1, int(shape.depth.max()) + 1):
         here, numbered = rows[depths == depth], numbers[depths == depth]
+        parents = np.unique(shape.parent[here - shape.heads])
         ranks = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
-        plan.append(Level(np.unique(shape.parent[here - shape.heads]), ranks))
+        plan.append(
+            Level(parents, [(rows, np.searchsorted(parents, shape.parent[rows - shape.heads])) for rows in ranks])
+        )
     return plan
 
 
@@ -74,9 +79,10 @@ class Growth:
         """Draw every level. Afterwards the trails hold the cells of the computed nodes."""
         shape = self.shape
         for level in levels(shape):
-            parents = level.parents[self.live[level.parents]]
+            live = self.live[level.parents]
+            parents = level.parents[live]
             if len(parents):
-                self._draw(level, parents, self._finite(self._logits(parents), parents))
+                self._draw(level, live, parents, self._finite(self._logits(parents), parents))
         for head, trail in enumerate(self.trails):
             if trail is not None:
                 trail.held = Held(shape, head, self.token, self.slots)
@@ -91,18 +97,16 @@ class Growth:
             self.q = [torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)]
         return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row)
 
-    def _draw(self, level: Level, parents: np.ndarray, logits: Tensor) -> None:
-        """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``."""
-        heads, parent = self.shape.heads, self.shape.parent
-        width = len(level.ranks)
-        place = np.zeros(self.shape.rows, dtype=np.int64)  # of each parent among ``parents``
-        place[parents] = np.arange(len(parents))
+    def _draw(self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor) -> None:
+        """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``, those of the level that live."""
+        heads, width = self.shape.heads, len(level.ranks)
+        number = live.cumsum() - 1  # of each of the level's parents among ``parents``
         if self.drawn == "point":
             if self.seen is not None:
                 logits = self._penalised(logits, parents)
             likeliest = logits.topk(width, -1).indices.cpu().numpy()  # [n, width]
-            for rank, nodes in enumerate(level.ranks):
-                self.token[nodes - heads] = likeliest[place[parent[nodes - heads]], rank]
+            for rank, (nodes, above) in enumerate(level.ranks):
+                self.token[nodes - heads] = likeliest[number[above], rank]
             return
         q = law(logits, *self._warp(self.samplings, parents), scratch=logits)
         self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))
@@ -110,16 +114,16 @@ class Growth:
         without = self.drawn == "without" and width > 1
         left = q.clone() if without else q
         support = (q > 0).sum(-1).cpu().numpy() if width > 1 else None
-        for rank, nodes in enumerate(level.ranks):
-            above = parent[nodes - heads]
-            drawn = self.live[above]
+        for rank, (nodes, above) in enumerate(level.ranks):
+            drawn, places = live[above], number[above]
             if support is not None:
                 # What lies beyond the support cannot be drawn; iid siblings of a one-hot law would repeat the first.
-                drawn &= support[place[above]] > (rank if without else min(rank, 1))
+                drawn = drawn & (support[places] > (rank if without else min(rank, 1)))
             self.live[nodes] = drawn
             if not drawn.any():
                 continue
-            nodes, rows = nodes[drawn], torch.from_numpy(place[above[drawn]]).to(q.device)
+            nodes, places = nodes[drawn], places[drawn]
+            rows = torch.from_numpy(places).to(q.device)
             weights = left if len(rows) == len(left) else left[rows]  # rows ascend
             picked = self.batch.draws.pick(weights, self._keys(nodes))
             self.token[nodes - heads] = picked
