@@ -108,7 +108,8 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
 
 def start(config: DictConfig, out: Path) -> int:
     """Build what the config names, and run it. Returns the exit code."""
-    from spec_lab.run import Lab, Settings, run
+    from spec_lab.lab import Lab, Settings
+    from spec_lab.run import run
 
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})

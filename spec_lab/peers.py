@@ -16,9 +16,9 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.batch import Request
+from spec_lab.lab import Decoded
 from spec_lab.law import Sampling
 from spec_lab.record import Outcome
-from spec_lab.run import Decoded
 from spec_lab.target import Target, load_model
 
 

@@ -7,8 +7,8 @@ import torch
 
 from spec_lab.batch import Batch
 from spec_lab.draft import Draft, chain, forest
+from spec_lab.lab import Lab, Settings
 from spec_lab.law import Sampling
-from spec_lab.run import Lab, Settings
 from spec_lab.text import Prompt
 from spec_lab.track import Files
 from spec_lab.verify import Token

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from spec_lab import metrics, text
+from spec_lab.lab import Lab
 from spec_lab.law import Sampling
 from spec_lab.peers import Assisted, Bare, Generate, PromptLookup
-from spec_lab.run import Lab, run
+from spec_lab.run import run
 from spec_lab.target import Target
 from spec_lab.track import Files
 from spec_lab.verify import Token

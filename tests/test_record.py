@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spec_lab import record
+from spec_lab.lab import Loop
 from spec_lab.record import Recorder, load
-from spec_lab.run import Loop
 from spec_lab.verify import Match
 from tests.labs import Repeat, lab, settings
 

@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 
 from spec_lab import metrics
+from spec_lab.lab import Loop
 from spec_lab.propose import Null
-from spec_lab.run import Loop, run
+from spec_lab.run import run
 from tests.labs import TEXTS, Repeat, lab, settings
 
 CONFIG = {"target": {"path": "tiny"}, "tracker": {"api_key": "hush"}, "max_new_tokens": 12}
@@ -106,7 +107,7 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
 
     one, out = lab(), tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spec_lab.run.Loop", Interrupting)
+        patch.setattr("spec_lab.lab.Loop", Interrupting)
         limit = 3
         assert run(one, settings(out), CONFIG, quiet()) == 130
         said = capsys.readouterr().err
@@ -132,7 +133,7 @@ def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
                 raise Killed
             return Loop.decode(self, requests)
 
-    monkeypatch.setattr("spec_lab.run.Loop", Dying)
+    monkeypatch.setattr("spec_lab.lab.Loop", Dying)
     with pytest.raises(Killed):
         run(lab(), settings(tmp_path), CONFIG, quiet())
     tables = metrics.load(tmp_path)
@@ -149,7 +150,7 @@ def test_another_run_in_the_same_directory_is_refused(done):
 
 
 def test_a_finished_run_is_not_decoded_again(done, monkeypatch):
-    monkeypatch.setattr("spec_lab.run.Loop.decode", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr("spec_lab.lab.Loop.decode", lambda *_: pytest.fail("decoded again"))
     assert run(lab(), settings(done[0], warmup=4), CONFIG, quiet()) == 0
 
 

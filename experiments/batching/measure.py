@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 import spec_lab
 from spec_lab.batch import Request
+from spec_lab.lab import Loop, stop_tokens
 from spec_lab.metrics import Interval, interval
 from spec_lab.propose import Null
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.proposer import Proposer
-from spec_lab.run import Loop, stop_tokens
 from spec_lab.target import Target
 from spec_lab.text import encode, jsonl
 from spec_lab.verify import Token
