@@ -33,7 +33,7 @@ class Settings:
         batch_size: prompts decoded together.
         max_new_tokens: most tokens emitted for each.
         warmup: tokens each arm decodes before anything is measured; 0 for none.
-        seed: of every random choice.
+        seed: of every random choice, below 2**63.
         threads: of torch on the CPU; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
     """
@@ -55,6 +55,8 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be a whole number of {low} or more, not {value!r}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, not {self.seed}")
         if not isinstance(self.baseline, bool):
             raise ValueError(f"baseline must be true or false, not {self.baseline!r}")
         if not isinstance(self.name, str) or not self.name:

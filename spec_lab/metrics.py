@@ -103,7 +103,8 @@ def conditional(steps: pd.DataFrame) -> np.ndarray:  # [K]
 
 
 def _own(steps: pd.DataFrame, column: str) -> pd.Series:
-    return steps[column] - steps["forced_accepted"]
+    """The column without forced tokens, themselves counted after cuts where the column is."""
+    return steps[column] - steps["forced_accepted_kept" if column.endswith("_kept") else "forced_accepted"]
 
 
 def _depths(steps: pd.DataFrame) -> range:
@@ -250,7 +251,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         "tokens": int((own["prefill_tokens"] + own["decode_tokens"]).sum()),
         "steps": len(steps),
         "nodes_per_step": _ratio(steps["nodes"].sum(), len(steps)),
-        "forced_tokens": int(steps["forced_accepted"].sum()),
+        "forced_tokens": int(steps["forced_accepted_kept"].sum()),
         "tau_pooled": tau_pooled(steps),
         "tau_pooled_raw": tau_pooled_raw(steps),
         "tau_macro": tau_macro(steps),

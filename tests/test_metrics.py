@@ -12,7 +12,8 @@ from spec_lab import metrics
 def steps(*rows: dict) -> pd.DataFrame:
     plain = {
         "arm": "speculative", "request": 0, "prefill": False, "forced": 0, "nodes": 3, "depth": 3,
-        "stop_had_children": True, "forced_accepted": 0, "expected_accepted": 0.0, "finish": "",
+        "stop_had_children": True, "forced_accepted": 0, "forced_accepted_kept": 0,
+        "expected_accepted": 0.0, "finish": "",
     }  # fmt: skip
     filled = []
     for row in rows:
@@ -76,13 +77,23 @@ def test_conditional_reaches_only_where_a_draft_went_on():
 
 def test_forced_tokens_inflate_nothing(chain):
     forced = chain.copy()
-    for column in ("accepted", "accepted_kept", "emitted", "emitted_kept", "nodes", "forced", "forced_accepted"):
+    both = ("accepted", "accepted_kept", "emitted", "emitted_kept", "nodes", "forced")
+    for column in (*both, "forced_accepted", "forced_accepted_kept"):
         forced[column] += 2
     for figure in (
         metrics.tau_pooled, metrics.tau_pooled_raw, metrics.tau_macro, metrics.expected_tau,
         metrics.vllm_mean_acceptance_length, metrics.draft_token_rate, metrics.survival, metrics.conditional,
     ):  # fmt: skip
         np.testing.assert_allclose(figure(forced), figure(chain))
+
+
+def test_forced_tokens_that_were_cut_are_not_taken_off_what_was_kept():
+    """Four accepted, the first and the last forced; a limit keeps three of the five emitted, one of them forced."""
+    cut = {"accepted": 4, "accepted_kept": 3, "emitted_kept": 3, "nodes": 5, "finish": "length"}
+    table = steps(cut | {"forced": 2, "forced_accepted": 2, "forced_accepted_kept": 1})
+    assert metrics.tau_pooled(table) == metrics.tau_macro(table) == 2
+    assert metrics.tau_pooled_raw(table) == 3
+    assert metrics.draft_token_rate(table) == pytest.approx(2 / 3)
 
 
 def test_prefill_broken_steps_and_other_arms_are_left_out(chain):

@@ -208,6 +208,11 @@ def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, caps
     assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
 
 
+def test_the_largest_seed_decodes(tmp_path):
+    assert run(lab(temperature=1.0), settings(tmp_path, seed=2**63 - 1, baseline=False), CONFIG, quiet()) == 0
+    assert set(metrics.load(tmp_path).requests["seed"]) == {2**63 - 1}
+
+
 def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="prompt 'p1' has 300 tokens and the context holds 256"):
         run(lab(texts=("x", "y" * 300)), settings(tmp_path / "out"), CONFIG, quiet())
@@ -233,6 +238,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
         ({"max_new_tokens": "many"}, "max_new_tokens must be a whole number of 1 or more, not 'many'"),
         ({"warmup": -1}, "warmup must be a whole number of 0 or more"),
         ({"seed": None}, "seed must be"),
+        ({"seed": 2**63}, r"seed must be below 2\*\*63, not 9223372036854775808"),
         ({"threads": 0}, "threads must be a whole number of 1 or more"),
         ({"baseline": "maybe"}, "baseline must be true or false"),
         ({"name": ""}, "name must be"),
