@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -82,8 +83,9 @@ class Target:
             chunk: longest part of a prompt computed in one forward.
 
         Raises:
-            ValueError: an unknown device or dtype, no GPU, a bad context.
-            OSError: no checkpoint there, or not as safetensors.
+            ValueError: an unknown device or dtype, no GPU, a bad context; weights for another config, or not all of
+                them; an unreadable tokenizer.
+            OSError: no checkpoint there, or not as safetensors; a truncated or corrupt file, by its name.
             Unsupported: the model fails the self-check, or is of a kind known to fail.
         """
         if attention not in ("spans", "dense"):
@@ -123,11 +125,46 @@ def load_model(path: str, device: str, dtype: str) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_name(config)
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=DTYPES[dtype], trust_remote_code=False, use_safetensors=True
-    )
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model, tokenizer = _read_weights(path, config, DTYPES[dtype]), _read_tokenizer(path)
     return model.to(where).eval(), tokenizer
+
+
+def _read_weights(path: str, config: Any, dtype: torch.dtype) -> Any:
+    """The model with every tensor from the checkpoint. (transformers would fill gaps with random numbers.)"""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+    except SafetensorError as error:
+        raise OSError(f"{_unreadable(path)} is truncated or corrupt ({error}): copy or download it again") from error
+    wrong = {f"{name} is missing" for name in report["missing_keys"]}
+    wrong |= {f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]}
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more}")
+    return model
+
+
+def _read_tokenizer(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain Exceptions, transformers whatever it trips over
+        raise ValueError(
+            f"the tokenizer of {path} cannot be read ({type(error).__name__}: {error}): its tokenizer.json is missing "
+            "or corrupt; copy or download it again"
+        ) from error
+
+
+def _unreadable(path: str) -> str:
+    """The first weight file of a folder that does not open; of a model of the hub, words for it."""
+    for file in weight_files(path):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return str(file)
+    return f"a weight file of {path}"
 
 
 def model_context(config: Any) -> int:
@@ -254,10 +291,15 @@ def _compare(model: Any, tokens: Sequence[list[int]], draft: Draft, logits: Tens
     return worst if np.isfinite(worst) else float("inf")
 
 
+def weight_files(path: str) -> list[File]:
+    """A local checkpoint's weight files in order of name; none for a hub name."""
+    return sorted(File(path).glob("*.safetensors")) if File(path).is_dir() else []
+
+
 def weights_hash(path: str) -> str:
     """SHA-256 over a local checkpoint's weight files in order of name; empty for a hub name."""
     digest = hashlib.sha256()
-    files = sorted(File(path).glob("*.safetensors")) if File(path).is_dir() else []
+    files = weight_files(path)
     for file in files:
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):

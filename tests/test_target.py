@@ -1,9 +1,11 @@
 """Loading, and the names under which models are refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -77,6 +79,42 @@ def test_weights_that_are_not_safetensors_are_refused(folder, tmp_path):
     torch.save(tiny_model(dtype=torch.float32).state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         Target.load(str(tmp_path), dtype="float32")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def rename_a_tensor(file):
+    tensors = load_file(file)
+    tensors["elsewhere"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+
+
+def halve_a_tensor(file):
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:24].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "error", "says"),
+    [
+        ("model.safetensors", cut, OSError, "model.safetensors is truncated or corrupt .*: copy or download it again"),
+        ("model.safetensors", lambda file: file.write_text(""), OSError, "model.safetensors is truncated or corrupt"),
+        ("model.safetensors", rename_a_tensor, ValueError, "do not fit .*layers.1.mlp.up_proj.weight is missing"),
+        ("model.safetensors", halve_a_tensor, ValueError, r"layers.1.mlp.up_proj.weight is \[24, 32\], not \[48, 32\]"),
+        ("tokenizer.json", lambda file: file.write_text("{}"), ValueError, "the tokenizer of .* cannot be read"),
+        ("tokenizer.json", lambda file: file.unlink(), ValueError, "tokenizer.json is missing or corrupt"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, damage, error, says):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    damage(copy / name)
+    with pytest.raises(error, match=says) as caught:
+        Target.load(str(copy), dtype="float32")
+    assert str(copy) in str(caught.value)
 
 
 @pytest.mark.parametrize(
