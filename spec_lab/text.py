@@ -15,7 +15,7 @@ class Prompt:
     """One prompt.
 
     Args:
-        name: unique in its file; the given id, or the file's stem and the line number.
+        name: unique in its file; the given id, or the file's stem and the line's number.
         text: what the model continues.
         workload: what kind of text, e.g. "code"; empty where unknown.
         source: where it comes from; empty where unknown.
@@ -31,19 +31,20 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
     """Read prompts from a file with one JSON object a line.
 
     Args:
-        path: the file. Each object has ``prompt`` (or ``text``) and, if you like, ``id``, ``workload``, ``source``.
+        path: the file. Each object has ``prompt`` (or ``text``) and, if you like, ``id``, ``workload``, ``source``;
+            null is as good as absent.
         limit: take the first so many; None takes all.
 
     Raises:
         OSError: no such file, or not readable.
         ValueError: a malformed line, a missing or empty prompt, an id used twice, no prompts at all, a bad limit.
     """
-    prompts = []
+    prompts = {}
     for where, line, record in _records(path, limit):
         key = "prompt" if "prompt" in record else "text"
         text = _text(record, key, where, "'prompt' (or 'text')")
-        name = str(record.get("id", f"{Path(path).stem}-{line}"))
-        prompts.append(Prompt(name, text, str(record.get("workload", "")), str(record.get("source", ""))))
+        name = _word(record, "id") or f"{Path(path).stem}-{line}"
+        prompts[line] = Prompt(name, text, _word(record, "workload"), _word(record, "source"))
     return _checked(prompts, path)
 
 
@@ -52,7 +53,7 @@ def spec_bench(path: str, limit: int | None = None) -> list[Prompt]:
 
     Arguments and errors as in ``jsonl``.
     """
-    prompts = []
+    prompts = {}
     for where, line, record in _records(path, limit):
         turns = record.get("turns")
         if not isinstance(turns, list) or not turns:
@@ -60,8 +61,8 @@ def spec_bench(path: str, limit: int | None = None) -> list[Prompt]:
                 f"{where}: 'turns' must be a list with at least one turn; is this Spec-Bench's question file?"
             )
         text = _text({"turns": turns[0]}, "turns", where, "the first of 'turns'")
-        name = str(record.get("question_id", line))
-        prompts.append(Prompt(name, text, str(record.get("category", "")), "Spec-Bench"))
+        name = _word(record, "question_id") or f"{Path(path).stem}-{line}"
+        prompts[line] = Prompt(name, text, _word(record, "category"), "Spec-Bench")
     return _checked(prompts, path)
 
 
@@ -138,12 +139,21 @@ def _text(record: dict[str, Any], key: str, where: str, named: str) -> str:
     return text
 
 
-def _checked(prompts: list[Prompt], path: str) -> list[Prompt]:
+def _word(record: dict[str, Any], key: str) -> str:
+    """A field that may be absent or null, as text; then empty."""
+    value = record.get(key)
+    return "" if value is None else str(value)
+
+
+def _checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:
+    """The prompts, given by line, if there are any and no two share a name."""
     if not prompts:
         raise ValueError(f"{path}: the file holds no prompts; it needs one JSON object a line")
-    seen: set[str] = set()
-    for prompt in prompts:
+    seen: dict[str, int] = {}
+    for line, prompt in prompts.items():
         if prompt.name in seen:
-            raise ValueError(f"{path}: the id '{prompt.name}' is used twice; ids must be unique")
-        seen.add(prompt.name)
-    return prompts
+            raise ValueError(
+                f"{path}:{line}: the id '{prompt.name}' is that of line {seen[prompt.name]} already; ids must be unique"
+            )
+        seen[prompt.name] = line
+    return list(prompts.values())

@@ -29,6 +29,16 @@ def test_jsonl_reads_every_field_and_fills_in_what_is_missing(tmp_path):
     assert [p.name for p in text.jsonl(path, limit=2)] == ["a", "prompts-3"]
 
 
+def test_null_is_as_good_as_absent(tmp_path):
+    path = write(tmp_path, '{"id": null, "prompt": "x", "workload": null, "source": null}')
+    assert text.jsonl(path) == [text.Prompt("prompts-1", "x", "", "")]
+    path = write(tmp_path, '\n{"question_id": null, "category": null, "turns": ["x"]}\n{"turns": ["y"]}')
+    assert text.spec_bench(path) == [
+        text.Prompt("prompts-2", "x", "", "Spec-Bench"),
+        text.Prompt("prompts-3", "y", "", "Spec-Bench"),
+    ]
+
+
 def test_limit_leaves_later_lines_unread(tmp_path):
     assert len(text.jsonl(write(tmp_path, '{"prompt": "x"}\nbroken'), limit=1)) == 1
 
@@ -43,7 +53,14 @@ def test_limit_leaves_later_lines_unread(tmp_path):
         ('{"id": "a"}', "prompts.jsonl:1: the field 'prompt' (or 'text') is missing; it has 'id'"),
         ('\n{"prompt": " "}', "prompts.jsonl:2: 'prompt' (or 'text') is empty"),
         ('{"prompt": 3}', "must be text, not int"),
-        ('{"id": 1, "prompt": "x"}\n{"id": "1", "prompt": "y"}', "the id '1' is used twice"),
+        (
+            '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
+            "prompts.jsonl:3: the id '1' is that of line 1 already",
+        ),
+        (
+            '{"id": "prompts-2", "prompt": "x"}\n{"prompt": "y"}',
+            "prompts.jsonl:2: the id 'prompts-2' is that of line 1 already",
+        ),
         (b'{"prompt": "\xff"}', "prompts.jsonl:1: not UTF-8"),
     ],
 )
