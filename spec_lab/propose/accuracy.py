@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from spec_lab.draft import empty
-from spec_lab.law import argmax
+from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law
 from spec_lab.propose.heads import Heads, read_json
 from spec_lab.propose.trees import Path, by_rank, write
 from spec_lab.target import Target
@@ -34,11 +34,13 @@ class Accuracy:
             their ranks), where there are enough such samples; else regardless of earlier heads.
         paths: how often a whole path of ranks was right; rare ones may be missing.
         samples: places in the text; 0 when only ``accuracy`` is known.
+        temperature: at which the target continued.
     """
 
     accuracy: list[list[float]]
     paths: dict[Path, int]
     samples: int = 0
+    temperature: float = 0.0
 
     def value(self, path: Path) -> float:
         """P(the node at ``path`` is right): its counts, shrunk towards its accuracies by rank.
@@ -56,7 +58,7 @@ class Accuracy:
         return value
 
     @staticmethod
-    def of(ranks: np.ndarray, width: int) -> Accuracy:
+    def of(ranks: np.ndarray, width: int, temperature: float = 0.0) -> Accuracy:
         """From the rank ``[samples, K]`` that each head gave the right token; only ranks below ``width`` count.
 
         Raises:
@@ -78,10 +80,10 @@ class Accuracy:
                 if row[depth] >= width:
                     break
                 paths[tuple(row[: depth + 1])] += 1
-        return Accuracy(accuracy, dict(paths), samples)
+        return Accuracy(accuracy, dict(paths), samples, temperature)
 
     def write(self, folder: str | File, rare: int = 2, **facts: object) -> None:
-        """Write calibration.json beside the heads.
+        """Write a calibration beside the heads, one file for each temperature.
 
         Args:
             folder: of the heads.
@@ -91,22 +93,29 @@ class Accuracy:
         frequent = sorted((item for item in self.paths.items() if item[1] >= rare), key=lambda item: -item[1])
         value = {
             **facts,
+            "temperature": self.temperature,
             "samples": self.samples,
             "accuracy": [[round(p, 6) for p in head] for head in self.accuracy],
             "paths": {write((path,)): count for path, count in frequent},
         }
-        File(folder, FILE).write_text(json.dumps(value) + "\n")
+        name = FILE if self.temperature == 0 else f"calibration_{self.temperature:g}.json"
+        File(folder, name).write_text(json.dumps(value) + "\n")
 
     @staticmethod
-    def read(folder: str | File) -> Accuracy:
-        """Read calibration.json.
+    def read(folder: str | File, temperature: float = 0.0) -> Accuracy:
+        """The calibration beside the heads that was measured nearest to ``temperature``.
 
         Raises:
-            OSError: there is none. ValueError: it is malformed.
+            OSError: there is none. ValueError: one is malformed.
         """
-        file = File(folder, FILE)
+        files = sorted(File(folder).glob("calibration*.json")) or [File(folder, FILE)]
+        return min((Accuracy._read(file) for file in files), key=lambda one: abs(one.temperature - temperature))
+
+    @staticmethod
+    def _read(file: File) -> Accuracy:
         value = read_json(file, "calibration of Medusa heads (give proposer.tree=..., or measure one)")
         try:
+            temperature = float(value.get("temperature", 0.0))
             accuracy = [[float(p) for p in head] for head in value["accuracy"]]
             paths = {tuple(map(int, path.split("."))): int(count) for path, count in value.get("paths", {}).items()}
             samples = int(value.get("samples", 0)) if paths else 0
@@ -114,14 +123,19 @@ class Accuracy:
             raise ValueError(f"{file} is malformed: {error!r}") from error
         if not accuracy or not all(accuracy) or not all(0 <= p <= 1 for head in accuracy for p in head):
             raise ValueError(f"{file} is malformed: 'accuracy' must hold lists of probabilities, one per head")
-        return Accuracy(accuracy, paths, samples)
+        return Accuracy(accuracy, paths, samples, temperature)
 
 
 @torch.inference_mode()
 def measure(
-    target: Target, heads: Heads, prompts: Sequence[Sequence[int]], tokens: int = 128, width: int = 10
+    target: Target,
+    heads: Heads,
+    prompts: Sequence[Sequence[int]],
+    tokens: int = 128,
+    width: int = 10,
+    temperature: float = 0.0,
 ) -> Accuracy:
-    """Continue prompts greedily without a draft, and see which rank each head gave to the token that came.
+    """Continue prompts without a draft, and see which rank each head gave to the token that came.
 
     Args:
         target: continues.
@@ -129,6 +143,7 @@ def measure(
         prompts: token ids; decoded together, so give some dozens at a time.
         tokens: to emit per prompt.
         width: ranks told apart.
+        temperature: of the continuations.
 
     Raises:
         ValueError: no prompts, or continuations too short for the heads.
@@ -136,12 +151,14 @@ def measure(
     lm = target.lm
     lm.keep_hidden(True)
     paths = [lm.cells.open(len(prompt) + tokens) for prompt in prompts]
+    sampling, draws = [Sampling(temperature)], CounterDraws(0)
     states, chosen = [], []  # per step: [B, H], [B]
     pending = [list(prompt) for prompt in prompts]
     try:
-        for _ in range(tokens):
+        for step in range(tokens):
             logits = lm.forward(paths, pending, empty(len(paths), lm.device)).logits
-            token = argmax(logits.float())
+            keys = [Key(number, 0, step, Purpose.EMIT) for number in range(len(paths))]
+            token = torch.from_numpy(draws.pick(law(logits, sampling), keys)).to(lm.device)
             states.append(torch.stack([lm.cells.last_hidden(path) for path in paths]))
             chosen.append(token)
             pending = [[one] for one in token.tolist()]
@@ -157,4 +174,4 @@ def measure(
         score = logits.gather(-1, right)
         ahead = (logits > score) | ((logits == score) & (torch.arange(logits.shape[-1], device=lm.device) < right))
         ranks.append(ahead.sum(-1).cpu().numpy())
-    return Accuracy.of(np.concatenate(ranks), width)
+    return Accuracy.of(np.concatenate(ranks), width, temperature)

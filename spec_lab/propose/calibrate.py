@@ -36,6 +36,7 @@ class Calibration:
         expected_tokens: per step and sequence, on text like that measured on.
         expected_speedup: over decoding without a draft, by the seconds below.
         batch_size: sequences verified together.
+        temperature: of the text on which the heads were measured.
         heads_seconds: of the call of the first k heads, for each k.
         verify_seconds: of the target's forward and law for each tree size timed.
     """
@@ -44,6 +45,7 @@ class Calibration:
     expected_tokens: float
     expected_speedup: float
     batch_size: int
+    temperature: float
     heads_seconds: dict[int, float]
     verify_seconds: dict[int, float]
 
@@ -70,12 +72,12 @@ def calibrate(
     def step(nodes: int, depth: int) -> float:
         return float(np.interp(nodes, sizes, costs)) + draft[depth]
 
-    best = Calibration((), 1.0, 0.0, batch_size, draft, verify)
+    best = Calibration((), 1.0, 0.0, batch_size, accuracy.temperature, draft, verify)
     for depth, nodes in enumerate(grown, start=1):
         choices, tokens = fastest(nodes[: int(sizes[-1])], partial(step, depth=depth))
         speedup = tokens / step(len(choices), depth) * float(costs[0])
         if speedup > best.expected_speedup:
-            best = Calibration(choices, tokens, speedup, batch_size, draft, verify)
+            best = Calibration(choices, tokens, speedup, batch_size, accuracy.temperature, draft, verify)
     return best
 
 

@@ -83,9 +83,11 @@ class Heads:
         """Heads from a folder, in the target's dtype and on its device.
 
         Raises:
-            OSError: files are missing.
+            OSError: files are missing, truncated or corrupt.
             ValueError: heads for another hidden size or vocabulary; malformed or missing settings or tensors; NaN.
         """
+        if not isinstance(path, str) or not path:
+            raise ValueError(f"path must name a folder of Medusa heads, not {path!r}")
         folder = File(path)
         config = read_json(folder / "config.json", "Medusa heads")
         sizes = {name: config.get(name) for name in ("hidden_size", "vocab_size", "num_heads", "num_layers")}
@@ -117,7 +119,7 @@ class Heads:
         try:
             tensors = load_file(file)
         except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
+            raise OSError(f"{file} is truncated or corrupt ({error}): copy or download it again") from error
         count, layers = sizes["num_heads"], sizes["num_layers"]
         shapes = {"weight": (count, layers, hidden, hidden), "bias": (count, layers, hidden)}
         for name, shape in shapes.items():
@@ -138,7 +140,8 @@ def read_json(file: File, what: str) -> dict[str, Any]:
         OSError: there is no such file. ValueError: it holds no JSON object.
     """
     if not file.is_file():
-        raise OSError(f"no {what} at {file.parent}: {file.name} is missing")
+        where = "" if file.parent.is_dir() else ", as is the folder"
+        raise OSError(f"no {what} at {file.parent}: {file.name} is missing{where}")
     try:
         value = json.loads(file.read_text())
     except ValueError as error:

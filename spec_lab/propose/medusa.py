@@ -19,7 +19,7 @@ from spec_lab.draft import tree as shape_of
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.heads import Heads
-from spec_lab.propose.options import whole
+from spec_lab.propose.options import temperature_or_none, whole
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, write
 from spec_lab.target import Target
 
@@ -52,15 +52,23 @@ class Medusa:
         self._plan = lru_cache(maxsize=256)(self._make_plan)
 
     @staticmethod
-    def load(target: Target, path: str, tree: str = "calibrated", batch_size: int = 1, max_nodes: int = 64) -> Medusa:
+    def load(
+        target: Target,
+        path: str,
+        tree: str = "calibrated",
+        batch_size: int = 1,
+        temperature: float = 0.0,
+        max_nodes: int = 64,
+    ) -> Medusa:
         """Read heads, and choose the tree.
 
         Args:
             target: whose hidden states the heads read.
             path: folder of the heads.
             tree: as ``trees.parse`` reads it, or "calibrated": the most expected tokens per second for the accuracies
-                in the folder's calibration.json and the measured cost of verifying on this machine (about a second).
+                in the folder's calibration and the measured cost of verifying on this machine (about a second).
             batch_size: sequences decoded together, for which the tree is calibrated.
+            temperature: of the target; the calibration measured nearest to it is taken.
             max_nodes: largest calibrated tree.
 
         Raises:
@@ -72,7 +80,8 @@ class Medusa:
         whole("max_nodes", max_nodes, 1)
         heads = Heads.read(path, target)
         if tree == "calibrated":
-            found = calibrate(target, heads, Accuracy.read(path), batch_size, max_nodes)
+            accuracy = Accuracy.read(path, temperature_or_none("temperature", temperature) or 0.0)
+            found = calibrate(target, heads, accuracy, batch_size, max_nodes)
             return Medusa(heads, found.choices, found)
         choices = parse(tree)
         if depth_of(choices) > len(heads):

@@ -126,19 +126,20 @@ def export(settings: Settings) -> None:
 
 
 def calibrate(settings: Settings) -> None:
-    """Write calibration.json beside the heads, from continuations of held-out code that is no prompt."""
+    """Write calibrations beside the heads, greedy and at temperature 1, from held-out code that is no prompt."""
     lm = Target.load(str(settings.zoo / "target"))
     heads = Heads.read(str(settings.zoo / "medusa"), lm)
     length, tokens, count = settings.calibration
     stream = np.fromfile(settings.work / "held_out" / "code.bin", dtype=np.uint16)
     starts = np.linspace(0, len(stream) - length, count).astype(int)
-    found = measure(lm, heads, [stream[s : s + length].tolist() for s in starts], tokens)
-    text = f"{tokens} greedy tokens after each of {count} windows of {length} tokens of held-out code"
-    found.write(
-        settings.zoo / "medusa",
-        text=text,
-        target_sha256=files.file_sha256(settings.zoo / "target" / "model.safetensors"),
-    )
+    prefixes = [stream[s : s + length].tolist() for s in starts]
+    for temperature in (0.0, 1.0):
+        found = measure(lm, heads, prefixes, tokens, temperature=temperature)
+        found.write(
+            settings.zoo / "medusa",
+            text=f"{tokens} tokens after each of {count} windows of {length} tokens of held-out code",
+            target_sha256=files.file_sha256(settings.zoo / "target" / "model.safetensors"),
+        )
 
 
 def card(settings: Settings) -> None:

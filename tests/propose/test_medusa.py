@@ -162,6 +162,21 @@ def test_accuracy_counts_paths_and_conditions_where_samples_allow():
         Accuracy.of(ranks[:0], 3)
 
 
+def test_the_calibration_nearest_to_the_temperature_is_read(tmp_path):
+    for temperature, right in ((0.0, 0.9), (1.0, 0.3)):
+        Accuracy([[right]], {}, temperature=temperature).write(tmp_path)
+    assert [Accuracy.read(tmp_path, t).accuracy[0][0] for t in (0.0, 0.4, 0.6, 2.0)] == [0.9, 0.9, 0.3, 0.3]
+
+
+def test_accuracies_are_measured_on_text_of_the_temperature():
+    target = tiny_target()
+    heads = heads_of(target, 2)
+    greedy, sampled = (measure(target, heads, PROMPTS, 30, width=5, temperature=t) for t in (0.0, 1.0))
+    assert sampled.temperature == 1.0
+    assert sampled.samples == greedy.samples
+    assert sampled.paths != greedy.paths
+
+
 def test_accuracy_survives_its_file(tmp_path):
     found = Accuracy.of(np.random.default_rng(0).integers(0, 4, (500, 3)), 3)
     found.write(tmp_path, rare=1, text="held-out code")
