@@ -87,23 +87,42 @@ def job(config: DictConfig) -> None:
         sys.exit(code)
 
 
-def reason(error: BaseException, part: str = "") -> str:
-    """What went wrong in one line, with the part of the config where it did."""
+def reason(error: BaseException) -> str:
+    """What went wrong in one line."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if not part or text.startswith(part) else f"{part}: {text}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def build(config: DictConfig, part: str, **live: Any) -> Any:
     """Call what ``config[part]`` names with its scalar arguments and with live objects.
 
     Live objects go in by call: Hydra would turn those that are dataclasses into configs.
+
+    Raises:
+        Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
     """
+    named = OmegaConf.select(config, part)
+    if not OmegaConf.is_dict(named) or "_target_" not in named:
+        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {named!r}")
     try:
-        return instantiate(OmegaConf.select(config, part), _partial_=True)(**live)
+        return instantiate(named, _partial_=True)(**live)
     except (InstantiationException, OSError, TypeError, ValueError) as error:
-        raise Refused(f"spec_lab: {reason(error, part)}") from error
+        text = reason(error)
+        where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
+        raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
+
+
+def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
+    """What each entry of ``config[group]`` names, by the entry's name; an absent or null group has none.
+
+    Raises:
+        Refused: as in ``build``; the group is no mapping.
+    """
+    named = OmegaConf.select(config, group)
+    if named is not None and not OmegaConf.is_dict(named):
+        raise Refused(f"spec_lab: {group} must be a mapping of names to what is measured, such as {{}}, not {named!r}")
+    return {name: build(config, f"{group}.{name}", **live) for name in named or {}}
 
 
 def start(config: DictConfig, out: Path) -> int:
@@ -118,9 +137,8 @@ def start(config: DictConfig, out: Path) -> int:
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
     target = build(config, "target")
     proposer = build(config, "proposer", target=target)
-    beside = {name: build(config, f"beside.{name}", target=target) for name in config.beside}
-    shared = {"target": target, "sampling": sampling, "seed": settings.seed}
-    peers = {name: build(config, f"peers.{name}", **shared) for name in config.peers}
+    beside = build_each(config, "beside", target=target)
+    peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     return run(Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers), settings, resolved)
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,18 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
         (["target.dtype=int8"], "unknown dtype 'int8'; choose one of bfloat16"),
         (["target.device=tpu"], "unknown device 'tpu'; choose cpu, cuda or cuda:N"),
         (["tracker=wandb", "tracker.mode=on"], "tracker.mode must be one of auto, online, offline, disabled"),
+        (["beside=3"], "beside must be a mapping of names to what is measured, such as {}, not 3"),
+        (["peers=3"], "peers must be a mapping of names to what is measured, such as {}, not 3"),
+        (["+peers.mine=3"], "peers.mine must be a mapping whose _target_ names what to build, not 3"),
+        (["+beside.mine={depth: 2}"], "beside.mine must be a mapping whose _target_ names what to build, not {'depth'"),
+        (["~proposer"], "proposer must be a mapping whose _target_ names what to build, not None"),
+        (
+            ["proposer=medusa", "proposer.path=/nowhere"],
+            "proposer.path=/nowhere: no Medusa heads at /nowhere: config.json is missing, as is the folder",
+        ),
+        (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
+        (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
+        (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
     ],
 )
 def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, said):
@@ -176,6 +189,35 @@ def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, sa
     assert said in line
     assert "Traceback" not in errors
     assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "overrides"),
+    [
+        ("target", []),
+        ("proposer", ["proposer=draft_chain"]),
+        ("beside.mine", ["+proposer@beside.mine=draft_chain"]),
+        ("proposer", ["proposer=medusa", "proposer.tree='2'"]),
+    ],
+)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, overrides):
+    folder = "medusa" if "proposer=medusa" in overrides else "draft"
+    shutil.copytree(OmegaConf.create({"path": f"${{zoo:{folder}}}"}).path, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    code, _, errors = cli("proposer=ngram", "target.dtype=float32", *overrides, f"{part}.path={tmp_path / 'copy'}")
+    assert code == 1
+    assert f"spec_lab: {part}" in errors
+    assert f"{file} " in errors
+    assert "truncated or corrupt" in errors
+    assert "copy or download it again" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("without", [["~beside", "~peers"], ["beside=null", "peers=null"]])
+def test_no_further_arms_are_none(cli, tiny, without):
+    assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class Heads:
         """Heads from a folder, in the target's dtype and on its device.
 
         Raises:
-            OSError: files are missing, truncated or corrupt.
+            OSError: files are missing.
             ValueError: heads for another hidden size or vocabulary; malformed or missing settings or tensors; NaN.
         """
         if not isinstance(path, str) or not path:
@@ -119,7 +119,9 @@ class Heads:
         try:
             tensors = load_file(file)
         except SafetensorError as error:
-            raise OSError(f"{file} is truncated or corrupt ({error}): copy or download it again") from error
+            raise ValueError(
+                f"{file} cannot be read ({error}): truncated or corrupt; copy or download it again"
+            ) from error
         count, layers = sizes["num_heads"], sizes["num_layers"]
         shapes = {"weight": (count, layers, hidden, hidden), "bias": (count, layers, hidden)}
         for name, shape in shapes.items():
