@@ -17,7 +17,7 @@ import torch
 from spec_lab.draft import empty
 from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law
 from spec_lab.propose.heads import Heads, read_json
-from spec_lab.propose.trees import Path, by_rank, write
+from spec_lab.propose.trees import Ranks, by_rank, write
 from spec_lab.target import Target
 
 FILE = "calibration.json"
@@ -38,11 +38,11 @@ class Accuracy:
     """
 
     accuracy: list[list[float]]
-    paths: dict[Path, int]
+    paths: dict[Ranks, int]
     samples: int = 0
     temperature: float = 0.0
 
-    def value(self, path: Path) -> float:
+    def value(self, path: Ranks) -> float:
         """P(the node at ``path`` is right): its counts, shrunk towards its accuracies by rank.
 
         Heads are right together: where one found the text easy, the next does too. The counts know; their shrinkage
@@ -74,7 +74,7 @@ class Accuracy:
             counts = np.bincount(ranks[known, head].clip(max=width), minlength=width + 1)[:width]
             accuracy.append((counts / known.sum()).tolist())
             held &= ranks[:, head] < width
-        paths: Counter[Path] = Counter()
+        paths: Counter[Ranks] = Counter()
         for row in ranks.tolist():
             for depth in range(heads):
                 if row[depth] >= width:

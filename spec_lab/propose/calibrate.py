@@ -20,7 +20,7 @@ from spec_lab.draft import tree as shape_of
 from spec_lab.law import Sampling, law, law_dtype
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.heads import Heads
-from spec_lab.propose.trees import Choices, Path, fastest, grow, parse
+from spec_lab.propose.trees import Choices, Ranks, fastest, grow, parse
 from spec_lab.target import Target
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes timed
@@ -83,7 +83,7 @@ def calibrate(
 
 @torch.inference_mode()
 def time_sizes(
-    target: Target, heads: Heads, grown: Sequence[tuple[Path, float]], batch_size: int, seconds: float
+    target: Target, heads: Heads, grown: Sequence[tuple[Ranks, float]], batch_size: int, seconds: float
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of verifying the first n nodes ``grown`` below each sequence, for some n, and of calling k heads.
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from spec_lab.draft import tree as shape_of
 
-Path = tuple[int, ...]
-Choices = tuple[Path, ...]
-Value = Callable[[Path], float]
-Accuracy = Sequence[Sequence[float]]
-"""``accuracy[d][r]``: probability that the child of rank r is the accepted one, given an accepted parent at depth d."""
+Ranks = tuple[int, ...]
+"""A node, as the path of child ranks that leads to it."""
+
+Choices = tuple[Ranks, ...]
+Value = Callable[[Ranks], float]
 
 
 def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
@@ -38,7 +38,7 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
             return widths([int(width) for width in text.split("x")])
         if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text.strip()):
             raise ValueError(f"a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {text!r}")
-        paths: Iterable[Path] = (tuple(int(rank) for rank in path.split(".")) for path in text.split())
+        paths: Iterable[Ranks] = (tuple(int(rank) for rank in path.split(".")) for path in text.split())
     else:
         paths = (tuple(path) for path in text)
     choices = tuple(sorted(paths, key=lambda path: (len(path), path)))
@@ -67,10 +67,14 @@ def width_of(choices: Choices) -> int:
     return max((path[-1] + 1 for path in choices), default=0)
 
 
-def by_rank(accuracy: Accuracy) -> Value:
-    """The value of a path when ranks at different depths are independent: the product of its accuracies."""
+def by_rank(accuracy: Sequence[Sequence[float]]) -> Value:
+    """The value of a path when ranks at different depths are independent: the product of its accuracies.
 
-    def value(path: Path) -> float:
+    Args:
+        accuracy: ``[d][r]``: P(the child of rank r is the accepted one | its parent, at depth d, is accepted).
+    """
+
+    def value(path: Ranks) -> float:
         return float(np.prod([accuracy[depth][rank] for depth, rank in enumerate(path)]))
 
     return value
@@ -81,17 +85,21 @@ def expected_tokens(choices: Choices, value: Value) -> float:
     return 1.0 + sum(map(value, choices))
 
 
-def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Path, float]]:
+def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Ranks, float]]:
     """Nodes and their values in the order in which a tree grows: always the likeliest that can be attached next.
 
-    The first n are the best tree of n nodes if values fall along ranks as they do along paths.
+    Along a path values fall by nature. Where they fall along ranks as well, the first n nodes are the n likeliest of
+    all, so they are the best tree of n nodes. Sequoia (2402.12374, section 4.1) finds that tree by a recurrence over
+    sizes, for values that are products of accuracies by rank (``by_rank``); there the two agree, and the tests hold
+    this function against the recurrence. Growth takes any values, such as the counts of whole paths. Where some rank
+    beats an earlier one it only approximates: a good node behind a poor sibling is found late.
 
     Args:
         value: of every path of at most ``depth`` ranks below ``ranks``.
         nodes: how many to grow at most.
     """
-    open_: list[tuple[float, Path]] = [(-value((0,)), (0,))] if depth and ranks else []
-    grown: list[tuple[Path, float]] = []
+    open_: list[tuple[float, Ranks]] = [(-value((0,)), (0,))] if depth and ranks else []
+    grown: list[tuple[Ranks, float]] = []
     while open_ and len(grown) < nodes:
         negative, path = heapq.heappop(open_)
         grown.append((path, -negative))
@@ -101,7 +109,7 @@ def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Path, f
     return grown
 
 
-def fastest(grown: Sequence[tuple[Path, float]], seconds: Callable[[int], float]) -> tuple[Choices, float]:
+def fastest(grown: Sequence[tuple[Ranks, float]], seconds: Callable[[int], float]) -> tuple[Choices, float]:
     """The prefix of ``grown`` with the most expected tokens per second, and these tokens.
 
     Args:
@@ -111,54 +119,3 @@ def fastest(grown: Sequence[tuple[Path, float]], seconds: Callable[[int], float]
     tokens = list(accumulate((value for _, value in grown), initial=1.0))[1:]
     best = max(range(len(grown)), key=lambda number: tokens[number] / seconds(number + 1))
     return parse([path for path, _ in grown[: best + 1]]), tokens[best]
-
-
-def sequoia(accuracy: Accuracy, nodes: int) -> tuple[np.ndarray, list[Choices]]:
-    """The best tree of every size, by Sequoia's recurrence (2402.12374, section 4.1), ranks differing by depth.
-
-    With p_b at depth d, T_d(m, b) the expected tokens of the best tree of m nodes whose root, at depth d, has b
-    children, and T_d(m) its maximum over b::
-
-        T_d(1, 0) = 1
-        T_d(m, b) = max over y of  T_d(y, b - 1) + p_b T_{d+1}(m - y)
-
-    Args:
-        accuracy: one list of p_b per depth; its length bounds the tree's depth.
-        nodes: largest size, the head not counted.
-
-    Returns:
-        tokens ``[nodes + 1]``: expected tokens of the best tree of 0, 1, .. nodes nodes (-inf: there is none of
-        that size); and these trees.
-    """
-    size = nodes + 1  # of a tree with its root
-    best = np.full((len(accuracy) + 1, size + 1), -np.inf)  # T_d(m)
-    best[-1, 1] = 1.0
-    children = np.zeros(best.shape, dtype=np.int64)  # arg max over b
-    splits = []  # arg max over y, [m, b] for each depth
-    for depth in reversed(range(len(accuracy))):
-        p = accuracy[depth]
-        tokens = np.full((size + 1, len(p) + 1), -np.inf)  # T_d(m, b)
-        tokens[1, 0] = 1.0
-        split = np.zeros(tokens.shape, dtype=np.int64)
-        for b in range(1, len(p) + 1):
-            for m in range(2, size + 1):
-                below = best[depth + 1, m - 1 : 0 : -1]
-                options = np.where(np.isfinite(below), tokens[1:m, b - 1] + p[b - 1] * np.maximum(below, 0), -np.inf)
-                split[m, b] = 1 + int(options.argmax())
-                tokens[m, b] = options.max()
-        children[depth], best[depth] = tokens.argmax(1), tokens.max(1)
-        splits.append(split)
-    splits.reverse()
-
-    def collect(depth: int, m: int, above: Path) -> list[Path]:
-        paths: list[Path] = []
-        for b in range(int(children[depth, m]), 0, -1):
-            y = int(splits[depth][m, b])
-            child = (*above, b - 1)
-            paths += [child, *collect(depth + 1, m - y, child)]
-            m = y
-        return paths
-
-    reachable = [m for m in range(1, size + 1) if np.isfinite(best[0, m])]
-    trees = {m: parse(collect(0, m, ())) if m > 1 else () for m in reachable}
-    return best[0, 1:], [trees.get(m, ()) for m in range(1, size + 1)]

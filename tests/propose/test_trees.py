@@ -1,4 +1,4 @@
-"""Trees: how they are written, how they grow, and Sequoia's recurrence against brute force."""
+"""Trees: how they are written, and how they grow: as Sequoia's recurrence says, which equals brute force."""
 
 import json
 from itertools import product
@@ -17,7 +17,6 @@ from spec_lab.propose.trees import (
     fastest,
     grow,
     parse,
-    sequoia,
     width_of,
     widths,
     write,
@@ -39,6 +38,57 @@ def all_trees(nodes, depth, ranks):
                 yield ((rank,), *((rank, *path) for path in inner), *rest)
 
     return list(forests(nodes, depth, 0))
+
+
+def sequoia(accuracy, nodes):
+    """The best tree of every size, by Sequoia's recurrence (2402.12374, section 4.1): the oracle of ``grow``.
+
+    Ranks may differ by depth. With p_b at depth d, T_d(m, b) the expected tokens of the best tree of m nodes whose root, at depth d, has b
+    children, and T_d(m) its maximum over b::
+
+        T_d(1, 0) = 1
+        T_d(m, b) = max over y of  T_d(y, b - 1) + p_b T_{d+1}(m - y)
+
+    Args:
+        accuracy: one list of p_b per depth; its length bounds the tree's depth.
+        nodes: largest size, the head not counted.
+
+    Returns:
+        tokens ``[nodes + 1]``: expected tokens of the best tree of 0, 1, .. nodes nodes (-inf: there is none of
+        that size); and these trees.
+    """
+    size = nodes + 1  # of a tree with its root
+    best = np.full((len(accuracy) + 1, size + 1), -np.inf)  # T_d(m)
+    best[-1, 1] = 1.0
+    children = np.zeros(best.shape, dtype=np.int64)  # arg max over b
+    splits = []  # arg max over y, [m, b] for each depth
+    for depth in reversed(range(len(accuracy))):
+        p = accuracy[depth]
+        tokens = np.full((size + 1, len(p) + 1), -np.inf)  # T_d(m, b)
+        tokens[1, 0] = 1.0
+        split = np.zeros(tokens.shape, dtype=np.int64)
+        for b in range(1, len(p) + 1):
+            for m in range(2, size + 1):
+                below = best[depth + 1, m - 1 : 0 : -1]
+                options = np.where(np.isfinite(below), tokens[1:m, b - 1] + p[b - 1] * np.maximum(below, 0), -np.inf)
+                split[m, b] = 1 + int(options.argmax())
+                tokens[m, b] = options.max()
+        children[depth], best[depth] = tokens.argmax(1), tokens.max(1)
+        splits.append(split)
+    splits.reverse()
+
+    def collect(depth, m, above):
+        paths = []
+        for b in range(int(children[depth, m]), 0, -1):
+            y = int(splits[depth][m, b])
+            child = (*above, b - 1)
+            paths += [child, *collect(depth + 1, m - y, child)]
+            m = y
+        return paths
+
+    reachable = [m for m in range(1, size + 1) if np.isfinite(best[0, m])]
+    trees = {m: parse(collect(0, m, ())) if m > 1 else () for m in reachable}
+    return best[0, 1:], [trees.get(m, ()) for m in range(1, size + 1)]
 
 
 def test_widths_and_paths_are_read_and_written():
@@ -93,6 +143,19 @@ def test_growth_is_the_recurrence_where_ranks_fall(accuracy):
     for nodes in range(1, len(grown) + 1):
         assert 1 + sum(value for _, value in grown[:nodes]) == pytest.approx(tokens[nodes], abs=1e-12)
         tree(tuple(path for path, _ in grown[:nodes]))  # every prefix is a tree
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_growth_is_the_best_tree_for_values_of_whole_paths_where_they_fall(seed):
+    def value(path):
+        parents = (path[:depth] for depth in range(len(path)))
+        shares = [sorted(np.random.default_rng([seed, *parent]).dirichlet(np.ones(4)))[::-1] for parent in parents]
+        return by_rank(shares)(path)
+
+    grown = grow(value, 5, 3, 3)
+    for nodes in range(1, 6):
+        best = max(expected_tokens(one, value) for one in all_trees(nodes, 3, 3))
+        assert 1 + sum(value for _, value in grown[:nodes]) == pytest.approx(best, abs=1e-12)
 
 
 def test_published_acceptance_vector():
