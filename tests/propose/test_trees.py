@@ -43,8 +43,8 @@ def all_trees(nodes, depth, ranks):
 def sequoia(accuracy, nodes):
     """The best tree of every size, by Sequoia's recurrence (2402.12374, section 4.1): the oracle of ``grow``.
 
-    Ranks may differ by depth. With p_b at depth d, T_d(m, b) the expected tokens of the best tree of m nodes whose root, at depth d, has b
-    children, and T_d(m) its maximum over b::
+    Accuracies by rank may differ by depth. With p_b at depth d, T_d(m, b) the expected tokens of the best tree of m
+    nodes whose root, at depth d, has b children, and T_d(m) its maximum over b::
 
         T_d(1, 0) = 1
         T_d(m, b) = max over y of  T_d(y, b - 1) + p_b T_{d+1}(m - y)
