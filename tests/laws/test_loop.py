@@ -1,11 +1,12 @@
-"""The real loop has the target's law: every choice it makes is enumerated through ``Draws``."""
+"""The real loop has the target's law: every choice it makes is enumerated through ``Draws``. Broken loops do not."""
 
 from collections import Counter
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
+import spec_lab.batch
 import spec_lab.decode
 import spec_lab.propose.growth
 from spec_lab.batch import Request
@@ -21,6 +22,7 @@ from tests.tiny import tiny_model, tiny_target
 V, PROMPT, LENGTH = 3, (1, 2, 0), 2
 PLAIN = Sampling(temperature=1.0)
 WARPED = Sampling(temperature=1.5, top_p=0.8, repetition_penalty=1.4)
+STOP = frozenset({2})
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +47,27 @@ def next_law(target, tokens, sampling):
     return law(logits.clone(), [sampling], seen)[0].numpy()
 
 
-def truth(target, sampling):
-    """The law of ``LENGTH`` tokens, autoregressively."""
+def truth(target, sampling, stop=frozenset()):
+    """The law of up to ``LENGTH`` tokens, the last of which may be a stop token, autoregressively."""
     laws = {(): 1.0}
     for _ in range(LENGTH):
-        laws = {
+        ended = {path: mass for path, mass in laws.items() if stop.intersection(path)}
+        laws = ended | {
             (*path, token): mass * p
             for path, mass in laws.items()
+            if path not in ended
             for token, p in enumerate(next_law(target, [*PROMPT, *path], sampling))
             if p > 0
         }
     return laws
 
 
-def distance(target, draft, tree, drawn, verifier, sampling):
+def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset()):
     """Total variation between the loop's output law, enumerated, and the target's."""
     proposer = DraftModel(CausalLM(draft), 256, parse(tree), drawn)
 
     def once(draws):
-        group = Group(target, proposer, verifier, [Request(0, "one", PROMPT, sampling, LENGTH)], draws)
+        group = Group(target, proposer, verifier, [Request(0, "one", PROMPT, sampling, LENGTH, stop)], draws)
         for _ in group:
             pass
         return tuple(group.sequences[0].emitted)
@@ -71,7 +75,8 @@ def distance(target, draft, tree, drawn, verifier, sampling):
     found = Counter()
     for mass, output in explore(once):
         found[output] += mass
-    expected = truth(target, sampling)
+    expected = truth(target, sampling, stop)
+    assert (sum(found.values()), sum(expected.values())) == pytest.approx((1, 1))
     return 0.5 * sum(abs(found[path] - expected.get(path, 0.0)) for path in {*found, *expected})
 
 
@@ -85,11 +90,24 @@ def test_the_loop_has_the_target_s_law(target, draft, tree, drawn, verifier, sam
     assert distance(target, draft, tree, drawn, verifier, sampling) < 1e-12
 
 
-def test_noise_shared_by_draft_and_residual_is_seen(target, draft, monkeypatch):
+@pytest.mark.parametrize("tree", ["1", "1x1"])
+def test_a_stop_token_ends_the_text_and_leaves_its_law(target, draft, tree):
+    """Accepted with more behind it, as the residual or as the bonus."""
+    assert distance(target, draft, tree, "iid", Token(), PLAIN, STOP) < 1e-12
+
+
+@pytest.mark.parametrize("reused", [Purpose.STOP, Purpose.EMIT], ids=["acceptance", "residual"])
+def test_noise_shared_with_the_draft_is_seen(target, draft, monkeypatch, reused):
     class Shared:
-        DRAFT = Purpose.EMIT
+        DRAFT = reused
 
     monkeypatch.setattr(spec_lab.propose.growth, "Purpose", Shared)
+    with pytest.raises(AssertionError, match="names two choices"):
+        distance(target, draft, "1", "iid", Token(), PLAIN)
+
+
+def test_a_round_number_that_stands_still_is_seen(target, draft, monkeypatch):
+    monkeypatch.setattr(spec_lab.batch.Sequence, "who", property(lambda s: (s.request.id, s.branch, 0)))
     with pytest.raises(AssertionError, match="names two choices"):
         distance(target, draft, "1", "iid", Token(), PLAIN)
 
@@ -102,5 +120,14 @@ def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3
 
 
-def test_the_truth_is_a_law(target):
-    assert np.isclose(sum(truth(target, WARPED).values()), 1.0)
+@pytest.mark.parametrize("first", [0, -1], ids=["nothing is cut", "only the last token is looked at"])
+def test_a_loop_that_emits_behind_a_stop_token_is_seen(target, draft, monkeypatch, first):
+    right = spec_lab.batch._cut
+
+    def late(sequence, emitted, context):
+        blind = replace(sequence, request=replace(sequence.request, stop=frozenset()))
+        kept, finish = right(blind, emitted, context)
+        return kept, "stop" if STOP.intersection(emitted[:kept][first:]) else finish
+
+    monkeypatch.setattr(spec_lab.batch, "_cut", late)
+    assert distance(target, draft, "1", "iid", Token(), PLAIN, STOP) > 1e-3

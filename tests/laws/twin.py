@@ -6,6 +6,8 @@ keywords break an algorithm on purpose; the breakages are negative controls of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from spec_lab.draft import Draft
@@ -65,8 +67,13 @@ def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
     return stop, emit
 
 
-def traversal(draft: Draft, p: np.ndarray, forget: bool = False) -> Law:
-    """Traversal: follow first living children to a leaf, stop there or delete it. ``forget``: a <- S below the head."""
+def kept(a: float, s: float) -> float:
+    """a <- S / (S + 1 - a) with 0 / 0 = 1: the weight of a node that has lost a child."""
+    return s / (s + 1 - a) if s + 1 - a > 0 else 1.0
+
+
+def traversal(draft: Draft, p: np.ndarray, weight: Callable[[float, float], float] = kept) -> Law:
+    """Traversal: follow first living children to a leaf, stop there or delete it. ``weight``: in place of ``kept``."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     living = [rows.tolist() for rows in shape.children]
@@ -90,10 +97,7 @@ def traversal(draft: Draft, p: np.ndarray, forget: bool = False) -> Law:
             left = np.maximum(a[m] * law[m] - q[row - shape.heads], 0)
             s = left.sum()
             law[m] = norm(left)
-            if forget:
-                a[m] = 1.0 if m == head else s
-            else:
-                a[m] = s / (s + 1 - a[m]) if s + 1 - a[m] > 0 else 1.0
+            a[m] = 1.0 if m == head else weight(a[m], s)
     return stop, emit
 
 
@@ -108,8 +112,7 @@ def block(draft: Draft, p: np.ndarray) -> Law:
             h[i], emit[i] = weight, p[i]
             break
         left = np.maximum(weight * p[i] - q[i], 0)
-        h[i] = left.sum() / (left.sum() + 1 - weight) if left.sum() + 1 - weight > 0 else 1.0
-        emit[i] = norm(left)
+        h[i], emit[i] = kept(weight, left.sum()), norm(left)
     return h * np.append(np.cumprod(1 - h[::-1])[::-1][1:], 1.0), emit
 
 
