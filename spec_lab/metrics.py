@@ -7,6 +7,9 @@ Published formulas differ, so there is no bare "acceptance rate" here. Conventio
   acceptance law (survival, conditional, rates, expected_tau) is counted before cuts, as the law knows of none.
 - Tokens forced by a constraint are left out of every figure: they are certain and would inflate it.
 - The token emitted after the accepted ones (the bonus) is part of tau.
+- Speeds and comparisons of outputs leave out whole groups in which a request of any arm broke (``broken_groups``): what
+  broke is cut short, perhaps in one arm only. Acceptance and time by phase count what was decoded until then.
+- Speeds leave out the prefill, its tokens and its seconds, unless they say otherwise.
 
 A figure over nothing is NaN.
 """
@@ -114,22 +117,46 @@ def _depths(steps: pd.DataFrame) -> range:
 # Speed -------------------------------------------------------------------------------------------------------------
 
 
-def group_speeds(requests: pd.DataFrame, arm: str) -> pd.Series:
-    """Decode tokens per second of each group: its tokens over the time until its last request ended."""
-    groups = requests[requests["arm"] == arm].groupby("group")
-    seconds = groups["decode_seconds"].max()
-    return (groups["decode_tokens"].sum() / seconds)[seconds > 0]
+def broken_groups(requests: pd.DataFrame) -> set[int]:
+    """Groups in which a request of any arm broke."""
+    return set(requests.loc[requests["finish"] == "nan", "group"])
+
+
+def group_speeds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.Series:
+    """Decode tokens per second of each group: its tokens over the time until its last request ended.
+
+    With ``prefill`` the prefill's tokens and seconds are counted in.
+    """
+    tokens, seconds = _tokens_and_seconds(requests, arm, prefill)
+    return (tokens / seconds)[seconds > 0]
 
 
 def tokens_per_second(requests: pd.DataFrame, arm: str) -> float:
-    """All decode tokens of the arm over all decode seconds; the prefill and its tokens are left out of both."""
-    groups = requests[requests["arm"] == arm].groupby("group")
-    return _ratio(groups["decode_tokens"].sum().sum(), groups["decode_seconds"].max().sum())
+    """All decode tokens of the arm over all decode seconds."""
+    tokens, seconds = _tokens_and_seconds(requests, arm)
+    return _ratio(tokens.sum(), seconds.sum())
 
 
-def walltime_speedup_paired(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> pd.Series:
+def walltime_speedup_paired(
+    requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefill: bool = False
+) -> pd.Series:
     """Of each group, the arm's tokens per second over the baseline's on the same prompts in the same run."""
-    return (group_speeds(requests, arm) / group_speeds(requests, baseline)).dropna()
+    return (group_speeds(requests, arm, prefill) / group_speeds(requests, baseline, prefill)).dropna()
+
+
+def prefill_seconds(requests: pd.DataFrame, arm: str) -> float:
+    """Seconds of the arm's prefills, summed over all groups."""
+    return float(requests[requests["arm"] == arm].groupby("group")["prefill_seconds"].max().sum())
+
+
+def _tokens_and_seconds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> tuple[pd.Series, pd.Series]:
+    """The arm's tokens and seconds of each group that is not broken."""
+    counted = (requests["arm"] == arm) & ~requests["group"].isin(broken_groups(requests))
+    groups = requests[counted].groupby("group")
+    tokens, seconds = groups["decode_tokens"].sum(), groups["decode_seconds"].max()
+    if prefill:
+        return tokens + groups["prefill_tokens"].sum(), seconds + groups["prefill_seconds"].max()
+    return tokens, seconds
 
 
 def interval(values: Sequence[float] | pd.Series, level: float = 0.95, resamples: int = 9999) -> Interval:
@@ -226,7 +253,8 @@ def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
 
 def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
     """Share of requests whose tokens equal the baseline's; at temperature 0 anything below 1 is rounding (or a bug)."""
-    both = [requests[requests["arm"] == one].set_index("request")["tokens"] for one in (arm, baseline)]
+    whole = requests[~requests["group"].isin(broken_groups(requests))]
+    both = [whole[whole["arm"] == one].set_index("request")["tokens"] for one in (arm, baseline)]
     shared = both[0].index.intersection(both[1].index)
     return _ratio(sum(list(both[0][r]) == list(both[1][r]) for r in shared), len(shared))
 
@@ -245,7 +273,11 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
     """Every figure of one arm against the baseline. NaN stands for figures without data, e.g. of a missing baseline."""
     steps = decode_steps(tables.steps, arm)
     own = tables.requests[tables.requests["arm"] == arm]
-    paired = [] if arm == baseline else walltime_speedup_paired(tables.requests, arm, baseline)
+
+    def speedup(prefill: bool) -> dict[str, float]:
+        paired = walltime_speedup_paired(tables.requests, arm, baseline, prefill)
+        return interval([] if arm == baseline else paired)._asdict()
+
     return {
         "requests": len(own),
         "tokens": int((own["prefill_tokens"] + own["decode_tokens"]).sum()),
@@ -262,7 +294,9 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         "conditional": conditional(steps).tolist(),
         "tokens_per_second": tokens_per_second(tables.requests, arm),
         "baseline_tokens_per_second": tokens_per_second(tables.requests, baseline),
-        "speedup": interval(paired)._asdict(),
+        "speedup": speedup(prefill=False),
+        "speedup_with_prefill": speedup(prefill=True),
+        "prefill_seconds": prefill_seconds(tables.requests, arm),
         "phase_seconds": phase_seconds(tables.rounds, arm),
         "decode_seconds": decode_seconds(tables.rounds, arm),
         "overhead": overhead(tables.rounds, arm),

@@ -22,11 +22,13 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _arms(summary: Mapping[str, Any]) -> Table:
-    what = f"{summary['experiment']}: {summary['proposer']}, verifier {summary['verifier']}"
+    what = summary["experiment"]
+    if summary["proposer"] is not None:
+        what = f"{what}: {summary['proposer']}, verifier {summary['verifier']}"
     setting = f"temperature {summary['temperature']:g}, batch {summary['batch_size']}, {summary['requests']} prompts"
     table = _table(f"{what}, {setting}")
     table.add_column("arm")
-    for name in ("tokens/s", "speed-up [95 %]", "tau", "E tau", "nodes", "overhead", "loops"):
+    for name in ("tokens/s", "speed-up [95 %]", "tau", "uncut", "E tau", "nodes", "overhead", "loops"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, arm in summary["arms"].items():
         table.add_row(
@@ -34,6 +36,7 @@ def _arms(summary: Mapping[str, Any]) -> Table:
             _number(arm["tokens_per_second"], ".1f"),
             "1" if name == "baseline" else _interval(arm["speedup"]),
             _number(arm["tau_pooled"], ".2f"),
+            _number(arm["tau_pooled_raw"], ".2f"),
             _number(arm["expected_tau"], ".2f"),
             _number(arm["nodes_per_step"], ".1f"),
             _number(arm["overhead"], ".1%"),
@@ -72,23 +75,31 @@ def _time(summary: Mapping[str, Any]) -> Table:
 def _notes(summary: Mapping[str, Any]) -> str:
     lines = [
         f"{summary['tokens']} tokens in {summary['steps']} steps; prefill is left out of speed and tau. "
-        "tau: tokens per step, the one after the accepted ones included. E tau: expected from the exact acceptance "
-        "probabilities. nodes: drafted per step. loops: share of 8-grams that occurred before in the same output."
+        "tau: tokens per step, the one after the accepted ones included. uncut: tau before stop tokens and limits cut. "
+        "E tau: uncut as expected from the exact acceptance probabilities. nodes: drafted per step. "
+        "loops: share of 8-grams that occurred before in the same output.",
+        _prefill(summary),
     ]
     same = summary["identical_outputs"]
     if same is not None and summary["temperature"] == 0:
         lines.append(f"Output identical to the baseline's: {same:.0%} of the prompts.")
     if summary["speedup"]["mean"] is None and len(summary["arms"]) == 1:
         lines.append("One arm only, so no speed-up was measured.")
-    if summary["errors"]:
-        lines.append(f"{len(summary['errors'])} requests broke; see 'errors' in summary.json.")
+    if summary["broken_groups"]:
+        lines.append(
+            f"In {summary['broken_groups']} of {summary['groups']} groups a request broke: they are left out of speeds "
+            "and of the comparison of outputs; see 'errors' in summary.json."
+        )
     return "\n".join(lines)
 
 
+def _prefill(summary: Mapping[str, Any]) -> str:
+    took, speedup = f"The prefill took {summary['prefill_seconds']:.2f} s", summary["speedup_with_prefill"]
+    return f"{took}." if speedup["mean"] is None else f"{took}; counted in, the speed-up is {_interval(speedup)}."
+
+
 def _table(title: str) -> Table:
-    return Table(
-        title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
 
 
 def _interval(speedup: Mapping[str, float | None]) -> str:

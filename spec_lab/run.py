@@ -6,19 +6,20 @@ and written between groups, never while the clock runs.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab import figures, metrics, record, report, text
 from spec_lab.batch import Request
-from spec_lab.lab import Arm, Lab, Settings
+from spec_lab.lab import Arm, Lab, Loop, Settings
 from spec_lab.manifest import claim, finite, manifest, write_json
 from spec_lab.record import Recorder
-from spec_lab.verify import Match
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -62,7 +63,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 lab.tracker.group(number, seen)
                 bar.set_postfix({name: f"{value:.3g}" for name, value in seen.items()})
         tables = recorder.gather()
-        summary = _summary(lab, settings, tables)
+        summary = _summary(lab, settings, arms, tables)
         write_json(settings.out / "summary.json", summary)
         drawn = figures.draw(tables, settings.out / "figures")
         lab.tracker.finish(summary, drawn)
@@ -116,32 +117,34 @@ def _decode_group(
 
 
 def _group_figures(requests: record.Rows) -> dict[str, float]:
-    """Tokens per second of each arm in one group."""
-    seconds: dict[str, float] = {}
-    tokens: dict[str, int] = {}
-    for row in requests:
-        seconds[row["arm"]] = max(seconds.get(row["arm"], 0.0), row["decode_seconds"])
-        tokens[row["arm"]] = tokens.get(row["arm"], 0) + row["decode_tokens"]
-    return {f"{arm} tokens/s": tokens[arm] / spent for arm, spent in seconds.items() if spent > 0}
+    """Tokens per second of each arm in one group; nothing for a group that broke or ended with its prefill."""
+    table = pd.DataFrame(requests)
+    speeds = {f"{arm} tokens/s": metrics.tokens_per_second(table, arm) for arm in table["arm"].unique()}
+    return {name: speed for name, speed in speeds.items() if math.isfinite(speed)}
 
 
-def _summary(lab: Lab, settings: Settings, tables: metrics.Tables) -> dict[str, Any]:
-    names = metrics.arms(tables)
-    main, verifier = names[0], lab.verifier
-    if main == "baseline":
-        verifier = Match()
+def _summary(lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metrics.Tables) -> dict[str, Any]:
+    """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms"."""
+    each = {name: _parts(arms[name]) | metrics.summarise(tables, name) for name in metrics.arms(tables)}
+    main = next(iter(each.values()))
     summary = {
         "experiment": settings.name,
         "target": lab.target.name,
-        "proposer": lab.proposer.name,
-        "verifier": verifier.name,
         "constraint": "none",
-        "lossless": verifier.lossless,
         "certified": None,
         "temperature": lab.sampling.temperature,
         "batch_size": settings.batch_size,
-        **metrics.summarise(tables, main),
-        "arms": {name: metrics.summarise(tables, name) for name in names},
+        "groups": tables.requests["group"].nunique(),
+        "broken_groups": len(metrics.broken_groups(tables.requests)),
+        **main,
+        "arms": each,
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
     return finite(summary)
+
+
+def _parts(arm: Arm) -> dict[str, Any]:
+    """Who drafts and who decides in an arm; None where that is not the project's."""
+    if not isinstance(arm, Loop):
+        return {"proposer": None, "verifier": None, "lossless": None}
+    return {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}

@@ -38,14 +38,14 @@ def chain() -> pd.DataFrame:
     )  # fmt: skip
 
 
-def test_tau(chain):
+def test_tau_is_counted_after_cuts_and_what_expected_tau_predicts_before(chain):
     assert metrics.tau_pooled(chain) == pytest.approx((1 + 4 + 2 + 3 + 1) / 5)
     assert metrics.tau_pooled_raw(chain) == pytest.approx((1 + 4 + 2 + 3 + 4) / 5)
     assert metrics.tau_macro(chain) == pytest.approx((7 / 3 + 4 / 2) / 2)
     assert metrics.expected_tau(chain) == pytest.approx(1 + 7.5 / 5)
 
 
-def test_rates(chain):
+def test_vllm_counts_accepted_tokens_by_step_and_the_draft_token_rate_by_node(chain):
     assert metrics.vllm_mean_acceptance_length(chain) == pytest.approx(1 + 9 / 5)
     assert metrics.draft_token_rate(chain) == pytest.approx(9 / 15)
 
@@ -59,7 +59,7 @@ def test_steps_without_a_draft_count_for_tau_and_not_for_vllm(chain):
     assert metrics.conditional(both)[0] == pytest.approx(4 / 5)  # the sixth step had nothing to accept
 
 
-def test_survival_and_conditional(chain):
+def test_survival_is_a_share_of_all_steps_and_conditional_of_those_that_reached_the_depth(chain):
     np.testing.assert_allclose(metrics.survival(chain), [4 / 5, 3 / 5, 2 / 5])
     np.testing.assert_allclose(metrics.conditional(chain), [4 / 5, 3 / 4, 2 / 3])
 
@@ -106,7 +106,7 @@ def test_prefill_broken_steps_and_other_arms_are_left_out(chain):
     pd.testing.assert_frame_equal(own, chain)
 
 
-def test_nothing_is_nan():
+def test_a_figure_over_nothing_is_nan():
     none = steps({"accepted": 0}).iloc[:0]
     for figure in (metrics.tau_pooled, metrics.tau_macro, metrics.draft_token_rate, metrics.expected_tau):
         assert math.isnan(figure(none))
@@ -115,7 +115,7 @@ def test_nothing_is_nan():
 
 @pytest.fixture
 def requests() -> pd.DataFrame:
-    """Two groups of two prompts; the speculative arm is 2 and 3 times as fast."""
+    """Two groups of two prompts; the speculative arm decodes 2 and 3 times as fast. Each prefill takes 1 s."""
     rows = [
         # group, arm, request, decode_tokens, decode_seconds
         (0, "speculative", 0, 10, 1.0), (0, "speculative", 1, 30, 2.0),
@@ -123,7 +123,8 @@ def requests() -> pd.DataFrame:
         (1, "speculative", 2, 15, 1.0), (1, "speculative", 3, 15, 0.5),
         (1, "baseline", 2, 15, 3.0), (1, "baseline", 3, 15, 3.0),
     ]  # fmt: skip
-    return pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
+    table = pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
+    return table.assign(prefill_tokens=1, prefill_seconds=1.0, finish="length")
 
 
 def test_speed_counts_a_group_until_its_last_request_ends(requests):
@@ -139,7 +140,37 @@ def test_a_group_that_ended_with_its_prefill_has_no_speed(requests):
     assert math.isnan(metrics.tokens_per_second(requests, "other"))
 
 
-def test_interval():
+def test_with_the_prefill_its_tokens_and_its_seconds_count(requests):
+    assert metrics.group_speeds(requests, "speculative", prefill=True).tolist() == [42 / 3, 32 / 2]
+    paired = metrics.walltime_speedup_paired(requests, "speculative", prefill=True)
+    assert paired.tolist() == pytest.approx([5 / 3, 2.0])
+    assert metrics.prefill_seconds(requests, "speculative") == 2.0
+
+
+def test_a_group_that_is_all_prefill_has_a_speed_with_the_prefill(requests):
+    requests.loc[requests["group"] == 1, ["decode_tokens", "decode_seconds"]] = 0
+    paired = metrics.walltime_speedup_paired(requests, "speculative", prefill=True)
+    assert paired.tolist() == pytest.approx([5 / 3, 1.0])
+
+
+@pytest.mark.parametrize("arm", ["speculative", "baseline", "beside"])
+def test_a_group_that_broke_in_any_arm_has_no_speed_and_no_output_to_compare(requests, arm):
+    """A broken request is short: here it would make its arm look slow, and its output differ."""
+    third = requests[requests["arm"] == "baseline"].assign(arm="beside")
+    table = pd.concat([requests, third], ignore_index=True)
+    table["tokens"] = [[1]] * len(table)
+    broken = (table["arm"] == arm) & (table["request"] == 1)
+    table.loc[broken, ["decode_tokens", "finish"]] = [2, "nan"]
+    table.loc[broken, "tokens"] = pd.Series([[9]] * len(table))
+    assert metrics.broken_groups(table) == {0}
+    assert metrics.walltime_speedup_paired(table, "speculative").tolist() == [3.0]
+    assert metrics.walltime_speedup_paired(table, "speculative", prefill=True).tolist() == [2.0]
+    assert metrics.tokens_per_second(table, "speculative") == 30.0
+    assert metrics.tokens_per_second(table, "baseline") == 10.0
+    assert metrics.identical_outputs(table, "speculative") == 1.0
+
+
+def test_the_interval_of_many_values_is_nearly_the_normal_one_and_always_the_same():
     values = np.random.default_rng(1).normal(2.0, 0.5, 200)
     mean, low, high = metrics.interval(values)
     assert mean == pytest.approx(values.mean())
@@ -147,6 +178,9 @@ def test_interval():
     assert low == pytest.approx(mean - error, abs=0.15 * error)
     assert high == pytest.approx(mean + error, abs=0.15 * error)
     assert metrics.interval(values) == (mean, low, high)
+
+
+def test_fewer_than_two_values_have_no_interval():
     assert metrics.interval([2.0, 2.0]) == (2.0, 2.0, 2.0)
     assert metrics.interval([2.0])[0] == 2.0
     assert math.isnan(metrics.interval([2.0]).low)
@@ -180,7 +214,7 @@ def rounds() -> pd.DataFrame:
     return table.assign(arm="speculative", mask_wait=0.0)
 
 
-def test_time(rounds):
+def test_decode_time_begins_after_the_prefill_and_its_phases_add_up(rounds):
     assert metrics.decode_seconds(rounds, "speculative") == pytest.approx(6.0)
     phases = metrics.phase_seconds(rounds, "speculative")
     assert list(phases) == list(metrics.PHASES)
@@ -190,11 +224,14 @@ def test_time(rounds):
         "law": 0.5, "verify": 0.2, "commit": 0.2, "between": 1.0,
     }  # fmt: skip
     assert phases == pytest.approx(expected)
+
+
+def test_overhead_is_what_is_spent_outside_the_module_calls(rounds):
     assert metrics.overhead(rounds, "speculative") == pytest.approx(1 - 3.5 / 6)
     assert math.isnan(metrics.overhead(rounds, "baseline"))
 
 
-def test_repeated_8grams():
+def test_8grams_repeat_within_one_output_and_are_pooled_over_all():
     assert metrics.repeated_8gram_share([list(range(20))]) == 0.0
     # 16 tokens hold nine 8-grams; a loop of period 4 shows 4 new ones, the other 5 repeat
     assert metrics.repeated_8gram_share([[1, 2, 3, 4] * 4]) == pytest.approx(5 / 9)
@@ -203,13 +240,13 @@ def test_repeated_8grams():
     assert math.isnan(metrics.repeated_8gram_share([[1, 2, 3]]))
 
 
-def test_identical_outputs(requests):
+def test_outputs_are_identical_where_all_tokens_are(requests):
     requests["tokens"] = [[1, 2], [3], [1, 2], [3, 4], [5], [6], [5], [6]]
     assert metrics.identical_outputs(requests, "speculative") == pytest.approx(3 / 4)
 
 
 def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
-    both = requests.assign(tokens=[[1]] * len(requests), prefill_tokens=1, finish="length")
+    both = requests.assign(tokens=[[1]] * len(requests))
     twice = pd.concat([rounds, rounds.assign(arm="baseline")])
     summary = metrics.summarise(metrics.Tables(twice, chain, both), "speculative")
     assert {
@@ -219,6 +256,8 @@ def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
     assert summary["requests"] == 4
     assert summary["tokens"] == 74
     assert summary["speedup"]["mean"] == pytest.approx(2.5)
+    assert summary["speedup_with_prefill"]["mean"] == pytest.approx((5 / 3 + 2) / 2)
+    assert summary["prefill_seconds"] == 2.0
     assert summary["finish"] == {"length": 4}
     alone = metrics.summarise(metrics.Tables(twice, chain, both), "baseline")
     assert math.isnan(alone["speedup"]["mean"])

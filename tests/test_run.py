@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 
 from spec_lab import metrics
-from spec_lab.lab import Loop
+from spec_lab.lab import Decoded, Loop
 from spec_lab.propose import Null
 from spec_lab.run import run
+from spec_lab.verify import Match
 from tests.labs import TEXTS, Repeat, lab, settings
 
 CONFIG = {"target": {"path": "tiny"}, "tracker": {"api_key": "hush"}, "max_new_tokens": 12}
@@ -60,13 +61,14 @@ def test_the_summary_holds_what_the_design_names(done):
     assert {
         "experiment", "proposer", "verifier", "constraint", "lossless", "certified", "requests", "tokens", "steps",
         "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival", "conditional", "tokens_per_second",
-        "baseline_tokens_per_second", "speedup", "phase_seconds", "overhead", "repeated_8gram_share",
+        "baseline_tokens_per_second", "speedup", "speedup_with_prefill", "prefill_seconds", "phase_seconds", "overhead",
+        "repeated_8gram_share",
     } <= set(summary)  # fmt: skip
     assert summary["proposer"] == "repeat"
     assert summary["lossless"] is True
     assert summary["requests"] == 5
     assert summary["tokens"] == 60
-    assert set(summary["speedup"]) == {"mean", "low", "high"}
+    assert set(summary["speedup"]) == set(summary["speedup_with_prefill"]) == {"mean", "low", "high"}
     assert summary["overhead"] == pytest.approx(summary["arms"]["speculative"]["overhead"])
 
 
@@ -121,6 +123,25 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
     whole, resumed = (metrics.load(folder).requests.sort_values("id") for folder in (done[0], out))
     assert resumed["id"].tolist() == whole["id"].tolist()
     assert all(map(np.array_equal, resumed["tokens"], whole["tokens"]))
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_warm_up_decodes_a_little_with_every_arm_and_leaves_no_rows(tmp_path, monkeypatch, warmup):
+    plain, decoded = Loop.decode, []
+
+    def decode(self, requests):
+        done = plain(self, requests)
+        decoded.append((self.proposer.name, [request.id for request in requests], len(done.outcomes[0].tokens)))
+        return done
+
+    monkeypatch.setattr(Loop, "decode", decode)
+    assert run(lab(texts=("one", "two")), settings(tmp_path, warmup=warmup), CONFIG, quiet()) == 0
+    measured = [("repeat", [0, 1], 12), ("none", [0, 1], 12)]
+    warm = [("repeat", [0, 1], 5), ("none", [0, 1], 5)] if warmup else []
+    assert decoded == warm + measured
+    tables = metrics.load(tmp_path)
+    assert len(tables.requests) == 4
+    assert tables.steps.groupby(["arm", "request"])["emitted_kept"].sum().tolist() == [12] * 4
 
 
 def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
@@ -186,6 +207,25 @@ def test_proposers_beside_are_arms_of_their_own(tmp_path):
     assert tables.steps.groupby("arm")["depth"].max().to_dict() == {"speculative": 2, "longer": 4, "baseline": 0}
 
 
+def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_ones(tmp_path):
+    class Other:
+        """A peer: it only says what came out."""
+
+        def decode(self, requests):
+            return Decoded([], Loop(parts.target, Null(), Match(), 0).decode(requests).outcomes)
+
+    parts = lab(proposer=Null(), beside={"repeating": Repeat(4)}, peers={"other": Other()})
+    console = quiet()
+    assert run(parts, settings(tmp_path, batch_size=1, max_new_tokens=4), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    names = {name: (arm["proposer"], arm["verifier"], arm["lossless"]) for name, arm in summary["arms"].items()}
+    assert names == {
+        "repeating": ("repeat", "token", True), "other": (None, None, None), "baseline": ("none", "match", True),
+    }  # fmt: skip
+    assert (summary["proposer"], summary["verifier"]) == ("repeat", "token")
+    assert "toy: repeat, verifier token" in console.file.getvalue()
+
+
 def test_tokens_do_not_depend_on_the_batch(tmp_path):
     one = lab(temperature=1.0)
     for size in (1, 5):
@@ -206,6 +246,26 @@ def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, caps
     assert set(requests[requests["name"] == "p0"]["finish"]) == {"length"}
     assert "request 'p1', step" in capsys.readouterr().err
     assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
+
+
+def test_a_group_with_a_broken_request_is_left_out_of_speeds_and_the_table_says_so(tmp_path):
+    one = lab()
+    seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
+    assert run(one, settings(tmp_path / "plain", baseline=False), CONFIG, quiet()) == 0
+    seen |= {token for tokens in metrics.load(tmp_path / "plain").requests["tokens"] for token in tokens}
+    poison = next(token for token in range(32, 61) if token not in seen)
+    with torch.no_grad():
+        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    broken, console = replace(one.prompts[3], text="n" + chr(poison)), quiet()
+    assert run(replace(one, prompts=[*one.prompts[:3], broken]), settings(tmp_path / "out"), CONFIG, console) == 0
+    requests = metrics.load(tmp_path / "out").requests
+    whole = requests[(requests["arm"] == "speculative") & (requests["group"] == 0)]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    speed = whole["decode_tokens"].sum() / whole["decode_seconds"].max()
+    assert summary["tokens_per_second"] == pytest.approx(speed)
+    assert summary["identical_outputs"] == 1
+    assert (summary["broken_groups"], summary["groups"]) == (1, 2)
+    assert "In 1 of 2 groups a request broke: they are left out of speeds" in console.file.getvalue()
 
 
 def test_the_largest_seed_decodes(tmp_path):
