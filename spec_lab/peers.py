@@ -6,8 +6,10 @@ the rest is decoding. A streamer, to which ``generate`` hands tokens round by ro
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from spec_lab.batch import Request
 from spec_lab.lab import Decoded
 from spec_lab.law import Sampling
+from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.record import Outcome
 from spec_lab.target import Target, load_model
 
@@ -43,51 +46,105 @@ class Stopwatch(BaseStreamer):
 
 
 class Generate:
-    """``generate`` of transformers, on a copy of the target's weights with transformers' own attention.
+    """``generate`` of transformers over the target's weights; made by ``plain``, ``assisted`` or ``lookup``.
 
     Args:
-        target: whose weights, dtype and device to use.
+        target: whose model to run.
         sampling: how to sample.
         seed: of torch's generator, with the request's number added, where something is sampled.
+        options: what the generation config says beyond greedy decoding or sampling.
+        assistant: a draft model, whose own generation config says how it drafts; None: there is none.
     """
 
-    def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        sampling: Sampling,
+        seed: int,
+        options: Mapping[str, Any] | None = None,
+        assistant: Any = None,
+    ) -> None:
         self.target, self.sampling, self.seed = target, sampling, seed
-        self.model = self._copy(target.name)
-        self.model.generation_config = GenerationConfig()  # the checkpoint's own defaults would be mixed in
+        self.options, self.assistant = dict(options or {}), assistant
+        self.model = as_transformers_runs_it(target)
+
+    @staticmethod
+    def plain(target: Target, sampling: Sampling, seed: int) -> Generate:
+        """Token by token. Arguments as in the class."""
+        return Generate(target, sampling, seed)
+
+    @staticmethod
+    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int | None = None) -> Generate:
+        """Assisted generation with a draft model.
+
+        Args:
+            target: as in the class, as are ``sampling`` and ``seed``.
+            path: the draft's folder or hub name.
+            tokens: tokens drafted each round, always; None leaves transformers' defaults: up to 20, ended early by a
+                threshold on the draft's confidence.
+
+        Raises:
+            ValueError: ``tokens`` is no count; a draft that cannot be loaded, or does not speak the target's tokens.
+            OSError: no checkpoint there.
+        """
+        config = GenerationConfig()
+        if tokens is not None:
+            config.num_assistant_tokens = count("tokens", tokens)
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0
+        lm = target.lm
+        assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
+        check_same_tokens(target, assistant, tokenizer, path)
+        assistant.generation_config = config
+        return Generate(target, sampling, seed, assistant=assistant)
+
+    @staticmethod
+    def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> Generate:
+        """Prompt lookup; the defaults are transformers' own.
+
+        Args:
+            target: as in the class, as are ``sampling`` and ``seed``.
+            tokens: most tokens drafted each round.
+            max_ngram: longest n-gram looked up.
+
+        Raises:
+            ValueError: ``tokens`` or ``max_ngram`` is no count.
+        """
+        options = {
+            "prompt_lookup_num_tokens": count("tokens", tokens),
+            "max_matching_ngram_size": count("max_ngram", max_ngram),
+        }
+        return Generate(target, sampling, seed, options)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``."""
         return Decoded([], [self._one(request) for request in requests])
 
-    def options(self) -> dict[str, Any]:
-        """What the generation config says beyond greedy decoding or sampling."""
-        return {}
-
-    def helpers(self) -> dict[str, Any]:
-        """What ``generate`` is given beside its config."""
-        return {}
-
     def _one(self, request: Request) -> Outcome:
         if self.sampling.temperature > 0:
             torch.manual_seed(self.seed + request.id)
         prompt = torch.tensor([request.tokens], device=self.target.lm.device)
-        room = self.target.context - len(request.tokens)
         watch = Stopwatch()
         output = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            generation_config=self._config(min(request.max_new_tokens, room), request.stop),
+            generation_config=self._config(request),
             streamer=watch,
-            **self.helpers(),
+            assistant_model=self.assistant,
         )
         end = time.perf_counter()
         tokens = output[0, len(request.tokens) :].tolist()
-        finish = "stop" if tokens[-1] in request.stop else "length"
         first = watch.first or end
-        return Outcome(request, tokens, finish, min(watch.first_count, len(tokens)), first - watch.start, end - first)
+        return Outcome(
+            request,
+            tokens,
+            finish(tokens, request),
+            min(watch.first_count, len(tokens)),
+            first - watch.start,
+            end - first,
+        )
 
-    def _config(self, new: int, stop: frozenset[int]) -> GenerationConfig:
+    def _config(self, request: Request) -> GenerationConfig:
         sampling = self.sampling
         warped = {
             "temperature": sampling.temperature,
@@ -96,22 +153,18 @@ class Generate:
             "min_p": sampling.min_p or None,
         }
         return GenerationConfig(
-            max_new_tokens=new,
+            max_new_tokens=room(request, self.target),
             do_sample=sampling.temperature > 0,
             repetition_penalty=sampling.repetition_penalty,
-            eos_token_id=sorted(stop) or None,
-            pad_token_id=min(stop, default=0),
+            eos_token_id=sorted(request.stop) or None,
+            pad_token_id=min(request.stop, default=0),
             use_cache=True,
             **(warped if sampling.temperature > 0 else {}),
-            **self.options(),
+            **self.options,
         )
 
-    def _copy(self, path: str) -> Any:
-        lm = self.target.lm
-        return load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))[0]
 
-
-class Bare(Generate):
+class Bare:
     """A bare loop over the model with transformers' own cache and nothing around it: what decoding costs at least.
 
     Args:
@@ -124,12 +177,17 @@ class Bare(Generate):
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
         if sampling.truncates or sampling.repetition_penalty != 1:
             raise ValueError("the bare loop knows a temperature only: leave it out with '~peers.bare'")
-        super().__init__(target, sampling, seed)
+        self.target, self.temperature, self.seed = target, sampling.temperature, seed
+        self.model = as_transformers_runs_it(target)
+
+    def decode(self, requests: Sequence[Request]) -> Decoded:
+        """One request after the other; see ``Arm``."""
+        return Decoded([], [self._one(request) for request in requests])
 
     @torch.inference_mode()
     def _one(self, request: Request) -> Outcome:
         torch.manual_seed(self.seed + request.id)
-        new = min(request.max_new_tokens, self.target.context - len(request.tokens))
+        new = room(request, self.target)
         start = time.perf_counter()
         cache = DynamicCache(config=self.model.config)
         token = torch.tensor([request.tokens], device=self.target.lm.device)
@@ -139,51 +197,40 @@ class Bare(Generate):
             token = self._pick(self.model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1])
             tokens.append(int(token))
             first = first or time.perf_counter()
-        finish = "stop" if tokens[-1] in request.stop else "length"
-        return Outcome(request, tokens, finish, 1, first - start, time.perf_counter() - first)
+        return Outcome(request, tokens, finish(tokens, request), 1, first - start, time.perf_counter() - first)
 
     def _pick(self, logits: Tensor) -> Tensor:  # [1, V] -> [1, 1]
-        if self.sampling.temperature == 0:
+        if self.temperature == 0:
             return logits.argmax(-1, keepdim=True)
-        return torch.softmax(logits.float() / self.sampling.temperature, -1).multinomial(1)
+        return torch.softmax(logits.float() / self.temperature, -1).multinomial(1)
 
 
-class Assisted(Generate):
-    """Assisted generation with a draft model.
+def as_transformers_runs_it(target: Target) -> Any:
+    """The target's model with transformers' own attention and cache: modules and settings copied, weights shared."""
+    model = target.lm.model
+    weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    model = copy.deepcopy(model, weights)
+    model.set_attn_implementation("sdpa")
+    model.generation_config = GenerationConfig()  # the checkpoint's own defaults would be mixed in
+    return model
 
-    Args:
-        target: as in ``Generate``, as are ``sampling`` and ``seed``.
-        path: the draft's folder or hub name.
-        tokens: tokens drafted each round; None leaves transformers' own number and stopping rule.
+
+def room(request: Request, target: Target) -> int:
+    """Most tokens that the request and the target's context let emit."""
+    return min(request.max_new_tokens, target.context - len(request.tokens))
+
+
+def finish(tokens: Sequence[int], request: Request) -> str:
+    """Why ``tokens`` end."""
+    return "stop" if tokens[-1] in request.stop else "length"
+
+
+def count(name: str, value: Any) -> int:
+    """``value`` itself, if it is a whole number of at least 1.
+
+    Raises:
+        ValueError: it is not; names the option.
     """
-
-    def __init__(self, target: Target, sampling: Sampling, seed: int, path: str, tokens: int | None = None) -> None:
-        super().__init__(target, sampling, seed)
-        self.assistant = self._copy(path)
-        self.assistant.generation_config = GenerationConfig()
-        if tokens is not None:
-            self.assistant.generation_config.num_assistant_tokens = tokens
-            self.assistant.generation_config.num_assistant_tokens_schedule = "constant"
-            self.assistant.generation_config.assistant_confidence_threshold = 0.0
-
-    def helpers(self) -> dict[str, Any]:
-        """See ``Generate``."""
-        return {"assistant_model": self.assistant}
-
-
-class PromptLookup(Generate):
-    """Prompt lookup.
-
-    Args:
-        target: as in ``Generate``, as are ``sampling`` and ``seed``.
-        tokens: tokens drafted each round.
-        max_ngram: longest n-gram looked up.
-    """
-
-    def __init__(self, target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> None:
-        super().__init__(target, sampling, seed)
-        self.tokens, self.max_ngram = tokens, max_ngram
-
-    def options(self) -> dict[str, Any]:
-        """See ``Generate``."""
-        return {"prompt_lookup_num_tokens": self.tokens, "max_matching_ngram_size": self.max_ngram}
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of 1 or more, not {value!r}")
+    return value

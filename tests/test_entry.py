@@ -103,9 +103,24 @@ def test_every_experiment_runs(cli, name, tmp_path):
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
     assert summary["requests"] == 2
     assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
+    if name == "peers":
+        assert {"bare", "generate", "assisted", "assisted_4", "lookup"} <= set(summary["arms"])
     if name != "autoregressive":
         assert summary["speedup"]["mean"] > 0
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram")
+
+
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
+    drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
+    command = ["+experiment=peers", *drawn, "prompts.limit=1", "out=here"]
+    code, _, errors = cli(*command)
+    assert code == 1
+    assert "peers.bare: the bare loop knows a temperature only: leave it out with '~peers.bare'" in errors
+    code, _, errors = cli(*command, "~peers.bare")
+    assert code == 0, errors
+    arms = json.loads((tmp_path / "here" / "summary.json").read_text())["arms"]
+    assert "bare" not in arms and "assisted_4" in arms
 
 
 @pytest.mark.usefixtures("tiny_zoo")

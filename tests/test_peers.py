@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from spec_lab import metrics, text
+from spec_lab.attention import SPANS
 from spec_lab.lab import Lab
 from spec_lab.law import Sampling
-from spec_lab.peers import Assisted, Bare, Generate, PromptLookup
+from spec_lab.peers import Bare, Generate
 from spec_lab.run import run
 from spec_lab.target import Target
 from spec_lab.track import Files
@@ -32,10 +33,10 @@ def build(folder, sampling: Sampling) -> Lab:
     target = Target.load(str(folder / "target"), dtype="float64")
     peers = {
         "bare": Bare(target, Sampling(sampling.temperature), 0),
-        "greedy": Generate(target, sampling, 0),
-        "assisted": Assisted(target, sampling, 0, str(folder / "draft")),
-        "assisted_4": Assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
-        "prompt_lookup": PromptLookup(target, sampling, 0),
+        "greedy": Generate.plain(target, sampling, 0),
+        "assisted": Generate.assisted(target, sampling, 0, str(folder / "draft")),
+        "assisted_4": Generate.assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
+        "prompt_lookup": Generate.lookup(target, sampling, 0),
     }
     prompts = text.jsonl(str(folder / "prompts.jsonl"))
     return Lab(target, Repeat(), Token(), sampling, prompts, Files(), peers=peers)
@@ -94,3 +95,57 @@ def test_the_bare_loop_refuses_what_it_cannot_do(folder):
     target = Target.load(str(folder / "target"), dtype="float64")
     with pytest.raises(ValueError, match="knows a temperature only"):
         Bare(target, Sampling(1.0, top_k=5), 0)
+
+
+def test_peers_share_the_targets_weights_and_nothing_else(folder):
+    lab = build(folder, Sampling())
+    ours = lab.target.lm.model
+    assert ours.config._attn_implementation == SPANS
+    for peer in lab.peers.values():
+        assert peer.model is not ours
+        assert peer.model.config._attn_implementation == "sdpa"
+        theirs = dict(peer.model.named_parameters())
+        assert all(theirs[name] is parameter for name, parameter in ours.named_parameters())
+
+
+def rounds(folder, arm, lab, monkeypatch):
+    """Rows of each of the target's forwards after the prompt's, in one decode."""
+    rows = []
+    forward = arm.model.forward
+
+    def counted(*args, input_ids, **kwargs):
+        rows.append(input_ids.shape[1])
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(arm.model, "forward", counted)
+    (outcome,) = arm.decode(lab.requests(settings(folder, max_new_tokens=24))[:1]).outcomes
+    assert len(outcome.tokens) == 24
+    return rows[1:]
+
+
+def test_as_many_tokens_are_drafted_as_asked_for(folder, monkeypatch):
+    lab = build(folder, Sampling())
+    assert set(rounds(folder, lab.peers["greedy"], lab, monkeypatch)) == {1}
+    constant = rounds(folder, lab.peers["assisted_4"], lab, monkeypatch)
+    assert set(constant[:-4]) == {1 + 4}, "all but the last, which the limit cuts short"
+    assert 1 < max(rounds(folder, lab.peers["prompt_lookup"], lab, monkeypatch)) <= 1 + 10
+    free = lab.peers["assisted"].assistant.generation_config
+    assert free.num_assistant_tokens is None and free.assistant_confidence_threshold is None
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "four", True])
+def test_drafts_are_counted_in_whole_tokens(folder, wrong):
+    target = Target.load(str(folder / "target"), dtype="float64")
+    with pytest.raises(ValueError, match="tokens must be a whole number of 1 or more"):
+        Generate.assisted(target, Sampling(), 0, str(folder / "draft"), tokens=wrong)
+    with pytest.raises(ValueError, match="tokens must be a whole number of 1 or more"):
+        Generate.lookup(target, Sampling(), 0, tokens=wrong)
+    with pytest.raises(ValueError, match="max_ngram must be a whole number of 1 or more"):
+        Generate.lookup(target, Sampling(), 0, max_ngram=wrong)
+
+
+def test_a_draft_with_other_tokens_is_refused(folder, tmp_path):
+    checkpoints.checkpoint(tmp_path / "other", vocab_size=70)
+    target = Target.load(str(folder / "target"), dtype="float64")
+    with pytest.raises(ValueError, match="gives logits for 70 tokens"):
+        Generate.assisted(target, Sampling(), 0, str(tmp_path / "other"))
