@@ -9,7 +9,9 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +127,20 @@ def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
     return {name: build(config, f"{group}.{name}", **live) for name in named or {}}
 
 
+def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
+    """The config with the trees, by arm, that a run calibrated when it began, for going on without calibrating anew."""
+    config = deepcopy(config)
+    for arm, tree in trees.items():
+        option = "proposer.tree" if arm == "speculative" else f"beside.{arm}.tree"
+        if OmegaConf.select(config, option) == "calibrated":
+            OmegaConf.update(config, option, tree)
+    return config
+
+
 def start(config: DictConfig, out: Path) -> int:
     """Build what the config names, and run it. Returns the exit code."""
     from spec_lab.lab import Lab, Settings
+    from spec_lab.manifest import begun_trees
     from spec_lab.run import run
 
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -135,9 +148,10 @@ def start(config: DictConfig, out: Path) -> int:
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    begun = with_trees(config, begun_trees(out, resolved))
     target = build(config, "target")
-    proposer = build(config, "proposer", target=target)
-    beside = build_each(config, "beside", target=target)
+    proposer = build(begun, "proposer", target=target)
+    beside = build_each(begun, "beside", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     return run(Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers), settings, resolved)
 

@@ -8,8 +8,9 @@ import math
 import os
 import platform
 import re
+import reprlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,23 @@ SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|password|passwd|secret|to
 
 
 def manifest(
-    config: Mapping[str, Any], seed: int, weights: Mapping[str, str], prompts: str, extra: Mapping[str, Any]
+    config: Mapping[str, Any],
+    seed: int,
+    weights: Mapping[str, str],
+    prompts: str,
+    arms: Sequence[str],
+    proposers: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The contents of ``manifest.json``.
 
     Args:
         config: the resolved configuration; values of keys that look like secrets are blanked.
         seed: the run's.
-        weights: SHA-256 of the weights of each part that has some; empty for weights from the hub.
+        weights: SHA-256 of the weights of each part that has some; empty for weights from the hub, since transformers
+            does not tell which commit it has loaded: use a local folder where that matters.
         prompts: SHA-256 of the prompts.
-        extra: further facts, as they are.
+        arms: names of the run's arms.
+        proposers: what each arm's proposer says of itself.
     """
     return {
         "config": without_secrets(config),
@@ -40,35 +48,88 @@ def manifest(
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "machine": machine(),
         "threads": torch.get_num_threads(),
-        **extra,
+        "arms": list(arms),
+        "proposers": dict(proposers),
     }
 
 
-def claim(out: Path, facts: Mapping[str, Any]) -> None:
+def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write ``manifest.json`` into ``out``, or find that ``out`` already holds a part of this very run.
 
+    Returns:
+        What ``manifest.json`` says: of a run that is gone on with, what it said when the run began.
+
     Raises:
-        ValueError: it holds another run: another configuration, other weights or prompts.
+        ValueError: it holds another run; says what differs.
         OSError: it cannot be written.
+    """
+    facts = _as_read(facts)
+    there = begun(out)
+    if there is None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "manifest.json", facts)
+        return facts
+    if different := _differences(_identity(there), _identity(facts)):
+        what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
+        raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
+    return there
+
+
+def begun(out: Path) -> dict[str, Any] | None:
+    """The manifest of the run that ``out`` holds, or None where it holds none.
+
+    Raises:
+        ValueError: the file is no manifest.
     """
     file = out / "manifest.json"
     if not file.is_file():
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(file, facts)
-        return
+        return None
     try:
         there = json.loads(file.read_text())
-        if _identity(there) == _identity(json.loads(json.dumps(finite(facts), default=str))):
-            return
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{file} is no manifest ({error}); choose another out=DIR, or remove it") from error
-    raise ValueError(f"{out} already holds another run; choose another out=DIR, or remove it")
+        _identity(there)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no manifest ({error!r}); choose another out=DIR, or remove it") from error
+    return there
 
 
-def _identity(facts: Mapping[str, Any]) -> list[Any]:
-    """What must agree for two runs to be one."""
-    config = {key: value for key, value in facts["config"].items() if key not in ("out", "tracker")}
-    return [config, facts["weights_sha256"], facts["prompts_sha256"]]
+def begun_trees(out: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The draft trees of the run that ``out`` holds, by arm; empty unless it was begun with this configuration.
+
+    A tree that is chosen by timing may come out differently the next time. A run that is gone on with must decode with
+    the one it began with.
+
+    Raises:
+        ValueError: as ``begun``.
+    """
+    there = begun(out)
+    if there is None or _configuration(there["config"]) != _configuration(_as_read(without_secrets(config))):
+        return {}
+    return {arm: one["tree"] for arm, one in there["proposers"].items() if "tree" in one}
+
+
+def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What must agree for two runs to be one: whatever may change a token or a second."""
+    proposers = facts["proposers"].items()
+    return {
+        "config": _configuration(facts["config"]),
+        **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
+        "threads": facts["threads"],
+        "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
+        "proposers": {arm: {name: one.get(name) for name in ("name", "drawn", "tree")} for arm, one in proposers},
+    }
+
+
+def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what says only where results go."""
+    return {key: value for key, value in config.items() if key not in ("out", "tracker")}
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """Where two trees differ, in words."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        inner = [(key, f"{name}.{key}" if name else str(key)) for key in {**there, **here}]
+        return [found for key, path in inner for found in _differences(there.get(key), here.get(key), path)]
+    return [] if there == here else [f"{name}: {reprlib.repr(there)} there, {reprlib.repr(here)} here"]
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -76,6 +137,11 @@ def write_json(file: Path, value: Any) -> None:
     part = file.with_name(f".{file.name}.tmp")
     part.write_text(json.dumps(finite(value), indent=2, ensure_ascii=False, default=str) + "\n")
     part.replace(file)
+
+
+def _as_read(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tree as it reads back from JSON."""
+    return json.loads(json.dumps(finite(value), default=str))
 
 
 def finite(value: Any) -> Any:

@@ -28,7 +28,9 @@ INTERRUPTED = 130
 def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:
     """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.out``.
 
-    A directory that already holds a part of this very run is gone on with: its finished groups stay.
+    A directory that already holds a part of this very run is gone on with: its finished groups stay. The same run means
+    the same configuration, code, packages, machine, threads, weights, prompts and draft trees; a proposer that chose
+    its tree by timing must be built with the one it began with (``manifest.begun_trees``).
 
     Args:
         lab: the parts.
@@ -45,10 +47,9 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     """
     console = console or Console()
     arms, requests = lab.arms(settings), lab.requests(settings)
-    extra = {"arms": list(arms), "proposers": lab.facts()}
-    facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), extra)
+    facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), list(arms), lab.facts())
     recorder, size = Recorder(settings.out), settings.batch_size
-    claim(settings.out, facts)
+    facts = claim(settings.out, facts)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
     finished = recorder.finished()
     todo = {number: group for number, group in groups.items() if number not in finished}

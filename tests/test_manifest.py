@@ -3,7 +3,20 @@
 import json
 import subprocess
 
-from spec_lab.manifest import commit, finite, machine, without_secrets, write_json
+import pytest
+
+from spec_lab.manifest import begun, begun_trees, claim, commit, finite, machine, manifest, without_secrets, write_json
+
+CONFIG = {"out": "here", "tracker": {"mode": "offline"}, "proposer": {"tree": "calibrated", "api_key": "hush"}}
+
+
+def facts(**changes) -> dict:
+    tree = {"name": "medusa", "drawn": "point", "tree": "0 0.0", "verify_seconds": {0: 0.5}}
+    usual = dict(
+        config=CONFIG, seed=3, weights={"target": "a"}, prompts="b", arms=["speculative", "baseline"],
+        proposers={"speculative": tree, "beside": {"name": "ngram", "drawn": "point"}},
+    )  # fmt: skip
+    return manifest(**(usual | changes))
 
 
 def test_secrets_are_blanked_and_nothing_else():
@@ -49,3 +62,63 @@ def test_json_has_no_nan_and_is_whole(tmp_path):
     assert json.loads(file.read_text()) == {"x": None, "y": [None, 1.5], "z": [2]}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert finite({"a": 1}) == {"a": 1}
+
+
+def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
+    """Where results go, where they are watched, and what was measured while choosing a tree make no other run."""
+    first = claim(tmp_path / "out", facts())
+    again = facts(config=CONFIG | {"out": "there", "tracker": {"mode": "online"}})
+    again["proposers"]["speculative"]["verify_seconds"] = {0: 0.7}
+    again["machine"]["memory_gib"] += 1
+    assert claim(tmp_path / "out", again) == first == begun(tmp_path / "out")
+    assert first["proposers"]["speculative"]["verify_seconds"] == {"0": 0.5}
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == first
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "config.proposer.tree", "seed", "arms", "weights_sha256.target", "prompts_sha256", "commit", "versions.torch",
+        "threads", "machine.processor", "machine.gpus", "proposers.speculative.tree",
+    ],
+)  # fmt: skip
+def test_whatever_may_change_a_token_or_a_second_makes_another_run(tmp_path, path):
+    claim(tmp_path, facts())
+    other = json.loads(json.dumps(facts()))
+    *parts, last = path.split(".")
+    inner = other
+    for part in parts:
+        inner = inner[part]
+    inner[last] = "other"
+    with pytest.raises(ValueError, match=rf"holds another run \({path}: .* there, 'other' here\); choose another out"):
+        claim(tmp_path, other)
+
+
+def test_a_commit_with_local_changes_is_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "abc")
+    claim(tmp_path, facts())
+    monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "abc+")
+    with pytest.raises(ValueError, match=r"commit: 'abc' there, 'abc\+' here"):
+        claim(tmp_path, facts())
+
+
+def test_many_differences_are_not_all_told(tmp_path):
+    claim(tmp_path, facts())
+    other = facts(seed=4, arms=["baseline"], prompts="c", weights={})
+    with pytest.raises(ValueError, match=r"\(seed: 3 there, 4 here; arms: [^;]*; [^;]*; and more\)"):
+        claim(tmp_path, other)
+
+
+@pytest.mark.parametrize("text", ["half a fi", "[]", "{}", '{"config": 3}'])
+def test_a_file_that_is_no_manifest_is_refused_by_name(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    for ask in (lambda: claim(tmp_path, facts()), lambda: begun_trees(tmp_path, CONFIG)):
+        with pytest.raises(ValueError, match=r"manifest\.json is no manifest .*; choose another out=DIR, or remove it"):
+            ask()
+
+
+def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
+    assert begun_trees(tmp_path, CONFIG) == {}
+    claim(tmp_path, facts())
+    assert begun_trees(tmp_path, CONFIG | {"out": "elsewhere"}) == {"speculative": "0 0.0"}
+    assert begun_trees(tmp_path, CONFIG | {"batch_size": 2}) == {}

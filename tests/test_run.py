@@ -164,10 +164,28 @@ def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
 
 def test_another_run_in_the_same_directory_is_refused(done):
     out, _ = done
-    with pytest.raises(ValueError, match="already holds another run; choose another out=DIR"):
+    with pytest.raises(ValueError, match=r"another run \(config.max_new_tokens: 12 there, 13 here\); choose another"):
         run(lab(), settings(out), CONFIG | {"max_new_tokens": 13}, quiet())
-    with pytest.raises(ValueError, match="already holds another run"):
+    with pytest.raises(ValueError, match=r"already holds another run \(prompts_sha256: "):
         run(lab(texts=("other",)), settings(out), CONFIG, quiet())
+    with pytest.raises(ValueError, match=r"already holds another run \(arms: "):
+        run(lab(), settings(out, baseline=False), CONFIG, quiet())
+
+
+def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
+    """As a tree calibrated by timing may, where it is not taken from the manifest."""
+
+    class Calibrated(Repeat):
+        def __init__(self, depth: int) -> None:
+            super().__init__(depth)
+            self.facts = {"tree": " ".join([".".join("0" * level) for level in range(1, depth + 1)]), "seconds": depth}
+
+    assert run(lab(proposer=Calibrated(2)), settings(tmp_path), CONFIG, quiet()) == 0
+    with pytest.raises(ValueError, match=r"proposers.speculative.tree: '0 0.0' there, '0 0.0 0.0.0' here"):
+        run(lab(proposer=Calibrated(3)), settings(tmp_path), CONFIG, quiet())
+    again = Calibrated(2)
+    again.facts["seconds"] = 7  # a measurement that comes out differently makes no other run
+    assert run(lab(proposer=again), settings(tmp_path), CONFIG, quiet()) == 0
 
 
 def test_a_finished_run_is_not_decoded_again(done, monkeypatch):

@@ -7,6 +7,7 @@ num_layers, shared_lm_head, target_sha256) and ``model.safetensors`` (``weight``
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -33,7 +34,7 @@ class Heads:
     Args:
         weight: ``[K, L, H, H]``, ``bias``: ``[K, L, H]``.
         unembed: the target's language-modelling head, ``[n, H] -> [n, V]``.
-        sha256: of the weight file.
+        sha256: of the weight file and, where there is one, of calibration.json, which decides calibrated trees.
     """
 
     weight: Tensor
@@ -132,7 +133,13 @@ class Heads:
             if not torch.isfinite(tensors[name]).all():
                 raise ValueError(f"{file}: '{name}' holds NaN or infinite values")
         weight, bias = (tensors[name].to(target.lm.device, target.lm.dtype) for name in shapes)
-        return Heads(weight, bias, target.lm.model.get_output_embeddings(), weights_hash(path))
+        return Heads(weight, bias, target.lm.model.get_output_embeddings(), _hash(folder))
+
+
+def _hash(folder: File) -> str:
+    """See ``Heads.sha256``."""
+    weights, calibration = weights_hash(str(folder)), folder / "calibration.json"
+    return hashlib.sha256(weights.encode() + calibration.read_bytes()).hexdigest() if calibration.is_file() else weights
 
 
 def read_json(file: File, what: str) -> dict[str, Any]:
