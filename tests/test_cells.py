@@ -1,4 +1,4 @@
-"""Bookkeeping of cells, driven at random against plain lists."""
+"""Cells: driven at random against plain lists, then what a random life seldom meets."""
 
 import numpy as np
 import pytest
@@ -9,22 +9,29 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from spec_lab.cells import GRAIN, Cells, SpanFull, as_index
 
+CPU = torch.device("cpu")
+
 
 class CellsAgainstLists(RuleBasedStateMachine):
-    """Each path is mirrored by a list of labels; each cell's key holds the label of the token written there."""
+    """Each path is mirrored by a list of labels; each cell's contents are the label of the token written there."""
 
     paths = Bundle("paths")
 
     def __init__(self):
         super().__init__()
         self.cells = Cells()
-        self.cells.write(0, torch.zeros(1, 0, 1), torch.zeros(1, 0, 1), [])
+        self.write(torch.zeros(0), [])
         self.lists = {}
         self.label = 0
 
-    @rule(target=paths)
-    def open(self):
-        path = self.cells.open(4)
+    def write(self, labels, places):
+        self.cells.write(0, labels.reshape(1, -1, 1), -labels.reshape(1, -1, 1), places)
+        self.cells.write_hidden(2 * labels.reshape(-1, 1), places)
+
+    @rule(target=paths, reserve=st.sampled_from([1, 4, GRAIN, GRAIN + 1]))
+    def open(self, reserve):
+        path = self.cells.open(reserve)
+        assert self.cells.capacity >= reserve
         self.lists[path] = []
         return path
 
@@ -34,8 +41,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
         slots = self.cells.take(path, count)
         labels = np.arange(self.label + 1, self.label + count + 1)
         self.label += count
-        key = torch.from_numpy(labels).float().reshape(1, -1, 1)
-        self.cells.write(0, key, key, [(path.span, 0, count, as_index(slots, torch.device("cpu")))])
+        self.write(torch.from_numpy(labels).float(), [(path.span, 0, count, as_index(slots, CPU))])
         kept = [place for place in kept if place < count]
         self.cells.keep(path, slots[kept])
         self.cells.drop(path, np.delete(slots, kept))
@@ -47,9 +53,9 @@ class CellsAgainstLists(RuleBasedStateMachine):
         self.lists[twin] = list(self.lists[path])
         return twin
 
-    @rule(path=paths, share=st.floats(0, 1))
-    def backtrack(self, path, share):
-        length = int(share * len(self.lists[path]))
+    @rule(path=paths, back=st.integers(0, 4))
+    def backtrack(self, path, back):
+        length = max(0, len(self.lists[path]) - back)
         self.cells.backtrack(path, length)
         del self.lists[path][length:]
 
@@ -61,8 +67,11 @@ class CellsAgainstLists(RuleBasedStateMachine):
     @invariant()
     def paths_hold_what_the_lists_say(self):
         for path, labels in self.lists.items():
-            found = self.cells.keys[0][path.span, 0, path.slots, 0].tolist() if labels else []
-            assert found == labels
+            held = torch.tensor(labels, dtype=torch.float32)
+            assert torch.equal(self.cells.keys[0][path.span, 0, path.slots, 0], held)
+            assert torch.equal(self.cells.values[0][path.span, 0, path.slots, 0], -held)
+            assert torch.equal(self.cells.hidden[path.span, path.slots, 0], 2 * held)
+            assert not labels or self.cells.last_hidden(path) == 2 * labels[-1]
 
     @invariant()
     def bias_shows_exactly_the_own_cells(self):
@@ -82,26 +91,30 @@ TestCellsAgainstLists = CellsAgainstLists.TestCase
 TestCellsAgainstLists.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_cell_in_use_is_never_handed_out():
-    cells = Cells()
+def filled(cells, count=3):
+    """A path of ``count`` cells in a span of its own."""
     path = cells.open(8)
-    first = cells.take(path, 5)
-    assert not set(first) & set(cells.take(path, 5))
+    cells.keep(path, cells.take(path, count))
+    return path
 
 
-def test_rejected_cells_are_used_again_before_new_ones():
+def test_cells_are_handed_out_lowest_first_and_only_while_nobody_uses_them():
+    """Neither those held by a forward, nor those a path or its fork has kept; dropped ones come again before new."""
     cells = Cells()
     path = cells.open(8)
-    slots = cells.take(path, 4)
+    slots = cells.take(path, 5)
+    assert slots.tolist() == [0, 1, 2, 3, 4]
     cells.keep(path, slots[[0, 2]])
-    cells.drop(path, slots[[1, 3]])
-    assert cells.take(path, 3).tolist() == [1, 3, 4]
+    cells.drop(path, slots[[1]])
+    assert cells.take(path, 2).tolist() == [1, 5], "3 and 4 are still held"
+    twin = cells.fork(path)
+    cells.close(path)
+    assert cells.take(twin, 1).tolist() == [6], "the fork still has 0 and 2"
 
 
 def test_a_span_is_free_once_every_fork_is_closed():
     cells = Cells()
-    path = cells.open(8)
-    cells.keep(path, cells.take(path, 3))
+    path = filled(cells)
     twin = cells.fork(path)
     cells.close(path)
     assert cells.open(8).span != twin.span
@@ -109,25 +122,63 @@ def test_a_span_is_free_once_every_fork_is_closed():
     assert cells.open(8).span == twin.span
 
 
+def test_closing_twice_closes_once():
+    """Else the second time would free the span under a living fork."""
+    cells = Cells()
+    path = filled(cells)
+    twin = cells.fork(path)
+    cells.close(path)
+    cells.close(path)
+    assert cells.open(8).span != twin.span
+    assert cells.references[twin.span, :4].tolist() == [1, 1, 1, 0]
+
+
 def test_cells_held_by_a_failed_forward_come_back_with_the_span():
     cells = Cells()
     path = cells.open(8)
     cells.take(path, 3)
     cells.close(path)
-    assert cells.take(cells.open(8), 3).tolist() == [0, 1, 2]
+    again = cells.open(8)
+    assert again.span == path.span
+    assert cells.take(again, 3).tolist() == [0, 1, 2]
 
 
-def test_a_span_refuses_to_outgrow_its_limit():
-    cells = Cells(limit=GRAIN)
+@pytest.mark.parametrize("limit", [16, GRAIN, GRAIN + 10])
+def test_a_span_holds_its_limit_and_not_a_cell_more(limit):
+    cells = Cells(limit=limit)
     path = cells.open(8)
-    cells.take(path, GRAIN)
-    with pytest.raises(SpanFull, match=f"needs {GRAIN + 1} cells, its span is limited to {GRAIN}"):
+    held = cells.take(path, limit)
+    with pytest.raises(SpanFull, match=f"needs {limit + 1} cells, its span is limited to {limit}"):
         cells.take(path, 1)
+    assert (cells.references[path.span, held] == 1).all(), "what it held it still holds"
     with pytest.raises(SpanFull):
-        cells.open(GRAIN + 1)
+        cells.open(limit + 1)
+    cells.close(path)
+    with pytest.raises(SpanFull):  # in a span that is free as well
+        cells.open(limit + 1)
 
 
-def test_backtracking_beyond_the_path_is_an_error():
+@pytest.mark.parametrize("length", [-1, 4])
+def test_backtracking_to_no_length_of_the_path_is_an_error(length):
     cells = Cells()
-    with pytest.raises(ValueError, match="path of 0 cells to 3"):
-        cells.backtrack(cells.open(8), 3)
+    path = filled(cells)
+    with pytest.raises(ValueError, match=f"path of 3 cells to {length}"):
+        cells.backtrack(path, length)
+
+
+def test_a_path_without_hidden_states_says_so():
+    cells = Cells()
+    path = filled(cells)
+    with pytest.raises(ValueError, match="no hidden state"):
+        cells.last_hidden(path)
+    cells.write_hidden(torch.ones(3, 2), [(path.span, 0, 3, as_index(path.slots, CPU))])
+    assert cells.last_hidden(path).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="no hidden state"):
+        cells.last_hidden(cells.open())
+
+
+@pytest.mark.parametrize("slots", [[3], [3, 4, 5], [0, 1], [3, 5], [0, 2, 3]])
+def test_an_index_picks_the_slots_and_is_a_slice_where_they_are_consecutive(slots):
+    index = as_index(np.array(slots), CPU)
+    assert torch.arange(9)[index].tolist() == slots
+    assert isinstance(index, slice) == (slots == list(range(slots[0], slots[0] + len(slots))))
