@@ -22,7 +22,7 @@ from spec_lab.lab import Decoded
 from spec_lab.law import Sampling
 from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.record import Outcome
-from spec_lab.target import Target, load_model
+from spec_lab.target import Target, load_model, weights_hash
 
 
 class Stopwatch(BaseStreamer):
@@ -54,6 +54,7 @@ class Generate:
         seed: of torch's generator, with the request's number added, where something is sampled.
         options: what the generation config says beyond greedy decoding or sampling.
         assistant: a draft model, whose own generation config says how it drafts; None: there is none.
+        sha256: of the assistant's weights; empty without one, or for one from the hub.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Generate:
         seed: int,
         options: Mapping[str, Any] | None = None,
         assistant: Any = None,
+        sha256: str = "",
     ) -> None:
         self.target, self.sampling, self.seed = target, sampling, seed
-        self.options, self.assistant = dict(options or {}), assistant
+        self.options, self.assistant, self.sha256 = dict(options or {}), assistant, sha256
         self.model = as_transformers_runs_it(target)
 
     @staticmethod
@@ -96,7 +98,7 @@ class Generate:
         assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
         check_same_tokens(target, assistant, tokenizer, path)
         assistant.generation_config = config
-        return Generate(target, sampling, seed, assistant=assistant)
+        return Generate(target, sampling, seed, assistant=assistant, sha256=weights_hash(path))
 
     @staticmethod
     def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> Generate:

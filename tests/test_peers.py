@@ -13,7 +13,7 @@ from spec_lab.lab import Lab
 from spec_lab.law import Sampling
 from spec_lab.peers import Bare, Generate
 from spec_lab.run import run
-from spec_lab.target import Target
+from spec_lab.target import Target, weights_hash
 from spec_lab.track import Files
 from spec_lab.verify import Token
 from tests import checkpoints
@@ -100,6 +100,7 @@ def test_the_bare_loop_refuses_what_it_cannot_do(folder):
 def test_peers_share_the_targets_weights_and_nothing_else(folder):
     lab = build(folder, Sampling())
     ours = lab.target.lm.model
+    assert lab.weights()["assisted"] == lab.weights()["assisted_4"] == weights_hash(str(folder / "draft"))
     assert ours.config._attn_implementation == SPANS
     for peer in lab.peers.values():
         assert peer.model is not ours
