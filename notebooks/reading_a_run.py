@@ -19,7 +19,8 @@
 # accepted, and does the exact expectation agree with what was sampled?
 #
 # Make the run first: `python -m spec_lab +experiment=medusa_tree out=outputs/notebook`; another run's directory may be
-# given in the environment variable `RUN`.
+# given in the environment variable `RUN`. `python scripts/render_notebooks.py outputs/notebook` executes the notebook
+# and writes its outputs beside this source.
 
 # %%
 import os
@@ -44,8 +45,8 @@ arm = arms[0]
 # process, minutes apart at most.
 
 # %%
-ratios = metrics.walltime_speedup_paired(tables.requests, arm)
-print("speed-up", metrics.interval(ratios))
+speedup = metrics.interval(metrics.walltime_speedup_paired(tables.requests, arm))
+print(f"speed-up {speedup.mean:.2f}, 95 % interval {speedup.low:.2f} to {speedup.high:.2f}")
 figures.throughput(tables)
 
 # %% [markdown]
@@ -53,7 +54,7 @@ figures.throughput(tables)
 
 # %%
 steps = metrics.decode_steps(tables.steps, arm)
-print("tau", metrics.tau_pooled(steps), "of which the bonus token is 1")
+print(f"tau {metrics.tau_pooled(steps):.2f}, of which the token after the accepted path is 1")
 figures.acceptance(tables)
 
 # %% [markdown]
