@@ -54,7 +54,7 @@ class Plan:
     """Everything that decides the weights, besides streams and control file. Rates are peak values."""
 
     batch: int = 8
-    grown_batch: int = 12
+    grown_batch: int = 16
     part: int = 4
     length: int = 512
     seed: int = 0
