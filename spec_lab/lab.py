@@ -157,17 +157,8 @@ class Lab:
         return arms
 
     def requests(self, settings: Settings) -> list[Request]:
-        """The prompts as requests.
-
-        Raises:
-            ValueError: a prompt that does not fit the context; named.
-        """
-        encoded = text.encode(self.prompts, self.target.tokenizer, self.target.context)
-        stop = stop_tokens(self.target)
-        return [
-            Request(number, prompt.name, tokens, self.sampling, settings.max_new_tokens, stop)
-            for number, (prompt, tokens) in enumerate(zip(self.prompts, encoded, strict=True))
-        ]
+        """The prompts as requests. Errors as in ``requests_of``."""
+        return requests_of(self.target, self.prompts, self.sampling, settings.max_new_tokens)
 
     def facts(self) -> dict[str, Any]:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
@@ -180,6 +171,22 @@ class Lab:
         """SHA-256 of the weights of each part that has some; empty for weights from the hub."""
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.beside, **self.peers}
         return {name: part.sha256 for name, part in parts.items() if hasattr(part, "sha256")}
+
+
+def requests_of(
+    target: Target, prompts: Sequence[text.Prompt], sampling: Sampling, max_new_tokens: int
+) -> list[Request]:
+    """The prompts as requests to the target, numbered in order.
+
+    Raises:
+        ValueError: a prompt that does not fit the context; named.
+    """
+    encoded = text.encode(prompts, target.tokenizer, target.context)
+    stop = stop_tokens(target)
+    return [
+        Request(number, prompt.name, tokens, sampling, max_new_tokens, stop)
+        for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True))
+    ]
 
 
 def stop_tokens(target: Target) -> frozenset[int]:

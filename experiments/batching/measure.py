@@ -11,13 +11,14 @@ from tqdm import tqdm
 
 import spec_lab
 from spec_lab.batch import Request
-from spec_lab.lab import Loop, stop_tokens
+from spec_lab.lab import Loop, requests_of
+from spec_lab.law import Sampling
 from spec_lab.metrics import Interval, interval
 from spec_lab.propose import Null
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
-from spec_lab.text import encode, jsonl
+from spec_lab.text import jsonl
 from spec_lab.verify import Token
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
@@ -35,14 +36,7 @@ def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Requ
 
 def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, new: int) -> pd.DataFrame:
     """Tokens per second of every way ``[groups, 3]``; the ways take turns in going first."""
-    texts = jsonl(str(prompts), limit)
-    stop = stop_tokens(target)
-    requests = [
-        Request(number, prompt.name, tokens, max_new_tokens=new, stop=stop)
-        for number, (prompt, tokens) in enumerate(
-            zip(texts, encode(texts, target.tokenizer, target.context), strict=True)
-        )
-    ]
+    requests = requests_of(target, jsonl(str(prompts), limit), Sampling(), new)
     groups = [requests[start : start + batch] for start in range(0, len(requests) - batch + 1, batch)]
     medusa = Medusa.load(target, heads, batch_size=batch)
     print(f"tree calibrated for batch {batch}: {medusa.facts['tree']}")
