@@ -132,7 +132,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
         tokens=settings.tokens,
         accuracies="\n".join(lines),
-        control="--grow-step {grow_step} --stable-steps {stable_steps} --decay-steps {decay_steps}".format(
+        control="--grow-step {grow_step} --stable-steps {stable_steps} --decay-steps {decay_steps} --rate {rate:g}".format(
             **vars(settings.control.read(work / "target"))
         ),
         parts=parts,

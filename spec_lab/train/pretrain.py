@@ -245,10 +245,10 @@ class Control:
     while training runs.
     """
 
-    grow_step: int = 1500
-    stable_steps: int = 6000
-    decay_steps: int = 1500
-    rate: float = 1.0
+    grow_step: int = 3700
+    stable_steps: int = 4500
+    decay_steps: int = 500
+    rate: float = 0.4
 
     def read(self, work: Path) -> "Control":
         """What holds now."""

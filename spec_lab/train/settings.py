@@ -43,7 +43,7 @@ class Settings:
     plan: Plan = field(default_factory=Plan)
     draft_plan: Plan = field(default_factory=lambda: Plan(grown_batch=8, seed=1))
     control: Control = field(default_factory=Control)
-    draft_control: Control = field(default_factory=lambda: Control(0, 1200, 400))
+    draft_control: Control = field(default_factory=lambda: Control(0, 2000, 600, 1.0))
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
     parts: int = 160

@@ -45,13 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--grow-step", type=int, default=Control.grow_step, help="steps at half depth")
     parser.add_argument("--stable-steps", type=int, default=Control.stable_steps, help="when the rates begin to fall")
     parser.add_argument("--decay-steps", type=int, default=Control.decay_steps)
+    parser.add_argument("--rate", type=float, default=Control.rate, help="factor on the target's rates")
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     training = chosen.stage in ("target", "draft")  # there threads work side by side on parts of a batch
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
-    control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps)
+    control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
     STAGES[chosen.stage](Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts, options=options))
 
 
