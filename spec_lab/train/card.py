@@ -97,6 +97,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
     work, plan = settings.work, settings.plan
     target = pretrain.load(work / "target" / "checkpoint.safetensors", settings.target, plan)
     draft = pretrain.load(work / "draft" / "checkpoint.safetensors", settings.draft, settings.draft_plan)
+    control = settings.control.read(work / "target")
     shapes = {"target": settings.target, "draft": settings.draft}
     kinds = {
         n: f"Llama, {s.layers} layer{'s' * (s.layers > 1)}, hidden {s.hidden}, vocabulary {s.vocab}, tied embeddings"
@@ -124,7 +125,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         models="\n".join(f"| `{n}` | {kinds[n]} | {count[n] / 1e6:.2f} M | `{figures['sha256'][n]}` |" for n in kinds),
         packages=", ".join(p for p in settings.packages if p != "stdlib"),
         target_tokens=target.sequences * plan.length / 1e6,
-        grown=settings.control.read(work / "target").grow_step * plan.batch * plan.length / 1e6,
+        grown=control.grow_step * plan.batch * plan.length / 1e6,
         length=plan.length,
         mix=", ".join(f"{w} {share:.0%}" for w, share in plan.mix),
         draft_tokens=draft.sequences * settings.draft_plan.length / 1e6,
@@ -132,8 +133,6 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
         tokens=settings.tokens,
         accuracies="\n".join(lines),
-        control="--grow-step {grow_step} --stable-steps {stable_steps} --decay-steps {decay_steps} --rate {rate:g}".format(
-            **vars(settings.control.read(work / "target"))
-        ),
+        control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in vars(control).items()),
         parts=parts,
     )
