@@ -1,4 +1,4 @@
-"""What the proposers' tests share: decoding with tiny models, and draws that remember."""
+"""What tests of decoding and proposing share: decoding with tiny models, and draws that remember."""
 
 from dataclasses import dataclass, field
 
@@ -18,8 +18,8 @@ WARM = Sampling(1.0)
 COLD = Sampling()
 
 
-def requests(sampling=COLD, new=20, prompts=PROMPTS, first=0):
-    return [Request(first + i, f"p{first + i}", tuple(p), sampling, new) for i, p in enumerate(prompts)]
+def requests(sampling=COLD, new=20, prompts=PROMPTS, stop=frozenset()):
+    return [Request(i, f"p{i}", tuple(prompt), sampling, new, stop) for i, prompt in enumerate(prompts)]
 
 
 def decode(target, proposer, wanted, verifier=None, seed=0):
