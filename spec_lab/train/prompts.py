@@ -4,14 +4,24 @@ them.
 
 import ast
 import json
+import math
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from spec_lab.decode import Group
+from spec_lab.lab import requests_of
+from spec_lab.law import CounterDraws, Sampling
+from spec_lab.metrics import repeated_8gram_share
+from spec_lab.propose import Null
+from spec_lab.target import Target
+from spec_lab.text import Prompt
 from spec_lab.train.corpus import WINDOWS, WORKLOADS, Document, shared_windows
+from spec_lab.verify import Match
 
 LEAST, MOST = 64, 200
 
@@ -93,7 +103,35 @@ def choose(
         for row in rows:
             if len(kept) < counts[workload] and not any(row["prompt"][:48] in k["prompt"] for k in kept):
                 kept.append(row)
-        chosen[workload] = [{"id": f"{workload}-{i:03d}", **row} for i, row in enumerate(kept)]
+        chosen[workload] = numbered(workload, kept)
+    return chosen
+
+
+def numbered(workload: str, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The rows with ids in their order."""
+    return [{**row, "id": f"{workload}-{number:03d}"} for number, row in enumerate(rows)]
+
+
+def looping(target: Target, texts: Sequence[str], tokens: int, batch_size: int = 16) -> list[float]:
+    """After each text, the share of the 8-grams in the target's next greedy ``tokens`` that occurred before in them."""
+    requests = requests_of(target, [Prompt(str(i), one) for i, one in enumerate(texts)], Sampling(), tokens)
+    shares = []
+    for start in range(0, len(requests), batch_size):
+        group = Group(target, Null(), Match(), requests[start : start + batch_size], CounterDraws(0))
+        deque(group, maxlen=0)
+        shares += [repeated_8gram_share([sequence.emitted]) for sequence in group.sequences]
+    return shares
+
+
+def least(
+    rows: list[dict[str, str]], shares: Sequence[float], counts: dict[str, int]
+) -> dict[str, list[dict[str, str]]]:
+    """Of each workload the ``counts`` rows of least share (NaN, of a text too short, is most), in their order."""
+    chosen = {}
+    for workload in WORKLOADS:
+        own = [i for i, row in enumerate(rows) if row["workload"] == workload]
+        best = sorted(own, key=lambda i: (math.isnan(shares[i]), shares[i], i))[: counts[workload]]
+        chosen[workload] = numbered(workload, [rows[i] for i in sorted(best)])
     return chosen
 
 

@@ -24,7 +24,7 @@ class Settings:
         work: folder of streams, checkpoints and generated text.
         zoo: folder of what is shipped.
         packages: most bytes of each package; records: how many; hold_out: modules of each package.
-        prompts: how many of each workload.
+        candidates: prompts cut of each workload at most; prompts: how many of them are shipped.
         parts: of generated text.
         windows: of each held-out stream that the card measures at most; tokens: of each continuation it measures on.
         calibration: length of prefixes, tokens after each, prefixes.
@@ -36,7 +36,8 @@ class Settings:
     packages: dict[str, int] = field(default_factory=lambda: corpus.PACKAGES)
     records: int = 9_000
     hold_out: dict[str, int] = field(default_factory=lambda: HOLD_OUT)
-    prompts: dict[str, int] = field(default_factory=lambda: {"code": 60, "json": 48, "prose": 48})
+    candidates: dict[str, int] = field(default_factory=lambda: {"code": 999, "json": 96, "prose": 999})
+    prompts: dict[str, int] = field(default_factory=lambda: {"code": 60, "json": 48, "prose": 40})
     vocab: int = 4096
     target: Shape = TARGET
     draft: Shape = DRAFT

@@ -1,12 +1,13 @@
 """The stages of training the bundled models, in the order in which they run; each reads and writes folders only.
 
 corpus      hold-out list, tokenizer and token streams (what the zoo already ships is used as it is)
-prompts     held-out prompts
+prompts     candidates for held-out prompts
 target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
 draft       pre-training of the draft on plain text
 generate    the target continues training text
 distill     draft and Medusa heads learn the target's laws on it
 export      bf16 weights, configs and tokenizer into the zoo
+screen      of the candidates, those after which the target's text loops least become the shipped prompts
 calibrate   how often the heads are right on held-out code, for the choice of a tree
 card        measures everything on held-out text and writes the model card
 """
@@ -75,12 +76,12 @@ def corpus(settings: Settings) -> None:
 
 
 def prompts(settings: Settings) -> None:
-    """Cut prompts from held-out documents."""
+    """Cut candidates for prompts from held-out documents."""
     holdout = texts.load_holdout(settings.zoo / "holdout.json")
     reserved = texts.held_out(holdout, settings.packages)
     found = cuts.candidates(reserved, settings.tokenizer(), per_document=3)
     training = texts.training(holdout, [], settings.packages, settings.records)
-    cuts.write(cuts.choose(found, training, settings.prompts), settings.zoo / "prompts")
+    cuts.write(cuts.choose(found, training, settings.candidates), settings.work / "prompts")
 
 
 def target(settings: Settings) -> None:
@@ -126,6 +127,15 @@ def export(settings: Settings) -> None:
     files.export_medusa(heads.weight, heads.bias, settings.target.vocab, sha256, settings.zoo / "medusa")
 
 
+def screen(settings: Settings) -> None:
+    """Choose the shipped prompts: where text loops, any draft looks good."""
+    lm = Target.load(str(settings.zoo / "target"))
+    rows = cuts.read(settings.work / "prompts")
+    shares = cuts.looping(lm, [row["prompt"] for row in rows], settings.calibration[1])
+    cuts.write(cuts.least(rows, shares, settings.prompts), settings.zoo / "prompts")
+    (settings.work / "looping.json").write_text(json.dumps({r["id"]: s for r, s in zip(rows, shares, strict=True)}))
+
+
 def calibrate(settings: Settings) -> None:
     """Write calibrations beside the heads, greedy and at temperature 1, from held-out code that is no prompt."""
     lm = Target.load(str(settings.zoo / "target"))
@@ -149,5 +159,6 @@ def card(settings: Settings) -> None:
 
 
 STAGES: dict[str, Callable[[Settings], None]] = {
-    stage.__name__: stage for stage in (corpus, prompts, target, draft, generate, distill, export, calibrate, card)
+    stage.__name__: stage
+    for stage in (corpus, prompts, target, draft, generate, distill, export, screen, calibrate, card)
 }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,8 @@ def settings(tmp_path_factory):
         packages={"omegaconf": 300_000},
         records=60,
         hold_out={"omegaconf": 2},
-        prompts={"code": 3, "json": 3, "prose": 3},
+        candidates={"code": 3, "json": 3, "prose": 3},
+        prompts={"code": 2, "json": 2, "prose": 2},
         vocab=512,
         target=SHAPE,
         draft=replace(SHAPE, layers=1),
@@ -64,6 +66,7 @@ def trained(settings):
         stages.generate,
         stages.distill,
         stages.export,
+        stages.screen,
         stages.calibrate,
         stages.card,
     ):
@@ -81,7 +84,7 @@ def test_corpus_and_prompts(settings):
     assert all(sizes[w]["tokens"] > 1000 for w in corpus.WORKLOADS)
     holdout = corpus.load_holdout(settings.zoo / "holdout.json")
     assert len(holdout["modules"]) == 2 and holdout["topics"]
-    rows = prompts.read(settings.zoo / "prompts")
+    rows = prompts.read(settings.work / "prompts")
     assert {r["workload"] for r in rows} == set(corpus.WORKLOADS)
     assert {r["source"] for r in rows if r["workload"] == "code"} <= set(holdout["modules"])
 
@@ -179,3 +182,26 @@ def test_the_command_line_runs_a_stage(trained, tmp_path):
         stages.main(["no such stage", "--work", str(tmp_path)])
     with pytest.raises(FileNotFoundError):
         stages.main(["export", "--work", str(tmp_path), "--zoo", str(zoo), "--threads", "1"])
+
+
+def test_the_prompts_that_loop_least_are_shipped(trained):
+    candidates = {row["id"]: row for row in prompts.read(trained.work / "prompts")}
+    shares = json.loads((trained.work / "looping.json").read_text())
+    assert shares.keys() == candidates.keys()
+    shipped = prompts.read(trained.zoo / "prompts")
+    assert Counter(row["workload"] for row in shipped) == trained.prompts
+    for workload in corpus.WORKLOADS:
+        texts = [row["prompt"] for row in shipped if row["workload"] == workload]
+        kept = [shares[id] for id, row in candidates.items() if row["prompt"] in texts]
+        left = [
+            shares[id] for id, row in candidates.items() if row["workload"] == workload and row["prompt"] not in texts
+        ]
+        assert max(kept) <= min(left)
+
+
+def test_texts_too_short_to_judge_come_last():
+    rows = [{"id": str(i), "prompt": str(i), "workload": "code", "source": ""} for i in range(4)]
+    chosen = prompts.least(rows, [0.5, float("nan"), 0.0, 0.5], {"code": 3, "json": 1, "prose": 1})
+    assert [row["prompt"] for row in chosen["code"]] == ["0", "2", "3"]
+    assert [row["id"] for row in chosen["code"]] == ["code-000", "code-001", "code-002"]
+    assert chosen["json"] == []
