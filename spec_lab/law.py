@@ -131,6 +131,21 @@ def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
     return x.argmax(-1)
 
 
+def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
+    """The ``width`` largest of each row, the largest first. A few are found faster by as many arg max."""
+    if x.device.type != "cpu" or width > FEW:
+        return x.topk(width, -1).indices
+    values = x.to(law_dtype(x), copy=True).numpy()
+    rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
+    for rank in range(width):
+        found[:, rank] = values.argmax(-1)
+        values[rows, found[:, rank]] = -np.inf
+    return torch.from_numpy(found)
+
+
+FEW = 6
+
+
 def one_hot_(token: Tensor, law: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
     """The law that gives ``token`` with certainty, written over ``law``."""
     if law.device.type == "cpu":  # NumPy writes a few numbers three times as fast

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from spec_lab.law import CounterDraws, Key, Purpose, Sampling, _invert_on_device, argmax, invert, law
+from spec_lab.law import FEW, CounterDraws, Key, Purpose, Sampling, _invert_on_device, argmax, invert, law, likeliest
 
 ON = {"temperature": 1.0}
 P = [0.4, 0.3, 0.15, 0.1, 0.05]
@@ -320,3 +320,12 @@ def test_batch_mates_do_not_matter():
     together = draws.pick(weights, keys)
     alone = [draws.pick(weights[r : r + 1], keys[r : r + 1])[0] for r in range(6)]
     assert together.tolist() == alone and together.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_likeliest_come_in_order_however_many(dtype):
+    x = torch.stack([torch.randperm(200) for _ in range(3)]).to(dtype)
+    before = x.clone()
+    for width in (1, 3, FEW, FEW + 1):
+        assert torch.equal(likeliest(x, width), x.topk(width, -1).indices)
+    assert torch.equal(x, before)

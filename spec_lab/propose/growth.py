@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_lab.batch import Batch
 from spec_lab.draft import Draft, Drawn, Shape, empty
-from spec_lab.law import Key, Purpose, Sampling, law, law_dtype
+from spec_lab.law import Key, Purpose, Sampling, law, law_dtype, likeliest
 from spec_lab.model import CausalLM, Output
 from spec_lab.propose.trail import Held, Trail
 
@@ -104,9 +104,9 @@ class Growth:
         if self.drawn == "point":
             if self.seen is not None:
                 logits = self._penalised(logits, parents)
-            likeliest = logits.topk(width, -1).indices.cpu().numpy()  # [n, width]
+            tokens = likeliest(logits, width).cpu().numpy()  # [n, width]
             for rank, (nodes, above) in enumerate(level.ranks):
-                self.token[nodes - heads] = likeliest[number[above], rank]
+                self.token[nodes - heads] = tokens[number[above], rank]
             return
         q = law(logits, *self._warp(self.samplings, parents), scratch=logits)
         self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))

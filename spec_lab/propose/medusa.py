@@ -16,6 +16,7 @@ from torch import Tensor
 from spec_lab.batch import Batch, Sequence
 from spec_lab.draft import Draft, Drawn, Shape, forest
 from spec_lab.draft import tree as shape_of
+from spec_lab.law import likeliest
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.heads import Heads
@@ -113,8 +114,8 @@ class Medusa:
         start = lm.clock.mark()
         logits = self.heads(hidden)  # [B, K, V]
         batch.marks.append((start, lm.clock.mark()))
-        likeliest = logits.topk(self._width, -1).indices
-        return Draft(shape, likeliest.view(-1).index_select(0, index))
+        tokens = likeliest(logits.flatten(0, 1), self._width)
+        return Draft(shape, tokens.view(-1).index_select(0, index))
 
     def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor]:
         """For trees that begin with head ``gaps[b]``: the forest, which have nodes, and where each token is found.
