@@ -246,8 +246,8 @@ class Control:
     """
 
     grow_step: int = 3700
-    stable_steps: int = 4500
-    decay_steps: int = 500
+    stable_steps: int = 4420
+    decay_steps: int = 560
     rate: float = 0.4
 
     def read(self, work: Path) -> "Control":
