@@ -6,7 +6,7 @@ import torch
 
 from spec_lab.batch import Batch, Request, Sequence
 from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Sampling
+from spec_lab.law import CounterDraws, Sampling, law
 from spec_lab.model import CausalLM
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import parse
@@ -47,6 +47,14 @@ def plain_logits(model, tokens):
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
+def plain_law(model, tokens, sampling):
+    """The law after ``tokens``, all of which a repetition penalty has seen."""
+    logits = plain_logits(model, tokens)[None]
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    seen[0, tokens] = True
+    return law(logits, [sampling], seen)[0]
+
+
 def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm=None, **changes):
     lm = lm or CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
     return DraftModel(lm, context, parse(tree), drawn, temperature)
@@ -61,6 +69,16 @@ def batch_of(target, wanted, draws=None):
 
 def path_tokens(draft, row):
     return [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
+
+
+def expanded(draft, sequences):
+    """Each row that has children: the row, its sequence, the text that ends with it, its children's tokens."""
+    shape = draft.shape
+    for head, sequence in enumerate(sequences):
+        for row in shape.trees[head].tolist():
+            if len(shape.children[row]):
+                children = draft.token[shape.children[row] - shape.heads].tolist()
+                yield row, sequence, sequence.tokens + path_tokens(draft, row), children
 
 
 @dataclass

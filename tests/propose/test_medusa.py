@@ -36,16 +36,6 @@ def heads_of(target, count=4, layers=1, seed=5):
     return Heads(weight, bias, target.lm.model.get_output_embeddings())
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
-def truth(target):
-    return [plain_greedy(target.lm.model, prompt, 20) for prompt in PROMPTS]
-
-
 def plain_heads(heads, hidden):
     """Head by head, layer by layer: ``[K, V]``."""
     rows = []
@@ -67,7 +57,7 @@ def test_heads_equal_the_plain_formula(target, layers):
 
 
 @pytest.mark.parametrize("verifier", [None, Traversal()])
-def test_greedy_is_autoregressive(target, truth, verifier):
+def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier):
     proposer = Medusa(heads_of(target), TREE)
     group, rounds = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
@@ -77,7 +67,7 @@ def test_greedy_is_autoregressive(target, truth, verifier):
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.7, top_p=0.8, repetition_penalty=1.2)])
-def test_batch_is_one_by_one(target, sampling):
+def test_a_batch_decodes_as_its_requests_alone(target, sampling):
     proposer = Medusa(heads_of(target), TREE)
     wanted = requests(sampling, new=14)
     together = emitted(decode(target, proposer, wanted)[0])
@@ -248,7 +238,7 @@ def saved(folder, config=(), tensors=(), count=4):
     return folder
 
 
-def test_load(target, truth, tmp_path):
+def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp_path):
     folder = saved(tmp_path)
     named = Medusa.load(target, str(folder), tree="3x2")
     assert (named.nodes, len(named.heads), named.calibration, len(named.sha256)) == (9, 2, None, 64)
@@ -286,7 +276,7 @@ def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, 
         Medusa.load(target, str(saved(tmp_path, config, tensors)), **{"tree": "2x1"} | options)
 
 
-def test_missing_and_broken_files(target, tmp_path, caplog):
+def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
     with pytest.raises(OSError, match=r"config\.json is missing"):
         Medusa.load(target, str(tmp_path / "nowhere"), tree="2")
     folder = saved(tmp_path / "heads")

@@ -70,7 +70,7 @@ def test_index_follows_growth_and_rewinds(tokens, edits, shortest, more):
 
 
 @given(TOKENS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 2))
-def test_chain_is_the_first_match(tokens, depth, shortest, more):
+def test_a_chain_reads_on_from_the_first_match(tokens, depth, shortest, more):
     draft = Ngram(depth, shortest + more, shortest).propose(batch(sequence(tokens)))
     first = next(naive_matches(tokens, shortest + more, shortest), None)
     assert draft.token.tolist() == ([] if first is None else naive_continuation(tokens, first, depth))
@@ -78,14 +78,14 @@ def test_chain_is_the_first_match(tokens, depth, shortest, more):
 
 
 @given(TOKENS, st.integers(1, 5), st.integers(1, 9), st.integers(1, 2), st.integers(0, 2))
-def test_tree_merges_matches(tokens, depth, nodes, shortest, more):
+def test_a_tree_merges_the_matches_in_their_order(tokens, depth, nodes, shortest, more):
     draft = NgramTree(nodes, depth, shortest + more, shortest).propose(batch(sequence(tokens)))
     expected = naive_tree(tokens, shortest + more, shortest, depth, nodes)
     assert paths_of(draft) == expected
     assert len(set(expected)) == len(expected)  # siblings are distinct
 
 
-def test_longer_matches_first_then_recent_ones():
+def test_longer_matches_come_first_then_recent_ones():
     text = [1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3]
     read = [continuation(text, place, 1)[0] for place in naive_matches(text, 3, 1)]
     assert read == [9, 8, 9, 7, 8, 9]
@@ -97,7 +97,7 @@ def test_reading_goes_on_in_the_draft():
     assert continuation([5, 1, 2, 1, 2], 3, 5) == [1, 2, 1, 2, 1]
 
 
-def test_batch_drafts_as_one_by_one():
+def test_a_batch_is_drafted_as_its_sequences_alone():
     texts = ([1, 2, 1, 2], [4, 5, 6], [7, 7, 7, 8, 7])
     for proposer in (Ngram(3, 2, 1), NgramTree(4, 3, 2, 1)):
         draft = proposer.propose(batch(*map(sequence, texts)))
@@ -105,7 +105,7 @@ def test_batch_drafts_as_one_by_one():
             assert paths_of(draft, head) == paths_of(proposer.propose(batch(sequence(text))))
 
 
-def test_two_rewinds_at_once_on_one_state():
+def test_a_fork_and_its_origin_may_draft_from_one_index():
     """A fork that inherits its origin's index merely makes it turn back and forth."""
     proposer, one = Ngram(2, 2, 1), sequence([1, 2, 3, 1, 2])
     twin = sequence([1, 2, 9, 1])
