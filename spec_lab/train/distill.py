@@ -120,7 +120,7 @@ class Distillation:
     rows: int = 16
     heads_rate: float = 1e-3
     warmup: int = 30
-    passes: float = 1.0
+    passes: float = 1.75
     decay: float = 0.5
 
 

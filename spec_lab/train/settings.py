@@ -44,10 +44,10 @@ class Settings:
     plan: Plan = field(default_factory=Plan)
     draft_plan: Plan = field(default_factory=lambda: Plan(grown_batch=8, seed=1))
     control: Control = field(default_factory=Control)
-    draft_control: Control = field(default_factory=lambda: Control(0, 2000, 600, 1.0))
+    draft_control: Control = field(default_factory=lambda: Control(0, 1050, 300, 1.0))
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
-    parts: int = 160
+    parts: int = 120
     windows: int = 1_000_000
     tokens: int = 96
     calibration: tuple[int, int, int] = (128, 128, 64)
