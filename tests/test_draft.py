@@ -36,7 +36,7 @@ def choices(shape: Shape) -> set[tuple[int, ...]]:
 
 
 @given(shapes())
-def test_derived_arrays(shape):
+def test_all_that_is_derived_follows_from_the_parents(shape):
     assert shape.rows == shape.heads + shape.nodes
     for row in range(shape.rows):
         line = above(shape, row)
@@ -56,6 +56,8 @@ def test_trees_part_the_rows(shape):
     for head, rows in enumerate(shape.trees):
         assert rows[0] == head and (shape.root[rows] == head).all() and (np.diff(rows) > 0).all()
         assert shape.places[rows].tolist() == list(range(-1, len(rows) - 1))
+        assert shape.tree_depths[head].tolist() == [len(above(shape, row)) - 1 for row in rows]
+        assert shape.grid[head].tolist() == [*rows, *[-1] * (shape.grid.shape[1] - len(rows))]
 
 
 @given(shapes(), st.data())
@@ -76,7 +78,7 @@ def test_keep_drops_what_hangs_below(shape, data):
 
 
 @given(shapes(heads=1))
-def test_tree_of_choices(shape):
+def test_a_tree_holds_its_choices_breadth_first(shape):
     again = tree(tuple(choices(shape)))
     assert choices(again) == choices(shape)
     assert (np.diff(again.depth) >= 0).all()  # breadth first
@@ -86,7 +88,7 @@ def test_tree_of_choices(shape):
 
 
 @given(st.lists(shapes(heads=1, most=6), min_size=1, max_size=4))
-def test_forest_sets_trees_side_by_side(trees):
+def test_a_forest_sets_trees_side_by_side(trees):
     joined = forest(tuple(trees))
     assert joined.heads == len(trees) and joined.nodes == sum(one.nodes for one in trees)
     first = len(trees)
@@ -98,7 +100,7 @@ def test_forest_sets_trees_side_by_side(trees):
         assert (joined.ancestors[np.ix_(rows, rows)] == one.ancestors).all()
 
 
-def test_chain():
+def test_a_chain_is_one_path():
     assert chain(0).rows == 1
     assert chain(3).depth.tolist() == [0, 1, 2, 3] and chain(3).rank.tolist() == [0, 0, 0]
     assert choices(chain(3)) == {(0,), (0, 0), (0, 0, 0)}
@@ -127,7 +129,7 @@ def test_parents_must_come_first(parent):
         (((),), "distinct and not empty"),
     ],
 )
-def test_tree_refuses(paths, says):
+def test_choices_that_make_no_tree_are_refused(paths, says):
     with pytest.raises(ValueError, match=says):
         tree(paths)
 
@@ -170,13 +172,13 @@ def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
             assert less.q_row[less.shape.parent[new]] == draft.q_row[shape.parent[old]]
 
 
-def test_empty_draft():
+def test_the_empty_draft_has_heads_and_no_nodes():
     draft = empty(3)
     assert draft.shape.heads == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
     assert empty(1).shape is chain(0)
 
 
-def test_draft_refuses():
+def test_a_draft_whose_parts_do_not_fit_is_refused():
     q, q_row, token = torch.full((1, 4), 0.25), np.array([0, -1]), torch.tensor([1])
     with pytest.raises(ValueError, match="2 tokens for 1 nodes"):
         Draft(chain(1), torch.tensor([1, 2]))
@@ -195,7 +197,7 @@ def published() -> list:
 
 
 @pytest.mark.parametrize("paths", published())
-def test_published_trees(paths):
+def test_published_trees_keep_their_choices(paths):
     paths = [tuple(path) for path in paths]
     shape = tree(tuple(paths))
     assert shape.nodes == len(paths) and choices(shape) == set(paths)

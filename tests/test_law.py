@@ -30,41 +30,42 @@ def about(values: list[float]):
 # Each warp by hand
 
 
-def test_nothing_set_is_softmax():
+def test_with_nothing_set_the_law_is_the_softmax():
     assert law_of(P) == about(P)
 
 
-def test_temperature():
+def test_temperature_raises_the_law_to_a_power():
     assert law_of(P, temperature=0.5) == about([v**2 for v in P])
     assert law_of(P, temperature=2.0) == about([v**0.5 for v in P])
 
 
-def test_top_k():
+def test_top_k_keeps_the_k_likeliest_and_ties_of_the_last():
     assert law_of(P, top_k=2) == about([0.4, 0.3, 0, 0, 0])
     assert law_of(P, top_k=9) == about(P)
     assert law_of([0.4, 0.2, 0.2, 0.2], top_k=2) == about([0.4, 0.2, 0.2, 0.2])  # ties of the k-th stay
 
 
-def test_top_p():
+def test_top_p_keeps_the_fewest_likeliest_that_hold_its_mass():
     assert law_of(P, top_p=0.65) == about([0.4, 0.3, 0, 0, 0])
     assert law_of(P, top_p=0.72) == about([0.4, 0.3, 0.15, 0, 0])
     assert law_of(P, top_p=1e-9) == about([1, 0, 0, 0, 0])
     assert law_of(P, top_p=1.0) == about(P)
+    assert law_of([0.25] * 4, top_p=0.5) == about([1, 1, 0, 0])  # two hold it exactly; the first of equals
 
 
-def test_min_p():
+def test_min_p_keeps_what_has_its_share_of_the_likeliest():
     assert law_of(P, min_p=0.3) == about([0.4, 0.3, 0.15, 0, 0])
     assert law_of(P, min_p=1.0) == about([1, 0, 0, 0, 0])
 
 
-def test_repetition_penalty():
+def test_a_repetition_penalty_lowers_what_was_seen():
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.0]], dtype=torch.float64)
     seen = torch.tensor([[True, True, False, True]])
     got = law(logits, [Sampling(temperature=1.0, repetition_penalty=2.0)], seen=seen)
     torch.testing.assert_close(got, torch.tensor([[1.0, -2.0, 0.5, 0.0]], dtype=torch.float64).softmax(-1))
 
 
-def test_order_top_p_sees_what_top_k_left():
+def test_top_p_sees_what_top_k_left():
     # 0.4 + 0.3 of 0.85: the first token alone has 0.47, two have 0.82
     assert law_of(P, top_k=3, top_p=0.45) == about([1, 0, 0, 0, 0])
     assert law_of(P, top_p=0.45) == about([0.4, 0.3, 0, 0, 0])
@@ -126,6 +127,14 @@ def test_mixed_rows_equal_rows_alone(dtype):
     torch.testing.assert_close(together.sum(-1), torch.ones(len(KINDS), dtype=together.dtype))
 
 
+def test_a_row_that_keeps_all_keeps_its_tail_beside_one_that_does_not():
+    """1e-20 is lost in a sum with 1, so a row without top-p must not be cut by summing."""
+    logits = torch.tensor([[0.0, -46.0], [0.0, -46.0]], dtype=torch.float64)
+    got = law(logits, [Sampling(1.0, top_p=0.9), Sampling(1.0)])
+    assert got[0].tolist() == [1, 0]
+    assert got[1, 1] == pytest.approx(math.exp(-46))
+
+
 def test_one_sampling_serves_all_rows():
     logits = torch.randn(5, 9)
     assert torch.equal(law(logits, [KINDS[2]]), law(logits, [KINDS[2]] * 5))
@@ -146,7 +155,7 @@ def test_tiny_temperatures_reach_greedy_without_overflow(temperature):
 
 
 @pytest.mark.parametrize("sampling", KINDS)
-def test_masked_and_dead_rows(sampling):
+def test_a_mask_leaves_the_law_of_what_it_allows_and_a_dead_row_is_zero(sampling):
     logits = torch.randn(3, 8, dtype=torch.float64)
     mask = torch.ones(3, 8, dtype=torch.bool)
     mask[0, 4:], mask[1] = False, False
@@ -176,9 +185,11 @@ def test_logits_are_not_touched_and_scratch_holds_the_law():
         got = law(logits, [sampling], scratch=scratch)
         assert torch.equal(got, wanted) and got.data_ptr() == scratch.data_ptr()
         assert torch.equal(logits, kept)
+        scratch[:3] = logits  # they may stand there already
+        assert torch.equal(law(scratch[:3], [sampling], scratch=scratch), wanted)
 
 
-def test_large_vocabulary_sums_to_one():
+def test_the_law_of_a_large_vocabulary_sums_to_one():
     got = law(torch.randn(2, 131072), [Sampling(temperature=1.5, top_p=0.999)])
     torch.testing.assert_close(got.double().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)
 
@@ -207,12 +218,12 @@ def test_large_vocabulary_sums_to_one():
         ("repetition_penalty", [1.0], "must be a number"),
     ],
 )
-def test_errors_name_the_option(name, value, says):
+def test_a_wrong_option_is_named(name, value, says):
     with pytest.raises(ValueError, match=rf"sampling\.{name} {says}"):
         Sampling(**{name: value})
 
 
-def test_penalty_needs_history():
+def test_a_penalty_without_history_is_refused():
     with pytest.raises(ValueError, match="repetition penalty needs the tokens seen"):
         law(torch.zeros(1, 3), [Sampling(repetition_penalty=1.1)])
 
@@ -265,6 +276,25 @@ def test_invert_keeps_a_huge_tail(device):
         assert abs(int(pick(weights, np.array([u]))[0]) - wanted) <= 1.01
 
 
+def test_invert_keeps_a_small_tail_within_one_block():
+    """In float32, 1 + 1e-9 is 1."""
+    weights = np.zeros((1, 130), dtype=np.float32)
+    weights[0, :40] = 1e-9
+    weights[0, 0] = 1.0
+    total, before = float(weights.sum(dtype=np.float64)), float(weights[0, :20].sum(dtype=np.float64))
+    for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
+        assert pick(weights, np.array([(before + 5e-10) / total])).tolist() == [20]
+
+
+@pytest.mark.parametrize("width", [8, 130])
+def test_invert_takes_no_zero_weight_where_a_product_rounds_up(width):
+    """Of the smallest double nearly all is all; behind it stand zeros."""
+    weights = np.zeros((1, width))
+    weights[0, width // 2] = 5e-324
+    for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
+        assert pick(weights, np.array([1 - 2.0**-53])).tolist() == [width // 2]
+
+
 def test_invert_of_u_near_one_takes_the_last_weight():
     weights = np.zeros((1, 5000))
     weights[0, [3, 4000]] = [1.0, 1e-300]  # the second is lost in the sum
@@ -274,13 +304,13 @@ def test_invert_of_u_near_one_takes_the_last_weight():
 
 
 @pytest.mark.parametrize("bad", [[0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
-def test_invert_refuses(bad):
+def test_invert_refuses_a_law_without_finite_mass(bad):
     for pick in (invert, _invert_on_device):
         with pytest.raises(ValueError, match="must be finite and positive"):
             pick(torch.tensor([[1.0, 1.0], bad]), np.array([0.5, 0.5]))
 
 
-def test_invert_has_the_law():
+def test_invert_of_uniforms_has_the_law():
     weights = torch.tensor([[0.1, 0.0, 0.2, 0.3, 0.4]]).expand(40000, 5)
     counts = np.bincount(invert(weights, np.random.default_rng(0).random(40000)), minlength=5)
     assert counts[1] == 0
@@ -296,14 +326,14 @@ def test_the_counter_is_a_pure_function_of_seed_and_key():
     assert CounterDraws(-1).uniform(Key(0, 0, 0, 0)) == 0.49511937163022623
 
 
-def test_keys_of_all_fields_differ():
+def test_keys_that_differ_in_any_field_give_different_uniforms():
     keys = [Key(*k) for k in itertools.product(range(4), range(3), range(4), range(3), range(4))]
     values = [CounterDraws(seed).uniform(key) for seed in (0, 1, -1) for key in keys]
     assert len(set(values)) == len(values)
 
 
 @pytest.mark.parametrize("field", range(5))
-def test_uniform_along_each_field(field):
+def test_the_counter_is_uniform_along_each_field(field):
     """Uniform, and neighbours in the key independent."""
     draws = CounterDraws(3)
     values = np.array([draws.uniform(Key(*[n if i == field else 1 for i in range(5)])) for n in range(20000)])
