@@ -246,7 +246,8 @@ def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attentio
     with torch.no_grad():
         target.lm.model.model.embed_tokens.weight[poison] = float("nan")
         target.lm.model.lm_head.weight.data = target.lm.model.lm_head.weight.data.clone().nan_to_num()
-    group, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], (4, poison, 7), PROMPTS[2])))
+    sick = (poison, *[7] * 40)
+    group, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], sick, PROMPTS[2])))
     if attention == "spans":
         assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
         assert emitted(group) == [well[0], [], well[1]]
@@ -255,8 +256,9 @@ def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attentio
         assert [s.finish for s in group.sequences] == ["nan"] * 3
         assert list(group.errors) == ["p0", "p1", "p2"]
     assert "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]
-    later, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], PROMPTS[0], PROMPTS[2])))
-    assert emitted(later)[2] == well[1], "a poisoned span must not leak into its next owner"
+    later, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], PROMPTS[1], PROMPTS[2])))
+    assert emitted(later)[::2] == well, "cells that a shorter owner does not overwrite must not leak into it"
+    assert {s.finish for s in later.sequences} == {"length"}
 
 
 # History and time
