@@ -263,7 +263,7 @@ def _forest_error(model: Any, attention: Attention) -> float:
 @torch.inference_mode()
 def _rotation_error(model: Any) -> float:
     """How much near positions' rotations move when the longest position joins the pack."""
-    worst = 0.0
+    errors = [0.0]
     near = torch.arange(4, device=model.device)[None]
     both = torch.cat([near, torch.tensor([[model_context(model.config) - 1]], device=model.device)], dim=1)
     for module in model.modules():
@@ -271,24 +271,30 @@ def _rotation_error(model: Any) -> float:
             like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
             alone, joined = module(like, position_ids=near), module(like, position_ids=both)
             for a, b in zip(alone, joined, strict=True):
-                worst = max(worst, float((a - b[:, :4]).abs().max()))
-    return worst
+                errors.append(float((a - b[:, :4]).abs().max()))
+    return _largest(errors)
 
 
 @torch.inference_mode()
 def _compare(model: Any, tokens: Sequence[list[int]], draft: Draft, logits: Tensor) -> float:
     """Largest error of any row against a plain forward over its path, with transformers' own attention."""
-    worst, ours = 0.0, model.config._attn_implementation
+    errors, ours = [], model.config._attn_implementation
     if ours == SPANS:
         model.set_attn_implementation("sdpa")
     for row in range(draft.shape.rows):
         path = [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
         ids = torch.tensor([tokens[int(draft.shape.root[row])] + path], device=logits.device)
         plain = model(input_ids=ids, use_cache=False).logits[0, -1].double()
-        worst = max(worst, float((logits[row].double() - plain).abs().max() / plain.std()))
+        errors.append(float((logits[row].double() - plain).abs().max() / plain.std()))
     if ours == SPANS:
         model.set_attn_implementation(SPANS)
-    return worst if np.isfinite(worst) else float("inf")
+    return _largest(errors)
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """The largest; infinity where one of them is NaN, which ``max`` would overlook."""
+    largest = float(np.max(errors))
+    return largest if np.isfinite(largest) else float("inf")
 
 
 def weight_files(path: str) -> list[File]:

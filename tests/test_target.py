@@ -207,3 +207,20 @@ def test_a_model_with_attention_of_its_own_is_told_to_use_the_dense_mask():
     with pytest.raises(Unsupported, match="target.attention=dense"):
         self_check(tiny_model("gptj"), "spans")
     assert self_check(tiny_model("gptj"), "dense") < 1e-6
+
+
+def fill_with_nan(model):
+    model.model.norm.weight.fill_(float("nan"))
+
+
+def make_every_logit_zero(model):
+    model.lm_head.weight.zero_()
+
+
+@pytest.mark.parametrize("spoil", [fill_with_nan, make_every_logit_zero])
+def test_logits_that_cannot_be_compared_are_refused(spoil):
+    model = tiny_model()
+    with torch.no_grad():
+        spoil(model)
+    with pytest.raises(Unsupported, match="by inf standard deviations"):
+        self_check(model, "spans")
