@@ -279,6 +279,8 @@ class Recorder:
             _write(pa.Table.from_pandas(frame, schema=schema(name), preserve_index=False), self.out / f"{name}.parquet")
         for part in _parts(self.out, "*"):
             part.unlink()
+        for half in (self.out / "parts").glob(".*.tmp"):  # of a write that was killed
+            half.unlink()
         if (self.out / "parts").is_dir():
             (self.out / "parts").rmdir()
         return tables

@@ -142,3 +142,10 @@ def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "steps.parquet").write_bytes(b"not parquet")
     with pytest.raises(ValueError, match=r"steps\.parquet is not a readable table"):
         load(tmp_path)
+
+
+def test_gathering_removes_what_a_killed_write_left(tmp_path):
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / ".rounds-000003.parquet.tmp").write_text("half a ta")
+    Recorder(tmp_path).gather()
+    assert not (tmp_path / "parts").exists()
