@@ -60,12 +60,17 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         What ``manifest.json`` says: of a run that is gone on with, what it said when the run began.
 
     Raises:
-        ValueError: it holds another run; says what differs.
+        ValueError: it holds another run; says what differs. It holds rows and no manifest.
         OSError: it cannot be written.
     """
     facts = _as_read(facts)
     there = begun(out)
     if there is None:
+        if rows := sorted([*out.glob("*.parquet"), *out.glob("parts/*.parquet")]):
+            raise ValueError(
+                f"{out} holds rows ({rows[0].relative_to(out)}) but no manifest.json that says of which run; "
+                "choose another out=DIR, or remove it"
+            )
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "manifest.json", facts)
         return facts

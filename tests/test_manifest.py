@@ -122,3 +122,13 @@ def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
     claim(tmp_path, facts())
     assert begun_trees(tmp_path, CONFIG | {"out": "elsewhere"}) == {"speculative": "0 0.0"}
     assert begun_trees(tmp_path, CONFIG | {"batch_size": 2}) == {}
+
+
+@pytest.mark.parametrize("name", ["requests.parquet", "parts/rounds-000000.parquet"])
+def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    with pytest.raises(ValueError, match=f"holds rows .{name}. but no manifest.json that says of which run; choose"):
+        claim(tmp_path, facts())
+    assert not (tmp_path / "manifest.json").exists()
