@@ -102,7 +102,9 @@ def throughput(tables: Tables) -> Figure | None:
     for place, arm in enumerate(others):
         pair = speeds[arm].to_frame("own").join(speeds["baseline"].rename("base"), how="inner")
         left.plot(pair["base"], pair["own"], "o", markersize=4, alpha=0.6, color=colours[arm])
-        ratio = (pair["own"] / pair["base"]).to_numpy()
+        ratio = metrics.walltime_speedup_paired(tables.requests, arm).to_numpy()
+        if not len(ratio):
+            continue
         mean, low, high = metrics.interval(ratio)
         scatter = np.random.default_rng(0).uniform(-0.15, 0.15, len(ratio))
         right.plot(ratio, place + 0.1 + scatter, "o", markersize=3, alpha=0.4, color=colours[arm])

@@ -10,6 +10,7 @@ Published formulas differ, so there is no bare "acceptance rate" here. Conventio
 - Speeds and comparisons of outputs leave out whole groups in which a request of any arm broke (``broken_groups``): what
   broke is cut short, perhaps in one arm only. Acceptance and time by phase count what was decoded until then.
 - Speeds leave out the prefill, its tokens and its seconds, unless they say otherwise.
+- Speed-ups leave out a last group with fewer prompts than the others (``short_groups``), as every group weighs alike.
 
 A figure over nothing is NaN.
 """
@@ -122,6 +123,12 @@ def broken_groups(requests: pd.DataFrame) -> set[int]:
     return set(requests.loc[requests["finish"] == "nan", "group"])
 
 
+def short_groups(requests: pd.DataFrame) -> set[int]:
+    """Groups with fewer prompts than the largest: a run's last, where the batch size does not divide the prompts."""
+    sizes = requests.groupby("group")["request"].nunique()
+    return set(sizes.index[sizes < sizes.max()])
+
+
 def group_speeds(requests: pd.DataFrame, arm: str, prefill: bool = False) -> pd.Series:
     """Decode tokens per second of each group: its tokens over the time until its last request ended.
 
@@ -140,8 +147,9 @@ def tokens_per_second(requests: pd.DataFrame, arm: str) -> float:
 def walltime_speedup_paired(
     requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefill: bool = False
 ) -> pd.Series:
-    """Of each group, the arm's tokens per second over the baseline's on the same prompts in the same run."""
-    return (group_speeds(requests, arm, prefill) / group_speeds(requests, baseline, prefill)).dropna()
+    """Of each full group, the arm's tokens per second over the baseline's on the same prompts in the same run."""
+    full = requests[~requests["group"].isin(short_groups(requests))]
+    return (group_speeds(full, arm, prefill) / group_speeds(full, baseline, prefill)).dropna()
 
 
 def prefill_seconds(requests: pd.DataFrame, arm: str) -> float:
@@ -267,6 +275,16 @@ def arms(tables: Tables) -> list[str]:
     looped = set(tables.rounds["arm"])
     place = {"speculative": 0, "baseline": 3}
     return sorted(tables.requests["arm"].unique(), key=lambda arm: (place.get(arm, 1 if arm in looped else 2), arm))
+
+
+def against(tables: Tables) -> dict[str, dict[str, dict[str, float]]]:
+    """Of each arm without rounds (a peer), the speed-ups of the arms with rounds over it: peer, arm, interval."""
+    looped = set(tables.rounds["arm"])
+    ours, peers = ([arm for arm in arms(tables) if (arm in looped) is own] for own in (True, False))
+    return {
+        peer: {arm: interval(walltime_speedup_paired(tables.requests, arm, peer))._asdict() for arm in ours}
+        for peer in peers
+    }
 
 
 def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str, Any]:

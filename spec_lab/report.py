@@ -15,6 +15,8 @@ from spec_lab.metrics import PHASES
 def show(summary: Mapping[str, Any], console: Console) -> None:
     """Print what ``summary.json`` says."""
     console.print(_arms(summary))
+    if summary["against"]:
+        console.print(_against(summary))
     if any(arm["survival"] for arm in summary["arms"].values()):
         console.print(_depths(summary))
     console.print(_time(summary))
@@ -42,6 +44,16 @@ def _arms(summary: Mapping[str, Any]) -> Table:
             _number(arm["overhead"], ".1%"),
             _number(arm["repeated_8gram_share"], ".1%"),
         )
+    return table
+
+
+def _against(summary: Mapping[str, Any]) -> Table:
+    table = _table("Times the tokens/s of ... [95 %]")
+    table.add_column("arm")
+    for peer in summary["against"]:
+        table.add_column(peer, justify="right")
+    for arm in next(iter(summary["against"].values())):
+        table.add_row(arm, *(_interval(ratios[arm]) for ratios in summary["against"].values()))
     return table
 
 
@@ -80,17 +92,29 @@ def _notes(summary: Mapping[str, Any]) -> str:
         "loops: share of 8-grams that occurred before in the same output.",
         _prefill(summary),
     ]
-    same = summary["identical_outputs"]
-    if same is not None and summary["temperature"] == 0:
-        lines.append(f"Output identical to the baseline's: {same:.0%} of the prompts.")
+    if summary["temperature"] == 0:
+        lines += _identical(summary)
     if summary["speedup"]["mean"] is None and len(summary["arms"]) == 1:
         lines.append("One arm only, so no speed-up was measured.")
+    if summary["short_groups"] and any(arm["speedup"]["mean"] is not None for arm in summary["arms"].values()):
+        lines.append("The last group has fewer prompts than the others: it is left out of the speed-ups.")
     if summary["broken_groups"]:
         lines.append(
             f"In {summary['broken_groups']} of {summary['groups']} groups a request broke: they are left out of speeds "
             "and of the comparison of outputs; see 'errors' in summary.json."
         )
     return "\n".join(lines)
+
+
+def _identical(summary: Mapping[str, Any]) -> list[str]:
+    """Whether the arms' outputs are the baseline's; nothing where none was compared."""
+    shares = {name: arm["identical_outputs"] for name, arm in summary["arms"].items()}
+    compared = {name: share for name, share in shares.items() if share is not None}
+    less = [f"{name} {share:.1%}" for name, share in compared.items() if share < 1]
+    if not less:
+        return ["All outputs are identical to the baseline's."] if compared else []
+    others = "; every other arm 100 %" if len(less) < len(compared) else ""
+    return [f"Outputs identical to the baseline's: {', '.join(less)} of the prompts{others}."]
 
 
 def _prefill(summary: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """A run: groups of prompts decoded by every arm in turn, and what it leaves behind.
 
-Arms take turns group by group (AB, BA), so that whatever drifts on the machine drifts for all of them. Rows are built
-and written between groups, never while the clock runs.
+Arms take turns group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that whatever drifts on the machine
+drifts for all of them. Rows are built and written between groups, never while the clock runs.
 """
 
 from __future__ import annotations
@@ -97,13 +97,12 @@ def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) 
 def _decode_group(
     lab: Lab, settings: Settings, arms: Mapping[str, Arm], number: int, group: Sequence[Request], bar: Any
 ) -> tuple[record.Rows, record.Rows, record.Rows]:
-    """Every arm's rows of one group; the arms' order rotates from group to group."""
-    names, clock = list(arms), lab.target.lm.clock
-    shift = number % len(names)
+    """Every arm's rows of one group, the arms in the group's order."""
+    clock = lab.target.lm.clock
     rounds: record.Rows = []
     steps: record.Rows = []
     requests: record.Rows = []
-    for order, name in enumerate(names[shift:] + names[:shift]):
+    for order, name in enumerate(_order(list(arms), number)):
         decoded = arms[name].decode(group)
         rounds += record.round_rows(decoded.rounds, clock, number, name)
         steps += record.step_rows(decoded.rounds, number, name)
@@ -115,6 +114,16 @@ def _decode_group(
                 bar.write(f"{name}: {outcome.error}", file=sys.stderr)
         bar.update()
     return rounds, steps, requests
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """The arms' order in a group: rotated by one from group to group, every second full rotation backwards.
+
+    Two arms only rotate, as the two orders are each other's reverse.
+    """
+    shift = number % len(names)
+    order = names[shift:] + names[:shift]
+    return order[::-1] if len(names) > 2 and number // len(names) % 2 else order
 
 
 def _group_figures(requests: record.Rows) -> dict[str, float]:
@@ -137,8 +146,10 @@ def _summary(lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metr
         "batch_size": settings.batch_size,
         "groups": tables.requests["group"].nunique(),
         "broken_groups": len(metrics.broken_groups(tables.requests)),
+        "short_groups": len(metrics.short_groups(tables.requests)),
         **main,
         "arms": each,
+        "against": metrics.against(tables),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
     return finite(summary)

@@ -140,6 +140,30 @@ def test_a_group_that_ended_with_its_prefill_has_no_speed(requests):
     assert math.isnan(metrics.tokens_per_second(requests, "other"))
 
 
+def test_a_last_group_with_fewer_prompts_counts_in_every_figure_but_the_speed_up(requests):
+    last = requests[requests["request"] == 0].assign(group=2, request=4, decode_tokens=60)
+    table = pd.concat([requests, last], ignore_index=True)
+    assert metrics.short_groups(requests) == set()
+    assert metrics.short_groups(table) == {2}
+    assert metrics.walltime_speedup_paired(table, "speculative").tolist() == [2.0, 3.0]
+    assert metrics.group_speeds(table, "speculative").tolist() == [20.0, 30.0, 60.0]
+    assert metrics.tokens_per_second(table, "speculative") == pytest.approx(130 / 4)
+    assert metrics.walltime_speedup_paired(last, "speculative").tolist() == [3.0]  # it is the only group
+    assert metrics.short_groups(table.iloc[:0]) == set()
+
+
+def test_every_arm_with_rounds_is_compared_to_every_peer_group_by_group(requests, rounds):
+    """The peer is half as fast as the baseline in group 0 and as fast in group 1."""
+    peer = requests[requests["arm"] == "baseline"].assign(arm="peer")
+    peer.loc[peer["group"] == 0, "decode_seconds"] *= 2
+    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    compared = metrics.against(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
+    assert list(compared) == ["peer"] and list(compared["peer"]) == ["speculative", "baseline"]
+    assert compared["peer"]["speculative"] == pytest.approx({"mean": 3.5, "low": 3.0, "high": 4.0})
+    assert compared["peer"]["baseline"] == pytest.approx({"mean": 1.5, "low": 1.0, "high": 2.0})
+    assert metrics.against(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
+
+
 def test_with_the_prefill_its_tokens_and_its_seconds_count(requests):
     assert metrics.group_speeds(requests, "speculative", prefill=True).tolist() == [42 / 3, 32 / 2]
     paired = metrics.walltime_speedup_paired(requests, "speculative", prefill=True)

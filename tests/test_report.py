@@ -1,5 +1,6 @@
 """The table at a run's end: what stands in it, and that it fits a terminal."""
 
+import copy
 import json
 import re
 from io import StringIO
@@ -58,3 +59,36 @@ def test_a_run_of_peers_alone_names_no_proposer(summary):
 def test_the_table_fits_a_terminal_of_80_columns(summary):
     for line in shown(summary).splitlines():
         assert len(line.rstrip()) <= 80 and "…" not in line
+
+
+def test_ratios_to_peers_fit_a_terminal(summary):
+    ratio = {"mean": 1.234, "low": 1.101, "high": 1.361}
+    peers = ("assisted", "bare", "generate", "lookup")
+    compared = {peer: dict.fromkeys(("speculative", "baseline"), ratio) for peer in peers}
+    console = Console(file=StringIO(), width=100)
+    report.show(summary | {"against": compared}, console)
+    lines = console.file.getvalue().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("Times the tokens/s of"))
+    head, first = next(line for line in lines[start:] if "bare" in line), lines[start + 4]
+    assert head.split() == ["arm", *peers]
+    assert first.split() == ["speculative", *["1.23", "[1.10,", "1.36]"] * 4]
+    assert max(map(len, (line.rstrip() for line in lines[start : start + 6]))) <= 100
+    assert "Times the tokens/s of" not in shown(summary)
+
+
+def test_a_short_last_group_is_named_as_left_out_of_the_speed_ups(summary):
+    said = "The last group has fewer prompts than the others"
+    assert summary["short_groups"] == 1 and said in shown(summary)
+    assert said not in shown(summary | {"short_groups": 0})
+
+
+def test_at_temperature_0_every_arm_whose_outputs_differ_is_named(summary):
+    assert "All outputs are identical to the baseline's." in shown(summary)
+    summary = copy.deepcopy(summary)
+    summary["arms"]["longer"]["identical_outputs"] = 0.985
+    told = shown(summary)
+    assert "identical to the baseline's: longer 98.5% of the prompts; every other arm 100 %." in " ".join(told.split())
+    summary["arms"]["speculative"]["identical_outputs"] = 0.5
+    told = " ".join(shown(summary).split())
+    assert "identical to the baseline's: speculative 50.0%, longer 98.5% of the prompts." in told
+    assert "identical to" not in shown(summary | {"temperature": 1.0})

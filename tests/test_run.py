@@ -225,6 +225,16 @@ def test_proposers_beside_are_arms_of_their_own(tmp_path):
     assert tables.steps.groupby("arm")["depth"].max().to_dict() == {"speculative": 2, "longer": 4, "baseline": 0}
 
 
+def test_three_arms_rotate_and_every_second_rotation_runs_backwards(tmp_path):
+    parts = lab(texts=TEXTS[:1] + tuple("abcde"), beside={"longer": Repeat(4)})
+    assert run(parts, settings(tmp_path, batch_size=1, max_new_tokens=2), CONFIG, quiet()) == 0
+    requests = metrics.load(tmp_path).requests.sort_values(["group", "order"])
+    orders = requests.groupby("group")["arm"].agg(lambda arms: "".join(arm[0] for arm in arms)).tolist()
+    first = orders[0]
+    turned = [first[shift:] + first[:shift] for shift in range(3)]
+    assert orders == turned + [order[::-1] for order in turned]
+
+
 def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_ones(tmp_path):
     class Other:
         """A peer: it only says what came out."""
@@ -241,6 +251,9 @@ def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_
         "repeating": ("repeat", "token", True), "other": (None, None, None), "baseline": ("none", "match", True),
     }  # fmt: skip
     assert (summary["proposer"], summary["verifier"]) == ("repeat", "token")
+    assert {peer: list(ratios) for peer, ratios in summary["against"].items()} == {"other": ["repeating", "baseline"]}
+    assert summary["against"]["other"]["baseline"]["low"] > 0
+    assert "Times the tokens/s of" in console.file.getvalue()
     assert "toy: repeat, verifier token" in console.file.getvalue()
 
 
