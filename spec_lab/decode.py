@@ -156,7 +156,8 @@ class Group:
         return self._scratch
 
     def _open(self, request: Request) -> Path:
-        return self.target.lm.cells.open(len(request.tokens) + request.max_new_tokens + self.proposer.nodes)
+        tokens = min(len(request.tokens) + request.max_new_tokens, self.target.context)
+        return self.target.lm.cells.open(tokens + self.proposer.nodes)
 
     def _close(self, sequence: Live) -> None:
         cells = self.target.lm.cells

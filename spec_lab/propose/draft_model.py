@@ -123,8 +123,8 @@ class DraftModel:
         """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""
         trail = sequence.state
         if trail is None or not trail.path.open:
-            reserve = len(sequence.request.tokens) + sequence.request.max_new_tokens + self.nodes
-            sequence.state = Trail(sequence, self.lm.cells, self.lm.cells.open(reserve))
+            tokens = min(len(sequence.request.tokens) + sequence.request.max_new_tokens, self.context)
+            sequence.state = Trail(sequence, self.lm.cells, self.lm.cells.open(tokens + self.nodes))
         elif trail.owner is not sequence:
             sequence.state = trail.fork(sequence)
         return cast(Trail, sequence.state)

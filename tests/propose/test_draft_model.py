@@ -77,6 +77,13 @@ def test_the_target_as_its_own_draft_is_always_accepted(target, sampling, verifi
     assert len(rounds) == -(-26 // 5)
 
 
+def test_no_more_cells_are_reserved_than_the_contexts_hold():
+    target, proposer = tiny_target(), draft_model("1x1x1")
+    decode(target, proposer, requests(new=100_000, stop=frozenset(range(VOCABULARY))))
+    assert target.lm.cells.capacity <= 2 * CONTEXT
+    assert proposer.lm.cells.capacity <= 2 * CONTEXT
+
+
 def test_the_draft_s_context_bounds_its_trees(target, truth):
     proposer = draft_model(TREE, "without", context=16)
     group, rounds = decode(target, proposer, requests())
