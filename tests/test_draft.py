@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.draft import Draft, Shape, chain, empty, forest, tree
 
-PUBLISHED = Path(__file__).parents[1] / ".." / "shared" / "data" / "tree_choices.json"
+CONFIGS = Path(__file__).parents[1] / "conf" / "proposer"
+PUBLISHED = sorted(json.loads((Path(__file__).parent / "data" / "tree_digests.json").read_text()))
 
 
 @st.composite
@@ -190,15 +192,10 @@ def test_a_draft_whose_parts_do_not_fit_is_refused():
 # Published trees
 
 
-def published() -> list:
-    if not PUBLISHED.exists():
-        return [pytest.param(None, marks=pytest.mark.skip(reason="no ../shared/data here"))]
-    return [pytest.param(paths, id=name) for name, paths in json.loads(PUBLISHED.read_text()).items()]
-
-
-@pytest.mark.parametrize("paths", published())
-def test_published_trees_keep_their_choices(paths):
-    paths = [tuple(path) for path in paths]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_trees_keep_their_choices(name):
+    written = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["tree"]
+    paths = [tuple(map(int, path.split("."))) for path in written.split()]
     shape = tree(tuple(paths))
     assert shape.nodes == len(paths) and choices(shape) == set(paths)
     assert shape.depth.max() == max(map(len, paths))

@@ -89,13 +89,13 @@ def test_spec_bench_takes_the_first_turn(tmp_path):
         text.spec_bench(write(tmp_path, '{"turns": [""]}'))
 
 
-def test_the_published_question_file_reads():
-    path = Path(__file__).parents[2] / "shared" / "data" / "spec_bench_question.jsonl"
-    if not path.is_file():
-        pytest.skip("Spec-Bench's question file is not here")
-    prompts = text.spec_bench(str(path))
-    assert len(prompts) == 480
-    assert len({p.workload for p in prompts}) == 13
+def test_a_file_in_spec_benchs_format_reads():
+    prompts = text.spec_bench(str(Path(__file__).parent / "data" / "questions.jsonl"))
+    assert [(p.name, p.workload) for p in prompts] == [
+        ("81", "writing"), ("161", "translation"), ("401", "math_reasoning"),
+    ]  # fmt: skip
+    assert prompts[0].text == "Describe a harbour at dawn in four sentences."
+    assert prompts[1].text.endswith("fährt um sieben.")
 
 
 class Letters:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, emitted, pl
 from tests.tiny import VOCABULARY, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ROOT.parent / "shared" / "data" / "tree_choices.json"
+DIGESTS = json.loads((ROOT / "tests" / "data" / "tree_digests.json").read_text())
 TREE = parse("0 1 2 0.0 0.1 1.0 0.0.0 0.1.0 0.0.0.0")
 HIDDEN = 32
 
@@ -300,11 +301,16 @@ def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
     assert "trained on other weights" in caplog.text
 
 
-def test_published_trees_are_restated():
-    if not PUBLISHED.exists():
-        pytest.skip("shared data is absent")
-    published = {name: parse(choices) for name, choices in json.loads(PUBLISHED.read_text()).items()}
-    for name, choices in published.items():
-        stem = name.lower().removeprefix("medusa/").replace("/", "_")
-        config = yaml.safe_load((ROOT / "conf" / "proposer" / f"medusa_{stem}.yaml").read_text())
-        assert parse(config["tree"]) == choices
+@pytest.mark.parametrize("name", DIGESTS)
+def test_published_trees_are_restated(name):
+    config = yaml.safe_load((ROOT / "conf" / "proposer" / f"{name}.yaml").read_text())
+    assert sha256(write(tuple(sorted(parse(config["tree"])))).encode()).hexdigest() == DIGESTS[name]
+
+
+def test_the_hash_of_heads_covers_every_calibration(target, tmp_path):
+    folder = saved(tmp_path / "heads")
+    seen = {Heads.read(str(folder), target).sha256}
+    for name, text in (("calibration.json", "{}"), ("calibration_1.json", "{}"), ("calibration_1.json", "[]")):
+        (tmp_path / "heads" / name).write_text(text)
+        seen.add(Heads.read(str(folder), target).sha256)
+    assert len(seen) == 4
