@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,35 @@ def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
     return config
 
 
+def known() -> set[str]:
+    """The top-level options: those of the default config."""
+    config: Any = OmegaConf.to_container(OmegaConf.load(Path(conf(), "config.yaml")))
+    groups = {key for one in config.pop("defaults") if isinstance(one, dict) for key in one if " " not in key}
+    return groups | config.keys() - {"hydra"}
+
+
+def check_options(config: DictConfig) -> None:
+    """Refuse top-level options that nothing reads, and scalars removed with "~".
+
+    Raises:
+        Refused: names the option, and the known one nearest to it.
+    """
+    from spec_lab.lab import Settings
+
+    options = known()
+    for key in map(str, config):
+        if key not in options:
+            near = get_close_matches(key, options, 1)
+            hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
+            raise Refused(f"spec_lab: there is no option {key}; {hint}")
+    for name in Settings.names():
+        if name not in config:
+            raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
+
+
 def start(config: DictConfig, out: Path) -> int:
     """Build what the config names, and run it. Returns the exit code."""
+    check_options(config)
     from spec_lab.lab import Lab, Settings
     from spec_lab.manifest import begun_trees
     from spec_lab.run import run

@@ -15,7 +15,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab import metrics
-from spec_lab.entry import conf, main, zoo
+from spec_lab.entry import conf, known, main, zoo
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -248,6 +248,25 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
     code, _, errors = cli(*overrides)
     assert code == 1
     assert said in errors
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
+        ("+qqq=2", "there is no option qqq; choose among baseline, batch_size, beside, max_new_tokens, name, out"),
+        ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
+    ],
+)
+def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, option, said):
+    code, _, errors = cli(*tiny, option)
+    assert code == 1
+    assert f"spec_lab: {said}" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_known_options_are_those_of_the_default_config(cli):
+    assert known() == set(OmegaConf.create(cli("--cfg", "job")[1]))
 
 
 def test_a_value_without_default_is_asked_for(cli, tiny):
