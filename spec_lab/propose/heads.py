@@ -34,7 +34,7 @@ class Heads:
     Args:
         weight: ``[K, L, H, H]``, ``bias``: ``[K, L, H]``.
         unembed: the target's language-modelling head, ``[n, H] -> [n, V]``.
-        sha256: of the weight file and, where there is one, of calibration.json, which decides calibrated trees.
+        sha256: of the weight file and of every calibration*.json beside it, which decide calibrated trees.
     """
 
     weight: Tensor
@@ -138,8 +138,11 @@ class Heads:
 
 def _hash(folder: File) -> str:
     """See ``Heads.sha256``."""
-    weights, calibration = weights_hash(str(folder)), folder / "calibration.json"
-    return hashlib.sha256(weights.encode() + calibration.read_bytes()).hexdigest() if calibration.is_file() else weights
+    weights, calibrations = weights_hash(str(folder)), sorted(folder.glob("calibration*.json"))
+    digest = hashlib.sha256(weights.encode())
+    for file in calibrations:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest() if calibrations else weights
 
 
 def read_json(file: File, what: str) -> dict[str, Any]:
