@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -169,16 +170,22 @@ def without_secrets(value: Any) -> Any:
 
 
 def commit(folder: Path) -> str | None:
-    """The git commit that holds ``folder``, with "+" where files differ from it; None outside a repository."""
+    """The git commit that holds ``folder``; None outside a repository.
 
-    def git(*command: str) -> str:
+    Where tracked files differ from it, "+" and eight digits of the SHA-256 of ``git diff HEAD`` follow.
+    """
+
+    def git(*command: str) -> bytes:
         return subprocess.run(
-            ["git", "-C", str(folder), *command], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(folder), *command], capture_output=True, check=True, timeout=10
         ).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", str(folder / "__init__.py"))  # not merely inside somebody's repository
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+        head = git("rev-parse", "HEAD").decode()
+        if not git("status", "--porcelain", "--untracked-files=no"):
+            return head
+        return f"{head}+{hashlib.sha256(git('diff', '--no-color', '--no-ext-diff', 'HEAD')).hexdigest()[:8]}"
     except (OSError, subprocess.SubprocessError):
         return None
 

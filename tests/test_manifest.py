@@ -1,6 +1,7 @@
 """What the manifest says, and what it never says."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -46,7 +47,11 @@ def test_the_commit_is_that_of_the_code_with_a_mark_for_changes(tmp_path):
     git("commit", "-m", "one")
     assert commit(package) == git("rev-parse", "HEAD")
     (package / "__init__.py").write_text("changed")
-    assert commit(package) == git("rev-parse", "HEAD") + "+"
+    changed = commit(package)
+    assert re.fullmatch(git("rev-parse", "HEAD") + r"\+[0-9a-f]{8}", changed)
+    assert commit(package) == changed
+    (package / "__init__.py").write_bytes(b"changed \xff otherwise")
+    assert commit(package) not in (changed, git("rev-parse", "HEAD"))
 
 
 def test_the_machine_has_cores_and_memory():
