@@ -43,8 +43,8 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
     for where, line, record in _records(path, limit):
         key = "prompt" if "prompt" in record else "text"
         text = _text(record, key, where, "'prompt' (or 'text')")
-        name = _word(record, "id") or f"{Path(path).stem}-{line}"
-        prompts[line] = Prompt(name, text, _word(record, "workload"), _word(record, "source"))
+        name = _word(record, "id", where) or f"{Path(path).stem}-{line}"
+        prompts[line] = Prompt(name, text, _word(record, "workload", where), _word(record, "source", where))
     return _checked(prompts, path)
 
 
@@ -61,8 +61,8 @@ def spec_bench(path: str, limit: int | None = None) -> list[Prompt]:
                 f"{where}: 'turns' must be a list with at least one turn; is this Spec-Bench's question file?"
             )
         text = _text({"turns": turns[0]}, "turns", where, "the first of 'turns'")
-        name = _word(record, "question_id") or f"{Path(path).stem}-{line}"
-        prompts[line] = Prompt(name, text, _word(record, "category"), "Spec-Bench")
+        name = _word(record, "question_id", where) or f"{Path(path).stem}-{line}"
+        prompts[line] = Prompt(name, text, _word(record, "category", where), "Spec-Bench")
     return _checked(prompts, path)
 
 
@@ -136,13 +136,23 @@ def _text(record: dict[str, Any], key: str, where: str, named: str) -> str:
         raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
     if not text.strip():
         raise ValueError(f"{where}: {named} is empty; give it some text or delete the line")
-    return text
+    return _whole(text, where, named)
 
 
-def _word(record: dict[str, Any], key: str) -> str:
+def _word(record: dict[str, Any], key: str, where: str) -> str:
     """A field that may be absent or null, as text; then empty."""
     value = record.get(key)
-    return "" if value is None else str(value)
+    return "" if value is None else _whole(str(value), where, f"'{key}'")
+
+
+def _whole(text: str, where: str, named: str) -> str:
+    """``text``, unless JSON's escapes left half a character in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(f"{where}: {named} holds {half}, half of a surrogate pair and no character") from error
+    return text
 
 
 def _checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:

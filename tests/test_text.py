@@ -117,3 +117,12 @@ def test_digest_depends_on_names_texts_and_order():
     one, two = text.Prompt("a", "x"), text.Prompt("b", "y")
     digests = {text.digest(p) for p in ([one, two], [two, one], [one], [text.Prompt("c", "x"), two])}
     assert len(digests) == 4
+
+
+@pytest.mark.parametrize("field", ["prompt", "id", "source"])
+def test_half_a_character_is_refused_with_file_and_line(tmp_path, field):
+    path = write(
+        tmp_path, json.dumps({"prompt": "a \U0001f600"}) + "\n" + json.dumps({"prompt": "b", field: "c \ud83d"})
+    )
+    with pytest.raises(ValueError, match=rf":2: '{field}'.* holds \\ud83d, half of a surrogate pair and no character"):
+        text.jsonl(path)

@@ -11,6 +11,7 @@ import heapq
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, product
+from typing import TypeGuard
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
     Raises:
         ValueError: neither form, or no tree (a missing parent, a missing earlier sibling, a repeated path).
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         text = str(text)  # one width, as YAML reads it
     if isinstance(text, str):
         if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
@@ -39,11 +40,24 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
         if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text.strip()):
             raise ValueError(f"a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {text!r}")
         paths: Iterable[Ranks] = (tuple(int(rank) for rank in path.split(".")) for path in text.split())
-    else:
+    elif _are_paths(text):
         paths = (tuple(path) for path in text)
+    else:
+        raise ValueError(
+            f"a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {text!r}: "
+            "quote it, \"proposer.tree='0.0'\""
+        )
     choices = tuple(sorted(paths, key=lambda path: (len(path), path)))
     shape_of(choices)  # refuses what is no tree
     return choices
+
+
+def _are_paths(value: object) -> TypeGuard[Sequence[Sequence[int]]]:
+    """Whether ``value`` is a sequence of sequences of ranks."""
+    return isinstance(value, Sequence) and all(
+        isinstance(path, Sequence) and not isinstance(path, str) and all(isinstance(rank, int) for rank in path)
+        for path in value
+    )
 
 
 def write(choices: Choices) -> str:

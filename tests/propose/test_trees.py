@@ -182,3 +182,9 @@ def test_fastest_weighs_tokens_against_seconds():
     choices, tokens = fastest(grown, lambda n: 1.0 + 0.1 * n)
     best = max((1 + sum(values[:n])) / (1 + 0.1 * n) for n in range(1, 7))
     assert tokens / (1 + 0.1 * len(choices)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("value", [0.0, True, None, [0, 1], ["0", "1"], [[0.5]]])
+def test_what_yaml_reads_as_something_else_asks_for_quotes(value):
+    with pytest.raises(ValueError, match=r"not .*: quote it, \"proposer.tree='0.0'\""):
+        parse(value)
