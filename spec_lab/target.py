@@ -30,7 +30,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torc
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 ALIBI = {"bloom", "mpt"}
-NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "xglm", "zamba"}
+NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
 
 
 class Unsupported(ValueError):
@@ -119,7 +119,8 @@ def load_model(path: str, device: str, dtype: str) -> tuple[Any, Any]:
         seen = torch.cuda.device_count()
         raise ValueError(f"device {device!r} asked for, but this torch sees {seen or 'no'} GPU; use device=cpu")
     if not File(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        raise OSError(f"there is no folder {path}, and it is no name of the hub (owner/name)")
+        hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
+        raise OSError(f"there is no folder {path}, and it is no name of the hub (owner/name){hint}")
     if File(path).exists() and not File(path, "config.json").exists():
         raise OSError(f"{path} holds no config.json: give a folder written by save_pretrained, or a hub name")
     logging.disable_progress_bar()
@@ -193,6 +194,8 @@ def refuse_by_name(config: Any) -> None:
             refuse(f"its {part.get('rope_type', part.get('type'))} RoPE changes with the longest position in the pack")
     if kind in ALIBI or getattr(config, "alibi", False):
         refuse("ALiBi biases depend on places in the pack, not on positions")
+    if kind == "xglm":
+        refuse("its code of transformers runs through neither attention path, spans or dense")
     if kind in NOT_FULL_ATTENTION:
         refuse("it does not attend to all earlier tokens in every layer")
     if getattr(config, "is_encoder_decoder", False):
@@ -220,11 +223,13 @@ def self_check(model: nn.Module, attention: Attention) -> float:
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
         error = max(_forest_error(model, attention), _rotation_error(model))
-    except (TypeError, AttributeError, NotImplementedError, IndexError, RuntimeError) as failure:
-        other = "dense" if attention == "spans" else "spans"
+    except Unsupported:
+        raise
+    except (TypeError, AttributeError, ImportError, IndexError, RuntimeError, ValueError) as failure:
+        advice = "; try target.attention=dense" if attention == "spans" else ""
         raise Unsupported(
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
-            f"({type(failure).__name__}: {failure}); try target.attention={other}"
+            f"({type(failure).__name__}: {failure}){advice}"
         ) from failure
     allowed = TOLERANCE[model.dtype]  # type: ignore[index]
     if not error <= allowed:

@@ -54,6 +54,7 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
         ({"context": True}, "not True"),
         ({"path": 5}, "path must name a folder"),
         ({"path": "no/such/place/at/all"}, "there is no folder no/such/place/at/all"),
+        ({"path": "gpt2"}, "give a model of the hub as owner/name, e.g. openai-community/gpt2"),
         ({"path": "./nowhere"}, "there is no folder ./nowhere"),
     ],
 )
@@ -139,6 +140,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
         ("gemma2", {}, "sliding_attention"),
         ("mamba", {}, "does not attend"),
         ("gpt_neo", {}, "does not attend"),
+        ("xglm", {}, "runs through neither attention path"),
         ("t5", {}, "encoder-decoder"),
     ],
 )  # fmt: skip
@@ -224,3 +226,17 @@ def test_logits_that_cannot_be_compared_are_refused(spoil):
         spoil(model)
     with pytest.raises(Unsupported, match="by inf standard deviations"):
         self_check(model, "spans")
+
+
+@pytest.mark.parametrize("failure", [ValueError, ImportError, TypeError])
+def test_the_dense_mask_is_advised_once_and_spans_never(failure):
+    model = tiny_model()
+
+    def fails(*_, **__):
+        raise failure("no way")
+
+    model.model.layers[0].forward = fails
+    with pytest.raises(Unsupported, match="no way.*try target.attention=dense"):
+        self_check(model, "spans")
+    with pytest.raises(Unsupported, match=r"no way\)$"):
+        self_check(model, "dense")
