@@ -14,6 +14,7 @@ from contextlib import suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import hydra
@@ -22,9 +23,20 @@ from hydra.errors import CompactHydraException, InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 PACKAGE = Path(__file__).resolve().parent
+
+NEEDS = {
+    "target": ("lm", "tokenizer", "context"),
+    "proposer": ("name", "drawn", "nodes", "propose", "close"),
+    "verifier": ("name", "accepts", "lossless", "__call__"),
+    "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
+    "prompts": ("__len__", "__getitem__"),
+    "tracker": ("start", "group", "finish", "close"),
+    "peers": ("decode",),
+}
+"""What an object must have to be a part of the run."""
 
 
 def file_name(text: str) -> str:
@@ -59,20 +71,34 @@ class Door(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Before a single run."""
-        check_writable(config.out)
+        check_writable(config.get("out"))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Before a sweep."""
-        check_writable(config.out)
+        check_writable(config.get("out"))
 
 
 def check_writable(out: Any) -> None:
-    """Leave with exit code 1 unless ``out`` can be made and written to."""
-    folder = Path(str(out)).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        why = "is not writable" if existing.is_dir() else "is not a directory"
-        raise SystemExit(f"spec_lab: cannot write to out={out}: {existing} {why}; choose another out=DIR")
+    """Leave with exit code 1 unless ``out`` can be made and written to. What is made to find out is removed again."""
+    if not isinstance(out, str | int | float) or not str(out).strip():
+        raise SystemExit(f"spec_lab: out must name a directory, not {out!r}; choose another out=DIR")
+    folder, made = Path(str(out)).absolute(), []
+    existing = folder
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "is not a directory")
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise SystemExit(f"spec_lab: cannot write to out={out}: {existing} {why}; choose another out=DIR") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def job(config: DictConfig) -> None:
@@ -109,11 +135,16 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     if not OmegaConf.is_dict(named) or "_target_" not in named:
         raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {named!r}")
     try:
-        return instantiate(named, _partial_=True)(**live)
+        made = instantiate(named, _partial_=True)(**live)
     except (InstantiationException, OSError, TypeError, ValueError) as error:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
+    group = part.partition(".")[0].replace("beside", "proposer")
+    if lacks := [name for name in NEEDS[group] if not hasattr(made, name)]:
+        kind = f"an object of type {type(made).__name__}, which has no {lacks[0]}"
+        raise Refused(f"spec_lab: {part}: {named._target_} does not make what {group} needs: it makes {kind}")
+    return made
 
 
 def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
@@ -140,9 +171,13 @@ def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
 
 def known() -> set[str]:
     """The top-level options: those of the default config."""
+    return groups() | OmegaConf.load(Path(conf(), "config.yaml")).keys() - {"defaults", "hydra"}
+
+
+def groups() -> set[str]:
+    """The parts that the default config chooses among files."""
     config: Any = OmegaConf.to_container(OmegaConf.load(Path(conf(), "config.yaml")))
-    groups = {key for one in config.pop("defaults") if isinstance(one, dict) for key in one if " " not in key}
-    return groups | config.keys() - {"hydra"}
+    return {key for one in config["defaults"] if isinstance(one, dict) for key in one if " " not in key}
 
 
 def check_options(config: DictConfig) -> None:
@@ -187,8 +222,14 @@ def start(config: DictConfig, out: Path) -> int:
 def main() -> None:
     """The console script."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
+    for option in sys.argv[1:]:
+        part, _, value = option.lstrip("+").partition("=")
+        if value == "null" and part.partition("@")[0] in groups():
+            sys.exit(f"spec_lab: {part} cannot be null: name a file of conf/{part.partition('@')[0]}")
     try:
         hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
     except KeyboardInterrupt:
         print("\nInterrupted before anything was decoded.", file=sys.stderr)
         sys.exit(130)
+    except InterpolationResolutionError as error:  # hydra.run.dir is composed before any callback
+        sys.exit(f"spec_lab: out must name a directory: give out=DIR ({reason(error)})")

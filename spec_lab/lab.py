@@ -5,6 +5,7 @@ An arm is one way to decode. The baseline is the null proposer in the same loop.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,7 +35,7 @@ class Settings:
         max_new_tokens: most tokens emitted for each.
         warmup: tokens each arm decodes before anything is measured; 0 for none.
         seed: of every random choice, below 2**63.
-        threads: of torch on the CPU; None leaves torch's own choice.
+        threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
     """
 
@@ -55,6 +56,9 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"{name} must be a whole number of {low} or more, not {value!r}")
+        most = 4 * (os.cpu_count() or 1)
+        if self.threads is not None and self.threads > most:
+            raise ValueError(f"threads must be at most {most}, four for each core of this machine, not {self.threads}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, not {self.seed}")
         if not isinstance(self.baseline, bool):
@@ -162,7 +166,8 @@ class Lab:
 
     def facts(self) -> dict[str, Any]:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
-        proposers = {"speculative": self.proposer, **self.beside}
+        own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
+        proposers = {**own, **self.beside}
         return {
             name: {"name": one.name, "drawn": one.drawn, **getattr(one, "facts", {})} for name, one in proposers.items()
         }
@@ -170,7 +175,7 @@ class Lab:
     def weights(self) -> dict[str, str]:
         """SHA-256 of the weights of each part that has some; empty for weights from the hub."""
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.beside, **self.peers}
-        return {name: part.sha256 for name, part in parts.items() if hasattr(part, "sha256")}
+        return {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
 
 
 def requests_of(

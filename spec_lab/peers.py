@@ -54,7 +54,7 @@ class Generate:
         seed: of torch's generator, with the request's number added, where something is sampled.
         options: what the generation config says beyond greedy decoding or sampling.
         assistant: a draft model, whose own generation config says how it drafts; None: there is none.
-        sha256: of the assistant's weights; empty without one, or for one from the hub.
+        sha256: of the assistant's weights; empty for one from the hub. Without an assistant it is None.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Generate:
         sha256: str = "",
     ) -> None:
         self.target, self.sampling, self.seed = target, sampling, seed
-        self.options, self.assistant, self.sha256 = dict(options or {}), assistant, sha256
+        self.options, self.assistant = dict(options or {}), assistant
+        self.sha256 = None if assistant is None else sha256
         self.model = as_transformers_runs_it(target)
 
     @staticmethod

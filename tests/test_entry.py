@@ -101,6 +101,9 @@ def test_every_experiment_runs(cli, name, tmp_path):
     assert code == 0, errors
     assert f"{name}: " in said
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
+    assert set(manifest["proposers"]) <= set(manifest["arms"])
+    assert all(manifest["weights_sha256"].values()), "parts without weights are left out"
     assert summary["requests"] == 2
     assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
     if name == "peers":
@@ -282,6 +285,33 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
     assert code == 1
     assert f"cannot write to out=file/run: {tmp_path / 'file'} is not a directory; choose another out=DIR" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("proposer=null", "proposer cannot be null: name a file of conf/proposer"),
+        ("sampling=null", "sampling cannot be null: name a file of conf/sampling"),
+        ("tracker=null", "tracker cannot be null: name a file of conf/tracker"),
+        ("out=null", "out must name a directory"),
+        ("out=", "out must name a directory, not ''"),
+        ("~out", "out must name a directory"),
+        ("out=/proc/foo", "cannot write to out=/proc/foo: /proc "),
+        ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
+        (
+            "verifier._target_=builtins.int",
+            "verifier needs: it makes an object of type int, which has no name",
+        ),
+        ("sampling._target_=builtins.dict", "sampling: builtins.dict does not make what sampling needs"),
+    ],
+)
+def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
+    code, _, errors = cli(*tiny, *([] if "out" in option else ["out=here"]), option)
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert said in line
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
