@@ -46,7 +46,7 @@ one; rank r counts where it was the head's r-th choice.
 installed; records from seed 10 000 000 on are held out with the names in them. Near copies are dropped by
 shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
 with a prompt. `tests/test_zoo.py` proves it. Of the prompts that could be cut, those are shipped after which the
-target's own greedy text repeats itself least (8-grams of {calibrated} tokens): small models loop, and loops flatter
+target's own greedy text repeats itself least (8-grams of {screened} tokens): small models loop, and loops flatter
 every draft. No draft had a say.
 
 **Commands** (each resumes; some hours on two cores in all):
@@ -135,7 +135,7 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         generated=parts * settings.generation.batch * settings.generation.length / 1e6,
         losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
         tokens=settings.tokens,
-        calibrated=settings.calibration[1],
+        screened=settings.screened,
         accuracies="\n".join(lines),
         control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in vars(control).items()),
         parts=parts,

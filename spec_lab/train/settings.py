@@ -27,6 +27,7 @@ class Settings:
         candidates: prompts cut of each workload at most; prompts: how many of them are shipped.
         parts: of generated text.
         windows: of each held-out stream that the card measures at most; tokens: of each continuation it measures on.
+        screened: tokens after a prompt in which it may loop least.
         calibration: length of prefixes, tokens after each, prefixes.
         options: of ``pretrain.pretrain``, such as how often it saves.
     """
@@ -37,7 +38,7 @@ class Settings:
     records: int = 9_000
     hold_out: dict[str, int] = field(default_factory=lambda: HOLD_OUT)
     candidates: dict[str, int] = field(default_factory=lambda: {"code": 999, "json": 96, "prose": 999})
-    prompts: dict[str, int] = field(default_factory=lambda: {"code": 60, "json": 48, "prose": 40})
+    prompts: dict[str, int] = field(default_factory=lambda: {"code": 40, "json": 48, "prose": 40})
     vocab: int = 4096
     target: Shape = TARGET
     draft: Shape = DRAFT
@@ -50,7 +51,8 @@ class Settings:
     parts: int = 120
     windows: int = 1_000_000
     tokens: int = 96
-    calibration: tuple[int, int, int] = (128, 128, 64)
+    screened: int = 64
+    calibration: tuple[int, int, int] = (128, 64, 96)
     options: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

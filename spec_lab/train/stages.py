@@ -130,7 +130,7 @@ def screen(settings: Settings) -> None:
     """Choose the shipped prompts: where text loops, any draft looks good."""
     lm = Target.load(str(settings.zoo / "target"))
     rows = cuts.read(settings.work / "prompts")
-    shares = cuts.looping(lm, [row["prompt"] for row in rows], settings.calibration[1])
+    shares = cuts.looping(lm, [row["prompt"] for row in rows], settings.screened)
     cuts.write(cuts.least(rows, shares, settings.prompts), settings.zoo / "prompts")
     (settings.work / "looping.json").write_text(json.dumps({r["id"]: s for r, s in zip(rows, shares, strict=True)}))
 

@@ -50,6 +50,7 @@ def settings(tmp_path_factory):
         parts=5,
         windows=3,
         tokens=8,
+        screened=12,
         calibration=(16, 12, 4),
         options={"eval_windows": 2},
     )
