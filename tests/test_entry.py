@@ -107,7 +107,7 @@ def test_every_experiment_runs(cli, name, tmp_path):
     assert summary["requests"] == 2
     assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
     if name == "peers":
-        assert {"bare", "generate", "assisted", "assisted_4", "lookup"} <= set(summary["arms"])
+        assert {"bare", "generate", "assisted", "assisted_same", "lookup"} <= set(summary["arms"])
     if name != "autoregressive":
         assert summary["speedup"]["mean"] > 0
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram")
@@ -123,7 +123,7 @@ def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
     code, _, errors = cli(*command, "~peers.bare")
     assert code == 0, errors
     arms = json.loads((tmp_path / "here" / "summary.json").read_text())["arms"]
-    assert "bare" not in arms and "assisted_4" in arms
+    assert "bare" not in arms and "assisted_same" in arms
 
 
 @pytest.mark.usefixtures("tiny_zoo")

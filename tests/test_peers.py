@@ -35,7 +35,7 @@ def build(folder, sampling: Sampling) -> Lab:
         "bare": Bare(target, Sampling(sampling.temperature), 0),
         "greedy": Generate.plain(target, sampling, 0),
         "assisted": Generate.assisted(target, sampling, 0, str(folder / "draft")),
-        "assisted_4": Generate.assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
+        "assisted_same": Generate.assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
         "prompt_lookup": Generate.lookup(target, sampling, 0),
     }
     prompts = text.jsonl(str(folder / "prompts.jsonl"))
@@ -45,7 +45,7 @@ def build(folder, sampling: Sampling) -> Lab:
 def test_greedy_generation_is_the_same_text_everywhere(folder, tmp_path):
     assert run(build(folder, Sampling()), settings(tmp_path, batch_size=1, max_new_tokens=24), {}) == 0
     tables = metrics.load(tmp_path)
-    names = ["speculative", "assisted", "assisted_4", "bare", "greedy", "prompt_lookup", "baseline"]
+    names = ["speculative", "assisted", "assisted_same", "bare", "greedy", "prompt_lookup", "baseline"]
     assert metrics.arms(tables) == names
     for arm in names[:-1]:
         assert metrics.identical_outputs(tables.requests, arm) == 1.0
@@ -100,7 +100,7 @@ def test_the_bare_loop_refuses_what_it_cannot_do(folder):
 def test_peers_share_the_targets_weights_and_nothing_else(folder):
     lab = build(folder, Sampling())
     ours = lab.target.lm.model
-    assert lab.weights()["assisted"] == lab.weights()["assisted_4"] == weights_hash(str(folder / "draft"))
+    assert lab.weights()["assisted"] == lab.weights()["assisted_same"] == weights_hash(str(folder / "draft"))
     assert ours.config._attn_implementation == SPANS
     for peer in lab.peers.values():
         assert peer.model is not ours
@@ -127,7 +127,7 @@ def rounds(folder, arm, lab, monkeypatch):
 def test_as_many_tokens_are_drafted_as_asked_for(folder, monkeypatch):
     lab = build(folder, Sampling())
     assert set(rounds(folder, lab.peers["greedy"], lab, monkeypatch)) == {1}
-    constant = rounds(folder, lab.peers["assisted_4"], lab, monkeypatch)
+    constant = rounds(folder, lab.peers["assisted_same"], lab, monkeypatch)
     assert set(constant[:-4]) == {1 + 4}, "all but the last, which the limit cuts short"
     assert 1 < max(rounds(folder, lab.peers["prompt_lookup"], lab, monkeypatch)) <= 1 + 10
     free = lab.peers["assisted"].assistant.generation_config

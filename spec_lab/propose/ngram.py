@@ -93,7 +93,7 @@ class Ngram:
     wants_hidden: bool = False
 
     @staticmethod
-    def load(target: Target, depth: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> Ngram:
+    def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1) -> Ngram:
         """Needs nothing from the target.
 
         Raises:
@@ -143,7 +143,7 @@ class NgramTree:
     wants_hidden: bool = False
 
     @staticmethod
-    def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 2) -> NgramTree:
+    def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 1) -> NgramTree:
         """Needs nothing from the target.
 
         Raises:
