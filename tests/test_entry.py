@@ -325,7 +325,11 @@ def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
 
 
 def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
-    command = [sys.executable, "-m", "spec_lab", *tiny, "out=here", "max_new_tokens=200", "batch_size=1"]
+    many = checkpoints.prompts(
+        tmp_path / "many.jsonl", checkpoints.TEXTS * 100
+    )  # enough to be still at it when the signal comes
+    options = ["out=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
+    command = [sys.executable, "-m", "spec_lab", *tiny, *options]
     process = subprocess.Popen(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
@@ -336,6 +340,6 @@ def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130, errors
-    assert "finished groups of 4 are in" in errors
+    assert f"finished groups of {100 * len(checkpoints.TEXTS)} are in" in errors
     assert "Traceback" not in errors
-    assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 4
+    assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 100 * len(checkpoints.TEXTS)
