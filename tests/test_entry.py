@@ -325,9 +325,7 @@ def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
 
 
 def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
-    many = checkpoints.prompts(
-        tmp_path / "many.jsonl", checkpoints.TEXTS * 100
-    )  # enough to be still at it when the signal comes
+    many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
     options = ["out=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
     command = [sys.executable, "-m", "spec_lab", *tiny, *options]
     process = subprocess.Popen(

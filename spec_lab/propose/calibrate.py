@@ -24,6 +24,7 @@ from spec_lab.propose.trees import Choices, Ranks, fastest, grow, parse
 from spec_lab.target import Target
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes timed
+RUN = 3  # of the same size in a row
 HOPELESS = 0.7  # of the best rate: sizes beyond the last one above it are not timed further
 
 
@@ -137,9 +138,9 @@ def _take_turns(
     while done < 2 or spent < seconds:
         for best, turns in ((verified, verify), (drafted, draft)):
             for size in best:
-                took = turns[size]()
-                best[size] = min(best[size], took)
-                spent += took
+                took = [turns[size]() for _ in range(RUN)]  # in a row, as in decoding: the first warms up the others
+                best[size] = min(best[size], *took)
+                spent += sum(took)
         done += 1
         if done == 2:
             rates = {size: tokens[size] / (took + drafted[max(drafted)]) for size, took in verified.items()}
