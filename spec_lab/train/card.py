@@ -98,9 +98,7 @@ def write(settings: Settings) -> dict:
 def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: distill.Heads) -> str:
     """The card as Markdown."""
     work, plan = settings.work, settings.plan
-    target = pretrain.load(work / "target" / "checkpoint.safetensors", settings.target, plan)
-    draft = pretrain.load(work / "draft" / "checkpoint.safetensors", settings.draft, settings.draft_plan)
-    control = settings.control.read(work / "target")
+    history = settings.history()
     shapes = {"target": settings.target, "draft": settings.draft}
     kinds = {
         n: f"Llama, {s.layers} layer{'s' * (s.layers > 1)}, hidden {s.hidden}, vocabulary {s.vocab}, tied embeddings"
@@ -127,16 +125,16 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
     return TEXT.format(
         models="\n".join(f"| `{n}` | {kinds[n]} | {count[n] / 1e6:.2f} M | `{figures['sha256'][n]}` |" for n in kinds),
         packages=", ".join(p for p in settings.packages if p != "stdlib"),
-        target_tokens=target.sequences * plan.length / 1e6,
-        grown=control.grow_step * plan.batch * plan.length / 1e6,
+        target_tokens=history["target_tokens"] / 1e6,
+        grown=history["half_depth_tokens"] / 1e6,
         length=plan.length,
         mix=", ".join(f"{w} {share:.0%}" for w, share in plan.mix),
-        draft_tokens=draft.sequences * settings.draft_plan.length / 1e6,
+        draft_tokens=history["draft_tokens"] / 1e6,
         generated=parts * settings.generation.batch * settings.generation.length / 1e6,
         losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
         tokens=settings.tokens,
         screened=settings.screened,
         accuracies="\n".join(lines),
-        control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in vars(control).items()),
+        control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in history["control"].items()),
         parts=parts,
     )

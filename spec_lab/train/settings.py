@@ -1,14 +1,17 @@
 """What the stages of training need, and the settings that made the shipped weights."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_lab.train import corpus
 from spec_lab.train.distill import Distillation, Generation
-from spec_lab.train.pretrain import DRAFT, TARGET, Control, Plan, Shape, Trainer, grow, load
+from spec_lab.train.pretrain import DRAFT, TARGET, Control, Plan, Shape, grow, load
 
 ZOO = Path(__file__).parent.parent / "zoo"
 # Modules held out of each package.
@@ -59,14 +62,41 @@ class Settings:
         """The shipped tokenizer."""
         return AutoTokenizer.from_pretrained(self.zoo / "target")
 
-    def trained_target(self) -> Trainer:
-        """The target as it will be shipped: bf16, all its layers."""
-        trainer = load(self.work / "target" / "checkpoint.safetensors", self.target, self.plan)
-        if trainer.model.config.num_hidden_layers < self.target.layers:
-            trainer = grow(trainer, self.target)
-        trainer.model.set_attn_implementation("sdpa")
-        return trainer
+    def trained_target(self) -> LlamaForCausalLM:
+        """The target as it will be shipped, bf16, all its layers; where it was not trained here, the shipped one."""
+        model = self._trained("target", self.target, self.plan)
+        model.set_attn_implementation("sdpa")
+        return model
 
-    def pretrained_draft(self) -> Trainer:
-        """The draft after plain text."""
-        return load(self.work / "draft" / "checkpoint.safetensors", self.draft, self.draft_plan)
+    def pretrained_draft(self) -> LlamaForCausalLM:
+        """The draft after plain text; where it was not trained here, the shipped one."""
+        return self._trained("draft", self.draft, self.draft_plan)
+
+    def _trained(self, name: str, shape: Shape, plan: Plan) -> LlamaForCausalLM:
+        checkpoint = self.work / name / "checkpoint.safetensors"
+        if not checkpoint.exists():
+            return AutoModelForCausalLM.from_pretrained(self.zoo / name, dtype=torch.bfloat16)
+        trainer = load(checkpoint, shape, plan)
+        if trainer.model.config.num_hidden_layers < shape.layers:
+            trainer = grow(trainer, shape)
+        return trainer.model
+
+    def history(self) -> dict[str, Any]:
+        """What the models were trained on, for the card: tokens of each model, and the target's control.
+
+        Kept beside the shipped models, so that later stages can start from these.
+        """
+        file, found = self.zoo / "training.json", {}
+        if file.exists():
+            found = json.loads(file.read_text())
+        for name, plan in (("target", self.plan), ("draft", self.draft_plan)):
+            checkpoint = self.work / name / "checkpoint.safetensors"
+            if checkpoint.exists():
+                with safe_open(checkpoint, "pt") as opened:
+                    found[f"{name}_tokens"] = int(opened.metadata()["sequences"]) * plan.length
+        if (self.work / "target" / "checkpoint.safetensors").exists():
+            control = self.control.read(self.work / "target")
+            found["control"] = vars(control)
+            found["half_depth_tokens"] = control.grow_step * self.plan.batch * self.plan.length
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        return found

@@ -98,7 +98,7 @@ def draft(settings: Settings) -> None:
 
 def generate(settings: Settings) -> None:
     """Let the target continue training text."""
-    model = settings.trained_target().model.eval()
+    model = settings.trained_target().eval()
     distillation.generate(
         model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts
     )
@@ -106,10 +106,10 @@ def generate(settings: Settings) -> None:
 
 def distill(settings: Settings) -> None:
     """Train draft and heads on the target's text and laws."""
-    student = Trainer(settings.pretrained_draft().model.float(), settings.draft_plan)
+    student = Trainer(settings.pretrained_draft().float(), settings.draft_plan)
     plan = settings.distillation
     heads = distillation.Heads(plan.heads, plan.layers, settings.target.hidden)
-    distillation.distill(settings.trained_target().model, student, heads, settings.work / "generated", plan)
+    distillation.distill(settings.trained_target(), student, heads, settings.work / "generated", plan)
     out = settings.work / "distilled"
     out.mkdir(exist_ok=True)
     student.save(out / "draft.safetensors")
@@ -119,11 +119,12 @@ def distill(settings: Settings) -> None:
 def export(settings: Settings) -> None:
     """Write the three models into the zoo."""
     tokenizer, trained = settings.tokenizer(), settings.work / "distilled"
-    sha256 = files.export_model(settings.trained_target().model, tokenizer, settings.zoo / "target")
+    sha256 = files.export_model(settings.trained_target(), tokenizer, settings.zoo / "target")
     student = load(trained / "draft.safetensors", settings.draft, settings.draft_plan)
     files.export_model(student.model, tokenizer, settings.zoo / "draft")
     heads = distillation.load_heads(trained / "heads.safetensors")
     files.export_medusa(heads.weight, heads.bias, settings.target.vocab, sha256, settings.zoo / "medusa")
+    settings.history()
 
 
 def screen(settings: Settings) -> None:

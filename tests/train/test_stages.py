@@ -152,7 +152,7 @@ def test_generated_text_is_the_targets_own_and_resumes(trained):
     folder = trained.work / "generated"
     part = folder / "part-0000.safetensors"  # greedy
     tensors = load_file(part)
-    target = trained.trained_target().model.eval()
+    target = trained.trained_target().eval()
     with torch.inference_mode():
         hidden = target.model(tensors["ids"].long()).last_hidden_state
         logits = target.lm_head(tensors["hidden"][:, 7:-1]).float()
@@ -166,7 +166,7 @@ def test_generated_text_is_the_targets_own_and_resumes(trained):
 
 
 def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(trained):
-    target = trained.trained_target().model
+    target = trained.trained_target()
     heads, fresh = distill.load_heads(trained.work / "distilled" / "heads.safetensors"), distill.Heads(4, 2, 32)
     hidden = load_file(trained.work / "generated" / "part-0000.safetensors")["hidden"]  # greedy
     law = distill.laws(target, hidden)
@@ -206,3 +206,18 @@ def test_texts_too_short_to_judge_come_last():
     assert [row["prompt"] for row in chosen["code"]] == ["0", "2", "3"]
     assert [row["id"] for row in chosen["code"]] == ["code-000", "code-001", "code-002"]
     assert chosen["json"] == []
+
+
+def test_later_stages_start_from_shipped_models_where_none_were_trained(trained, tmp_path):
+    elsewhere = replace(trained, work=tmp_path / "work", zoo=tmp_path / "zoo")
+    shutil.copytree(trained.zoo, elsewhere.zoo)
+    for streams in ("train", "held_out"):
+        shutil.copytree(trained.work / streams, elsewhere.work / streams)
+    shipped = AutoModelForCausalLM.from_pretrained(trained.zoo / "target").state_dict()
+    found = elsewhere.trained_target().state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in shipped.items())
+    for stage in (stages.generate, stages.distill, stages.export):
+        stage(elsewhere)
+    kept = [load_file(one / "target" / "model.safetensors") for one in (trained.zoo, elsewhere.zoo)]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    assert elsewhere.history() == trained.history()
