@@ -329,7 +329,12 @@ def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     options = ["out=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
     command = [sys.executable, "-m", "spec_lab", *tiny, *options]
     process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     first = tmp_path / "here" / "parts" / "requests-000000.parquet"
     deadline = time.monotonic() + 60
