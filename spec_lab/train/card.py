@@ -45,9 +45,9 @@ one; rank r counts where it was the head's r-th choice.
 **Hold-out.** `holdout.json` names the modules and topics that training never saw, with SHA-256 of their text as
 installed; records from seed 10 000 000 on are held out with the names in them. Near copies are dropped by
 shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
-with a prompt. `tests/test_zoo.py` proves it. Of the prompts that could be cut, those are shipped after which the
-target's own greedy text repeats itself least (8-grams of {screened} tokens): small models loop, and loops flatter
-every draft. No draft had a say.
+with a prompt. `tests/test_zoo.py` checks it with the sources of the standard library that the machine has. Of
+the prompts that could be cut, those are shipped after which the target's own greedy text repeats itself least
+(8-grams of {screened} tokens): small models loop, and loops flatter every draft. No draft had a say.
 
 **Commands** (each resumes; some hours on two cores in all):
 
