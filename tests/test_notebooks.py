@@ -52,8 +52,7 @@ def test_a_notebook_executes_on_a_run(source, finished, tmp_path, capsys):
 
 def test_the_rendered_notebook_is_in_step_with_its_source(source, tmp_path):
     pair = source.with_suffix(".ipynb")
-    if not pair.exists():
-        pytest.skip(f"{pair.name} is not rendered yet: python scripts/render_notebooks.py RUN")
+    assert pair.exists(), "render it: python scripts/render_notebooks.py RUN"
     assert cells(pair) == cells(source), "render it again: python scripts/render_notebooks.py RUN"
     check_rendered(pair, tmp_path)
 
