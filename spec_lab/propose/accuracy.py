@@ -170,7 +170,7 @@ def measure(
     ranks = [np.empty((0, len(heads)), dtype=np.int64)]
     for step in range(len(chosen) - len(heads)):
         right = torch.stack(chosen[step + 1 : step + 1 + len(heads)], 1)[..., None]  # [B, K, 1]
-        logits = heads(states[step]).float()
+        logits = heads(states[step], chosen[step]).float()
         score = logits.gather(-1, right)
         ahead = (logits > score) | ((logits == score) & (torch.arange(logits.shape[-1], device=lm.device) < right))
         ranks.append(ahead.sum(-1).cpu().numpy())

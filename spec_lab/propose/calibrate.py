@@ -175,7 +175,8 @@ def _verification(target: Target, cells: Sequence[Cells], draft: Draft, memory: 
 
 
 def _drafting(target: Target, heads: Heads, hidden: Tensor) -> Callable[[], float]:
-    return lambda: _timed(target, lambda: heads(hidden))
+    token = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
+    return lambda: _timed(target, lambda: heads(hidden, token))
 
 
 def _timed(target: Target, work: Callable[[], object]) -> float:

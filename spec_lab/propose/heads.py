@@ -1,8 +1,14 @@
 """Medusa heads: residual layers on the target's hidden state, in front of the target's own language-modelling head.
 
-Source: Medusa (2401.10774, section 2.1.1). A folder of heads holds ``config.json`` (hidden_size, vocab_size, num_heads,
-num_layers, shared_lm_head, target_sha256) and ``model.safetensors`` (``weight`` ``[K, L, H, H]``, ``bias``
-``[K, L, H]``). Letters: K heads, L layers, H hidden size, V vocabulary, B sequences.
+Source: Medusa (2401.10774, section 2.1.1). The paper's heads never see the pending token, although it is known when
+they draft. A trunk, where the folder holds one, mixes its embedding into the state before all heads; that drafts should
+depend on it is Hydra's finding (2402.05109) and the first step of DeepSeek-V3's multi-token prediction (2412.19437,
+section 2.2). The heads stay independent of each other, and the tree static.
+
+A folder of heads holds ``config.json`` (hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, target_sha256,
+trunk_size if there is a trunk) and ``model.safetensors`` (``weight [K, L, H, H]``, ``bias [K, L, H]``; of the trunk
+``trunk_in.weight [W, 2H]``, ``trunk_in.bias [W]``, ``trunk_out.weight [H, W]``, ``trunk_out.bias [H]``). Letters: K
+heads, L layers, H hidden size, V vocabulary, W width of the trunk, B sequences.
 """
 
 from __future__ import annotations
@@ -28,18 +34,39 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
+class Trunk:
+    """Mixes a state h and the token after it, embedded as e: ``h + W2 silu(W1 [h; e] + b1) + b2``.
+
+    Args:
+        inner: W1 ``[W, 2H]`` and b1 ``[W]``; outer: W2 ``[H, W]`` and b2 ``[H]``.
+        embed: the target's embedding, ``[B] -> [B, H]``.
+    """
+
+    inner: tuple[Tensor, Tensor]
+    outer: tuple[Tensor, Tensor]
+    embed: Callable[[Tensor], Tensor]
+
+    def __call__(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """States ``[B, H]`` and tokens ``[B]`` -> ``[B, H]``."""
+        both = torch.cat([hidden, self.embed(token)], -1)
+        return hidden + linear(silu(linear(both, *self.inner)), *self.outer)
+
+
+@dataclass(frozen=True, eq=False)
 class Heads:
     """K heads that share the target's unembedding. Head k looks k + 1 tokens beyond the target's own choice.
 
     Args:
         weight: ``[K, L, H, H]``, ``bias``: ``[K, L, H]``.
         unembed: the target's language-modelling head, ``[n, H] -> [n, V]``.
+        trunk: before all heads; None for the paper's heads, which read the state alone.
         sha256: of the weight file and of every calibration*.json beside it, which decide calibrated trees.
     """
 
     weight: Tensor
     bias: Tensor
     unembed: Callable[[Tensor], Tensor]
+    trunk: Trunk | None = None
     sha256: str = ""
 
     def __len__(self) -> int:
@@ -47,16 +74,19 @@ class Heads:
 
     def first(self, count: int) -> Heads:
         """The first ``count`` heads."""
-        return Heads(self.weight[:count], self.bias[:count], self.unembed, self.sha256)
+        return Heads(self.weight[:count], self.bias[:count], self.unembed, self.trunk, self.sha256)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits ``[B, K, V]`` of hidden states ``[B, H]``: x + silu(W x + b) for each layer, then unembedding.
+    def __call__(self, hidden: Tensor, token: Tensor) -> Tensor:
+        """Logits ``[B, K, V]`` of hidden states ``[B, H]`` and the tokens ``[B]`` after them, which only a trunk reads:
+        x + silu(W x + b) for each layer, then unembedding.
 
         The first layer sees one state for all heads and runs as one stacked matrix. (4 heads of 512 and a vocabulary of
         4096 in bfloat16, one state, two CPU cores: 0.22 ms in all; 0.30 head by head; with ``baddbmm`` within 2 %.)
         """
         count, layers, width, _ = self.weight.shape
         batch = len(hidden)
+        if self.trunk is not None:
+            hidden = self.trunk(hidden, token)
         x = hidden[:, None].expand(batch, count, width)
         if layers:
             x = x + silu(linear(hidden, *self._stacked)).view(batch, count, width)
@@ -92,9 +122,12 @@ class Heads:
         folder = File(path)
         config = read_json(folder / "config.json", "Medusa heads")
         sizes = {name: config.get(name) for name in ("hidden_size", "vocab_size", "num_heads", "num_layers")}
+        sizes["trunk_size"] = config.get("trunk_size", 0)
         for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < (name != "num_layers"):
-                raise ValueError(f"{folder / 'config.json'}: {name} must be a positive whole number, not {size!r}")
+            least = name not in ("num_layers", "trunk_size")
+            if isinstance(size, bool) or not isinstance(size, int) or size < least:
+                kind = "positive whole number" if least else "whole number, 0 for none"
+                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {size!r}")
         vocabulary, hidden = target.lm.model.get_output_embeddings().weight.shape
         if sizes["hidden_size"] != hidden:
             raise ValueError(
@@ -124,7 +157,15 @@ class Heads:
                 f"{file} cannot be read ({error}): truncated or corrupt; copy or download it again"
             ) from error
         count, layers = sizes["num_heads"], sizes["num_layers"]
-        shapes = {"weight": (count, layers, hidden, hidden), "bias": (count, layers, hidden)}
+        shapes: dict[str, tuple[Any, ...]] = {
+            "weight": (count, layers, hidden, hidden),
+            "bias": (count, layers, hidden),
+        }
+        if width := sizes["trunk_size"]:
+            shapes |= {"trunk_in.weight": (width, 2 * hidden), "trunk_in.bias": (width,)}
+            shapes |= {"trunk_out.weight": (hidden, width), "trunk_out.bias": (hidden,)}
+        elif any(name.startswith("trunk") for name in tensors):
+            raise ValueError(f"{file} holds a trunk, config.json names no trunk_size")
         for name, shape in shapes.items():
             if name not in tensors:
                 raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(tensors)) or 'none'})")
@@ -132,8 +173,10 @@ class Heads:
                 raise ValueError(f"{file}: '{name}' is {tuple(tensors[name].shape)}, config.json says {shape}")
             if not torch.isfinite(tensors[name]).all():
                 raise ValueError(f"{file}: '{name}' holds NaN or infinite values")
-        weight, bias = (tensors[name].to(target.lm.device, target.lm.dtype) for name in shapes)
-        return Heads(weight, bias, target.lm.model.get_output_embeddings(), _hash(folder))
+        weight, bias, *trunk = (tensors[name].to(target.lm.device, target.lm.dtype) for name in shapes)
+        model = target.lm.model
+        mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), model.get_input_embeddings()) if trunk else None
+        return Heads(weight, bias, model.get_output_embeddings(), mixing, _hash(folder))
 
 
 def _hash(folder: File) -> str:

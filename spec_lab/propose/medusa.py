@@ -28,9 +28,9 @@ from spec_lab.target import Target
 class Medusa:
     """Drafts the same tree each round: the child of rank r at depth d is head d's r-th likeliest token (heads from 0).
 
-    The heads read the hidden state of the last computed token, which the target chose the first pending token from. Of
-    m pending tokens the heads have seen none, so the tree begins with head m - 1 and loses m - 1 levels. A sequence of
-    which nothing is computed gets no tree.
+    The heads read the hidden state of the last computed token, from which the target chose the first pending token, and
+    heads with a trunk read that token as well. Of m pending tokens m - 1 are beyond, so the tree begins with head m - 1
+    and loses m - 1 levels. A sequence of which nothing is computed gets no tree.
 
     Args:
         heads: at least as many as the tree is deep.
@@ -111,8 +111,9 @@ class Medusa:
             return Draft(shape, torch.empty(0, dtype=torch.long, device=lm.device))
         states = [lm.cells.last_hidden(paths[head]) for head in active]
         hidden = states[0][None] if len(states) == 1 else torch.stack(states)
+        pending = torch.tensor([batch.sequences[head].tokens[len(paths[head])] for head in active], device=lm.device)
         start = lm.clock.mark()
-        logits = self.heads(hidden)  # [B, K, V]
+        logits = self.heads(hidden, pending)  # [B, K, V]
         batch.marks.append((start, lm.clock.mark()))
         tokens = likeliest(logits.flatten(0, 1), self._width)
         return Draft(shape, tokens.view(-1).index_select(0, index))

@@ -3,9 +3,11 @@
 import json
 import math
 
-import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from spec_lab.propose.heads import Heads
+from spec_lab.target import Target
 from spec_lab.train import distill, pretrain, prompts
 from spec_lab.train.export import file_sha256
 from spec_lab.train.settings import Settings
@@ -26,9 +28,10 @@ under those packages' licences.
 
 **Training.** The target saw {target_tokens:.1f} M tokens in windows of {length} ({mix}), the first {grown:.1f}
 M at half its depth; Muon and AdamW, warm-up-stable-decay, bf16 weights with float32 masters. The draft saw
-{draft_tokens:.1f} M tokens of the same text. Draft and heads were then trained on {generated:.2f} M tokens that
-the target wrote from training prefixes (half greedy, half at temperature 1) or read: the draft on the target's
-laws, the heads on its laws and, where it was greedy, its choices.
+{draft_tokens:.1f} M tokens of the same text. The draft was then distilled
+({distilled}){last}. The target wrote by continuing training prefixes, half of them greedily, half at temperature 1;
+every fifth part is plain text. The draft learns the target's laws, the heads its laws and, where it was greedy, its
+choices.
 
 **Held-out loss** (whole held-out streams; nats per token, bits per byte):
 
@@ -76,7 +79,7 @@ def write(settings: Settings) -> dict:
     zoo, work = settings.zoo, settings.work
     tokenizer = settings.tokenizer()
     models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
-    heads = distill.load_heads(zoo / "medusa" / "model.safetensors").to(torch.bfloat16)
+    heads = Heads.read(str(zoo / "medusa"), Target.load(str(zoo / "target")))
     sizes = json.loads((work / "held_out" / "sizes.json").read_text())
     losses = {
         n: pretrain.held_out_loss(m, work / "held_out", settings.plan.length, settings.windows)
@@ -95,7 +98,15 @@ def write(settings: Settings) -> dict:
     return figures
 
 
-def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: distill.Heads) -> str:
+def _told(one: dict) -> str:
+    """A distillation in words."""
+    plain = f"{one['plain_tokens'] / 1e6:.2f} M tokens of plain text, then " if one["plain_tokens"] else ""
+    return (
+        f"{plain}{one['passes']:g} passes over {one['written_tokens'] / 1e6:.2f} M tokens that the target wrote or read"
+    )
+
+
+def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: Heads) -> str:
     """The card as Markdown."""
     work, plan = settings.work, settings.plan
     history = settings.history()
@@ -105,9 +116,12 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         for n, s in shapes.items()
     }
     count = {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()} | {
-        "medusa": sum(p.numel() for p in heads.parameters())
+        "medusa": sum(p.numel() for p in load_file(settings.zoo / "medusa" / "model.safetensors").values())
     }
-    kinds["medusa"] = f"{len(heads.weight)} heads of {heads.weight.shape[1]} residual layers, the target's unembedding"
+    layers = heads.weight.shape[1]
+    kinds["medusa"] = f"{len(heads)} heads of {layers} residual layer{'s' * (layers > 1)}, the target's unembedding"
+    if heads.trunk:
+        kinds["medusa"] += f"; a trunk of width {len(heads.trunk.inner[1])} mixes in the pending token"
 
     def cell(model: str, workload: str) -> str:
         loss, size = figures["loss"][model][workload], sizes[workload]
@@ -130,7 +144,8 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         length=plan.length,
         mix=", ".join(f"{w} {share:.0%}" for w, share in plan.mix),
         draft_tokens=history["draft_tokens"] / 1e6,
-        generated=parts * settings.generation.batch * settings.generation.length / 1e6,
+        distilled="; then again: ".join(map(_told, history["distilled"])),
+        last=", the heads with it" if len(history["distilled"]) == 1 else ", the heads the last time only",
         losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
         tokens=settings.tokens,
         screened=settings.screened,

@@ -1,130 +1,91 @@
-"""Self-distillation: the target continues training text; draft and Medusa heads learn its laws on what it wrote.
+"""Self-distillation: draft and Medusa heads learn the target's laws, first on plain text, then on what it wrote itself.
 
-Letters: B rows, T tokens a row, H hidden size, V vocabulary, K heads, L residual layers a head.
-Sources: Medusa (2401.10774, self-distillation in section 3.3), DistillSpec (2310.08461) for the draft.
+Letters: B rows, T tokens a row, H hidden size, V vocabulary, K heads, L residual layers a head, W width of the trunk.
+Sources: Medusa (2401.10774, self-distillation in section 3.3), DistillSpec (2310.08461) for the draft; heads that read
+the pending token's embedding: Hydra (2402.05109), DeepSeek-V3's multi-token prediction (2412.19437, section 2.2).
 """
 
 import logging
+import math
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn.functional import silu
-from transformers import LlamaForCausalLM, StaticCache
+from transformers import LlamaForCausalLM
 
 from spec_lab.train.fast import soft_cross_entropy
-from spec_lab.train.pretrain import Trainer, schedule
+from spec_lab.train.generate import Generation, Part, continue_text
+from spec_lab.train.pretrain import Plan, Trainer, schedule
 from spec_lab.train.tokens import Batches
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """How text is continued. Part i of the data depends on this and on i alone.
-
-    Args:
-        batch: rows a part. length: tokens a row, prefix included.
-        prefixes: prefix lengths, taken in turn. The whole ``length`` among them means a part of plain text.
-        temperatures: taken in turn; 0 is greedy.
-    """
-
-    batch: int = 64
-    length: int = 256
-    prefixes: tuple[int, ...] = (32, 96, 64, 128)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    plain_every: int = 5
-    seed: int = 1
-    mix: tuple[tuple[str, float], ...] = (("code", 0.7), ("json", 0.12), ("prose", 0.18))
-
-
-@torch.inference_mode()
-def continue_text(
-    target: LlamaForCausalLM, prefix: torch.Tensor, length: int, temperature: float, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids ``[B, T]`` and last hidden states ``[B, T-1, H]`` of ``prefix [B, P]`` continued to ``length`` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    cache = StaticCache(config=target.config, max_cache_len=length)
-    ids, hidden = [prefix], []
-    step = prefix
-    while True:
-        states = target.model(input_ids=step, past_key_values=cache, use_cache=True).last_hidden_state
-        hidden.append(states)
-        if sum(s.shape[1] for s in ids) == length:
-            break
-        logits = target.lm_head(states[:, -1]).float()
-        if temperature == 0:
-            step = logits.argmax(-1, keepdim=True)
-        else:
-            step = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        ids.append(step)
-    return torch.cat(ids, 1), torch.cat(hidden, 1)
-
-
-def generate(
-    target: LlamaForCausalLM, streams: Path, folder: Path, plan: Generation, parts: int, seconds: float = float("inf")
-) -> int:
-    """Write parts of ids ``[B, T]`` and hidden states ``[B, T, H]`` until there are ``parts`` or time is up; existing
-    ones stay.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    batches = Batches(streams, dict(plan.mix), plan.length, plan.seed)
-    began = time.monotonic()
-    for part in range(parts):
-        path = folder / f"part-{part:04d}.safetensors"
-        if path.exists():
-            continue
-        if time.monotonic() - began > seconds:
-            return part
-        text = torch.from_numpy(batches.at(part * plan.batch, plan.batch))[:, : plan.length]
-        temperature = plan.temperatures[part % len(plan.temperatures)]
-        plain = part % plan.plain_every == plan.plain_every - 1
-        prefix = plan.length if plain else plan.prefixes[part // len(plan.temperatures) % len(plan.prefixes)]
-        ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part)
-        unfinished = path.with_suffix(".partial")
-        facts = {"prefix": str(prefix), "temperature": str(1.0 if plain else temperature)}
-        save_file({"ids": ids.to(torch.int32), "hidden": hidden.contiguous()}, unfinished, metadata=facts)
-        unfinished.rename(path)
-        log.info("part %d: prefix %d, temperature %s, %.0f s", part, prefix, temperature, time.monotonic() - began)
-    return parts
-
-
 class Heads(torch.nn.Module):
-    """K Medusa heads of L residual layers ``x + silu(W x + b)`` that start as the identity; the unembedding is the
-    target's.
+    """A trunk that mixes the pending token into the target's state, then K Medusa heads of L residual layers.
+
+    ``x = h + W2 silu(W1 [h; e] + b1) + b2`` with the pending token's embedding e; head k is L times ``x + silu(W x +
+    b)``, and the unembedding is the target's. All starts as the identity on h.
     """
 
-    def __init__(self, heads: int, layers: int, hidden: int):
+    def __init__(self, heads: int, layers: int, hidden: int, width: int):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(heads, layers, hidden, hidden))
-        self.bias = torch.nn.Parameter(torch.zeros(heads, layers, hidden))
+        linear, self.counts = torch.nn.Linear, (heads, layers)
+        self.trunk_in, self.trunk_out = linear(2 * hidden, width), linear(width, hidden)
+        self.heads = torch.nn.ModuleList(
+            torch.nn.ModuleList(linear(hidden, hidden) for _ in range(layers)) for _ in range(heads)
+        )
+        for name, parameter in self.named_parameters():
+            if name == "trunk_in.weight":
+                torch.nn.init.normal_(parameter, std=(2 * hidden) ** -0.5)
+            else:
+                torch.nn.init.zeros_(parameter)
 
-    def forward(self, head: int, x: torch.Tensor) -> torch.Tensor:
-        """States ``[..., H]`` that head ``head`` hands to the unembedding, computed in ``x``'s type."""
-        for weight, bias in zip(self.weight[head].to(x.dtype), self.bias[head].to(x.dtype), strict=True):
-            x = x + silu(torch.nn.functional.linear(x, weight, bias))
+    def trunk(self, hidden: Tensor, embedding: Tensor) -> Tensor:
+        """States ``[..., H]`` and embeddings ``[..., H]`` of the tokens after them, mixed."""
+        return hidden + self.trunk_out(silu(self.trunk_in(torch.cat([hidden, embedding], -1))))
+
+    def head(self, k: int, x: Tensor) -> Tensor:
+        """What head k hands to the unembedding, from the trunk's ``[..., H]``."""
+        for layer in self.heads[k].children():
+            x = x + silu(layer(x))
         return x
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """Training of draft and heads on generated parts; each pass over them takes the parts in a new order."""
+    """Training of draft and heads: on plain text, then on generated parts, each pass over them in a new order.
 
-    heads: int = 5
-    layers: int = 2
+    Args:
+        heads: how many; layers: residual layers of each; width: of the trunk.
+        rows: a step; part: rows of a thread.
+        plain_steps: on plain text; passes: over the generated parts after it.
+        decay: share of all steps in which the rates fall.
+        plan: of the heads' optimisers.
+    """
+
+    heads: int = 4
+    layers: int = 1
+    width: int = 1536
     rows: int = 16
-    heads_rate: float = 1e-3
+    part: int = 8
     warmup: int = 30
-    passes: float = 1.75
-    decay: float = 0.5
+    plain_steps: int = 700
+    passes: float = 4
+    decay: float = 0.4
+    plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
 
 
-def laws(target: LlamaForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+def laws(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
     """The target's laws at temperature 1, in the states' type, ``[B, T, V]``."""
     with torch.no_grad():
         logits = target.lm_head(hidden)
@@ -133,20 +94,32 @@ def laws(target: LlamaForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def heads_loss(
-    heads: Heads, target: LlamaForCausalLM, hidden: torch.Tensor, law: torch.Tensor, first: int
-) -> list[torch.Tensor]:
-    """Each head's cross-entropy to the laws it foretells: the state at t against the law at t + 1 + k, for t >=
-    ``first``.
+def embedding_scale(target: LlamaForCausalLM) -> float:
+    """By which embeddings are multiplied in training, to be about as large as hidden states: a power of two, exact."""
+    size = float(target.get_input_embeddings().weight.detach().float().square().mean().sqrt())
+    return 2.0 ** round(-math.log2(size))
+
+
+def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, law: Tensor) -> list[Tensor]:
+    """Each head's cross-entropy to the laws it foretells: state and token at t and t + 1 against the law at t + 1 + k.
+
+    In text that continues a prefix, what a head foretells is the continuation only; where that is greedy, the choice.
     """
+    length = text.ids.shape[1]
+    first = 0 if text.prefix == length else max(0, text.prefix - 2)
+    if text.temperature == 0:
+        law = torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
+    with torch.no_grad():
+        embedding = target.get_input_embeddings()(text.ids[:, first + 1 :]) * embedding_scale(target)
+    mixed = heads.trunk(text.hidden[:, first:-1], embedding)
     losses = []
-    for k in range(len(heads.weight)):
-        states = heads(k, hidden[:, first : hidden.shape[1] - 1 - k])
-        losses.append(soft_cross_entropy(target.lm_head(states).flatten(0, 1), law[:, first + 1 + k :].flatten(0, 1)))
+    for k in range(len(heads.heads)):
+        logits = target.lm_head(heads.head(k, mixed[:, : length - 1 - k - first]))
+        losses.append(soft_cross_entropy(logits.flatten(0, 1), law[:, first + 1 + k :].flatten(0, 1)))
     return losses
 
 
-def draft_loss(draft: torch.nn.Module, ids: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
+def draft_loss(draft: torch.nn.Module, ids: Tensor, law: Tensor) -> Tensor:
     """The draft's cross-entropy to the laws ``[B, T, V]`` after ids ``[B, T]``."""
     logits = draft(input_ids=ids, use_cache=False).logits
     return soft_cross_entropy(logits.flatten(0, 1), law.flatten(0, 1))
@@ -163,85 +136,148 @@ def order_of(parts: int, rows: int, batch: int, passes: float) -> list[tuple[int
     return steps[: int(passes * parts * (batch // rows))]
 
 
-def distill(target: LlamaForCausalLM, draft: Trainer, heads: Heads, folder: Path, plan: Distillation) -> None:
-    """Train ``draft`` on the target's laws, and ``heads`` on its laws or, in greedy parts, its choices."""
-    paths = sorted(folder.glob("part-*.safetensors"))
-    steps = order_of(len(paths), plan.rows, len(load_file(paths[0])["ids"]), plan.passes)
-    target.requires_grad_(False)
-    optimiser = torch.optim.AdamW(heads.parameters(), lr=plan.heads_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    stable, at, recent, began = int(len(steps) * (1 - plan.decay)), None, [], time.monotonic()
-    for step, (part, row) in enumerate(steps):
+def _texts(
+    target: LlamaForCausalLM,
+    streams: Path,
+    paths: list[Path],
+    order: list[tuple[int, int]],
+    plan: Distillation,
+    text: Generation,
+    first: int,
+) -> Iterator[list[Part]]:
+    """The text of every step from ``first`` on, in pieces of ``plan.part`` rows; of plain text, without states yet."""
+    batches = Batches(streams, dict(text.mix), text.length, plan.plan.seed)
+    for step in range(first, plan.plain_steps):
+        ids = torch.from_numpy(batches.at(step * plan.rows, plan.rows))[:, : text.length]
+        yield [Part(piece, torch.empty(0), text.length, 1.0) for piece in ids.split(plan.part)]
+    at = -1
+    for part, row in order[max(0, first - plan.plain_steps) :]:
         if part != at:
-            tensors, (prefix, temperature), at = load_file(paths[part]), _facts(paths[part]), part
-        ids, hidden = tensors["ids"][row : row + plan.rows].long(), tensors["hidden"][row : row + plan.rows]
-        law = laws(target, hidden)
-        factor = schedule(step, plan.warmup, stable, len(steps) - stable)
-        loss, _ = draft.update([partial(draft_loss, draft.model, ids, law)], factor)
-        if temperature == 0:
-            law = torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
-        first = 0 if prefix == ids.shape[1] else max(0, prefix - 2)  # what a head foretells is the target's own text
-        losses = heads_loss(heads, target, hidden, law, first)
-        torch.stack(losses).sum().backward()
-        for group in optimiser.param_groups:
-            group["lr"] = plan.heads_rate * factor
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        recent.append([loss, *(float(x.detach()) for x in losses)])
-        if (step + 1) % 20 == 0:
-            means = np.round(np.mean(recent, 0), 3).tolist()
-            log.info("step %d of %d, losses %s, %.0f s", step + 1, len(steps), means, time.monotonic() - began)
+            read, at = Part.read(paths[part]), part
+        rows = [slice(start, start + plan.part) for start in range(row, row + plan.rows, plan.part)]
+        yield [Part(read.ids[one], read.hidden[one], read.prefix, read.temperature) for one in rows]
+
+
+def distill(
+    target: LlamaForCausalLM,
+    draft: Trainer[LlamaForCausalLM],
+    heads: Trainer[Heads],
+    streams: Path,
+    generated: Path,
+    out: Path,
+    plan: Distillation,
+    text: Generation,
+    save_seconds: float = 120,
+    stop_after: int | None = None,
+) -> None:
+    """Train (or resume) ``draft`` on the target's laws, and ``heads`` on its laws or, in greedy parts, its choices.
+
+    Threads of ``draft`` work side by side on pieces of a step. ``stop_after`` returns early at that step, as a kill
+    would.
+    """
+    paths = sorted(generated.glob("part-*.safetensors"))
+    order = order_of(len(paths), plan.rows, text.batch, plan.passes)
+    total = plan.plain_steps + len(order)
+    stable = int(total * (1 - plan.decay))
+    out.mkdir(exist_ok=True)
+    checkpoint, both = out / "checkpoint.safetensors", {"draft": draft, "heads": heads}
+    if checkpoint.exists():
+        _restore(both, checkpoint)
+        log.info("resumed at step %d", draft.step)
+    target.requires_grad_(False)
+    pool, share, recent, began = draft.pool, plan.part / plan.rows, [], time.monotonic()
+    saved = began
+
+    def known(piece: Part) -> tuple[Part, Tensor]:
+        if not piece.hidden.numel():
+            with torch.no_grad():
+                hidden = target.model(input_ids=piece.ids, use_cache=False).last_hidden_state
+            piece = Part(piece.ids, hidden, piece.prefix, piece.temperature)
+        return piece, laws(target, piece.hidden)
+
+    for pieces in _texts(target, streams, paths, order, plan, text, draft.step):
+        if draft.step == stop_after:
+            break
+        factor = schedule(draft.step, plan.warmup, stable, total - stable)
+        with_laws = list(pool.map(known, pieces))
+        seen: list[list[float]] = []
+
+        def of_heads(piece: Part, law: Tensor, seen: list[list[float]] = seen) -> Tensor:
+            losses = torch.stack(heads_loss(heads.model, target, piece, law))
+            seen.append(losses.tolist())
+            return losses.sum() * share
+
+        def of_draft(piece: Part, law: Tensor) -> Tensor:
+            return draft_loss(draft.model, piece.ids, law) * share
+
+        loss, _ = draft.update([partial(of_draft, *one) for one in with_laws], factor)
+        heads.update([partial(of_heads, *one) for one in with_laws], factor)
+        recent.append([loss, *np.mean(seen, 0)])
+        if draft.step % 20 == 0:
+            means, took = np.round(np.mean(recent, 0), 3).tolist(), time.monotonic() - began
+            log.info("step %d of %d, losses %s, %.0f s", draft.step, total, means, took)
             recent.clear()
+        if time.monotonic() - saved > save_seconds:
+            _save(both, checkpoint)
+            saved = time.monotonic()
+    _save(both, checkpoint)
 
 
-def _facts(path: Path) -> tuple[int, float]:
-    """Prefix length and temperature of a part."""
+def _save(trainers: Mapping[str, Trainer], path: Path) -> None:
+    """All in one file, replaced atomically."""
+    tensors = {f"{name}.{key}": t.contiguous() for name, one in trainers.items() for key, t in one.tensors().items()}
+    unfinished = path.with_suffix(".partial")
+    save_file(tensors, unfinished, metadata={"step": str(next(iter(trainers.values())).step)})
+    os.replace(unfinished, path)
+
+
+def _restore(trainers: Mapping[str, Trainer], path: Path) -> None:
     with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    return int(metadata["prefix"]), float(metadata["temperature"])
+        step = int(file.metadata()["step"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for name, one in trainers.items():
+        own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+        one.restore(own, step, one.sequences)
+
+
+def shipped(heads: Heads, scale: float) -> dict[str, Tensor]:
+    """The tensors as they ship: ``weight [K, L, H, H]``, ``bias [K, L, H]``, and a trunk for unscaled embeddings."""
+    tensors = {name: p.detach().float().clone() for name, p in heads.named_parameters() if name.startswith("trunk")}
+    tensors["trunk_in.weight"][:, tensors["trunk_out.bias"].numel() :] *= scale
+    named = dict(heads.named_parameters())
+    for kind in ("weight", "bias"):
+        every = [named[f"heads.{k}.{layer}.{kind}"].detach().float() for k, layer in np.ndindex(heads.counts)]
+        tensors[kind] = torch.stack(every).unflatten(0, heads.counts)
+    return tensors
 
 
 @torch.inference_mode()
 def evaluate(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, heads: Heads, prompts: list[list[int]], tokens: int = 96
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    heads: Callable[[Tensor, Tensor], Tensor],
+    prompts: list[list[int]],
+    tokens: int = 96,
 ) -> dict:
     """On continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
-    (temperature 1).
+    (temperature 1). ``heads`` maps states ``[n, H]`` and the tokens after them ``[n]`` to logits ``[n, K, V]``.
     """
-    hits = np.zeros((len(heads.weight), 4))
-    seen = np.zeros(len(heads.weight))
+    found: list[np.ndarray] = []  # per prompt [n, K, rank]
     agree, alpha = [], []
     for number, prompt in enumerate(prompts):
         prefix, start = torch.tensor([prompt]), len(prompt) - 1
         ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 0.0, number)
-        agree.append(
-            float(
-                (draft(input_ids=ids).logits.argmax(-1) == target.lm_head(hidden).argmax(-1))[0, start:].float().mean()
-            )
-        )
-        for k in range(len(heads.weight)):
-            top = target.lm_head(heads(k, hidden[0, start : -2 - k])).topk(4).indices
-            right = top == ids[0, start + 2 + k :, None]
-            hits[k] += right.sum(0).numpy()
-            seen[k] += len(right)
+        own, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
+        agree.append(float((draft(input_ids=ids).logits[0, start:].argmax(-1) == choices).float().mean()))
+        logits = heads(own[:-1], ids[0, start + 1 :])
+        beyond = ids[0, start + 2 :].unfold(0, logits.shape[1], 1)  # [n, K]; what the last states foretell is unwritten
+        right = logits[: len(beyond)].topk(4).indices == beyond[..., None]
+        found.append(right.numpy())
         ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 1.0, number)
         q = draft(input_ids=ids).logits[0, start:].float().softmax(-1)
         alpha.append(float(torch.minimum(target.lm_head(hidden)[0, start:].float().softmax(-1), q).sum(-1).mean()))
     return {
-        "heads": (hits / seen[:, None]).round(3).tolist(),
+        "heads": np.concatenate(found).mean(0).round(3).tolist(),
         "draft_agreement": round(float(np.mean(agree)), 3),
         "alpha": round(float(np.mean(alpha)), 3),
     }
-
-
-def save_heads(heads: Heads, path: Path) -> None:
-    """In float32, to go on from."""
-    save_file({"weight": heads.weight.detach(), "bias": heads.bias.detach()}, path)
-
-
-def load_heads(path: Path) -> Heads:
-    """Heads from ``weight [K, L, H, H]`` and ``bias [K, L, H]``, in float32."""
-    tensors = load_file(path)
-    count, layers, hidden, _ = tensors["weight"].shape
-    heads = Heads(count, layers, hidden)
-    heads.load_state_dict(tensors)
-    return heads

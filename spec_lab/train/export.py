@@ -28,20 +28,20 @@ def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
     return file_sha256(folder / "model.safetensors")
 
 
-def export_medusa(weight: torch.Tensor, bias: torch.Tensor, vocab_size: int, target_sha256: str, folder: Path) -> str:
-    """Heads as stacked ``weight [K, L, H, H]`` and ``bias [K, L, H]``; returns the SHA-256 of the weights file."""
+def export_medusa(tensors: dict[str, torch.Tensor], vocab_size: int, target_sha256: str, folder: Path) -> str:
+    """Heads as ``distill.shipped`` gives them; returns the SHA-256 of the weights file."""
     folder.mkdir(parents=True, exist_ok=True)
-    heads, layers, hidden, _ = weight.shape
+    heads, layers, hidden, _ = tensors["weight"].shape
     config = {
         "hidden_size": hidden,
         "vocab_size": vocab_size,
         "num_heads": heads,
         "num_layers": layers,
+        "trunk_size": len(tensors["trunk_in.bias"]),
         "shared_lm_head": True,
         "target_sha256": target_sha256,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {"weight": weight, "bias": bias}
     halves = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
     return file_sha256(folder / "model.safetensors")

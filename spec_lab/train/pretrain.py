@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -95,7 +96,10 @@ def schedule(step: int, warmup: int, stable: int, decay: int) -> float:
     return max(0.0, 1.0 - math.sqrt((step - stable + 1) / (decay + 1)))
 
 
-class Trainer:
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class Trainer(Generic[M]):
     """Model in bf16, masters in float32, Muon and AdamW; one file holds it all. ``sequences`` counts those trained on.
 
     ``threads`` work side by side on parts of a batch, which needs no barrier inside a forward: on two cores that others
@@ -103,7 +107,7 @@ class Trainer:
     does the result.
     """
 
-    def __init__(self, model: LlamaForCausalLM, plan: Plan, threads: int = 1):
+    def __init__(self, model: M, plan: Plan, threads: int = 1):
         self.plan, self.threads, self.step, self.sequences = plan, threads, 0, 0
         self.masters = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
         self.model = model.bfloat16()
@@ -177,14 +181,18 @@ class Trainer:
         metadata = {
             "step": str(self.step),
             "sequences": str(self.sequences),
-            "layers": str(self.model.config.num_hidden_layers),
+            "layers": str(_layers(self.model)),
             "plan": json.dumps(asdict(self.plan)),
         }
         save_file({n: t.contiguous() for n, t in self.tensors().items()}, unfinished, metadata=metadata)
         os.replace(unfinished, path)
 
 
-def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer:
+def _layers(model: torch.nn.Module) -> int:
+    return model.config.num_hidden_layers if isinstance(model, LlamaForCausalLM) else 0
+
+
+def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer[LlamaForCausalLM]:
     """A trainer as saved, at the depth it had then."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
@@ -194,7 +202,7 @@ def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer:
     return trainer
 
 
-def grow(trainer: Trainer, shape: Shape) -> Trainer:
+def grow(trainer: Trainer[LlamaForCausalLM], shape: Shape) -> Trainer[LlamaForCausalLM]:
     """Twice as deep with the same function: each layer is followed by its copy, whose output matrices are zero.
 
     Half the training at half the depth costs half as much (depth growth, e.g. Du et al. 2024, arXiv 2405.15319; zero
@@ -268,7 +276,7 @@ def pretrain(
     eval_windows: int = 24,
     stop_after: int | None = None,
     threads: int = 1,
-) -> Trainer:
+) -> Trainer[LlamaForCausalLM]:
     """Train (or resume) until the decay has ended; ``stop_after`` returns early at that step, as a kill would.
 
     The first ``grow_step`` steps run at half the depth.

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_lab.train import corpus
-from spec_lab.train.distill import Distillation, Generation
+from spec_lab.train.distill import Distillation
+from spec_lab.train.generate import Generation
 from spec_lab.train.pretrain import DRAFT, TARGET, Control, Plan, Shape, grow, load
 
 ZOO = Path(__file__).parent.parent / "zoo"
@@ -82,7 +83,8 @@ class Settings:
         return trainer.model
 
     def history(self) -> dict[str, Any]:
-        """What the models were trained on, for the card: tokens of each model, and the target's control.
+        """What the models were trained on, for the card: tokens of each model, the target's control, every distillation
+        of the draft (that of the heads is the last).
 
         Kept beside the shipped models, so that later stages can start from these.
         """
@@ -98,5 +100,10 @@ class Settings:
             control = self.control.read(self.work / "target")
             found["control"] = vars(control)
             found["half_depth_tokens"] = control.grow_step * self.plan.batch * self.plan.length
+        distilled = self.work / "distilled" / "facts.json"
+        if distilled.exists():
+            anew = (self.work / "draft" / "checkpoint.safetensors").exists()  # else it went on from the shipped draft
+            before, now = [] if anew else found.get("distilled", []), json.loads(distilled.read_text())
+            found["distilled"] = before if now in before else [*before, now]
         file.write_text(json.dumps(found, indent=1) + "\n")
         return found

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from spec_lab.propose.accuracy import measure
 from spec_lab.propose.heads import Heads
@@ -28,6 +29,7 @@ from spec_lab.train import card as cards
 from spec_lab.train import corpus as texts
 from spec_lab.train import distill as distillation
 from spec_lab.train import export as files
+from spec_lab.train import generate as writing
 from spec_lab.train import prompts as cuts
 from spec_lab.train import tokens
 from spec_lab.train.pretrain import Control, Trainer, load, pretrain
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    training = chosen.stage in ("target", "draft")  # there threads work side by side on parts of a batch
+    training = chosen.stage in ("target", "draft", "distill")  # there threads work side by side on parts of a batch
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
@@ -99,21 +101,29 @@ def draft(settings: Settings) -> None:
 def generate(settings: Settings) -> None:
     """Let the target continue training text."""
     model = settings.trained_target().eval()
-    distillation.generate(
-        model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts
-    )
+    writing.generate(model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts)
 
 
 def distill(settings: Settings) -> None:
     """Train draft and heads on the target's text and laws."""
-    student = Trainer(settings.pretrained_draft().float(), settings.draft_plan)
-    plan = settings.distillation
-    heads = distillation.Heads(plan.heads, plan.layers, settings.target.hidden)
-    distillation.distill(settings.trained_target(), student, heads, settings.work / "generated", plan)
-    out = settings.work / "distilled"
-    out.mkdir(exist_ok=True)
+    plan, teacher, out = settings.distillation, settings.trained_target(), settings.work / "distilled"
+    threads = settings.options.get("threads", 1)
+    student = Trainer(settings.pretrained_draft().float(), settings.draft_plan, threads)
+    torch.manual_seed(plan.plan.seed)
+    fresh = distillation.Heads(plan.heads, plan.layers, settings.target.hidden, plan.width)
+    heads = Trainer(fresh, plan.plan, threads)
+    streams, generated = settings.work / "train", settings.work / "generated"
+    distillation.distill(teacher, student, heads, streams, generated, out, plan, settings.generation)
     student.save(out / "draft.safetensors")
-    distillation.save_heads(heads, out / "heads.safetensors")
+    tensors = distillation.shipped(heads.model, distillation.embedding_scale(teacher))
+    save_file(tensors, out / "heads.safetensors")
+    row = settings.generation.length
+    facts = {
+        "plain_tokens": plan.plain_steps * plan.rows * row,
+        "written_tokens": len(list(generated.glob("part-*.safetensors"))) * settings.generation.batch * row,
+        "passes": plan.passes,
+    }
+    (out / "facts.json").write_text(json.dumps(facts))
 
 
 def export(settings: Settings) -> None:
@@ -122,8 +132,8 @@ def export(settings: Settings) -> None:
     sha256 = files.export_model(settings.trained_target(), tokenizer, settings.zoo / "target")
     student = load(trained / "draft.safetensors", settings.draft, settings.draft_plan)
     files.export_model(student.model, tokenizer, settings.zoo / "draft")
-    heads = distillation.load_heads(trained / "heads.safetensors")
-    files.export_medusa(heads.weight, heads.bias, settings.target.vocab, sha256, settings.zoo / "medusa")
+    heads = load_file(trained / "heads.safetensors")
+    files.export_medusa(heads, settings.target.vocab, sha256, settings.zoo / "medusa")
     settings.history()
 
 

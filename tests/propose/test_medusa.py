@@ -17,7 +17,7 @@ from spec_lab.law import Sampling
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.calibrate import calibrate
-from spec_lab.propose.heads import Heads
+from spec_lab.propose.heads import Heads, Trunk
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.trees import by_rank, expected_tokens, grow, parse, widths, write
 from spec_lab.verify import Traversal
@@ -27,19 +27,29 @@ from tests.tiny import VOCABULARY, tiny_target
 ROOT = Path(__file__).resolve().parents[2]
 DIGESTS = json.loads((ROOT / "tests" / "data" / "tree_digests.json").read_text())
 TREE = parse("0 1 2 0.0 0.1 1.0 0.0.0 0.1.0 0.0.0.0")
-HIDDEN = 32
+HIDDEN, WIDTH = 32, 24
 
 
-def heads_of(target, count=4, layers=1, seed=5):
+def heads_of(target, count=4, layers=1, seed=5, trunk=True):
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(count, layers, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
-    bias = torch.randn(count, layers, HIDDEN, generator=generator, dtype=torch.float64)
-    return Heads(weight, bias, target.lm.model.get_output_embeddings())
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weight, bias = normal(count, layers, HIDDEN, HIDDEN), normal(count, layers, HIDDEN)
+    model = target.lm.model
+    inner, outer = (normal(WIDTH, 2 * HIDDEN), normal(WIDTH)), (normal(HIDDEN, WIDTH), normal(HIDDEN))
+    mixing = Trunk(inner, outer, model.get_input_embeddings()) if trunk else None
+    return Heads(weight, bias, model.get_output_embeddings(), mixing)
 
 
-def plain_heads(heads, hidden):
+def plain_heads(heads, hidden, token):
     """Head by head, layer by layer: ``[K, V]``."""
     rows = []
+    if heads.trunk:
+        both = torch.cat([hidden, heads.trunk.embed(torch.tensor(token))])
+        inner = silu(heads.trunk.inner[0] @ both + heads.trunk.inner[1])
+        hidden = hidden + heads.trunk.outer[0] @ inner + heads.trunk.outer[1]
     for head in range(len(heads)):
         x = hidden
         for weight, bias in zip(heads.weight[head], heads.bias[head], strict=True):
@@ -49,17 +59,22 @@ def plain_heads(heads, hidden):
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
-def test_heads_equal_the_plain_formula(target, layers):
-    heads = heads_of(target, 3, layers)
-    hidden = torch.randn(5, HIDDEN, dtype=torch.float64)
-    expected = torch.stack([plain_heads(heads, one) for one in hidden])
-    torch.testing.assert_close(heads(hidden), expected, atol=1e-10, rtol=0)
-    torch.testing.assert_close(heads.first(2)(hidden), expected[:, :2], atol=1e-10, rtol=0)
+@pytest.mark.parametrize("trunk", [False, True])
+@torch.no_grad()
+def test_heads_equal_the_plain_formula(target, layers, trunk):
+    heads = heads_of(target, 3, layers, trunk=trunk)
+    generator = torch.Generator().manual_seed(1)
+    hidden, token = torch.randn(5, HIDDEN, generator=generator, dtype=torch.float64), torch.arange(5)
+    expected = torch.stack([plain_heads(heads, *one) for one in zip(hidden, token.tolist(), strict=True)])
+    torch.testing.assert_close(heads(hidden, token), expected, atol=1e-9, rtol=0)
+    torch.testing.assert_close(heads.first(2)(hidden, token), expected[:, :2], atol=1e-9, rtol=0)
+    assert torch.equal(heads(hidden, token), heads(hidden, token + 1)) is not trunk
 
 
 @pytest.mark.parametrize("verifier", [None, Traversal()])
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier):
-    proposer = Medusa(heads_of(target), TREE)
+@pytest.mark.parametrize("trunk", [False, True])
+def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, trunk):
+    proposer = Medusa(heads_of(target, trunk=trunk), TREE)
     group, rounds = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
     assert rounds[0].draft.shape.nodes == 0  # nothing was computed yet
@@ -96,7 +111,7 @@ def test_nodes_hold_their_heads_tokens(target):
         text = sequence.tokens[: len(sequence.tokens) - gap - 1]
         with torch.no_grad():
             hidden = target.lm.model.base_model(input_ids=torch.tensor([text]), use_cache=False)[0][0, -1]
-        likeliest = plain_heads(proposer.heads, hidden).topk(3).indices
+        likeliest = plain_heads(proposer.heads, hidden, sequence.tokens[len(text)]).topk(3).indices
         for row in rows:
             level, rank = shape.depth[row] - 1 + gap, shape.rank[row - shape.heads]
             assert draft.token[row - shape.heads] == likeliest[level, rank]
@@ -130,7 +145,7 @@ def test_measured_ranks_are_those_of_plain_forwards():
         for end in range(len(prompt), len(text) - 2):
             with torch.no_grad():
                 hidden = target.lm.model.base_model(input_ids=torch.tensor([text[:end]]), use_cache=False)[0][0, -1]
-            order = plain_heads(heads, hidden).argsort(descending=True).tolist()
+            order = plain_heads(heads, hidden, text[end]).argsort(descending=True).tolist()
             ranks.append([order[head].index(text[end + 1 + head]) for head in range(2)])
     assert accuracy == Accuracy.of(np.array(ranks), 5)
     assert accuracy.samples == 3 * 7
@@ -239,6 +254,18 @@ def saved(folder, config=(), tensors=(), count=4):
     return folder
 
 
+TRUNK = {
+    "trunk_in.weight": torch.ones(5, 2 * HIDDEN), "trunk_in.bias": torch.ones(5),
+    "trunk_out.weight": torch.ones(HIDDEN, 5), "trunk_out.bias": torch.ones(HIDDEN),
+}  # fmt: skip
+
+
+def test_a_trunk_is_read(target, truth, tmp_path):
+    proposer = Medusa.load(target, str(saved(tmp_path, {"trunk_size": 5}, TRUNK)), tree="3x2")
+    assert proposer.heads.trunk.inner[0].shape == (5, 2 * HIDDEN)
+    assert emitted(decode(target, proposer, requests())[0]) == truth
+
+
 def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp_path):
     folder = saved(tmp_path)
     named = Medusa.load(target, str(folder), tree="3x2")
@@ -265,6 +292,15 @@ def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp
         ({"num_heads": 5}, {}, {}, r"'weight' is \(4, 1, 32, 32\), config.json says \(5, 1, 32, 32\)"),
         ({}, {"bias": None}, {}, r"holds no tensor 'bias' \(it holds: weight\)"),
         ({}, {"bias": torch.full((4, 1, HIDDEN), torch.nan)}, {}, "'bias' holds NaN"),
+        ({"trunk_size": -1}, {}, {}, "trunk_size must be a whole number, 0 for none, not -1"),
+        ({"trunk_size": 5}, {}, {}, r"holds no tensor 'trunk_in\.weight'"),
+        (
+            {"trunk_size": 5},
+            dict(TRUNK, **{"trunk_in.weight": torch.zeros(5, HIDDEN)}),
+            {},
+            r"'trunk_in\.weight' is \(5, 32\), config.json says \(5, 64\)",
+        ),
+        ({}, TRUNK, {}, "holds a trunk, config.json names no trunk_size"),
         ({}, {}, {"tree": "1x1x1x1x1"}, "the tree is 5 deep, the Medusa heads at .* are only 4"),
         ({}, {}, {"tree": "99"}, f"a tree 99 wide does not fit a vocabulary of {VOCABULARY}"),
         ({}, {}, {"tree": "best"}, "a tree is written as"),

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spec_lab.propose.accuracy import Accuracy
+from spec_lab.propose.heads import Heads, Trunk
 from spec_lab.train import corpus, distill, pretrain, prompts, stages
+from spec_lab.train.generate import Generation, Part
 from spec_lab.train.settings import Settings
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
@@ -45,8 +47,10 @@ def settings(tmp_path_factory):
         draft_plan=replace(PLAN, grown_batch=2, seed=1),
         control=pretrain.Control(4, 8, 4),
         draft_control=pretrain.Control(0, 4, 2),
-        generation=distill.Generation(batch=4, length=24, prefixes=(8, 12)),
-        distillation=distill.Distillation(heads=4, layers=2, rows=2, warmup=2, heads_rate=1e-2, passes=3),
+        generation=Generation(batch=4, length=24, prefixes=(8, 12)),
+        distillation=distill.Distillation(
+            4, layers=2, width=48, rows=2, part=1, warmup=2, plain_steps=4, passes=3, plan=replace(PLAN, muon_rate=1e-2)
+        ),
         parts=5,
         windows=3,
         tokens=8,
@@ -165,15 +169,57 @@ def test_generated_text_is_the_targets_own_and_resumes(trained):
         assert torch.equal(tensor, tensors[name])
 
 
-def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(trained):
+def distilled(settings, out, **options):
+    """The tensors of draft and heads after (a part of) distillation, and the heads."""
+    plan, target = settings.distillation, settings.trained_target()
+    draft = pretrain.Trainer(settings.pretrained_draft().float(), settings.draft_plan, options.pop("threads", 1))
+    torch.manual_seed(0)
+    heads = pretrain.Trainer(distill.Heads(plan.heads, plan.layers, 32, plan.width), plan.plan)
+    folders = settings.work / "train", settings.work / "generated", out
+    distill.distill(target, draft, heads, *folders, plan, settings.generation, **options)
+    return {**draft.tensors(), **{f"heads.{name}": tensor for name, tensor in heads.tensors().items()}}, heads.model
+
+
+@pytest.mark.parametrize("killed_at", [3, 7])  # in plain text, in its own
+def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, killed_at):
+    whole, _ = distilled(trained, tmp_path / "whole")
+    distilled(trained, tmp_path / "killed", stop_after=killed_at)
+    resumed, _ = distilled(trained, tmp_path / "killed")
+    threads, _ = distilled(trained, tmp_path / "threads", threads=2)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]) and torch.equal(tensor, threads[name]), name
+
+
+def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(trained, tmp_path):
     target = trained.trained_target()
-    heads, fresh = distill.load_heads(trained.work / "distilled" / "heads.safetensors"), distill.Heads(4, 2, 32)
-    hidden = load_file(trained.work / "generated" / "part-0000.safetensors")["hidden"]  # greedy
-    law = distill.laws(target, hidden)
-    law = torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
+    _, heads = distilled(trained, tmp_path)
+    text = Part.read(trained.work / "generated" / "part-0000.safetensors")
+    assert text.temperature == 0
+    law = distill.laws(target, text.hidden)
     with torch.no_grad():
-        before, after = (distill.heads_loss(h, target, hidden, law, 6) for h in (fresh, heads))
+        fresh = distill.Heads(4, 2, 32, 48).bfloat16()
+        before, after = (distill.heads_loss(one, target, text, law) for one in (fresh, heads))
     assert sum(after) < sum(before)
+
+
+def test_shipped_heads_compute_what_trained_ones_did(trained):
+    """Also with embeddings unscaled."""
+    target, plan = trained.trained_target().float(), trained.distillation
+    made = distill.Heads(plan.heads, plan.layers, 32, plan.width)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    scale = distill.embedding_scale(target)
+    assert scale > 1
+    tensors = distill.shipped(made, scale)
+    trunk = [tensors[f"trunk_{side}.{kind}"] for side in ("in", "out") for kind in ("weight", "bias")]
+    mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), target.get_input_embeddings())
+    ready = Heads(tensors["weight"], tensors["bias"], target.lm_head, mixing)
+    hidden, token = torch.randn(6, 32, generator=generator), torch.arange(6)
+    with torch.no_grad():
+        mixed = made.trunk(hidden, target.get_input_embeddings()(token) * scale)
+        expected = torch.stack([target.lm_head(made.head(k, mixed)) for k in range(4)], 1)
+        torch.testing.assert_close(ready(hidden, token), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_command_line_runs_a_stage(trained, tmp_path):

@@ -1,0 +1,107 @@
+"""The target continues training text: what draft and heads are distilled on.
+
+Letters: B rows, P tokens of a prefix, T tokens a row, H hidden size.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, StaticCache
+
+from spec_lab.train.tokens import Batches
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How text is continued. Part i of the data depends on this and on i alone.
+
+    Args:
+        batch: rows a part. length: tokens a row, prefix included.
+        prefixes: prefix lengths, taken in turn. The whole ``length`` among them means a part of plain text.
+        temperatures: taken in turn; 0 is greedy.
+    """
+
+    batch: int = 64
+    length: int = 256
+    prefixes: tuple[int, ...] = (32, 96, 64, 128)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    plain_every: int = 5
+    seed: int = 1
+    mix: tuple[tuple[str, float], ...] = (("code", 0.7), ("json", 0.12), ("prose", 0.18))
+
+
+@torch.inference_mode()
+def continue_text(
+    target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: float, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Ids ``[B, T]`` and last hidden states ``[B, T, H]`` of ``prefix [B, P]`` continued to ``length`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = StaticCache(config=target.config, max_cache_len=length)
+    ids, hidden = [prefix], []
+    step = prefix
+    while True:
+        states = target.model(input_ids=step, past_key_values=cache, use_cache=True).last_hidden_state
+        hidden.append(states)
+        if sum(s.shape[1] for s in ids) == length:
+            break
+        logits = target.lm_head(states[:, -1]).float()
+        if temperature == 0:
+            step = logits.argmax(-1, keepdim=True)
+        else:
+            step = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        ids.append(step)
+    return torch.cat(ids, 1), torch.cat(hidden, 1)
+
+
+def generate(
+    target: LlamaForCausalLM, streams: Path, folder: Path, plan: Generation, parts: int, seconds: float = float("inf")
+) -> int:
+    """Write parts of ids ``[B, T]`` and hidden states ``[B, T, H]`` until there are ``parts`` or time is up; existing
+    ones stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    batches = Batches(streams, dict(plan.mix), plan.length, plan.seed)
+    began = time.monotonic()
+    for part in range(parts):
+        path = folder / f"part-{part:04d}.safetensors"
+        if path.exists():
+            continue
+        if time.monotonic() - began > seconds:
+            return part
+        text = torch.from_numpy(batches.at(part * plan.batch, plan.batch))[:, : plan.length]
+        temperature = plan.temperatures[part % len(plan.temperatures)]
+        plain = part % plan.plain_every == plan.plain_every - 1
+        prefix = plan.length if plain else plan.prefixes[part // len(plan.temperatures) % len(plan.prefixes)]
+        ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part)
+        unfinished = path.with_suffix(".partial")
+        facts = {"prefix": str(prefix), "temperature": str(1.0 if plain else temperature)}
+        save_file({"ids": ids.to(torch.int32), "hidden": hidden.contiguous()}, unfinished, metadata=facts)
+        unfinished.rename(path)
+        log.info("part %d: prefix %d, temperature %s, %.0f s", part, prefix, temperature, time.monotonic() - began)
+    return parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part as written: ids ``[B, T]``, hidden states ``[B, T, H]``, prefix length, temperature."""
+
+    ids: Tensor
+    hidden: Tensor
+    prefix: int
+    temperature: float
+
+    @staticmethod
+    def read(path: Path) -> "Part":
+        """From a file of ``generate``."""
+        with safe_open(path, "pt") as file:
+            facts = file.metadata()
+        tensors = load_file(path)
+        return Part(tensors["ids"].long(), tensors["hidden"], int(facts["prefix"]), float(facts["temperature"]))
