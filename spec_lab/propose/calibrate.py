@@ -1,4 +1,4 @@
-"""Which static tree is fastest: how often heads are right on text, against what verifying costs on this machine.
+"""Which static tree is fastest: how often heads are right on text, against what rounds cost on this machine.
 
 Source: Sequoia's hardware-aware choice (2402.12374, section 4.3): the tree that maximises expected tokens over measured
 step time.
@@ -6,26 +6,23 @@ step time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from statistics import median
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from spec_lab.cells import Path as Cells
-from spec_lab.draft import Draft, empty, forest
-from spec_lab.draft import tree as shape_of
-from spec_lab.law import Sampling, law, law_dtype
+from spec_lab.batch import Batch, Request, Sequence, commit
+from spec_lab.law import CounterDraws, Sampling, law, law_dtype
 from spec_lab.propose.accuracy import Accuracy
-from spec_lab.propose.heads import Heads
-from spec_lab.propose.trees import Choices, Ranks, fastest, grow, parse
+from spec_lab.propose.proposer import Proposer
+from spec_lab.propose.trees import Choices, expected_tokens, grow, parse
 from spec_lab.target import Target
 
-SIZES = (0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes timed
-RUN = 3  # of the same size in a row
-HOPELESS = 0.7  # of the best rate: sizes beyond the last one above it are not timed further
+SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes tried
+RUN = 6  # rounds of the same size in a row, as in decoding: the first warm up the others
+HOPELESS = 0.8  # of the best rate: sizes beyond the last one above it are not timed further
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,12 @@ class Calibration:
     """A tree and why it was chosen.
 
     Args:
-        choices: the tree.
+        choices: the tree; empty where none pays on this machine.
         expected_tokens: per step and sequence, on text like that measured on.
         expected_speedup: over decoding without a draft, by the seconds below.
-        batch_size: sequences verified together.
+        batch_size: sequences decoded together.
         temperature: of the text on which the heads were measured.
-        heads_seconds: of the call of the first k heads, for each k.
-        verify_seconds: of the target's forward and law for each tree size timed.
+        round_seconds: of drafting, the target's forward, its law and the commit, for each tree size timed.
     """
 
     choices: Choices
@@ -47,143 +43,117 @@ class Calibration:
     expected_speedup: float
     batch_size: int
     temperature: float
-    heads_seconds: dict[int, float]
-    verify_seconds: dict[int, float]
+    round_seconds: dict[int, float]
 
 
 def calibrate(
-    target: Target, heads: Heads, accuracy: Accuracy, batch_size: int = 1, max_nodes: int = 64, seconds: float = 1.0
+    target: Target,
+    drafting: Callable[[Choices], Proposer],
+    depth: int,
+    accuracy: Accuracy,
+    batch_size: int = 1,
+    max_nodes: int = 64,
+    seconds: float = 2.0,
 ) -> Calibration:
     """The tree with the most expected tokens per second for this batch size on this machine.
 
     Args:
         target: verifies.
-        heads: draft; the tree is no deeper than there are heads.
-        accuracy: how often they are right.
-        batch_size: sequences verified together.
+        drafting: the proposer of a tree.
+        depth: of the deepest tree it can draft.
+        accuracy: how often it is right.
+        batch_size: sequences decoded together.
         max_nodes: largest tree.
         seconds: to spend on timing, roughly.
     """
-    deepest = min(len(heads), len(accuracy.accuracy))
     ranks = min(target.vocabulary, *map(len, accuracy.accuracy))
-    grown = [grow(accuracy.value, max_nodes, depth, ranks) for depth in range(1, deepest + 1)]
-    verify, draft = time_sizes(target, heads.first(deepest), grown[-1], batch_size, seconds)
-    sizes, costs = np.array(list(verify)), np.array(list(verify.values()))
-
-    def step(nodes: int, depth: int) -> float:
-        return float(np.interp(nodes, sizes, costs)) + draft[depth]
-
-    best = Calibration((), 1.0, 0.0, batch_size, accuracy.temperature, draft, verify)
-    for depth, nodes in enumerate(grown, start=1):
-        choices, tokens = fastest(nodes[: int(sizes[-1])], partial(step, depth=depth))
-        speedup = tokens / step(len(choices), depth) * float(costs[0])
-        if speedup > best.expected_speedup:
-            best = Calibration(choices, tokens, speedup, batch_size, accuracy.temperature, draft, verify)
-    return best
+    grown = grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), ranks)
+    sizes = [*(size for size in SIZES if size < len(grown)), len(grown)]
+    trees = {size: parse([path for path, _ in grown[:size]]) if size else () for size in sizes}
+    tokens = {size: expected_tokens(tree, accuracy.value) for size, tree in trees.items()}
+    costs = time_rounds(target, {size: drafting(tree) for size, tree in trees.items()}, tokens, batch_size, seconds)
+    best = max(costs, key=lambda size: tokens[size] / costs[size])
+    speedup = tokens[best] / costs[best] * costs[0]
+    return Calibration(trees[best], tokens[best], speedup, batch_size, accuracy.temperature, costs)
 
 
 @torch.inference_mode()
-def time_sizes(
-    target: Target, heads: Heads, grown: Sequence[tuple[Ranks, float]], batch_size: int, seconds: float
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of verifying the first n nodes ``grown`` below each sequence, for some n, and of calling k heads.
+def time_rounds(
+    target: Target, proposers: Mapping[int, Proposer], tokens: Mapping[int, float], batch_size: int, seconds: float
+) -> dict[int, float]:
+    """Seconds of a round with each proposer, after some 200 tokens of context.
 
-    Everything takes turns and counts with its fastest turn, since other work on the machine only ever adds; and what
-    is smaller costs no more than what is larger. Sizes too large to win are given up after two turns.
+    They take turns and count with their fastest turn, since other work on the machine only ever adds; and what drafts
+    less costs no more than what drafts more. Sizes too large to win are given up after two turns. The verdict is left
+    out: proposers do not know who decides, and for trees of this size it is some hundredths of a round.
 
     Args:
-        target: verifies, after some 200 tokens of context.
-        heads: all that a tree may use.
-        grown: nodes with their values, as ``trees.grow`` gives them.
-        batch_size: sequences verified together.
+        target: verifies.
+        proposers: by the size of their trees, in rising order.
+        tokens: that a round is expected to give, by size.
+        batch_size: sequences decoded together.
         seconds: to spend, roughly.
     """
-    lm, paths = target.lm, [path for path, _ in grown]
-    tokens = 1.0 + np.cumsum([0.0] + [value for _, value in grown])  # by size
-    context = max(1, min(200, target.context - len(heads) - 2))
-    noise = np.random.default_rng(0)
-    lm.keep_hidden(True)
-    cells = [lm.cells.open(context + 1 + len(paths)) for _ in range(batch_size)]
+    lm, largest = target.lm, max(one.nodes for one in proposers.values())
+    context = max(1, min(200, target.context - RUN - 2))
+    prompt = tuple(np.random.default_rng(0).integers(0, target.vocabulary, context).tolist())
+    batch = Batch(target, [], CounterDraws(0))
+    scratch = torch.empty(
+        (largest + 1) * batch_size,
+        target.vocabulary,
+        dtype=law_dtype(torch.empty(0, dtype=lm.dtype)),
+        device=lm.device,
+    )
     try:
-        prompt = noise.integers(0, target.vocabulary, context).tolist()
-        lm.forward(cells, [prompt] * batch_size, empty(batch_size, lm.device))
-        rows, dtype = (len(paths) + 1) * batch_size, law_dtype(torch.empty(0, dtype=lm.dtype))
-        memory = torch.empty(rows, target.vocabulary, dtype=dtype, device=lm.device)
-        verify: dict[int, Callable[[], float]] = {}
-        for size in [*(size for size in SIZES if size < len(paths)), len(paths)]:
-            shape = forest((shape_of(parse(paths[:size])),) * batch_size)
-            token = torch.from_numpy(noise.integers(0, target.vocabulary, shape.nodes)).to(lm.device)
-            verify[size] = _verification(target, cells, Draft(shape, token), memory)
-        hidden = torch.stack([lm.cells.last_hidden(path) for path in cells])
-        draft = {count: _drafting(target, heads.first(count), hidden) for count in range(1, len(heads) + 1)}
-        return _take_turns(verify, draft, tokens, seconds)
+        for number in range(batch_size):
+            request = Request(number, "calibration", prompt, max_new_tokens=target.context)
+            batch.sequences.append(Sequence(request, lm.cells.open(context + RUN + largest + 1), list(prompt)))
+
+        def turn(proposer: Proposer) -> float:
+            took = [_round(batch, proposer, scratch) for _ in range(RUN)]
+            for sequence in batch.sequences:
+                del sequence.tokens[context + 1 :]
+                lm.cells.backtrack(sequence.path, context)
+            return median(took[1:])
+
+        for proposer in (proposers[max(proposers)], *proposers.values()):  # the first one computes the prompt
+            turn(proposer)
+        best, spent, done = dict.fromkeys(proposers, np.inf), 0.0, 0
+        while done < 2 or spent < seconds:
+            for size in best:
+                took = turn(proposers[size])
+                best[size] = min(best[size], took)
+                spent += took * RUN
+            done += 1
+            if done == 2:
+                rates = {size: tokens[size] / took for size, took in best.items()}
+                last = max(size for size, rate in rates.items() if rate >= HOPELESS * max(rates.values()))
+                best = {size: took for size, took in best.items() if size <= max(last, 1)}
+        return _monotone(best)
     finally:
-        for path in cells:
-            lm.cells.close(path)
+        for sequence in batch.sequences:
+            lm.cells.close(sequence.path)
         lm.keep_hidden(False)
 
 
-Turns = dict[int, Callable[[], float]]
-"""By size, what does it once and returns the seconds it took."""
-
-
-def _take_turns(
-    verify: Turns, draft: Turns, tokens: np.ndarray, seconds: float
-) -> tuple[dict[int, float], dict[int, float]]:
-    """The fastest turn of each, within about ``seconds``, at least two turns after a warm-up."""
-    for turn in (*verify.values(), *draft.values()):
-        turn()
-    verified, drafted = dict.fromkeys(verify, np.inf), dict.fromkeys(draft, np.inf)
-    spent, done = 0.0, 0
-    while done < 2 or spent < seconds:
-        for best, turns in ((verified, verify), (drafted, draft)):
-            for size in best:
-                took = [turns[size]() for _ in range(RUN)]  # in a row, as in decoding: the first warms up the others
-                best[size] = min(best[size], *took)
-                spent += sum(took)
-        done += 1
-        if done == 2:
-            rates = {size: tokens[size] / (took + drafted[max(drafted)]) for size, took in verified.items()}
-            last = max(size for size, rate in rates.items() if rate >= HOPELESS * max(rates.values()))
-            verified = {size: took for size, took in verified.items() if size <= max(last, 1)}
-    return _monotone(verified), _monotone(drafted)
+def _round(batch: Batch, proposer: Proposer, scratch: torch.Tensor) -> float:
+    """A round in which nothing is accepted, as the decode loop would do it; returns its seconds."""
+    lm = batch.target.lm
+    clock, heads = lm.clock, len(batch.sequences)
+    clock.synchronise()
+    start = clock.mark()
+    lm.keep_hidden(proposer.wants_hidden)
+    draft = proposer.propose(batch).cut(batch.room())
+    output = lm.forward([one.path for one in batch.sequences], [one.pending for one in batch.sequences], draft)
+    logits = scratch[: len(output.logits)].copy_(output.logits)
+    token = law(logits, [Sampling()], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
+    commit(batch, draft, output.slots, np.arange(heads), token)
+    end = clock.mark()
+    clock.synchronise()
+    return clock.seconds(start, end)
 
 
 def _monotone(costs: dict[int, float]) -> dict[int, float]:
     """Each cost lowered to the least cost of anything larger."""
     least = np.minimum.accumulate(np.array(list(costs.values()))[::-1])[::-1]
     return dict(zip(costs, least.tolist(), strict=True))
-
-
-def _verification(target: Target, cells: Sequence[Cells], draft: Draft, memory: Tensor) -> Callable[[], float]:
-    lm, pending = target.lm, [[0]] * draft.shape.heads
-    held: list[np.ndarray] = []
-
-    def verify() -> None:
-        output = lm.forward(cells, pending, draft)
-        law(output.logits, [Sampling()], scratch=memory)
-        held[:] = output.slots
-
-    def turn() -> float:
-        took = _timed(target, verify)
-        for path, slots in zip(cells, held, strict=True):
-            lm.cells.drop(path, slots)
-            lm.cells.backtrack(path, len(path) - 1)
-        return took
-
-    return turn
-
-
-def _drafting(target: Target, heads: Heads, hidden: Tensor) -> Callable[[], float]:
-    token = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-    return lambda: _timed(target, lambda: heads(hidden, token))
-
-
-def _timed(target: Target, work: Callable[[], object]) -> float:
-    clock = target.lm.clock
-    clock.synchronise()
-    start = clock.mark()
-    work()
-    end = clock.mark()
-    clock.synchronise()
-    return clock.seconds(start, end)

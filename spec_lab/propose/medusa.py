@@ -5,8 +5,9 @@ Source: Medusa (2401.10774); trees chosen for the machine as in Sequoia (2402.12
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from spec_lab.propose.options import temperature_or_none, whole
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, write
 from spec_lab.target import Target
 
+log = logging.getLogger(__name__)
+
 
 class Medusa:
     """Drafts the same tree each round: the child of rank r at depth d is head d's r-th likeliest token (heads from 0).
@@ -40,7 +43,6 @@ class Medusa:
 
     name = "medusa"
     drawn: Drawn = "point"
-    wants_hidden = True
 
     def __init__(self, heads: Heads, tree: Choices, calibration: Calibration | None = None) -> None:
         self.heads = heads.first(depth_of(tree))
@@ -48,6 +50,7 @@ class Medusa:
         self.calibration = calibration
         self.sha256 = heads.sha256
         self.nodes = len(tree)
+        self.wants_hidden = bool(tree)
         self._depth, self._width = depth_of(tree), width_of(tree)
         self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
         self._plan = lru_cache(maxsize=256)(self._make_plan)
@@ -67,7 +70,8 @@ class Medusa:
             target: whose hidden states the heads read.
             path: folder of the heads.
             tree: as ``trees.parse`` reads it, or "calibrated": the most expected tokens per second for the accuracies
-                in the folder's calibration and the measured cost of verifying on this machine (about a second).
+                in the folder's calibration and the measured cost of rounds on this machine (some seconds). Where
+                none beats decoding without a draft, nothing is drafted, with a warning.
             batch_size: sequences decoded together, for which the tree is calibrated.
             temperature: of the target; the calibration measured nearest to it is taken.
             max_nodes: largest calibrated tree.
@@ -82,7 +86,9 @@ class Medusa:
         heads = Heads.read(path, target)
         if tree == "calibrated":
             accuracy = Accuracy.read(path, temperature_or_none("temperature", temperature) or 0.0)
-            found = calibrate(target, heads, accuracy, batch_size, max_nodes)
+            found = calibrate(target, partial(Medusa, heads), len(heads), accuracy, batch_size, max_nodes)
+            if not found.choices:
+                log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)
             return Medusa(heads, found.choices, found)
         choices = parse(tree)
         if depth_of(choices) > len(heads):

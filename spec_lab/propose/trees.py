@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, product
+from itertools import product
 from typing import TypeGuard
 
 import numpy as np
@@ -121,15 +121,3 @@ def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Ranks, 
             if len(following) <= depth and following[-1] < ranks:
                 heapq.heappush(open_, (-value(following), following))
     return grown
-
-
-def fastest(grown: Sequence[tuple[Ranks, float]], seconds: Callable[[int], float]) -> tuple[Choices, float]:
-    """The prefix of ``grown`` with the most expected tokens per second, and these tokens.
-
-    Args:
-        grown: as ``grow`` gives it, at least one node.
-        seconds: of a step that verifies n nodes, drafting included.
-    """
-    tokens = list(accumulate((value for _, value in grown), initial=1.0))[1:]
-    best = max(range(len(grown)), key=lambda number: tokens[number] / seconds(number + 1))
-    return parse([path for path, _ in grown[: best + 1]]), tokens[best]

@@ -80,7 +80,7 @@ class Distillation:
     part: int = 8
     warmup: int = 30
     plain_steps: int = 700
-    passes: float = 4
+    passes: float = 3
     decay: float = 0.4
     plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -196,40 +197,51 @@ def test_accuracy_survives_its_file(tmp_path):
     assert plain.value((1, 0)) == pytest.approx(0.2 * 0.4)
 
 
-def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch):
-    accuracy = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1, 0.1]], {})
-    seconds = {"of": lambda n: 1.0, "heads": dict.fromkeys(range(1, 5), 0.5)}
+RANKED = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1, 0.1]], {})
 
-    def timed(target, heads, grown, batch_size, spend):
-        return {n: seconds["of"](n) for n in range(len(grown) + 1)}, seconds["heads"]
 
-    monkeypatch.setattr(calibration, "time_sizes", timed)
-    free = calibrate(target, heads_of(target), accuracy, max_nodes=30)
-    assert len(free.choices) == 30
-    assert free.expected_speedup == pytest.approx(free.expected_tokens / 1.5)
-    seconds["of"] = lambda n: 1.0 + 0.2 * n
-    dear = calibrate(target, heads_of(target), accuracy, max_nodes=30)
-    rates = [
-        (1 + sum(value for _, value in grow(by_rank(accuracy.accuracy), n, 4, 3))) / (1.5 + 0.2 * n)
-        for n in range(1, 31)
-    ]
-    assert len(dear.choices) == 1 + int(np.argmax(rates)) < 6
-    assert dear.expected_tokens == pytest.approx(expected_tokens(dear.choices, accuracy.value))
-    assert dear.expected_speedup == pytest.approx(max(rates))
-    seconds["of"] = lambda n: 1.0 + 0.01 * n
-    seconds["heads"] = {1: 0.1, 2: 0.2, 3: 5.0, 4: 9.0}  # too dear to go deep
-    assert max(map(len, calibrate(target, heads_of(target), accuracy, max_nodes=30).choices)) == 2
+@pytest.mark.parametrize("per_node", [0.0, 0.01, 0.05, 0.2, 1.0])
+def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch, per_node):
+    def timed(target, proposers, tokens, batch_size, seconds):
+        assert {size: one.nodes for size, one in proposers.items()} == {size: size for size in proposers}
+        return {size: 1.0 + (0.5 + per_node * size) * (size > 0) for size in proposers}
+
+    monkeypatch.setattr(calibration, "time_rounds", timed)
+    found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=30)
+    grown = grow(by_rank(RANKED.accuracy), 30, 4, 3)
+    rates = {0: 1.0} | {
+        size: (1 + sum(value for _, value in grown[:size])) / (1.5 + per_node * size)
+        for size in (*calibration.SIZES, 30)
+        if 0 < size <= 30
+    }
+    best = max(rates, key=rates.get)
+    assert {0.0: 30, 0.05: 6, 1.0: 0}.get(per_node, best) == best
+    assert found.choices == (parse([path for path, _ in grown[:best]]) if best else ())
+    assert found.expected_tokens == pytest.approx(expected_tokens(found.choices, RANKED.value))
+    assert found.expected_speedup == pytest.approx(rates[best])
+
+
+def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(calibration, "time_rounds", lambda target, proposers, *_: {n: 1.0 + 9 * n for n in proposers})
+    folder = saved(tmp_path)
+    Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
+    proposer = Medusa.load(target, str(folder), batch_size=3)
+    assert "no Medusa tree pays at batch size 3" in caplog.text
+    assert (proposer.nodes, proposer.wants_hidden, proposer.facts["tree"]) == (0, False, "")
+    group, rounds = decode(target, proposer, requests())
+    assert emitted(group) == truth
+    assert not any(one.draft.shape.nodes for one in rounds)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_costs_are_measured_and_leave_nothing_behind(batch_size):
     target = tiny_target()
-    found = calibrate(target, heads_of(target), Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.02)
-    for costs in (found.verify_seconds, found.heads_seconds):
-        assert list(costs.values()) == sorted(costs.values())
-        assert min(costs.values()) > 0
-    assert 0 in found.verify_seconds
-    assert [*found.heads_seconds] == [1, 2, 3, 4]
+    drafting = partial(Medusa, heads_of(target))
+    found = calibrate(target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.02)
+    costs = found.round_seconds
+    assert list(costs.values()) == sorted(costs.values())
+    assert min(costs.values()) > 0
+    assert 0 in costs
     assert found.batch_size == batch_size
     assert not target.lm.cells.references.any()
     assert target.lm._hook is None

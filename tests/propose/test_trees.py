@@ -12,7 +12,6 @@ from spec_lab.propose.trees import (
     by_rank,
     depth_of,
     expected_tokens,
-    fastest,
     grow,
     parse,
     width_of,
@@ -171,17 +170,6 @@ def test_a_long_tailed_acceptance_vector():
     # Ranks that differ by depth: a depth that never accepts ends the tree above it.
     cut, trees = sequoia([p, [0.0], p], 8)
     assert cut[8] == pytest.approx(1 + sum(p[:8]))
-
-
-def test_fastest_weighs_tokens_against_seconds():
-    grown = grow(by_rank([[0.6, 0.2], [0.5, 0.1]]), 6, 2, 2)
-    values = [value for _, value in grown]
-    assert values == pytest.approx([0.6, 0.3, 0.2, 0.1, 0.06, 0.02])
-    assert fastest(grown, lambda n: 1.0) == (parse([path for path, _ in grown]), pytest.approx(1 + sum(values)))
-    assert fastest(grown, lambda n: 1.0 + n) == (((0,),), pytest.approx(1.6))
-    choices, tokens = fastest(grown, lambda n: 1.0 + 0.1 * n)
-    best = max((1 + sum(values[:n])) / (1 + 0.1 * n) for n in range(1, 7))
-    assert tokens / (1 + 0.1 * len(choices)) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("value", [0.0, True, None, [0, 1], ["0", "1"], [[0.5]]])
