@@ -57,13 +57,16 @@ class Pack:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
-        self.cells.write(layer_idx, key[0], value[0], self.places)
+        self.cells.write(layer_idx, key, value, self.places)
         keys, values = self.cells.keys[layer_idx], self.cells.values[layer_idx]
         if self.dense:  # [1, heads, S * C, dim]; NaN in a dead cell would outlive every mask (0 x NaN)
-            dead = torch.from_numpy(self.cells.references == 0).to(keys.device)[:, None, :, None]
-            keys, values = (s.masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None] for s in (keys, values))
-            return keys, values
-        return Layer(keys, values, self.pieces), values
+            dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
+            all_keys, all_values = (
+                torch.cat(spans).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None] for spans in (keys, values)
+            )
+            return all_keys, all_values
+        layer = Layer(keys, values, self.pieces)
+        return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Zero: positions are always explicit."""
@@ -71,10 +74,10 @@ class Pack:
 
 
 class Layer(NamedTuple):
-    """One layer's cells, and the pieces to run over them."""
+    """One layer's cells, by span, and the pieces to run over them."""
 
-    keys: Tensor  # [S, heads, C, dim]
-    values: Tensor
+    keys: list[Tensor]  # [1, heads, C, dim]
+    values: list[Tensor]
     pieces: list[Piece]
 
 
@@ -82,7 +85,7 @@ def span_attention(
     module: nn.Module,
     query: Tensor,  # [1, heads, N, dim]
     key: Layer | Tensor,
-    value: Tensor,
+    value: Any,  # as key; a Layer holds both
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **more: Any,
@@ -97,14 +100,14 @@ def span_attention(
     for name in BEYOND_SOFTMAX & more.keys():
         if more[name] is not None:
             raise NotImplementedError(f"its attention uses {name}")
-    if isinstance(key, Tensor):  # a forward without cells: plain causal attention
+    if not isinstance(key, Layer):  # a forward without cells: plain causal attention
         groups = query.shape[1] // key.shape[1]
         plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return plain.transpose(1, 2), None
-    outputs = []
-    for piece in key.pieces:
-        keys, values = key.keys[piece.span, None, :, : piece.extent], key.values[piece.span, None, :, : piece.extent]
-        q, mask = query if len(key.pieces) == 1 else query[:, :, piece.start : piece.stop], piece.mask
+    outputs, pieces = [], key.pieces
+    for piece in pieces:
+        keys, values = (cells[piece.span].narrow(2, 0, piece.extent) for cells in (key.keys, key.values))
+        q, mask = query if len(pieces) == 1 else query[:, :, piece.start : piece.stop], piece.mask
         _, heads, rows, dim = q.shape
         groups = heads // keys.shape[1]
         causal = piece.causal
@@ -115,8 +118,8 @@ def span_attention(
             q = q.reshape(1, heads // groups, groups * rows, dim)
             mask = None if mask is None else mask.repeat(groups, 1)
         out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scaling)
-        outputs.append(out.reshape(heads, rows, -1).transpose(0, 1) if groups > 1 else out[0].transpose(0, 1))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+        outputs.append((out.reshape(1, heads, rows, -1) if groups > 1 else out).transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
 
 
 def causal_bias(rows: int, like: Tensor) -> Tensor:  # [rows, rows]

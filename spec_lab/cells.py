@@ -47,7 +47,7 @@ class Path:
 
 
 class Cells:
-    """The store: per layer ``keys`` and ``values`` ``[spans, heads, cells, dim]``, allocated when first written.
+    """The store: per layer and span ``keys`` and ``values`` ``[1, heads, cells, dim]``, allocated when first written.
 
     Args:
         limit: most cells of one span; None for no limit.
@@ -57,8 +57,8 @@ class Cells:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys: list[list[Tensor]] = []
+        self.values: list[list[Tensor]] = []
         self.hidden: Tensor | None = None
         self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
         self._users: list[int] = []  # open paths of each span
@@ -149,26 +149,26 @@ class Cells:
     # Contents ------------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
-        """Write a packed layer's new keys and values ``[heads, N, dim]`` into their cells.
+        """Write a packed layer's new keys and values ``[1, heads, N, dim]`` into their cells.
 
         Args:
             places: for each piece of the pack (span, first row, last row + 1, cells).
         """
         while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
-            self.keys.append(self._new(key))
-            self.values.append(self._new(value))
+            self.keys.append([self._new(key) for _ in range(self.spans)])
+            self.values.append([self._new(value) for _ in range(self.spans)])
         keys, values = self.keys[layer], self.values[layer]
         for span, start, stop, cells in places:
             if len(places) > 1:
-                new_keys, new_values = key[:, start:stop], value[:, start:stop]
+                new_keys, new_values = key[:, :, start:stop], value[:, :, start:stop]
             else:
                 new_keys, new_values = key, value
             if isinstance(cells, slice):
-                keys[span].narrow(1, cells.start, stop - start).copy_(new_keys)
-                values[span].narrow(1, cells.start, stop - start).copy_(new_values)
+                keys[span].narrow(2, cells.start, stop - start).copy_(new_keys)
+                values[span].narrow(2, cells.start, stop - start).copy_(new_values)
             else:
-                keys[span].index_copy_(1, cells, new_keys)
-                values[span].index_copy_(1, cells, new_values)
+                keys[span].index_copy_(2, cells, new_keys)
+                values[span].index_copy_(2, cells, new_values)
 
     def write_hidden(self, hidden: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
         """Write the pack's hidden states ``[N, width]`` into their cells."""
@@ -184,7 +184,7 @@ class Cells:
         return self.hidden[path.span, path.slots[-1]]
 
     def _new(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.spans, like.shape[0], self.capacity, like.shape[-1])
+        return like.new_zeros(1, like.shape[1], self.capacity, like.shape[-1])
 
     def _grow(self, spans: int, capacity: int) -> None:
         if self.limit is not None and capacity > self.limit:
@@ -196,14 +196,16 @@ class Cells:
         capacity = max(self.capacity, rounded if self.limit is None else min(rounded, self.limit))
         old_spans, old_capacity = self.references.shape
 
-        def larger(store: Tensor) -> Tensor:
-            new = store.new_zeros(spans, *store.shape[1:-2], capacity, store.shape[-1])
-            new[:old_spans, ..., :old_capacity, :] = store
+        def larger(store: Tensor, first: int) -> Tensor:
+            new = store.new_zeros(first, *store.shape[1:-2], capacity, store.shape[-1])
+            new[: len(store), ..., :old_capacity, :] = store
             return new
 
-        self.keys = [larger(store) for store in self.keys]
-        self.values = [larger(store) for store in self.values]
-        self.hidden = None if self.hidden is None else larger(self.hidden)
+        for layers in (self.keys, self.values):
+            for layer in layers:
+                layer[:] = [larger(store, 1) for store in layer] if capacity > old_capacity else layer
+                layer += [torch.zeros_like(layer[0]) for _ in range(spans - old_spans)]
+        self.hidden = None if self.hidden is None else larger(self.hidden, spans)
         references = np.zeros((spans, capacity), dtype=np.int32)
         references[:old_spans, :old_capacity] = self.references
         self.references = references

@@ -20,12 +20,14 @@ class CellsAgainstLists(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.cells = Cells()
-        self.write(torch.zeros(0), [])
+        first = self.cells.open(1)
+        self.write(torch.zeros(0), [(first.span, 0, 0, slice(0, 0))])  # the stores are there from the start
+        self.cells.close(first)
         self.lists = {}
         self.label = 0
 
     def write(self, labels, places):
-        self.cells.write(0, labels.reshape(1, -1, 1), -labels.reshape(1, -1, 1), places)
+        self.cells.write(0, labels.reshape(1, 1, -1, 1), -labels.reshape(1, 1, -1, 1), places)
         self.cells.write_hidden(2 * labels.reshape(-1, 1), places)
 
     @rule(target=paths, reserve=st.sampled_from([1, 4, GRAIN, GRAIN + 1]))
@@ -68,8 +70,8 @@ class CellsAgainstLists(RuleBasedStateMachine):
     def paths_hold_what_the_lists_say(self):
         for path, labels in self.lists.items():
             held = torch.tensor(labels, dtype=torch.float32)
-            assert torch.equal(self.cells.keys[0][path.span, 0, path.slots, 0], held)
-            assert torch.equal(self.cells.values[0][path.span, 0, path.slots, 0], -held)
+            assert torch.equal(self.cells.keys[0][path.span][0, 0, path.slots, 0], held)
+            assert torch.equal(self.cells.values[0][path.span][0, 0, path.slots, 0], -held)
             assert torch.equal(self.cells.hidden[path.span, path.slots, 0], 2 * held)
             assert not labels or self.cells.last_hidden(path) == 2 * labels[-1]
 

@@ -79,8 +79,8 @@ class Distillation:
     rows: int = 16
     part: int = 8
     warmup: int = 30
-    plain_steps: int = 700
-    passes: float = 3
+    plain_steps: int = 560
+    passes: float = 2.5
     decay: float = 0.4
     plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
 
