@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spec_lab.cells import Path
 from spec_lab.clock import Mark
@@ -103,6 +105,28 @@ class Batch:
     def room(self) -> list[int]:
         """For each sequence the deepest node whose position the context still holds."""
         return [self.target.context - len(sequence.tokens) for sequence in self.sequences]
+
+
+def healed(batch: Batch, tree: np.ndarray, logits: Tensor, whose: str) -> Tensor:
+    """The logits ``[n, V]``; trees in which some are NaN or infinite are marked broken and these rows zeroed in place.
+
+    Args:
+        tree: ``[n]`` to which each row belongs.
+        whose: logits they are, for the message.
+    """
+    total = logits.sum()
+    if math.isfinite(float(total)):  # so are all its parts
+        return logits
+    bad = ~torch.isfinite(logits).all(-1)
+    for head in set(tree[bad.cpu().numpy()].tolist()):
+        batch.broken[head] = f"the {whose}'s logits are NaN or infinite"
+    return logits.masked_fill_(bad[:, None], 0.0)
+
+
+def by_row(samplings: Seq[Sampling], tree: np.ndarray) -> list[Sampling]:
+    """Each row's sampling parameters, given those of the trees; just one for all rows where they agree."""
+    first = samplings[0]
+    return [first] if all(s == first for s in samplings[1:]) else [samplings[head] for head in tree]
 
 
 @dataclass(frozen=True)

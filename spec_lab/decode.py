@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch, Committed, Request, commit
+from spec_lab.batch import Batch, Committed, Request, by_row, commit, healed
 from spec_lab.batch import Sequence as Live
 from spec_lab.cells import Path
 from spec_lab.clock import Clock, Mark
 from spec_lab.draft import Draft
-from spec_lab.law import Draws, Sampling, law, law_dtype
+from spec_lab.law import Draws, law, law_dtype
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
 from spec_lab.verify import Verifier, check_pair, choose
@@ -127,8 +126,10 @@ class Group:
         output = lm.forward([s.path for s in sequences], pending, draft)
         marks.append(clock.mark())
         memory = self._memory(output.logits)
-        logits = _finite(batch, draft, memory[: len(output.logits)].copy_(output.logits))
-        p = law(logits, *_warp(batch, draft), scratch=memory)
+        logits = healed(batch, draft.shape.root, memory[: len(output.logits)].copy_(output.logits), "target")
+        samplings = [s.request.sampling for s in sequences]
+        seen = history(batch, draft) if any(s.repetition_penalty != 1 for s in samplings) else None
+        p = law(logits, by_row(samplings, draft.shape.root), seen, scratch=memory)
         marks.append(clock.mark())
         verdict = self.verifier(draft, p)
         row, token = choose(verdict, draft.shape, self.draws, [s.who for s in sequences])
@@ -169,28 +170,6 @@ class Group:
             if sequence.finish is not None:
                 self._close(sequence)
         batch.sequences = [s for s in batch.sequences if s.finish is None]
-
-
-def _finite(batch: Batch, draft: Draft, logits: Tensor) -> Tensor:
-    """The logits; where a tree's are NaN or infinite, the tree is marked broken and its rows zeroed in place."""
-    total = logits.sum()
-    if math.isfinite(float(total)):  # so are all its parts
-        return logits
-    bad = ~torch.isfinite(logits).all(-1)
-    for head in set(draft.shape.root[bad.cpu().numpy()].tolist()):
-        batch.broken[head] = "the target's logits are NaN or infinite"
-    return logits.masked_fill_(bad[:, None], 0.0)
-
-
-def _warp(batch: Batch, draft: Draft) -> tuple[list[Sampling], Tensor | None]:
-    """Sampling parameters (one for all rows where they agree) and, for a repetition penalty, each row's history."""
-    each = [s.request.sampling for s in batch.sequences]
-    if all(s == each[0] for s in each[1:]):
-        each = each[:1]
-    else:
-        each = [each[head] for head in draft.shape.root]
-    seen = history(batch, draft) if any(s.repetition_penalty != 1 for s in each) else None
-    return each, seen
 
 
 def history(batch: Batch, draft: Draft) -> Tensor:

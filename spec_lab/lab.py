@@ -17,6 +17,7 @@ from spec_lab import record, text
 from spec_lab.batch import Request
 from spec_lab.decode import Group, Round
 from spec_lab.law import CounterDraws, Sampling
+from spec_lab.options import whole
 from spec_lab.propose import Null, Proposer
 from spec_lab.record import Outcome
 from spec_lab.target import Target
@@ -54,8 +55,7 @@ class Settings:
             value = getattr(self, name)
             if name == "threads" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name} must be a whole number of {low} or more, not {value!r}")
+            whole(name, value, low)
         most = 4 * (os.cpu_count() or 1)
         if self.threads is not None and self.threads > most:
             raise ValueError(f"threads must be at most {most}, four for each core of this machine, not {self.threads}")
@@ -139,7 +139,8 @@ class Lab:
         """Every arm by name.
 
         Raises:
-            ValueError: a proposer whose way of drawing the verifier cannot judge, a name used twice, peers in a batch.
+            ValueError: a proposer whose way of drawing the verifier cannot judge, or that refuses the sampling; a name
+                used twice; peers in a batch.
         """
         null = Null.load(self.target)
         baseline = Loop(self.target, null, Match(), settings.seed)
@@ -149,6 +150,7 @@ class Lab:
             del proposers["speculative"]
         for name, proposer in proposers.items():
             check_pair(proposer.name, proposer.drawn, self.verifier)
+            getattr(proposer, "check", lambda _: None)(self.sampling)
             arms[name] = Loop(self.target, proposer, self.verifier, settings.seed)
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")

@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from spec_lab.batch import Request
 from spec_lab.lab import Decoded
 from spec_lab.law import Sampling
+from spec_lab.options import whole
 from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.record import Outcome
 from spec_lab.target import Target, load_model, weights_hash
@@ -92,7 +93,7 @@ class Generate:
         """
         config = GenerationConfig()
         if tokens is not None:
-            config.num_assistant_tokens = count("tokens", tokens)
+            config.num_assistant_tokens = whole("tokens", tokens)
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = 0.0
         lm = target.lm
@@ -114,8 +115,8 @@ class Generate:
             ValueError: ``tokens`` or ``max_ngram`` is no count.
         """
         options = {
-            "prompt_lookup_num_tokens": count("tokens", tokens),
-            "max_matching_ngram_size": count("max_ngram", max_ngram),
+            "prompt_lookup_num_tokens": whole("tokens", tokens),
+            "max_matching_ngram_size": whole("max_ngram", max_ngram),
         }
         return Generate(target, sampling, seed, options)
 
@@ -226,14 +227,3 @@ def room(request: Request, target: Target) -> int:
 def finish(tokens: Sequence[int], request: Request) -> str:
     """Why ``tokens`` end."""
     return "stop" if tokens[-1] in request.stop else "length"
-
-
-def count(name: str, value: Any) -> int:
-    """``value`` itself, if it is a whole number of at least 1.
-
-    Raises:
-        ValueError: it is not; names the option.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of 1 or more, not {value!r}")
-    return value

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from spec_lab.attention import SPANS, Attention
 from spec_lab.draft import Draft, Shape
 from spec_lab.model import CausalLM
+from spec_lab.options import whole
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -90,8 +91,7 @@ class Target:
         """
         if attention not in ("spans", "dense"):
             raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise ValueError(f"target.chunk must be a whole number of 1 or more, not {chunk!r}")
+        whole("target.chunk", chunk)
         model, tokenizer = load_model(path, device, dtype)
         own = model_context(model.config)
         if context is not None and (

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_lab.options import whole
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -96,8 +98,8 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
 def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """("file:line", line, object) of each line that is not blank, up to ``limit`` of them."""
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"prompts.limit must be a whole number of 1 or more, or null for all, not {limit!r}")
+    if limit is not None:
+        whole("prompts.limit", limit, otherwise=", or null for all")
     if not isinstance(path, str) or not path:
         raise ValueError(f"prompts.path must name a file, not {path!r}")
     if not Path(path).is_file():

@@ -168,7 +168,7 @@ def test_without_out_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
 def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(cli, tiny, tmp_path):
     code, _, errors = cli("--multirun", *tiny, "out=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
     assert code == 1
-    assert "proposer.depth must be a whole number of at least 1, not 'oops'" in errors
+    assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in errors
     depths = {metrics.load(file.parent).steps["depth"].max() for file in tmp_path.glob("swept/*/summary.json")}
     assert depths == {1, 2}
 
@@ -176,7 +176,7 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["proposer.depth=abc"], "proposer.depth must be a whole number of at least 1, not 'abc'"),
+        (["proposer.depth=abc"], "proposer.depth must be a whole number of 1 or more, not 'abc'"),
         (["batch_size=1.5"], "batch_size must be a whole number of 1 or more, not 1.5"),
         (["max_new_tokens=-3"], "max_new_tokens must be a whole number of 1 or more, not -3"),
         (["sampling.temperature=hot"], "sampling.temperature must be a number, not 'hot'"),
@@ -196,6 +196,10 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
             "proposer.path=/nowhere: no Medusa heads at /nowhere: config.json is missing, as is the folder",
         ),
         (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
+        (
+            ["proposer=draft_tree", "proposer.drawn=iid"],
+            "at temperature 0 the draft's law is one-hot, so siblings drawn",
+        ),
         (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
         (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
     ],

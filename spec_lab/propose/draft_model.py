@@ -16,8 +16,8 @@ from spec_lab.draft import Draft, Drawn, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.law import Sampling
 from spec_lab.model import CausalLM
+from spec_lab.options import one_of, temperature_or_none, whole
 from spec_lab.propose.growth import Growth
-from spec_lab.propose.options import one_of, temperature_or_none, whole
 from spec_lab.propose.trail import Trail
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths, write
 from spec_lab.target import Target, load_model, model_context, self_check, weights_hash
@@ -28,8 +28,9 @@ class DraftModel:
 
     Siblings are drawn from the law at their parent, warped as the request is sampled: ``iid``; ``without`` replacement,
     where a law whose support is exhausted gets fewer siblings; or as ``point``, the likeliest tokens. At temperature 0
-    the law is one-hot, so ``iid`` and ``without`` draw one sibling however wide the tree: a tree then needs ``point``
-    or a temperature of the draft's own. Which siblings are left out depends on the law alone, never on a drawn value.
+    the law is one-hot, so ``iid`` and ``without`` would draw one sibling however wide the tree: a tree then needs
+    ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on the law alone,
+    never on a drawn value.
 
     Args:
         lm: the draft.
@@ -89,9 +90,9 @@ class DraftModel:
         """
         if (depth is None) == (tree is None):
             raise ValueError("give either proposer.depth, for a chain, or proposer.tree, for a tree")
-        choices = widths([1] * whole("depth", depth, 1)) if depth is not None else parse(cast(str, tree))
-        kind = one_of("drawn", drawn, ("iid", "without", "point"))
-        own = temperature_or_none("temperature", temperature)
+        choices = widths([1] * whole("proposer.depth", depth)) if depth is not None else parse(cast(str, tree))
+        kind = one_of("proposer.drawn", drawn, ("iid", "without", "point"))
+        own = temperature_or_none("proposer.temperature", temperature)
         model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
         check_same_tokens(target, model, tokenizer, path)
         if width_of(choices) > target.vocabulary:
@@ -100,6 +101,18 @@ class DraftModel:
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
         return DraftModel(lm, model_context(model.config), choices, cast(Drawn, kind), own, name, weights_hash(path))
+
+    def check(self, request: Sampling) -> None:
+        """Refuse what could draw only a chain.
+
+        Raises:
+            ValueError: siblings drawn from a law of temperature 0.
+        """
+        if self.drawn != "point" and width_of(self.tree) > 1 and self.sampling(request).temperature == 0:
+            raise ValueError(
+                f"at temperature 0 the draft's law is one-hot, so siblings drawn {self.drawn} shrink the tree to a "
+                "chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
+            )
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch
+from spec_lab.batch import Batch, by_row, healed
 from spec_lab.draft import Draft, Drawn, Shape, empty
 from spec_lab.law import Key, Purpose, Sampling, law, law_dtype, likeliest
 from spec_lab.model import CausalLM, Output
@@ -77,12 +76,14 @@ class Growth:
 
     def run(self) -> Draft:
         """Draw every level. Afterwards the trails hold the cells of the computed nodes."""
-        shape = self.shape
+        shape, batch = self.shape, self.batch
         for level in levels(shape):
             live = self.live[level.parents]
             parents = level.parents[live]
             if len(parents):
-                self._draw(level, live, parents, self._finite(self._logits(parents), parents))
+                logits = self._logits(parents)
+                own = logits.to(law_dtype(logits), copy=True)
+                self._draw(level, live, parents, healed(batch, shape.root[parents], own, "draft"))
         for head, trail in enumerate(self.trails):
             if trail is not None:
                 trail.held = Held(shape, head, self.token, self.slots)
@@ -159,23 +160,10 @@ class Growth:
         self.batch.marks += output.marks
         return output.logits
 
-    def _finite(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        """A copy of the logits in the law's type; where they are NaN or infinite the tree is marked broken and its rows
-        are made harmless.
-        """
-        logits = logits.to(law_dtype(logits), copy=True)
-        if math.isfinite(float(logits.sum())):  # so are all its parts
-            return logits
-        bad = ~torch.isfinite(logits).all(-1)
-        for head in set(self.shape.root[rows[bad.cpu().numpy()]].tolist()):
-            self.batch.broken[head] = "the draft's logits are NaN or infinite"
-        return logits.masked_fill_(bad[:, None], 0.0)
-
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""
-        each = list(samplings)
-        each = each[:1] if all(s == each[0] for s in each) else [each[head] for head in self.shape.root[rows]]
-        return each, None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.lm.device)
+        seen = None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.lm.device)
+        return by_row(samplings, self.shape.root[rows]), seen
 
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """Laws that rank tokens as the penalised logits do; nothing is cut off, so that every rank exists."""

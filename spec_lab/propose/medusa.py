@@ -18,10 +18,10 @@ from spec_lab.batch import Batch, Sequence
 from spec_lab.draft import Draft, Drawn, Shape, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.law import likeliest
+from spec_lab.options import temperature_or_none, whole
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.heads import Heads
-from spec_lab.propose.options import temperature_or_none, whole
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, write
 from spec_lab.target import Target
 
@@ -81,11 +81,11 @@ class Medusa:
                 a malformed option or file.
             OSError: files are missing.
         """
-        whole("batch_size", batch_size, 1)
-        whole("max_nodes", max_nodes, 1)
+        whole("proposer.batch_size", batch_size)
+        whole("proposer.max_nodes", max_nodes)
         heads = Heads.read(path, target)
         if tree == "calibrated":
-            accuracy = Accuracy.read(path, temperature_or_none("temperature", temperature) or 0.0)
+            accuracy = Accuracy.read(path, temperature_or_none("proposer.temperature", temperature) or 0.0)
             found = calibrate(target, partial(Medusa, heads), len(heads), accuracy, batch_size, max_nodes)
             if not found.choices:
                 log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)

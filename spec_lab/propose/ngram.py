@@ -15,7 +15,7 @@ import torch
 
 from spec_lab.batch import Batch, Sequence
 from spec_lab.draft import Draft, Drawn, Shape, chain, forest
-from spec_lab.propose.options import whole
+from spec_lab.options import whole
 from spec_lab.target import Target
 
 SCAN = 32
@@ -99,7 +99,7 @@ class Ngram:
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return Ngram(whole("depth", depth, 1), *lengths(max_ngram, min_ngram))
+        return Ngram(whole("proposer.depth", depth), *lengths(max_ngram, min_ngram))
 
     @property
     def nodes(self) -> int:
@@ -149,7 +149,7 @@ class NgramTree:
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return NgramTree(whole("nodes", nodes, 1), whole("depth", depth, 1), *lengths(max_ngram, min_ngram))
+        return NgramTree(whole("proposer.nodes", nodes), whole("proposer.depth", depth), *lengths(max_ngram, min_ngram))
 
     def propose(self, batch: Batch) -> Draft:
         """One tree per sequence; none where nothing matches."""
@@ -173,7 +173,7 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
     Raises:
         ValueError: not whole numbers with 1 <= min_ngram <= max_ngram.
     """
-    if whole("min_ngram", min_ngram, 1) > whole("max_ngram", max_ngram, 1):
+    if whole("proposer.min_ngram", min_ngram) > whole("proposer.max_ngram", max_ngram):
         raise ValueError(f"proposer.min_ngram is {min_ngram}, larger than proposer.max_ngram, which is {max_ngram}")
     return max_ngram, min_ngram
 

@@ -9,7 +9,11 @@ from spec_lab.draft import Draft, Drawn
 
 
 class Proposer(Protocol):
-    """Drafts a tree below each live sequence. It never sees the verifier."""
+    """Drafts a tree below each live sequence. It never sees the verifier.
+
+    It may offer more: ``facts``, a mapping of what a record should keep; ``sha256`` of its weights; and
+    ``check(sampling)``, which refuses by a ``ValueError``, at the door, what it cannot draft for.
+    """
 
     @property
     def name(self) -> str:

@@ -52,7 +52,7 @@ class Settings:
     draft_control: Control = field(default_factory=lambda: Control(0, 1050, 300, 1.0))
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
-    parts: int = 120
+    parts: int = 241
     windows: int = 1_000_000
     tokens: int = 96
     screened: int = 64

@@ -113,10 +113,12 @@ def test_a_round_number_that_stands_still_is_seen(target, draft, monkeypatch):
 
 
 def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
-    right = spec_lab.decode._warp
-    monkeypatch.setattr(
-        spec_lab.decode, "_warp", lambda *args: ([Sampling(s.temperature) for s in right(*args)[0]], None)
-    )
+    right = spec_lab.decode.law
+
+    def bare(logits, samplings, seen=None, **more):
+        return right(logits, [Sampling(s.temperature) for s in samplings], **more)
+
+    monkeypatch.setattr(spec_lab.decode, "law", bare)
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3
 
 

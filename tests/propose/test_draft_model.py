@@ -341,7 +341,7 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
     [
         ({}, "either proposer.depth"),
         ({"depth": 2, "tree": "2x2"}, "either proposer.depth"),
-        ({"depth": "abc"}, "proposer.depth must be a whole number of at least 1, not 'abc'"),
+        ({"depth": "abc"}, "proposer.depth must be a whole number of 1 or more, not 'abc'"),
         ({"depth": 0}, "proposer.depth"),
         ({"tree": "2,2"}, "a tree is written as"),
         ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, not 'topk'"),
@@ -376,3 +376,16 @@ def test_other_tokenizers_are_refused(spoken, tmp_path):
         DraftModel.load(spoken, wider, depth=2)
     with pytest.raises(OSError, match=r"no config\.json"):
         DraftModel.load(spoken, str(tmp_path), depth=2)
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
+    cold, warm = Sampling(0.0), Sampling(1.0)
+    with pytest.raises(ValueError, match=rf"siblings drawn {drawn} shrink the tree to a chain: set proposer\.drawn=p"):
+        draft_model("2x1", drawn).check(cold)
+    draft_model("2x1", drawn).check(warm)
+    draft_model("2x1", drawn, temperature=1.0).check(cold)
+    draft_model("2x1", "point").check(cold)
+    draft_model("1x1", drawn).check(cold)
+    with pytest.raises(ValueError, match="shrink the tree"):
+        draft_model("2x1", drawn, temperature=0.0).check(warm)

@@ -1,18 +1,18 @@
-"""Checks of the scalar arguments that configs give to proposers; every message names the option."""
+"""Checks of the scalar arguments that configs give; every message names the option."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int) -> int:
-    """``value`` itself, if it is a whole number of at least ``least``.
+def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
+    """``value`` itself, if it is a whole number of ``least`` or more; ``otherwise`` says what else may be given.
 
     Raises:
         ValueError: it is not; names the option.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"proposer.{name} must be a whole number of at least {least}, not {value!r}")
+        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {value!r}")
     return value
 
 
@@ -23,7 +23,7 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         ValueError: it is not; names the option and what it may be.
     """
     if value not in allowed:
-        raise ValueError(f"proposer.{name} must be one of {', '.join(allowed)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
     return str(value)
 
 
@@ -36,5 +36,5 @@ def temperature_or_none(name: str, value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"proposer.{name} must be null or a number of at least 0, not {value!r}")
+        raise ValueError(f"{name} must be null or a number of at least 0, not {value!r}")
     return float(value)
