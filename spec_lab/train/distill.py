@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 
-from spec_lab.train.fast import soft_cross_entropy
+from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.generate import Generation, Part, continue_text
 from spec_lab.train.pretrain import Plan, Trainer, schedule
 from spec_lab.train.tokens import Batches
@@ -80,7 +80,7 @@ class Distillation:
     part: int = 8
     warmup: int = 30
     plain_steps: int = 560
-    passes: float = 2.5
+    passes: float = 1.5
     decay: float = 0.4
     plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
 
@@ -107,15 +107,14 @@ def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, law: Tensor) 
     """
     length = text.ids.shape[1]
     first = 0 if text.prefix == length else max(0, text.prefix - 2)
-    if text.temperature == 0:
-        law = torch.zeros_like(law).scatter_(-1, law.argmax(-1, keepdim=True), 1.0)
+    truth, weight = law.argmax(-1) if text.temperature == 0 else law, target.get_output_embeddings().weight
     with torch.no_grad():
         embedding = target.get_input_embeddings()(text.ids[:, first + 1 :]) * embedding_scale(target)
     mixed = heads.trunk(text.hidden[:, first:-1], embedding)
     losses = []
     for k in range(len(heads.heads)):
-        logits = target.lm_head(heads.head(k, mixed[:, : length - 1 - k - first]))
-        losses.append(soft_cross_entropy(logits.flatten(0, 1), law[:, first + 1 + k :].flatten(0, 1)))
+        states = heads.head(k, mixed[:, : length - 1 - k - first]).flatten(0, 1)
+        losses.append(unembedded_cross_entropy(states, weight, truth[:, first + 1 + k :].flatten(0, 1)))
     return losses
 
 

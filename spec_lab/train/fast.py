@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 BLOCKS = 2
+ROWS = 128  # of logits at a time
 
 
 def blocked_attention(
@@ -95,3 +96,34 @@ def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
     entropy.
     """
     return _SoftCrossEntropy.apply(logits, law)
+
+
+class _UnembeddedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, truth: Tensor) -> Tensor:
+        gradient = torch.empty_like(states)
+        total = torch.zeros(())
+        for x, y, g in zip(states.split(ROWS), truth.split(ROWS), gradient.split(ROWS), strict=True):
+            log_q = (x @ weight.T).float().log_softmax(-1)
+            if truth.ndim == 1:
+                total -= log_q.gather(1, y[:, None]).sum()
+                difference = log_q.exp_().scatter_add_(1, y[:, None], torch.full((len(y), 1), -1.0))
+            else:
+                law = y.float()
+                total -= torch.dot(law.flatten(), log_q.flatten())
+                difference = log_q.exp_().sub_(law)
+            torch.mm(difference.mul_(1 / len(states)).to(weight.dtype), weight, out=g)
+        ctx.save_for_backward(gradient)
+        return total / len(states)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(upstream), None, None
+
+
+def unembedded_cross_entropy(states: Tensor, weight: Tensor, truth: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of the logits ``states [N, H] @ weight.T`` against ``truth``: laws ``[N, V]`` or tokens
+    ``[N]``. Rows pass through the cache in blocks, so logits never reach memory; ``weight [V, H]`` gets no gradient.
+    """
+    return _UnembeddedCrossEntropy.apply(states, weight, truth)

@@ -31,3 +31,14 @@ def test_cross_entropies(rows):
     ):
         torch.testing.assert_close(ours, theirs)
         torch.testing.assert_close(*(torch.autograd.grad(3 * loss, logits)[0] for loss in (ours, theirs)))
+
+
+@pytest.mark.parametrize("rows", [1, 128, 300])
+def test_cross_entropy_of_states_in_front_of_a_frozen_unembedding(rows):
+    torch.manual_seed(0)
+    states, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(50, 8)
+    for truth in (torch.randint(0, 50, (rows,)), torch.randn(rows, 50).softmax(-1)):
+        ours = fast.unembedded_cross_entropy(states, weight, truth)
+        theirs = cross_entropy(states @ weight.T, truth)
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(*(torch.autograd.grad(3 * loss, states)[0] for loss in (ours, theirs)))
