@@ -38,3 +38,14 @@ def temperature_or_none(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be null or a number of at least 0, not {value!r}")
     return float(value)
+
+
+def share(name: str, value: Any) -> float:
+    """``value`` as a float, if it is a number between 0 and 1.
+
+    Raises:
+        ValueError: it is not; names the option.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number between 0 and 1, not {value!r}")
+    return float(value)

@@ -16,7 +16,7 @@ from spec_lab.draft import Draft, Drawn, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.law import Sampling
 from spec_lab.model import CausalLM
-from spec_lab.options import one_of, temperature_or_none, whole
+from spec_lab.options import one_of, share, temperature_or_none, whole
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.trail import Trail
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths, write
@@ -32,12 +32,17 @@ class DraftModel:
     ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on the law alone,
     never on a drawn value.
 
+    With a ``confidence``, drafting stops below every node after which the draft gives no token that much probability:
+    what follows is likely to be rejected and costs a forward (dynamic draft lengths, 2405.04304 and transformers'
+    ``assistant_confidence_threshold``). Whether it stops depends on the path above alone, so no law changes.
+
     Args:
         lm: the draft.
         context: most positions the draft has; beyond, nothing is drafted.
         tree: the tree drafted below every head.
         drawn: how siblings are drawn.
         temperature: the draft's own; None takes each request's.
+        confidence: between 0, off, and 1.
         name: as in records.
         sha256: of the draft's weights.
     """
@@ -51,6 +56,7 @@ class DraftModel:
         tree: Choices,
         drawn: Drawn = "iid",
         temperature: float | None = None,
+        confidence: float = 0.0,
         name: str = "draft_model",
         sha256: str = "",
     ) -> None:
@@ -59,6 +65,7 @@ class DraftModel:
         self.tree = tree
         self.drawn = drawn
         self.temperature = temperature
+        self.confidence = confidence
         self.name = name
         self.sha256 = sha256
         self.nodes = len(tree)
@@ -72,6 +79,7 @@ class DraftModel:
         tree: str | None = None,
         drawn: str = "iid",
         temperature: float | None = None,
+        confidence: float = 0.0,
     ) -> DraftModel:
         """Load a draft in the target's dtype and on its device.
 
@@ -82,6 +90,7 @@ class DraftModel:
             tree: drafts a tree, written as ``trees.parse`` reads it.
             drawn: "iid", "without" or "point".
             temperature: the draft's own; null takes each request's.
+            confidence: stops drafting below nodes after which no token is this likely; 0 never stops.
 
         Raises:
             ValueError: a wrong option; another tokenizer or vocabulary than the target's; a tree wider than the
@@ -100,7 +109,8 @@ class DraftModel:
         self_check(model, target.lm.attention)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
-        return DraftModel(lm, model_context(model.config), choices, cast(Drawn, kind), own, name, weights_hash(path))
+        context, sure = model_context(model.config), share("proposer.confidence", confidence)
+        return DraftModel(lm, context, choices, cast(Drawn, kind), own, sure, name, weights_hash(path))
 
     def check(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.
@@ -117,7 +127,8 @@ class DraftModel:
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
+        facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
+        return facts | {"confidence": self.confidence}
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
@@ -129,7 +140,7 @@ class DraftModel:
             shapes.append(self._shapes[max(0, deepest)])
             trails.append(self.trail(sequence) if deepest > 0 else None)
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
-        growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails)
+        growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails, self.confidence)
         return growth.run()
 
     def trail(self, sequence: Sequence) -> Trail:

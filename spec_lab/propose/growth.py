@@ -42,6 +42,12 @@ def levels(shape: Shape) -> list[Level]:
     return plan
 
 
+@lru_cache(maxsize=256)
+def _kept(shape: Shape, live: bytes) -> tuple[Shape, np.ndarray]:
+    """``shape.keep``; the same shape for the same rows, so that what hangs on it is computed once."""
+    return shape.keep(np.frombuffer(live, dtype=bool))
+
+
 class Growth:
     """A forest that is drafted level by level, one packed forward of the draft model each.
 
@@ -52,6 +58,7 @@ class Growth:
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
         trails: ``[B]`` the draft's cells; None where a tree is empty.
+        confidence: nothing is drafted below a row at which the draft gives every token less than this, unwarped.
     """
 
     def __init__(
@@ -62,9 +69,10 @@ class Growth:
         shape: Shape,
         samplings: Sequence[Sampling],
         trails: Sequence[Trail | None],
+        confidence: float = 0.0,
     ) -> None:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
-        self.samplings, self.trails = samplings, trails
+        self.samplings, self.trails, self.confidence = samplings, trails, confidence
         self.token = np.zeros(shape.nodes, dtype=np.int64)
         self.slots = np.full(shape.rows, -1, dtype=np.int64)
         self.live = np.ones(shape.rows, dtype=bool)
@@ -82,14 +90,21 @@ class Growth:
             parents = level.parents[live]
             if len(parents):
                 logits = self._logits(parents)
-                own = logits.to(law_dtype(logits), copy=True)
-                self._draw(level, live, parents, healed(batch, shape.root[parents], own, "draft"))
+                own = healed(batch, shape.root[parents], logits.to(law_dtype(logits), copy=True), "draft")
+                if self.confidence:
+                    sure = (own.softmax(-1).amax(-1) >= self.confidence).cpu().numpy()
+                    live[live] = sure
+                    parents, own = parents[sure], own if sure.all() else own[torch.from_numpy(sure).to(own.device)]
+            for nodes, above in level.ranks:
+                self.live[nodes] = live[above]
+            if len(parents):
+                self._draw(level, live, parents, own)
         for head, trail in enumerate(self.trails):
             if trail is not None:
                 trail.held = Held(shape, head, self.token, self.slots)
         token, q_row = self.token, self.q_row
         if not self.live.all():
-            shape, kept = shape.keep(self.live)
+            shape, kept = _kept(shape, self.live.tobytes())
             token, q_row = token[kept], np.concatenate([q_row[: shape.heads], q_row[shape.heads :][kept]])
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":

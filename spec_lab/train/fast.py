@@ -123,7 +123,7 @@ class _UnembeddedCrossEntropy(torch.autograd.Function):
 
 
 def unembedded_cross_entropy(states: Tensor, weight: Tensor, truth: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of the logits ``states [N, H] @ weight.T`` against ``truth``: laws ``[N, V]`` or tokens
+    """Mean cross-entropy in nats of logits ``states [N, H] @ weight.T`` against ``truth``: laws ``[N, V]`` or tokens
     ``[N]``. Rows pass through the cache in blocks, so logits never reach memory; ``weight [V, H]`` gets no gradient.
     """
     return _UnembeddedCrossEntropy.apply(states, weight, truth)

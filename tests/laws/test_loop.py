@@ -62,9 +62,9 @@ def truth(target, sampling, stop=frozenset()):
     return laws
 
 
-def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset()):
+def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), confidence=0.0):
     """Total variation between the loop's output law, enumerated, and the target's."""
-    proposer = DraftModel(CausalLM(draft), 256, parse(tree), drawn)
+    proposer = DraftModel(CausalLM(draft), 256, parse(tree), drawn, confidence=confidence)
 
     def once(draws):
         group = Group(target, proposer, verifier, [Request(0, "one", PROMPT, sampling, LENGTH, stop)], draws)
@@ -88,6 +88,20 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset()):
 )
 def test_the_loop_has_the_target_s_law(target, draft, tree, drawn, verifier, sampling):
     assert distance(target, draft, tree, drawn, verifier, sampling) < 1e-12
+
+
+@pytest.mark.parametrize(("tree", "drawn", "verifier"), [("1x1", "iid", Token()), ("2x1", "without", Traversal())])
+@pytest.mark.parametrize("confidence", [0.5, 0.9])
+def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, tree, drawn, verifier, confidence):
+    sizes = set()
+
+    class Watched(type(verifier)):
+        def __call__(self, forest, p):
+            sizes.add(forest.shape.nodes)
+            return super().__call__(forest, p)
+
+    assert distance(target, draft, tree, drawn, Watched(), PLAIN, confidence=confidence) < 1e-12
+    assert len(sizes) > 1 or confidence == 0.9
 
 
 @pytest.mark.parametrize("tree", ["1", "1x1"])

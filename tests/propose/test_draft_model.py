@@ -342,6 +342,8 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
         ({}, "either proposer.depth"),
         ({"depth": 2, "tree": "2x2"}, "either proposer.depth"),
         ({"depth": "abc"}, "proposer.depth must be a whole number of 1 or more, not 'abc'"),
+        ({"confidence": 2}, "proposer.confidence must be a number between 0 and 1, not 2"),
+        ({"confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),
         ({"depth": 0}, "proposer.depth"),
         ({"tree": "2,2"}, "a tree is written as"),
         ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, not 'topk'"),
@@ -389,3 +391,39 @@ def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
     draft_model("1x1", drawn).check(cold)
     with pytest.raises(ValueError, match="shrink the tree"):
         draft_model("2x1", drawn, temperature=0.0).check(warm)
+
+
+def sureness(proposer, sequences, draft):
+    """The likeliest token's probability at every row that has or could have children, by head and row."""
+    found = {}
+    for head, sequence in enumerate(sequences):
+        for row in draft.shape.trees[head].tolist():
+            if draft.shape.depth[row] < 3:
+                text = [*sequence.tokens, *path_tokens(draft, row)]
+                found[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())
+    return found
+
+
+@pytest.mark.parametrize("drawn", ["iid", "point", "without"])
+def test_nothing_is_drafted_below_rows_at_which_the_draft_is_unsure(target, drawn):
+    proposer = draft_model("2x2x1", drawn)
+    sequences = batch_of(target, requests(WARM)).sequences
+    whole = proposer.propose(batch_of(target, requests(WARM)))
+    proposer.confidence = sorted(sureness(proposer, sequences, whole).values())[whole.shape.rows // 4]
+    draft = proposer.propose(batch_of(target, requests(WARM)))
+    assert 0 < draft.shape.nodes < whole.shape.nodes
+    for row, sure in sureness(proposer, sequences, draft).items():
+        assert bool(len(draft.shape.children[row])) == (sure >= proposer.confidence - 1e-12)
+    proposer.confidence = 1.0
+    assert proposer.propose(batch_of(target, requests(WARM))).shape.nodes == 0
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM])
+def test_a_confident_draft_decodes_as_its_requests_alone(target, sampling):
+    proposer = draft_model("1x1x1", "iid")
+    batch = batch_of(target, requests(sampling))
+    proposer.confidence = sorted(sureness(proposer, batch.sequences, proposer.propose(batch)).values())[4]
+    wanted = requests(sampling, new=14)
+    group, rounds = decode(target, proposer, wanted)
+    assert len({one.draft.shape.nodes for one in rounds}) > 1
+    assert emitted(group) == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
