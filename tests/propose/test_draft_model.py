@@ -330,7 +330,7 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
     chain = DraftModel.load(spoken, path, depth=3)
     assert (chain.name, chain.drawn, chain.nodes, chain.context) == ("draft_chain", "iid", 3, CONTEXT)
     assert chain.lm.dtype == spoken.lm.dtype
-    assert chain.facts == {"tree": "0 0.0 0.0.0", "nodes": 3, "temperature": None}
+    assert chain.facts == {"tree": "0 0.0 0.0.0", "nodes": 3, "temperature": None, "confidence": 0.0}
     tree = DraftModel.load(spoken, path, tree="2x2", drawn="without", temperature=1)
     assert (tree.name, tree.nodes, len(tree.sha256)) == ("draft_tree", 6, 64)
     assert emitted(decode(spoken, tree, requests())[0]) == truth
@@ -342,8 +342,8 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
         ({}, "either proposer.depth"),
         ({"depth": 2, "tree": "2x2"}, "either proposer.depth"),
         ({"depth": "abc"}, "proposer.depth must be a whole number of 1 or more, not 'abc'"),
-        ({"confidence": 2}, "proposer.confidence must be a number between 0 and 1, not 2"),
-        ({"confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),
+        ({"depth": 2, "confidence": 2}, "proposer.confidence must be a number between 0 and 1, not 2"),
+        ({"depth": 2, "confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),
         ({"depth": 0}, "proposer.depth"),
         ({"tree": "2,2"}, "a tree is written as"),
         ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, not 'topk'"),
