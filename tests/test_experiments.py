@@ -14,13 +14,17 @@ from tests.checkpoints import zoo
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
-@pytest.fixture(scope="module")
-def batching():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("batching", EXPERIMENTS / "batching" / "measure.py")
+def script(name):
+    """An experiment's script as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / name / "measure.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def batching():
+    return script("batching")
 
 
 def test_batching_measures_every_way_on_every_full_group(batching, tmp_path, monkeypatch):
@@ -46,3 +50,20 @@ def test_batching_measures_every_way_on_every_full_group(batching, tmp_path, mon
 
 def test_a_ratio_is_shown_with_its_interval(batching):
     assert batching.show(Interval(1.234, 1.1, 1.36)) == "1.23 [1.10, 1.36]"
+
+
+def test_the_draft_s_share_is_measured_on_steps_of_both_models_in_turns(tmp_path, monkeypatch):
+    share = script("draft_share")
+    folder = zoo(tmp_path)
+    target, draft = (Target.load(str(folder / name)) for name in ("target", "draft"))
+    plain, seen = share.Bare.decode, []
+
+    def watched(self, requests):
+        seen.append((self.target, requests[0].id))
+        return plain(self, requests)
+
+    monkeypatch.setattr(share.Bare, "decode", watched)
+    steps = share.measure(target, draft, folder / "prompts" / "code.jsonl", limit=2, new=6)
+    assert list(steps.columns) == ["target", "draft"] and len(steps) == 2
+    assert (steps > 0).all(axis=None)
+    assert seen == [(target, 0), (draft, 0), (target, 0), (draft, 0), (draft, 1), (target, 1)]
