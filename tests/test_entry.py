@@ -19,7 +19,9 @@ from spec_lab.entry import conf, known, main, zoo
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
-EXPERIMENTS = ["autoregressive", "draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers"]
+EXPERIMENTS = [
+    "autoregressive", "draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers", "proposers",
+]  # fmt: skip
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the entry passes by call."""
 
@@ -110,7 +112,8 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert {"bare", "generate", "assisted", "assisted_same", "lookup"} <= set(summary["arms"])
     if name != "autoregressive":
         assert summary["speedup"]["mean"] > 0
-        assert summary["nodes_per_step"] > 0 or name.startswith("ngram")
+        tree = manifest["proposers"]["speculative"].get("tree")  # calibrated: empty where none pays on this machine
+        assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == ""
 
 
 @pytest.mark.usefixtures("tiny_zoo")
