@@ -69,7 +69,7 @@ class Medusa:
         Args:
             target: whose hidden states the heads read.
             path: folder of the heads.
-            tree: as ``trees.parse`` reads it, or "calibrated": the most expected tokens per second for the accuracies
+            tree: as ``trees.parse`` reads it, "none" to draft nothing, or "calibrated": the most expected tokens per second for the accuracies
                 in the folder's calibration and the measured cost of rounds on this machine (some seconds). Where
                 none beats decoding without a draft, nothing is drafted, with a warning.
             batch_size: sequences decoded together, for which the tree is calibrated.
@@ -90,7 +90,7 @@ class Medusa:
             if not found.choices:
                 log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)
             return Medusa(heads, found.choices, found)
-        choices = parse(tree)
+        choices = () if tree == "none" else parse(tree)
         if depth_of(choices) > len(heads):
             raise ValueError(f"the tree is {depth_of(choices)} deep, the Medusa heads at {path} are only {len(heads)}")
         if width_of(choices) > target.vocabulary:
@@ -102,7 +102,7 @@ class Medusa:
         """What a record should keep: the tree, and how it was chosen."""
         chosen = {} if self.calibration is None else asdict(self.calibration)
         chosen.pop("choices", None)
-        return {"tree": write(self.tree), "nodes": self.nodes, "heads": len(self.heads), **chosen}
+        return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:

@@ -227,7 +227,8 @@ def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypa
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
     proposer = Medusa.load(target, str(folder), batch_size=3)
     assert "no Medusa tree pays at batch size 3" in caplog.text
-    assert (proposer.nodes, proposer.wants_hidden, proposer.facts["tree"]) == (0, False, "")
+    assert (proposer.nodes, proposer.wants_hidden, proposer.facts["tree"]) == (0, False, "none")
+    assert Medusa.load(target, str(folder), tree="none").nodes == 0  # how an interrupted run goes on
     group, rounds = decode(target, proposer, requests())
     assert emitted(group) == truth
     assert not any(one.draft.shape.nodes for one in rounds)
