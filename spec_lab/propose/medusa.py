@@ -69,9 +69,9 @@ class Medusa:
         Args:
             target: whose hidden states the heads read.
             path: folder of the heads.
-            tree: as ``trees.parse`` reads it, "none" to draft nothing, or "calibrated": the most expected tokens per second for the accuracies
-                in the folder's calibration and the measured cost of rounds on this machine (some seconds). Where
-                none beats decoding without a draft, nothing is drafted, with a warning.
+            tree: as ``trees.parse`` reads it, "none" to draft nothing, or "calibrated": the most expected tokens per
+                second for the accuracies in the folder's calibration and the measured cost of rounds on this machine
+                (some seconds). Where none beats decoding without a draft, nothing is drafted, with a warning.
             batch_size: sequences decoded together, for which the tree is calibrated.
             temperature: of the target; the calibration measured nearest to it is taken.
             max_nodes: largest calibrated tree.
