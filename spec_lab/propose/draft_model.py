@@ -32,9 +32,10 @@ class DraftModel:
     ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on the law alone,
     never on a drawn value.
 
-    With a ``confidence``, drafting stops below every node after which the draft gives no token that much probability:
-    what follows is likely to be rejected and costs a forward (dynamic draft lengths, 2405.04304 and transformers'
-    ``assistant_confidence_threshold``). Whether it stops depends on the path above alone, so no law changes.
+    With a ``confidence``, drafting stops early: where the draft gives no token that much probability, what it draws is
+    the last on that path, for what follows is likely to be rejected and costs a forward of the draft. Dynamic draft
+    lengths (2405.04304) and transformers' ``assistant_confidence_threshold`` judge the drawn token; here the law alone
+    decides, so whether drafting stops depends on the path above only, and no verifier's law changes.
 
     Args:
         lm: the draft.
@@ -90,7 +91,7 @@ class DraftModel:
             tree: drafts a tree, written as ``trees.parse`` reads it.
             drawn: "iid", "without" or "point".
             temperature: the draft's own; null takes each request's.
-            confidence: stops drafting below nodes after which no token is this likely; 0 never stops.
+            confidence: a token drawn where none was this likely ends its path; 0 never ends one.
 
         Raises:
             ValueError: a wrong option; another tokenizer or vocabulary than the target's; a tree wider than the
@@ -109,8 +110,8 @@ class DraftModel:
         self_check(model, target.lm.attention)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
-        context, sure = model_context(model.config), share("proposer.confidence", confidence)
-        return DraftModel(lm, context, choices, cast(Drawn, kind), own, sure, name, weights_hash(path))
+        context, least = model_context(model.config), share("proposer.confidence", confidence)
+        return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, weights_hash(path))
 
     def check(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.

@@ -58,7 +58,7 @@ class Growth:
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
         trails: ``[B]`` the draft's cells; None where a tree is empty.
-        confidence: nothing is drafted below a row at which the draft gives every token less than this, unwarped.
+        confidence: children of a row at which the draft gives every token less than this, unwarped, get no children.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Growth:
     def run(self) -> Draft:
         """Draw every level. Afterwards the trails hold the cells of the computed nodes."""
         shape, batch = self.shape, self.batch
+        leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
         for level in levels(shape):
-            live = self.live[level.parents]
+            live = self.live[level.parents] & ~leaf[level.parents]
             parents = level.parents[live]
+            for nodes, above in level.ranks:
+                self.live[nodes] = live[above]
             if len(parents):
                 logits = self._logits(parents)
                 own = healed(batch, shape.root[parents], logits.to(law_dtype(logits), copy=True), "draft")
                 if self.confidence:
-                    sure = (own.softmax(-1).amax(-1) >= self.confidence).cpu().numpy()
-                    live[live] = sure
-                    parents, own = parents[sure], own if sure.all() else own[torch.from_numpy(sure).to(own.device)]
-            for nodes, above in level.ranks:
-                self.live[nodes] = live[above]
-            if len(parents):
+                    unsure = parents[(own.softmax(-1).amax(-1) < self.confidence).cpu().numpy()]
+                    for nodes, above in level.ranks:
+                        leaf[nodes] = np.isin(level.parents[above], unsure)
                 self._draw(level, live, parents, own)
         for head, trail in enumerate(self.trails):
             if trail is not None:

@@ -14,6 +14,7 @@ from spec_lab.decode import Group
 from spec_lab.law import Purpose, Sampling, law
 from spec_lab.model import CausalLM
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.growth import Growth
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
 from tests.laws.tabular import explore
@@ -90,9 +91,20 @@ def test_the_loop_has_the_target_s_law(target, draft, tree, drawn, verifier, sam
     assert distance(target, draft, tree, drawn, verifier, sampling) < 1e-12
 
 
-@pytest.mark.parametrize(("tree", "drawn", "verifier"), [("1x1", "iid", Token()), ("2x1", "without", Traversal())])
-@pytest.mark.parametrize("confidence", [0.5, 0.9])
-def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, tree, drawn, verifier, confidence):
+@pytest.fixture(scope="module")
+def unsure(target, draft):
+    """A confidence that the draft has at some but not at all of its choices after the prompt."""
+    texts = [PROMPT, *((*PROMPT, token) for token in range(V))]
+    with torch.no_grad():
+        best = [draft(input_ids=torch.tensor([t]), use_cache=False).logits[0, -1].softmax(-1).max() for t in texts]
+    return float(sum(sorted(best)[:2]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("tree", "drawn", "verifier"),
+    [("1x1", "iid", Token()), ("1x1", "iid", Traversal()), ("2x1", "without", Traversal()), ("2x1", "iid", Token())],
+)
+def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, unsure, tree, drawn, verifier):
     sizes = set()
 
     class Watched(type(verifier)):
@@ -100,8 +112,23 @@ def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, tre
             sizes.add(forest.shape.nodes)
             return super().__call__(forest, p)
 
-    assert distance(target, draft, tree, drawn, Watched(), PLAIN, confidence=confidence) < 1e-12
-    assert len(sizes) > 1 or confidence == 0.9
+    # What is drafted first is kept whatever the confidence; what follows depends on it.
+    for confidence in (unsure, 1.0):
+        assert distance(target, draft, tree, drawn, Watched(), PLAIN, confidence=confidence) < 1e-12
+    assert len(sizes) > 1
+
+
+@pytest.mark.parametrize("tree", ["1x1", "2x1"])
+def test_a_draft_that_leaves_out_nodes_by_what_was_drawn_is_seen(target, draft, monkeypatch, tree):
+    right = Growth._draw
+
+    def choosy(self, level, live, parents, logits):
+        right(self, level, live, parents, logits)
+        for nodes, _ in level.ranks:
+            self.live[nodes[self.token[nodes - self.shape.heads] == 0]] = False
+
+    monkeypatch.setattr(Growth, "_draw", choosy)
+    assert distance(target, draft, tree, "iid", Token(), PLAIN) > 1e-3
 
 
 @pytest.mark.parametrize("tree", ["1", "1x1"])

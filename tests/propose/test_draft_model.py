@@ -394,7 +394,7 @@ def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
 
 
 def sureness(proposer, sequences, draft):
-    """The likeliest token's probability at every row that has or could have children, by head and row."""
+    """The likeliest token's probability at every row that could have children, by row."""
     found = {}
     for head, sequence in enumerate(sequences):
         for row in draft.shape.trees[head].tolist():
@@ -405,17 +405,20 @@ def sureness(proposer, sequences, draft):
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point", "without"])
-def test_nothing_is_drafted_below_rows_at_which_the_draft_is_unsure(target, drawn):
+def test_what_is_drafted_where_the_draft_is_unsure_ends_its_path(target, drawn):
     proposer = draft_model("2x2x1", drawn)
     sequences = batch_of(target, requests(WARM)).sequences
     whole = proposer.propose(batch_of(target, requests(WARM)))
     proposer.confidence = sorted(sureness(proposer, sequences, whole).values())[whole.shape.rows // 4]
     draft = proposer.propose(batch_of(target, requests(WARM)))
-    assert 0 < draft.shape.nodes < whole.shape.nodes
-    for row, sure in sureness(proposer, sequences, draft).items():
-        assert bool(len(draft.shape.children[row])) == (sure >= proposer.confidence - 1e-12)
+    shape = draft.shape
+    assert 2 * shape.heads < shape.nodes < whole.shape.nodes
+    sure = sureness(proposer, sequences, draft)
+    for row in sure:
+        above = shape.parent[row - shape.heads] if row >= shape.heads else None
+        assert bool(len(shape.children[row])) == (above is None or sure[above] >= proposer.confidence - 1e-12)
     proposer.confidence = 1.0
-    assert proposer.propose(batch_of(target, requests(WARM))).shape.nodes == 0
+    assert proposer.propose(batch_of(target, requests(WARM))).shape.depth.max() == 1
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM])
