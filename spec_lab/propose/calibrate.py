@@ -12,6 +12,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from spec_lab.batch import Batch, Request, Sequence, commit
 from spec_lab.law import CounterDraws, Sampling, law, law_dtype
@@ -22,7 +23,7 @@ from spec_lab.target import Target
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes tried
 RUN = 6  # rounds of the same size in a row, as in decoding: the first warm up the others
-HOPELESS = 0.8  # of the best rate: sizes beyond the last one above it are not timed further
+HOPELESS = 0.8  # of the best rate: the first size below it is the last one timed
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,15 @@ def calibrate(
         accuracy: how often it is right.
         batch_size: sequences decoded together.
         max_nodes: largest tree.
-        seconds: to spend on timing, roughly.
+        seconds: to spend on timing at least.
     """
     ranks = min(target.vocabulary, *map(len, accuracy.accuracy))
     grown = grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), ranks)
     sizes = [*(size for size in SIZES if size < len(grown)), len(grown)]
     trees = {size: parse([path for path, _ in grown[:size]]) if size else () for size in sizes}
     tokens = {size: expected_tokens(tree, accuracy.value) for size, tree in trees.items()}
-    costs = time_rounds(target, {size: drafting(tree) for size, tree in trees.items()}, tokens, batch_size, seconds)
+    proposers = {size: drafting(tree) for size, tree in trees.items()}
+    costs = time_rounds(target, proposers, tokens, batch_size, Sampling(accuracy.temperature), seconds)
     best = max(costs, key=lambda size: tokens[size] / costs[size])
     speedup = tokens[best] / costs[best] * costs[0]
     return Calibration(trees[best], tokens[best], speedup, batch_size, accuracy.temperature, costs)
@@ -79,12 +81,17 @@ def calibrate(
 
 @torch.inference_mode()
 def time_rounds(
-    target: Target, proposers: Mapping[int, Proposer], tokens: Mapping[int, float], batch_size: int, seconds: float
+    target: Target,
+    proposers: Mapping[int, Proposer],
+    tokens: Mapping[int, float],
+    batch_size: int,
+    sampling: Sampling,
+    seconds: float,
 ) -> dict[int, float]:
     """Seconds of a round with each proposer, after some 200 tokens of context.
 
     They take turns and count with their fastest turn, since other work on the machine only ever adds; and what drafts
-    less costs no more than what drafts more. Sizes too large to win are given up after two turns. The verdict is left
+    less costs no more than what drafts more. Sizes from the first hopeless one on are not timed. The verdict is left
     out: proposers do not know who decides, and for trees of this size it is some hundredths of a round.
 
     Args:
@@ -92,7 +99,8 @@ def time_rounds(
         proposers: by the size of their trees, in rising order.
         tokens: that a round is expected to give, by size.
         batch_size: sequences decoded together.
-        seconds: to spend, roughly.
+        sampling: whose law is taken.
+        seconds: to spend at least; every size takes its turn twice, however long that is.
     """
     lm, largest = target.lm, max(one.nodes for one in proposers.values())
     context = max(1, min(200, target.context - RUN - 2))
@@ -106,29 +114,32 @@ def time_rounds(
     )
     try:
         for number in range(batch_size):
-            request = Request(number, "calibration", prompt, max_new_tokens=target.context)
+            request = Request(number, "calibration", prompt, sampling, target.context)
             batch.sequences.append(Sequence(request, lm.cells.open(context + RUN + largest + 1), list(prompt)))
 
         def turn(proposer: Proposer) -> float:
             took = [_round(batch, proposer, scratch) for _ in range(RUN)]
+            batch.marks = []
             for sequence in batch.sequences:
+                proposer.close(sequence)
                 del sequence.tokens[context + 1 :]
                 lm.cells.backtrack(sequence.path, context)
             return median(took[1:])
 
-        for proposer in (proposers[max(proposers)], *proposers.values()):  # the first one computes the prompt
-            turn(proposer)
-        best, spent, done = dict.fromkeys(proposers, np.inf), 0.0, 0
-        while done < 2 or spent < seconds:
-            for size in best:
-                took = turn(proposers[size])
-                best[size] = min(best[size], took)
-                spent += took * RUN
-            done += 1
-            if done == 2:
-                rates = {size: tokens[size] / took for size, took in best.items()}
-                last = max(size for size, rate in rates.items() if rate >= HOPELESS * max(rates.values()))
-                best = {size: took for size, took in best.items() if size <= max(last, 1)}
+        best: dict[int, float] = {}
+        turn(next((one for one in proposers.values() if one.wants_hidden), proposers[0]))  # it computes the prompt
+        for size, proposer in proposers.items():
+            turn(proposer)  # warms up
+            best[size] = min(turn(proposer), turn(proposer))
+            rates = [tokens[smaller] / took for smaller, took in best.items()]
+            if size and rates[-1] < HOPELESS * max(rates):
+                break
+        spent = 0.0
+        while spent < seconds:
+            for size, took in best.items():
+                now = turn(proposers[size])
+                best[size] = min(took, now)
+                spent += now * RUN
         return _monotone(best)
     finally:
         for sequence in batch.sequences:
@@ -136,7 +147,7 @@ def time_rounds(
         lm.keep_hidden(False)
 
 
-def _round(batch: Batch, proposer: Proposer, scratch: torch.Tensor) -> float:
+def _round(batch: Batch, proposer: Proposer, scratch: Tensor) -> float:
     """A round in which nothing is accepted, as the decode loop would do it; returns its seconds."""
     lm = batch.target.lm
     clock, heads = lm.clock, len(batch.sequences)
@@ -146,7 +157,7 @@ def _round(batch: Batch, proposer: Proposer, scratch: torch.Tensor) -> float:
     draft = proposer.propose(batch).cut(batch.room())
     output = lm.forward([one.path for one in batch.sequences], [one.pending for one in batch.sequences], draft)
     logits = scratch[: len(output.logits)].copy_(output.logits)
-    token = law(logits, [Sampling()], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
+    token = law(logits, [batch.sequences[0].request.sampling], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
     commit(batch, draft, output.slots, np.arange(heads), token)
     end = clock.mark()
     clock.synchronise()

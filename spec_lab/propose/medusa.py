@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class Medusa:
     drawn: Drawn = "point"
 
     def __init__(self, heads: Heads, tree: Choices, calibration: Calibration | None = None) -> None:
-        self.heads = heads.first(depth_of(tree))
+        self.heads = heads if len(heads) == depth_of(tree) else heads.first(depth_of(tree))
         self.tree = tree
         self.calibration = calibration
         self.sha256 = heads.sha256
@@ -86,7 +86,10 @@ class Medusa:
         heads = Heads.read(path, target)
         if tree == "calibrated":
             accuracy = Accuracy.read(path, temperature_or_none("proposer.temperature", temperature) or 0.0)
-            found = calibrate(target, partial(Medusa, heads), len(heads), accuracy, batch_size, max_nodes)
+            first = lru_cache(heads.first)  # trees of one depth share their heads' memory
+            found = calibrate(
+                target, lambda t: Medusa(first(depth_of(t)), t), len(heads), accuracy, batch_size, max_nodes
+            )
             if not found.choices:
                 log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)
             return Medusa(heads, found.choices, found)

@@ -202,7 +202,7 @@ RANKED = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1,
 
 @pytest.mark.parametrize("per_node", [0.0, 0.01, 0.05, 0.2, 1.0])
 def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch, per_node):
-    def timed(target, proposers, tokens, batch_size, seconds):
+    def timed(target, proposers, *_):
         assert {size: one.nodes for size, one in proposers.items()} == {size: size for size in proposers}
         return {size: 1.0 + (0.5 + per_node * size) * (size > 0) for size in proposers}
 
@@ -235,17 +235,38 @@ def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_costs_are_measured_and_leave_nothing_behind(batch_size):
+def test_whole_rounds_are_timed_and_leave_nothing_behind(batch_size, monkeypatch):
     target = tiny_target()
-    drafting = partial(Medusa, heads_of(target))
-    found = calibrate(target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.02)
+    drafting, plain, seen = partial(Medusa, heads_of(target)), target.lm.forward, []
+
+    def watched(paths, pending, draft):
+        seen.append((draft.shape.nodes, {len(one) for one in pending}, {len(path) for path in paths}))
+        return plain(paths, pending, draft)
+
+    monkeypatch.setattr(target.lm, "forward", watched)
+    monkeypatch.setattr(calibration, "HOPELESS", 0.0)
+    found = calibrate(target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.0)
+    sizes, run = [0, 1, 2, 3, 4, 5, 6, 8, 9], calibration.RUN
+    first, *rounds = seen
+    assert first == (0, {200}, {0})  # the prompt
+    assert rounds[: run - 1] == [(batch_size, {1}, {200 + n}) for n in range(run - 1)]
+    turns = [(size * batch_size, {1}, {200 + n}) for size in sizes for _ in range(3) for n in range(run)]
+    assert rounds[run - 1 :] == turns
     costs = found.round_seconds
-    assert list(costs.values()) == sorted(costs.values())
-    assert min(costs.values()) > 0
-    assert 0 in costs
+    assert list(costs) == sizes and min(costs.values()) > 0
     assert found.batch_size == batch_size
     assert not target.lm.cells.references.any()
     assert target.lm._hook is None
+
+
+def test_hopeless_sizes_are_not_timed_and_smaller_trees_cost_no_more(monkeypatch):
+    target = tiny_target()
+    cost = {0: 1.0, 1: 1.3, 2: 1.2, 3: 1.25, 4: 9.0, 5: 1.0, 6: 1.0}
+    monkeypatch.setattr(calibration, "_round", lambda batch, proposer, scratch: cost[proposer.nodes])
+    monkeypatch.setattr(target.lm.cells, "backtrack", lambda path, length: None)
+    found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6, seconds=0.0)
+    assert found.round_seconds == {0: 1.0, 1: 1.2, 2: 1.2, 3: 1.25, 4: 9.0}
+    assert len(found.choices) == 3
 
 
 # Files -------------------------------------------------------------------------------------------------------------
