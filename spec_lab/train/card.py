@@ -52,7 +52,7 @@ with a prompt. `tests/test_zoo.py` checks it with the sources of the standard li
 the prompts that could be cut, those are shipped after which the target's own greedy text repeats itself least
 (8-grams of {screened} tokens): small models loop, and loops flatter every draft. No draft had a say.
 
-**Commands** (each resumes; some hours on two cores in all):
+**Commands** (each resumes; some hours on two cores in all{again}):
 
 ```
 python scripts/train_zoo.py corpus   --work DIR
@@ -145,6 +145,8 @@ def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: 
         mix=", ".join(f"{w} {share:.0%}" for w, share in plan.mix),
         draft_tokens=history["draft_tokens"] / 1e6,
         distilled="; then again: ".join(map(_told, history["distilled"])),
+        again="; earlier distillations of the draft took other parts and passes, as above"
+        * (len(history["distilled"]) > 1),
         last=", the heads with it" if len(history["distilled"]) == 1 else ", the heads the last time only",
         losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
         tokens=settings.tokens,

@@ -5,12 +5,13 @@ Sources: Medusa (2401.10774, self-distillation in section 3.3), DistillSpec (231
 the pending token's embedding: Hydra (2402.05109), DeepSeek-V3's multi-token prediction (2412.19437, section 2.2).
 """
 
+import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 
+from spec_lab.options import whole
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.generate import Generation, Part, continue_text
 from spec_lab.train.pretrain import Plan, Trainer, schedule
@@ -83,6 +85,12 @@ class Distillation:
     passes: float = 1.5
     decay: float = 0.4
     plan: Plan = field(default_factory=lambda: Plan(muon_rate=4e-3, adamw_rate=2e-3, weight_decay=0.0, seed=2))
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "width", "rows", "part"):
+            whole(f"distillation.{name}", getattr(self, name))
+        if self.rows % self.part:
+            raise ValueError(f"distillation.rows must be a multiple of part {self.part}, not {self.rows}")
 
 
 def laws(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
@@ -175,13 +183,16 @@ def distill(
     would.
     """
     paths = sorted(generated.glob("part-*.safetensors"))
+    if text.batch % plan.rows:
+        raise ValueError(f"parts of {text.batch} rows cannot be cut into steps of {plan.rows}")
     order = order_of(len(paths), plan.rows, text.batch, plan.passes)
     total = plan.plain_steps + len(order)
     stable = int(total * (1 - plan.decay))
     out.mkdir(exist_ok=True)
+    facts = json.dumps({"parts": len(paths), "plan": asdict(plan)}, sort_keys=True)
     checkpoint, both = out / "checkpoint.safetensors", {"draft": draft, "heads": heads}
     if checkpoint.exists():
-        _restore(both, checkpoint)
+        _restore(both, checkpoint, facts)
         log.info("resumed at step %d", draft.step)
     target.requires_grad_(False)
     pool, share, recent, began = draft.pool, plan.part / plan.rows, [], time.monotonic()
@@ -217,22 +228,24 @@ def distill(
             log.info("step %d of %d, losses %s, %.0f s", draft.step, total, means, took)
             recent.clear()
         if time.monotonic() - saved > save_seconds:
-            _save(both, checkpoint)
+            _save(both, checkpoint, facts)
             saved = time.monotonic()
-    _save(both, checkpoint)
+    _save(both, checkpoint, facts)
 
 
-def _save(trainers: Mapping[str, Trainer], path: Path) -> None:
-    """All in one file, replaced atomically."""
+def _save(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
+    """All in one file, replaced atomically; ``facts`` must still hold when it is gone on from."""
     tensors = {f"{name}.{key}": t.contiguous() for name, one in trainers.items() for key, t in one.tensors().items()}
     unfinished = path.with_suffix(".partial")
-    save_file(tensors, unfinished, metadata={"step": str(next(iter(trainers.values())).step)})
+    save_file(tensors, unfinished, metadata={"step": str(next(iter(trainers.values())).step), "facts": facts})
     os.replace(unfinished, path)
 
 
-def _restore(trainers: Mapping[str, Trainer], path: Path) -> None:
+def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
     with safe_open(path, "pt") as file:
-        step = int(file.metadata()["step"])
+        step, then = int(file.metadata()["step"]), file.metadata().get("facts")
+        if then != facts:
+            raise ValueError(f"{path} was begun with {then}, this is {facts}: move it away to begin anew")
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for name, one in trainers.items():
         own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}

@@ -27,6 +27,7 @@ class Generation:
         batch: rows a part. length: tokens a row, prefix included.
         prefixes: prefix lengths, taken in turn. The whole ``length`` among them means a part of plain text.
         temperatures: taken in turn; 0 is greedy.
+        plain_every: so many parts, the last is plain text. seed: of the windows. mix: of workloads.
     """
 
     batch: int = 64
@@ -78,8 +79,10 @@ def generate(
             return part
         text = torch.from_numpy(batches.at(part * plan.batch, plan.batch))[:, : plan.length]
         temperature = plan.temperatures[part % len(plan.temperatures)]
-        plain = part % plan.plain_every == plan.plain_every - 1
-        prefix = plan.length if plain else plan.prefixes[part // len(plan.temperatures) % len(plan.prefixes)]
+        prefix = plan.prefixes[part // len(plan.temperatures) % len(plan.prefixes)]
+        if part % plan.plain_every == plan.plain_every - 1:
+            prefix = plan.length
+        plain = prefix == plan.length
         ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part)
         unfinished = path.with_suffix(".partial")
         facts = {"prefix": str(prefix), "temperature": str(1.0 if plain else temperature)}

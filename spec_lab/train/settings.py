@@ -104,6 +104,6 @@ class Settings:
         if distilled.exists():
             anew = (self.work / "draft" / "checkpoint.safetensors").exists()  # else it went on from the shipped draft
             before, now = [] if anew else found.get("distilled", []), json.loads(distilled.read_text())
-            found["distilled"] = before if now in before else [*before, now]
+            found["distilled"] = [one for one in before if one.get("draft_sha256") != now["draft_sha256"]] + [now]
         file.write_text(json.dumps(found, indent=1) + "\n")
         return found

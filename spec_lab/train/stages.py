@@ -5,7 +5,7 @@ prompts     candidates for held-out prompts
 target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
 draft       pre-training of the draft on plain text
 generate    the target continues training text
-distill     draft and Medusa heads learn the target's laws on it
+distill     draft and Medusa heads learn the target's laws, on plain text and then on what it wrote
 export      bf16 weights, configs and tokenizer into the zoo
 screen      of the candidates, those after which the target's text loops least become the shipped prompts
 calibrate   how often the heads are right on held-out code, for the choice of a tree
@@ -122,6 +122,7 @@ def distill(settings: Settings) -> None:
         "plain_tokens": plan.plain_steps * plan.rows * row,
         "written_tokens": len(list(generated.glob("part-*.safetensors"))) * settings.generation.batch * row,
         "passes": plan.passes,
+        "draft_sha256": files.file_sha256(out / "draft.safetensors"),  # tells one distillation from another like it
     }
     (out / "facts.json").write_text(json.dumps(facts))
 

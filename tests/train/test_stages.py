@@ -190,6 +190,17 @@ def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, k
         assert torch.equal(tensor, resumed[name]) and torch.equal(tensor, threads[name]), name
 
 
+def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
+    distilled(trained, tmp_path, stop_after=2)
+    other = replace(trained, distillation=replace(trained.distillation, passes=4))
+    with pytest.raises(ValueError, match="was begun with .* move it away to begin anew"):
+        distilled(other, tmp_path)
+    with pytest.raises(ValueError, match="rows must be a multiple of part 3, not 4"):
+        replace(trained.distillation, rows=4, part=3)
+    with pytest.raises(ValueError, match="parts of 4 rows cannot be cut into steps of 3"):
+        distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
+
+
 def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(trained, tmp_path):
     target = trained.trained_target()
     _, heads = distilled(trained, tmp_path)
@@ -266,4 +277,11 @@ def test_later_stages_start_from_shipped_models_where_none_were_trained(trained,
         stage(elsewhere)
     kept = [load_file(one / "target" / "model.safetensors") for one in (trained.zoo, elsewhere.zoo)]
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
-    assert elsewhere.history() == trained.history()
+    once, twice = trained.history()["distilled"], elsewhere.history()["distilled"]
+    assert len(once) == 1 and twice[:1] == once and len(twice) == 2  # its draft was distilled before
+    assert elsewhere.history()["distilled"] == twice
+    assert elsewhere.history() | {"distilled": once} == trained.history()
+    stages.card(elsewhere)
+    said = (elsewhere.zoo / "README.md").read_text()
+    assert "then again: " in said and "the heads the last time only" in said and "earlier distillations" in said
+    assert "the heads with it" in (trained.zoo / "README.md").read_text()
