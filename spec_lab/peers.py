@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from spec_lab.batch import Request
 from spec_lab.lab import Decoded
 from spec_lab.law import Sampling
-from spec_lab.options import whole
+from spec_lab.options import share, whole
 from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.record import Outcome
 from spec_lab.target import Target, load_model, weights_hash
@@ -78,24 +78,28 @@ class Generate:
         return Generate(target, sampling, seed)
 
     @staticmethod
-    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int | None = None) -> Generate:
+    def assisted(
+        target: Target, sampling: Sampling, seed: int, path: str, tokens: int | None = None, confidence: float = 0.0
+    ) -> Generate:
         """Assisted generation with a draft model.
 
         Args:
             target: as in the class, as are ``sampling`` and ``seed``.
             path: the draft's folder or hub name.
-            tokens: tokens drafted each round, always; None leaves transformers' defaults: up to 20, ended early by a
-                threshold on the draft's confidence.
+            tokens: most tokens drafted each round; None leaves transformers' defaults, whatever ``confidence``: up to
+                20, ended early by a threshold on the draft's confidence.
+            confidence: a drafted token with less probability ends the draft; 0 never ends it.
 
         Raises:
-            ValueError: ``tokens`` is no count; a draft that cannot be loaded, or does not speak the target's tokens.
+            ValueError: ``tokens`` is no count, ``confidence`` no share; a draft that cannot be loaded, or that does not
+                speak the target's tokens.
             OSError: no checkpoint there.
         """
         config = GenerationConfig()
         if tokens is not None:
             config.num_assistant_tokens = whole("tokens", tokens)
             config.num_assistant_tokens_schedule = "constant"
-            config.assistant_confidence_threshold = 0.0
+            config.assistant_confidence_threshold = share("confidence", confidence)
         lm = target.lm
         assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
         check_same_tokens(target, assistant, tokenizer, path)

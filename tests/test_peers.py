@@ -132,6 +132,10 @@ def test_as_many_tokens_are_drafted_as_asked_for(folder, monkeypatch):
     assert 1 < max(rounds(folder, lab.peers["prompt_lookup"], lab, monkeypatch)) <= 1 + 10
     free = lab.peers["assisted"].assistant.generation_config
     assert free.num_assistant_tokens is None and free.assistant_confidence_threshold is None
+    sure = Generate.assisted(lab.target, Sampling(), 0, str(folder / "draft"), tokens=4, confidence=1)
+    assert set(rounds(folder, sure, lab, monkeypatch)) == {1 + 1}, "no token of a tiny draft is that likely"
+    with pytest.raises(ValueError, match="confidence must be a number between 0 and 1, not 3"):
+        Generate.assisted(lab.target, Sampling(), 0, str(folder / "draft"), tokens=4, confidence=3)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "four", True])

@@ -54,7 +54,7 @@ def calibrate(
     accuracy: Accuracy,
     batch_size: int = 1,
     max_nodes: int = 64,
-    seconds: float = 2.0,
+    seconds: float = 5.0,
 ) -> Calibration:
     """The tree with the most expected tokens per second for this batch size on this machine.
 
