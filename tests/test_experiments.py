@@ -38,7 +38,8 @@ def test_batching_measures_every_way_on_every_full_group(batching, tmp_path, mon
 
     monkeypatch.setattr(batching, "tokens_per_second", watched)
     speeds = batching.measure(target, heads, prompts / "code.jsonl", batch=2, limit=4, new=6)
-    assert list(speeds.columns) == ["one at a time", "batch of 2", "batch of 2, Medusa"]
+    names = ["one at a time", "batch of 2", "batch of 2, Medusa"]
+    assert list(speeds.columns) == [name + kind for name in names for kind in ("", batching.ALL_LIVE)]
     assert len(speeds) == 2
     assert np.isfinite(speeds).all(axis=None) and (speeds > 0).all(axis=None)
     ways = [("none", [1, 1]), ("none", [2]), ("medusa", [2])]

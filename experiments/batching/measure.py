@@ -24,18 +24,29 @@ from spec_lab.verify import Token
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 
 
-def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Request]]) -> float:
-    """Decode tokens per second over groups decoded one after the other; prefills are left out."""
-    tokens, seconds = 0, 0.0
+ALL_LIVE = ", while all are live"
+
+
+def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Request]]) -> tuple[float, float]:
+    """Decode tokens per second over groups decoded one after the other, and of the rounds before the first of a group
+    has ended. Prefills are left out.
+    """
+    tokens, seconds, early_tokens, early_seconds = 0, 0.0, 0, 0.0
     for group in groups:
         done = Loop(target, proposer, Token(), seed=0).decode(group)
         tokens += sum(len(one.tokens) - one.prefill_tokens for one in done.outcomes)
         seconds += max(one.decode_seconds for one in done.outcomes)
-    return tokens / seconds
+        for one in done.rounds[1:]:
+            if len(one.sequences) == len(group):
+                early_tokens += sum(committed.emitted_kept for committed in one.committed)
+                early_seconds += one.seconds(target.lm.clock)["whole"]
+    return tokens / seconds, early_tokens / early_seconds
 
 
 def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, new: int) -> pd.DataFrame:
-    """Tokens per second of every way ``[groups, 3]``; the ways take turns in going first."""
+    """Tokens per second of every way ``[groups, 6]``, over all and while all are live; the ways take turns in going
+    first.
+    """
     requests = requests_of(target, jsonl(str(prompts), limit), Sampling(), new)
     groups = [requests[start : start + batch] for start in range(0, len(requests) - batch + 1, batch)]
     medusa = Medusa.load(target, heads, batch_size=batch)
@@ -51,8 +62,9 @@ def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, n
     for number, group in enumerate(tqdm(groups, unit="group")):
         names = list(ways)
         order = names[number % 3 :] + names[: number % 3]
-        rows.append({name: ways[name](group) for name in order})
-    return pd.DataFrame(rows)[list(ways)]
+        speeds = {name: ways[name](group) for name in order}
+        rows.append({name + kind: speeds[name][k] for name in ways for k, kind in enumerate(("", ALL_LIVE))})
+    return pd.DataFrame(rows)
 
 
 def show(ratio: Interval) -> str:
@@ -75,10 +87,11 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     target = Target.load(arguments.target)
     speeds = measure(target, arguments.heads, arguments.prompts, arguments.batch, arguments.limit, arguments.new)
-    single, batched, drafted = (speeds[name] for name in speeds)
-    print(speeds.describe().loc[["mean", "std"]].round(1).to_string())
+    single, _, batched, batched_live, drafted, drafted_live = (speeds[name] for name in speeds)
+    print(speeds.describe().loc[["mean", "std"]].round(1).T.to_string())
     print(f"batch over one at a time: {show(interval(batched / single))}")
     print(f"Medusa over batch: {show(interval(drafted / batched))}")
+    print(f"Medusa over batch{ALL_LIVE}: {show(interval(drafted_live / batched_live))}")
     print(f"{torch.get_num_threads()} threads, {len(speeds)} groups, 95 % intervals over groups")
 
 
