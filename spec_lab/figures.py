@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from spec_lab import metrics
 from spec_lab.metrics import Tables
 
-COLOURS = ("#1f6fb2", "#d1662a", "#2f8f57", "#8457a8", "#b03a5b", "#7a6a3c", "#3aa0a8")
+COLOURS = ("#1f6fb2", "#d1662a", "#2f8f57", "#8457a8", "#b03a5b", "#7a6a3c", "#3aa0a8", "#e0a100", "#222222")
 GREY = "#8a8a8a"
 
 PHASES = {

@@ -12,6 +12,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from scipy.stats import theilslopes
 from torch import Tensor
 
 from spec_lab.batch import Batch, Request, Sequence, commit
@@ -23,7 +24,7 @@ from spec_lab.target import Target
 
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes tried
 RUN = 6  # rounds of the same size in a row, as in decoding: the first warm up the others
-HOPELESS = 0.8  # of the best rate: the first size below it is the last one timed
+HOPELESS = 0.8  # of the best rate: two sizes in a row below it are the last ones timed
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Calibration:
         expected_speedup: over decoding without a draft, by the seconds below.
         batch_size: sequences decoded together.
         temperature: of the text on which the heads were measured.
-        round_seconds: of drafting, the target's forward, its law and the commit, for each tree size timed.
+        round_seconds: of drafting, the target's forward, its law and the commit, for each tree size, as timed;
+            ``smoothed`` gives those that decided.
     """
 
     choices: Choices
@@ -74,8 +76,9 @@ def calibrate(
     tokens = {size: expected_tokens(tree, accuracy.value) for size, tree in trees.items()}
     proposers = {size: drafting(tree) for size, tree in trees.items()}
     costs = time_rounds(target, proposers, tokens, batch_size, Sampling(accuracy.temperature), seconds)
-    best = max(costs, key=lambda size: tokens[size] / costs[size])
-    speedup = tokens[best] / costs[best] * costs[0]
+    smooth = smoothed(costs)
+    best = max(smooth, key=lambda size: tokens[size] / smooth[size])
+    speedup = tokens[best] / smooth[best] * smooth[0]
     return Calibration(trees[best], tokens[best], speedup, batch_size, accuracy.temperature, costs)
 
 
@@ -90,9 +93,9 @@ def time_rounds(
 ) -> dict[int, float]:
     """Seconds of a round with each proposer, after some 200 tokens of context.
 
-    They take turns and count with their fastest turn, since other work on the machine only ever adds; and what drafts
-    less costs no more than what drafts more. Sizes from the first hopeless one on are not timed. The verdict is left
-    out: proposers do not know who decides, and for trees of this size it is some hundredths of a round.
+    They take turns and count with their fastest turn, since other work on the machine only ever adds. Sizes beyond two
+    hopeless ones in a row are not timed. The verdict is left out: proposers do not know who decides, and for trees of
+    this size it is some hundredths of a round.
 
     Args:
         target: verifies.
@@ -132,7 +135,7 @@ def time_rounds(
             turn(proposer)  # warms up
             best[size] = min(turn(proposer), turn(proposer))
             rates = [tokens[smaller] / took for smaller, took in best.items()]
-            if size and rates[-1] < HOPELESS * max(rates):
+            if len(rates) > 2 and max(rates[-2:]) < HOPELESS * max(rates):
                 break
         spent = 0.0
         while spent < seconds:
@@ -140,7 +143,7 @@ def time_rounds(
                 now = turn(proposers[size])
                 best[size] = min(took, now)
                 spent += now * RUN
-        return _monotone(best)
+        return best
     finally:
         for sequence in batch.sequences:
             lm.cells.close(sequence.path)
@@ -164,7 +167,16 @@ def _round(batch: Batch, proposer: Proposer, scratch: Tensor) -> float:
     return clock.seconds(start, end)
 
 
-def _monotone(costs: dict[int, float]) -> dict[int, float]:
-    """Each cost lowered to the least cost of anything larger."""
-    least = np.minimum.accumulate(np.array(list(costs.values()))[::-1])[::-1]
-    return dict(zip(costs, least.tolist(), strict=True))
+def smoothed(costs: Mapping[int, float]) -> dict[int, float]:
+    """The costs of drafting on one straight line over tree sizes (Theil and Sen's, which outliers cannot turn).
+
+    On a machine that others use, single timings err by more than neighbouring sizes differ; a choice among them would
+    be a choice among errors. What drafting nothing costs stays as it was timed.
+    """
+    sizes = [size for size in costs if size]
+    if len(sizes) < 3:
+        return dict(costs)
+    slope, intercept, *_ = theilslopes([costs[size] for size in sizes], sizes)
+    if slope < 0:
+        slope, intercept = 0.0, median(costs[size] for size in sizes)
+    return dict(costs) | {size: float(intercept + slope * size) for size in sizes}

@@ -200,7 +200,7 @@ def test_accuracy_survives_its_file(tmp_path):
 RANKED = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1, 0.1]], {})
 
 
-@pytest.mark.parametrize("per_node", [0.0, 0.01, 0.05, 0.2, 1.0])
+@pytest.mark.parametrize("per_node", [0.0, 0.01, 0.05, 0.25, 1.0])
 def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch, per_node):
     def timed(target, proposers, *_):
         assert {size: one.nodes for size, one in proposers.items()} == {size: size for size in proposers}
@@ -259,14 +259,22 @@ def test_whole_rounds_are_timed_and_leave_nothing_behind(batch_size, monkeypatch
     assert target.lm._hook is None
 
 
-def test_hopeless_sizes_are_not_timed_and_smaller_trees_cost_no_more(monkeypatch):
+def test_sizes_beyond_two_hopeless_ones_are_not_timed(monkeypatch):
     target = tiny_target()
-    cost = {0: 1.0, 1: 1.3, 2: 1.2, 3: 1.25, 4: 9.0, 5: 1.0, 6: 1.0}
+    cost = {0: 1.0, 1: 1.1, 2: 9.0, 3: 1.2, 4: 9.0, 5: 9.0, 6: 1.0}
     monkeypatch.setattr(calibration, "_round", lambda batch, proposer, scratch: cost[proposer.nodes])
     monkeypatch.setattr(target.lm.cells, "backtrack", lambda path, length: None)
     found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6, seconds=0.0)
-    assert found.round_seconds == {0: 1.0, 1: 1.2, 2: 1.2, 3: 1.25, 4: 9.0}
-    assert len(found.choices) == 3
+    assert found.round_seconds == {size: cost[size] for size in range(6)}
+
+
+def test_a_timing_that_errs_does_not_decide():
+    true = {size: 1.5 + 0.05 * size for size in (1, 2, 3, 4, 6, 8, 10, 12)}
+    timed = {0: 1.0} | true | {2: 0.8, 8: 4.0}
+    assert calibration.smoothed(timed) == pytest.approx({0: 1.0} | true)
+    falling = {0: 1.0, 1: 3.0, 2: 2.0, 3: 1.9}  # nodes are never paid for
+    assert calibration.smoothed(falling) == {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0}
+    assert calibration.smoothed({0: 1.0, 1: 2.0, 2: 2.5}) == {0: 1.0, 1: 2.0, 2: 2.5}
 
 
 # Files -------------------------------------------------------------------------------------------------------------
