@@ -25,6 +25,7 @@ from spec_lab.target import Target
 SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes tried
 RUN = 6  # rounds of the same size in a row, as in decoding: the first warm up the others
 HOPELESS = 0.8  # of the best rate: two sizes in a row below it are the last ones timed
+LEVEL = 0.98  # of the best rate: the largest tree above it is taken, as tokens are known better than seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def calibrate(
     max_nodes: int = 64,
     seconds: float = 5.0,
 ) -> Calibration:
-    """The tree with the most expected tokens per second for this batch size on this machine.
+    """The tree with the most expected tokens per second for this batch size on this machine; of trees that come within
+    two hundredths of it, the largest.
 
     Args:
         target: verifies.
@@ -77,7 +79,10 @@ def calibrate(
     proposers = {size: drafting(tree) for size, tree in trees.items()}
     costs = time_rounds(target, proposers, tokens, batch_size, Sampling(accuracy.temperature), seconds)
     smooth = smoothed(costs)
-    best = max(smooth, key=lambda size: tokens[size] / smooth[size])
+    rates = {size: tokens[size] / smooth[size] for size in smooth}
+    best = max(rates, key=lambda size: rates[size])
+    if best:
+        best = max(size for size, rate in rates.items() if rate >= LEVEL * rates[best])
     speedup = tokens[best] / smooth[best] * smooth[0]
     return Calibration(trees[best], tokens[best], speedup, batch_size, accuracy.temperature, costs)
 

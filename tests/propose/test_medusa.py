@@ -215,7 +215,8 @@ def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch, pe
         if 0 < size <= 30
     }
     best = max(rates, key=rates.get)
-    assert {0.0: 30, 0.05: 6, 1.0: 0}.get(per_node, best) == best
+    best = max(size for size, rate in rates.items() if rate >= 0.98 * rates[best]) if best else 0
+    assert {0.0: 30, 1.0: 0}.get(per_node, best) == best
     assert found.choices == (parse([path for path, _ in grown[:best]]) if best else ())
     assert found.expected_tokens == pytest.approx(expected_tokens(found.choices, RANKED.value))
     assert found.expected_speedup == pytest.approx(rates[best])
