@@ -203,7 +203,8 @@ class Cells:
 
         for layers in (self.keys, self.values):
             for layer in layers:
-                layer[:] = [larger(store, 1) for store in layer] if capacity > old_capacity else layer
+                if capacity > old_capacity:
+                    layer[:] = [larger(store, 1) for store in layer]
                 layer += [torch.zeros_like(layer[0]) for _ in range(spans - old_spans)]
         self.hidden = None if self.hidden is None else larger(self.hidden, spans)
         references = np.zeros((spans, capacity), dtype=np.int32)

@@ -60,7 +60,7 @@ def calibrate(
     seconds: float = 5.0,
 ) -> Calibration:
     """The tree with the most expected tokens per second for this batch size on this machine; of trees that come within
-    two hundredths of it, the largest.
+    two hundredths of it and are no slower than drafting nothing, the largest.
 
     Args:
         target: verifies.
@@ -82,7 +82,7 @@ def calibrate(
     rates = {size: tokens[size] / smooth[size] for size in smooth}
     best = max(rates, key=lambda size: rates[size])
     if best:
-        best = max(size for size, rate in rates.items() if rate >= LEVEL * rates[best])
+        best = max(size for size, rate in rates.items() if rate >= max(LEVEL * rates[best], rates[0]))
     speedup = tokens[best] / smooth[best] * smooth[0]
     return Calibration(trees[best], tokens[best], speedup, batch_size, accuracy.temperature, costs)
 
@@ -108,7 +108,7 @@ def time_rounds(
         tokens: that a round is expected to give, by size.
         batch_size: sequences decoded together.
         sampling: whose law is taken.
-        seconds: to spend at least; every size takes its turn twice, however long that is.
+        seconds: to spend at least, after three turns of every size, of which the first warms up.
     """
     lm, largest = target.lm, max(one.nodes for one in proposers.values())
     context = max(1, min(200, target.context - RUN - 2))
@@ -176,12 +176,13 @@ def smoothed(costs: Mapping[int, float]) -> dict[int, float]:
     """The costs of drafting on one straight line over tree sizes (Theil and Sen's, which outliers cannot turn).
 
     On a machine that others use, single timings err by more than neighbouring sizes differ; a choice among them would
-    be a choice among errors. What drafting nothing costs stays as it was timed.
+    be a choice among errors. What drafting nothing costs stays as it was timed, and nothing falls below all timings.
     """
     sizes = [size for size in costs if size]
     if len(sizes) < 3:
         return dict(costs)
-    slope, intercept, *_ = theilslopes([costs[size] for size in sizes], sizes)
+    timed = [costs[size] for size in sizes]
+    slope, intercept, *_ = theilslopes(timed, sizes)
     if slope < 0:
-        slope, intercept = 0.0, median(costs[size] for size in sizes)
-    return dict(costs) | {size: float(intercept + slope * size) for size in sizes}
+        slope, intercept = 0.0, median(timed)
+    return dict(costs) | {size: max(float(intercept + slope * size), min(timed)) for size in sizes}

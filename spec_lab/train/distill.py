@@ -36,11 +36,12 @@ class Heads(torch.nn.Module):
     """A trunk that mixes the pending token into the target's state, then K Medusa heads of L residual layers.
 
     ``x = h + W2 silu(W1 [h; e] + b1) + b2`` with the pending token's embedding e; head k is L times ``x + silu(W x +
-    b)``, and the unembedding is the target's. All starts as the identity on h.
+    b)``, and the unembedding is the target's. All starts as the identity on h. Embeddings are multiplied by ``scale``.
     """
 
-    def __init__(self, heads: int, layers: int, hidden: int, width: int):
+    def __init__(self, heads: int, layers: int, hidden: int, width: int, scale: float = 1.0):
         super().__init__()
+        self.scale = scale
         linear, self.counts = torch.nn.Linear, (heads, layers)
         self.trunk_in, self.trunk_out = linear(2 * hidden, width), linear(width, hidden)
         self.heads = torch.nn.ModuleList(
@@ -54,7 +55,7 @@ class Heads(torch.nn.Module):
 
     def trunk(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """States ``[..., H]`` and embeddings ``[..., H]`` of the tokens after them, mixed."""
-        return hidden + self.trunk_out(silu(self.trunk_in(torch.cat([hidden, embedding], -1))))
+        return hidden + self.trunk_out(silu(self.trunk_in(torch.cat([hidden, embedding * self.scale], -1))))
 
     def head(self, k: int, x: Tensor) -> Tensor:
         """What head k hands to the unembedding, from the trunk's ``[..., H]``."""
@@ -103,7 +104,7 @@ def laws(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
 
 
 def embedding_scale(target: LlamaForCausalLM) -> float:
-    """By which embeddings are multiplied in training, to be about as large as hidden states: a power of two, exact."""
+    """By which the target's embeddings become about as large as its hidden states: a power of two, so exact."""
     size = float(target.get_input_embeddings().weight.detach().float().square().mean().sqrt())
     return 2.0 ** round(-math.log2(size))
 
@@ -117,7 +118,7 @@ def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, law: Tensor) 
     first = 0 if text.prefix == length else max(0, text.prefix - 2)
     truth, weight = law.argmax(-1) if text.temperature == 0 else law, target.get_output_embeddings().weight
     with torch.no_grad():
-        embedding = target.get_input_embeddings()(text.ids[:, first + 1 :]) * embedding_scale(target)
+        embedding = target.get_input_embeddings()(text.ids[:, first + 1 :])
     mixed = heads.trunk(text.hidden[:, first:-1], embedding)
     losses = []
     for k in range(len(heads.heads)):
@@ -252,10 +253,10 @@ def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
         one.restore(own, step, one.sequences)
 
 
-def shipped(heads: Heads, scale: float) -> dict[str, Tensor]:
+def shipped(heads: Heads) -> dict[str, Tensor]:
     """The tensors as they ship: ``weight [K, L, H, H]``, ``bias [K, L, H]``, and a trunk for unscaled embeddings."""
     tensors = {name: p.detach().float().clone() for name, p in heads.named_parameters() if name.startswith("trunk")}
-    tensors["trunk_in.weight"][:, tensors["trunk_out.bias"].numel() :] *= scale
+    tensors["trunk_in.weight"][:, tensors["trunk_out.bias"].numel() :] *= heads.scale
     named = dict(heads.named_parameters())
     for kind in ("weight", "bias"):
         every = [named[f"heads.{k}.{layer}.{kind}"].detach().float() for k, layer in np.ndindex(heads.counts)]

@@ -110,13 +110,13 @@ def distill(settings: Settings) -> None:
     threads = settings.options.get("threads", 1)
     student = Trainer(settings.pretrained_draft().float(), settings.draft_plan, threads)
     torch.manual_seed(plan.plan.seed)
-    fresh = distillation.Heads(plan.heads, plan.layers, settings.target.hidden, plan.width)
+    scale = distillation.embedding_scale(teacher)
+    fresh = distillation.Heads(plan.heads, plan.layers, settings.target.hidden, plan.width, scale)
     heads = Trainer(fresh, plan.plan, threads)
     streams, generated = settings.work / "train", settings.work / "generated"
     distillation.distill(teacher, student, heads, streams, generated, out, plan, settings.generation)
     student.save(out / "draft.safetensors")
-    tensors = distillation.shipped(heads.model, distillation.embedding_scale(teacher))
-    save_file(tensors, out / "heads.safetensors")
+    save_file(distillation.shipped(heads.model), out / "heads.safetensors")
     row = settings.generation.length
     facts = {
         "plain_tokens": plan.plain_steps * plan.rows * row,

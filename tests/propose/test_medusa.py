@@ -269,12 +269,24 @@ def test_sizes_beyond_two_hopeless_ones_are_not_timed(monkeypatch):
     assert found.round_seconds == {size: cost[size] for size in range(6)}
 
 
+def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeypatch):
+    def timed(target, proposers, tokens, *_):  # one node gains a hundredth, more lose one
+        return {size: tokens[size] / {0: 1.0, 1: 1.01}.get(size, 0.995) for size in proposers}
+
+    monkeypatch.setattr(calibration, "time_rounds", timed)
+    monkeypatch.setattr(calibration, "smoothed", dict)
+    found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6)
+    assert found.choices == ((0,),)
+
+
 def test_a_timing_that_errs_does_not_decide():
     true = {size: 1.5 + 0.05 * size for size in (1, 2, 3, 4, 6, 8, 10, 12)}
     timed = {0: 1.0} | true | {2: 0.8, 8: 4.0}
     assert calibration.smoothed(timed) == pytest.approx({0: 1.0} | true)
     falling = {0: 1.0, 1: 3.0, 2: 2.0, 3: 1.9}  # nodes are never paid for
     assert calibration.smoothed(falling) == {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0}
+    steep = calibration.smoothed({0: 1.0, 1: 2.0, 2: 2.1, 3: 5.0, 4: 9.0})  # a line that would be free at one node
+    assert min(steep[size] for size in (1, 2, 3, 4)) >= 2.0
     assert calibration.smoothed({0: 1.0, 1: 2.0, 2: 2.5}) == {0: 1.0, 1: 2.0, 2: 2.5}
 
 

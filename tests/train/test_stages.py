@@ -174,7 +174,8 @@ def distilled(settings, out, **options):
     plan, target = settings.distillation, settings.trained_target()
     draft = pretrain.Trainer(settings.pretrained_draft().float(), settings.draft_plan, options.pop("threads", 1))
     torch.manual_seed(0)
-    heads = pretrain.Trainer(distill.Heads(plan.heads, plan.layers, 32, plan.width), plan.plan)
+    fresh = distill.Heads(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
+    heads = pretrain.Trainer(fresh, plan.plan)
     folders = settings.work / "train", settings.work / "generated", out
     distill.distill(target, draft, heads, *folders, plan, settings.generation, **options)
     return {**draft.tensors(), **{f"heads.{name}": tensor for name, tensor in heads.tensors().items()}}, heads.model
@@ -216,19 +217,18 @@ def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(t
 def test_shipped_heads_compute_what_trained_ones_did(trained):
     """Also with embeddings unscaled."""
     target, plan = trained.trained_target().float(), trained.distillation
-    made = distill.Heads(plan.heads, plan.layers, 32, plan.width)
+    made = distill.Heads(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)
-    scale = distill.embedding_scale(target)
-    assert scale > 1
-    tensors = distill.shipped(made, scale)
+    assert made.scale > 1
+    tensors = distill.shipped(made)
     trunk = [tensors[f"trunk_{side}.{kind}"] for side in ("in", "out") for kind in ("weight", "bias")]
     mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), target.get_input_embeddings())
     ready = Heads(tensors["weight"], tensors["bias"], target.lm_head, mixing)
     hidden, token = torch.randn(6, 32, generator=generator), torch.arange(6)
     with torch.no_grad():
-        mixed = made.trunk(hidden, target.get_input_embeddings()(token) * scale)
+        mixed = made.trunk(hidden, target.get_input_embeddings()(token))
         expected = torch.stack([target.lm_head(made.head(k, mixed)) for k in range(4)], 1)
         torch.testing.assert_close(ready(hidden, token), expected, atol=1e-4, rtol=1e-4)
 
