@@ -30,7 +30,9 @@ class Round:
     Args:
         sequences: those that took part.
         draft: what was proposed.
-        expected: ``[B]`` expected accepted tokens given the draft, exact.
+        expected: ``[B]`` expected accepted tokens, exact.
+        given: what the expectation is given: the "draft", or its "noise" as well.
+        empty: ``[B]`` whether rounding had left nothing of the residual.
         committed: what each sequence got.
         context: each sequence's tokens when the round began.
         pending: tokens each sequence had pending.
@@ -43,6 +45,8 @@ class Round:
     sequences: list[Live]
     draft: Draft
     expected: np.ndarray
+    given: str
+    empty: np.ndarray
     committed: list[Committed]
     context: list[int]
     pending: list[int]
@@ -132,7 +136,7 @@ class Group:
         p = law(logits, by_row(samplings, draft.shape.root), seen, scratch=memory)
         marks.append(clock.mark())
         verdict = self.verifier(draft, p)
-        row, token = choose(verdict, draft.shape, self.draws, [s.who for s in sequences])
+        row, token, empty = choose(verdict, draft.shape, p, self.draws, [s.who for s in sequences])
         expected = verdict.expected_accepted(draft.shape)
         marks.append(clock.mark())
         committed = commit(batch, draft, output.slots, row, token)
@@ -145,8 +149,8 @@ class Group:
                 f"it ends with the {len(sequence.emitted)} tokens emitted so far"
             )
         return Round(
-            sequences, draft, expected, committed, context, [len(tokens) for tokens in pending], prefill,
-            output.attended, marks, output.marks, batch.marks,
+            sequences, draft, expected, verdict.given, empty, committed, context,
+            [len(tokens) for tokens in pending], prefill, output.attended, marks, output.marks, batch.marks,
         )  # fmt: skip
 
     def _memory(self, logits: Tensor) -> Tensor:

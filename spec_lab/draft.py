@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Drawn = Literal["iid", "without", "point"]
-"""How siblings were drawn: independently, without replacement, or deterministically (top-k, n-gram)."""
+Drawn = Literal["iid", "without", "point", "gumbel"]
+"""How siblings were drawn: independently; without replacement; deterministically (top-k, n-gram); or as the best of a
+race, whose noise the verifier shares (``Draft.noise``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +196,8 @@ class Draft:
         drawn: how siblings were drawn. ``point`` needs no ``q``.
         q: ``[E, V]`` float, the law at each expanded parent *before* anything was drawn there; rows sum to 1.
         q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was drawn.
+        noise: ``[E, V]`` float64, only of a draft drawn ``gumbel``: standard Gumbel noise g of each expanded parent,
+            whose children are the arg max of log q + g, then the second best, and so on.
     """
 
     shape: Shape
@@ -202,12 +205,15 @@ class Draft:
     drawn: Drawn = "point"
     q: Tensor | None = None  # [E, V]
     q_row: np.ndarray | None = None  # [R]
+    noise: Tensor | None = None  # [E, V]
 
     def __post_init__(self) -> None:
         if len(self.token) != self.shape.nodes:
             raise ValueError(f"{len(self.token)} tokens for {self.shape.nodes} nodes")
         if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
-            raise ValueError("a draft drawn 'iid' or 'without' carries q and q_row, one drawn 'point' neither")
+            raise ValueError("a draft drawn 'point' carries neither q nor q_row, any other both")
+        if (self.drawn == "gumbel") != (self.noise is not None):
+            raise ValueError("a draft drawn 'gumbel' carries the noise of its race, no other does")
 
     def cut(self, depth: Sequence[int]) -> Draft:
         """The draft without nodes deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
@@ -221,7 +227,7 @@ class Draft:
         q_row = None
         if self.q_row is not None:
             q_row = np.concatenate([self.q_row[: shape.heads], self.q_row[shape.heads :][kept]])
-        return Draft(smaller, self.token[torch.from_numpy(kept)], self.drawn, self.q, q_row)
+        return Draft(smaller, self.token[torch.from_numpy(kept)], self.drawn, self.q, q_row, self.noise)
 
 
 @lru_cache(maxsize=256)

@@ -192,6 +192,7 @@ class Purpose(IntEnum):
     STOP = 0
     EMIT = 1
     DRAFT = 2
+    RACE = 3
 
 
 class Key(NamedTuple):
@@ -209,6 +210,10 @@ class Draws(Protocol):
 
     def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
         """One index per row of ``weights`` ``[n, V]`` (not negative, some positive), as int64 ``[n]``."""
+        ...
+
+    def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
+        """Standard Gumbel noise ``[n, width]``, float64: arg max of log w + noise has the law w (Gumbel-max)."""
         ...
 
 
@@ -230,6 +235,15 @@ class CounterDraws:
     def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
         """See ``Draws.pick``."""
         return invert(weights, np.array([self.uniform(key) for key in keys]))
+
+    def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.race``. One key's uniforms come from a counter-based generator of its own (Philox)."""
+        race = np.array([self._generator(key).standard_exponential(width) for key in keys]).reshape(-1, width)
+        return -np.log(np.maximum(race, np.finfo(np.float64).tiny))
+
+    def _generator(self, key: Key) -> np.random.Generator:
+        digest = blake2b(struct.pack("<5q", *key), digest_size=16, key=struct.pack("<q", self.seed)).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]

@@ -74,7 +74,8 @@ STEPS = {
     "forced_accepted": (_WHOLE, "of accepted, tokens that were forced"),
     "forced_accepted_kept": (_WHOLE, "of accepted_kept, tokens that were forced"),
     "expected_accepted": (_REAL, "expected accepted tokens given the draft, before cuts, forced ones left out"),
-    "expected_kind": (_TEXT, "'exact': computed from the verdict; empty: unknown (a broken step)"),
+    "expected_kind": (_TEXT, "'exact': given the draft; 'noise': given its noise as well; empty: a broken step"),
+    "empty_residual": (_FLAG, "whether rounding left nothing of the residual, so that the token came from p itself"),
     "finish": (_TEXT, "why the sequence ended with this step: stop, length, context, nan; empty while it lives"),
     "context": (_WHOLE, "tokens of the sequence when the round began, prompt included"),
 }
@@ -172,14 +173,16 @@ def step_rows(rounds: Sequence[Round], group: int, arm: str) -> Rows:
                 "forced_accepted": 0,
                 "forced_accepted_kept": 0,
                 "expected_accepted": float(one.expected[head]),
-                "expected_kind": "exact",
+                "expected_kind": "exact" if one.given == "draft" else one.given,
+                "empty_residual": bool(one.empty[head]),
                 "finish": "",
                 "context": one.context[head],
             }
             rows.append(last[sequence])
     for sequence, row in last.items():
         row["finish"] = sequence.finish or ""
-        row["expected_kind"] = "" if sequence.finish == "nan" else "exact"
+        if sequence.finish == "nan":
+            row["expected_kind"] = ""
     return rows
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.draft import Draft
-from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, or_target, repeated, rows_of, view
+from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, repeated, rows_of, view
 from spec_lab.verify.verdict import Verdict, gather
 
 
@@ -67,6 +67,6 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
             children = shape.children[row]
             if len(children):
                 law[place, draft.token[torch.from_numpy(children - shape.heads).to(p.device)]] = 0.0
-        return or_target(law, p, rows) if left[rows].min() < 1e-3 else law
+        return law
 
     return Verdict(reach * left, residual)

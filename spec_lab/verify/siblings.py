@@ -183,17 +183,7 @@ def remainder(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> T
     """The residual law at ``rows`` ``[n]`` for ``theta`` ``[n]``, ``[n, V]``; where nothing was drafted p itself."""
     if not theta.any():
         return rows_of(p, rows)
-    return or_target(excess(draft, p, rows, theta), p, rows)
-
-
-def or_target(law: Tensor, p: Tensor, rows: np.ndarray) -> Tensor:
-    """``law`` ``[n, V]`` with p in the rows that are all zero.
-
-    In exact arithmetic the path never ends at such a row. Rounding can give it a stop of the order of p's precision;
-    p is then a law that is off by no more than that.
-    """
-    empty = law.sum(-1, keepdim=True) == 0
-    return torch.where(empty, view(p, rows), law) if bool(empty.any()) else law
+    return excess(draft, p, rows, theta)
 
 
 def rows_of(x: Tensor, rows: np.ndarray) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +26,14 @@ class Verdict:
     Args:
         stop: ``[R]`` float64, the probability that the accepted path ends at each row; sums to 1 over each tree.
         residual: maps rows ``[n]`` to the law of the token emitted when the path ends there, ``[n, V]``. Rows of the
-            result need not sum to 1; they have positive mass wherever ``stop`` is positive.
+            result need not sum to 1. In exact arithmetic they have positive mass wherever ``stop`` is positive; where
+            rounding has left nothing, ``choose`` emits from p.
+        given: what ``stop`` is a law given: the "draft", or its "noise" as well, which leaves nothing to chance.
     """
 
     stop: np.ndarray  # [R]
     residual: Callable[[np.ndarray], Tensor]
+    given: str = "draft"
 
     def expected_accepted(self, shape: Shape) -> np.ndarray:  # [B]
         """Expected number of drafted tokens accepted in each tree, given the draft. Exact."""
@@ -39,7 +42,10 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """A pure function of (draft, p), vectorised over the forest, at least in float32."""
+    """A pure function of (draft, p), vectorised over the forest, at least in float32.
+
+    A lossy one may offer ``aim(draft, p)``: the law ``[R, V]`` that it is exact against in place of p.
+    """
 
     @property
     def name(self) -> str:
@@ -75,24 +81,41 @@ def check_pair(proposer: str, drawn: Drawn, verifier: Verifier) -> None:
         )
 
 
-def choose(
-    verdict: Verdict, shape: Shape, draws: Draws, who: Sequence[tuple[int, int, int]]
-) -> tuple[np.ndarray, np.ndarray]:
+class Choice(NamedTuple):
+    """One step, sampled.
+
+    Args:
+        row: ``[B]`` int64, where each accepted path ends.
+        token: ``[B]`` int64, the token emitted there.
+        empty: ``[B]`` bool, whether rounding had left nothing of the residual, so that the token came from p.
+    """
+
+    row: np.ndarray
+    token: np.ndarray
+    empty: np.ndarray
+
+
+def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequence[tuple[int, int, int]]) -> Choice:
     """Sample one step: where each accepted path ends, and the token emitted there.
+
+    In exact arithmetic no path ends where the residual is all zero. Rounding can give such a row a stop of the order of
+    p's precision; p ``[R, V]`` is then a law that is off by no more than that, and the choice says so.
 
     Args:
         who: (request, branch, round) of each tree, which key its choices.
-
-    Returns:
-        row ``[B]`` and token ``[B]``, int64.
     """
     row = np.arange(shape.heads)
     if shape.nodes:
         grid = shape.grid
         stop = np.where(grid >= 0, verdict.stop[grid], 0.0)
         row = grid[row, draws.pick(stop, [Key(*one, Purpose.STOP) for one in who])]
-    token = draws.pick(verdict.residual(row), [Key(*one, Purpose.EMIT) for one in who])
-    return row, token
+    law, empty = verdict.residual(row), np.zeros(shape.heads, dtype=bool)
+    if shape.nodes:
+        nothing = law.sum(-1, keepdim=True) == 0
+        if bool(nothing.any()):
+            law = torch.where(nothing, p[torch.from_numpy(row).to(p.device)], law)
+            empty = nothing[:, 0].cpu().numpy()
+    return Choice(row, draws.pick(law, [Key(*one, Purpose.EMIT) for one in who]), empty)
 
 
 def gather(p: Tensor, shape: Shape, token: Tensor) -> np.ndarray:  # [M]

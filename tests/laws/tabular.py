@@ -196,7 +196,8 @@ class Loop:
             draft = propose(self.world, tokens, self.tree, self.drawn, draws, Key(0, 0, number, Purpose.DRAFT))
             verdict, paths = self._verdict(tokens, draft)
             expected += float(verdict.expected_accepted(draft.shape)[0])
-            (row,), (token,) = choose(verdict, draft.shape, draws, [(0, 0, number)])
+            p = target_of(self.world, tokens, draft)
+            (row,), (token,), _ = choose(verdict, draft.shape, p, draws, [(0, 0, number)])
             accepted += len(paths[row])
             tokens += (*paths[row], int(token))
         return tokens, accepted, expected

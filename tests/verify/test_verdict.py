@@ -20,7 +20,7 @@ STATED = Verdict(STOP, lambda rows: LAW[rows])  # laws need not sum to 1
 
 def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
     found = [Counter() for _ in WHO]
-    for mass, (rows, tokens) in explore(lambda draws: choose(STATED, SHAPE, draws, WHO)):
+    for mass, (rows, tokens, _) in explore(lambda draws: choose(STATED, SHAPE, LAW, draws, WHO)):
         for head, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             found[head][row, token] += mass
     for head, rows in enumerate(SHAPE.trees):
@@ -29,11 +29,22 @@ def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
 
 
 def test_what_is_chosen_depends_on_who_asks_and_on_nobody_else():
-    row, token = choose(STATED, SHAPE, CounterDraws(1), WHO)
-    other_row, other_token = choose(STATED, SHAPE, CounterDraws(1), [(1, 1, 1), (2, 2, 2), WHO[2]])
+    row, token, _ = choose(STATED, SHAPE, LAW, CounterDraws(1), WHO)
+    other_row, other_token, _ = choose(STATED, SHAPE, LAW, CounterDraws(1), [(1, 1, 1), (2, 2, 2), WHO[2]])
     assert (other_row[2], other_token[2]) == (row[2], token[2])
-    runs = {tuple(np.concatenate(choose(STATED, SHAPE, CounterDraws(1), [(r, 0, 0)] * 3)).tolist()) for r in range(40)}
+    runs = {
+        tuple(np.concatenate(choose(STATED, SHAPE, LAW, CounterDraws(1), [(r, 0, 0)] * 3)[:2]).tolist())
+        for r in range(40)
+    }
     assert len(runs) > 5
+
+
+def test_where_rounding_left_nothing_the_target_answers_and_the_choice_says_so():
+    bare = Verdict(STOP, lambda rows: torch.where(torch.from_numpy(rows == 3)[:, None], 0.0, LAW[rows]))
+    sure = torch.eye(3, dtype=torch.float64)[[2]].expand(SHAPE.rows, 3)
+    for _, (rows, tokens, empty) in explore(lambda draws: choose(bare, SHAPE, sure, draws, WHO)):
+        assert empty.tolist() == [rows[0] == 3, False, False]
+        assert not empty[0] or tokens[0] == 2
 
 
 def test_expected_accepted_weighs_depths_by_where_the_path_ends():
