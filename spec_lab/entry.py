@@ -6,6 +6,7 @@ Everything heavy is imported inside the job, so that ``--cfg job`` and ``--help`
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 import sys
@@ -123,6 +124,34 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def named_by(config: DictConfig, part: str) -> DictConfig:
+    """``config[part]``.
+
+    Raises:
+        Refused: it names nothing to build or call.
+    """
+    named = OmegaConf.select(config, part)
+    if not OmegaConf.is_dict(named) or "_target_" not in named:
+        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {named!r}")
+    return named
+
+
+def task(config: DictConfig) -> Any:
+    """What ``config.task`` names, with its scalar arguments: called with the lab, its settings and the config, it does
+    the work.
+
+    Raises:
+        Refused: there is no such thing; an option it does not take; names it.
+    """
+    named = named_by(config, "task")
+    try:
+        made = instantiate(named, _partial_=True)
+        inspect.signature(made.func).bind(None, None, None, **made.keywords)
+    except (InstantiationException, TypeError, ValueError) as error:
+        raise Refused(f"spec_lab: task: {reason(error)}") from error
+    return made
+
+
 def build(config: DictConfig, part: str, **live: Any) -> Any:
     """Call what ``config[part]`` names with its scalar arguments and with live objects.
 
@@ -131,16 +160,14 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     Raises:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
     """
-    named = OmegaConf.select(config, part)
-    if not OmegaConf.is_dict(named) or "_target_" not in named:
-        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {named!r}")
+    named = named_by(config, part)
     try:
         made = instantiate(named, _partial_=True)(**live)
     except (InstantiationException, OSError, TypeError, ValueError) as error:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
-    group = part.partition(".")[0].replace("beside", "proposer")
+    group = {"beside": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
     if lacks := [name for name in NEEDS[group] if not hasattr(made, name)]:
         kind = f"an object of type {type(made).__name__}, which has no {lacks[0]}"
         raise Refused(f"spec_lab: {part}: {named._target_} does not make what {group} needs: it makes {kind}")
@@ -204,8 +231,8 @@ def start(config: DictConfig, out: Path) -> int:
     check_options(config)
     from spec_lab.lab import Lab, Settings
     from spec_lab.manifest import begun_trees
-    from spec_lab.run import run
 
+    work = task(config)
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})
     settings.use_threads()
@@ -216,7 +243,9 @@ def start(config: DictConfig, out: Path) -> int:
     proposer = build(begun, "proposer", target=target)
     beside = build_each(begun, "beside", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
-    return run(Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers), settings, resolved)
+    verifiers = build_each(config, "verifiers")
+    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers)
+    return int(work(lab, settings, resolved))
 
 
 def main() -> None:

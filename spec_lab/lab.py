@@ -124,6 +124,7 @@ class Lab:
         tracker: watches.
         beside: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
+        verifiers: further verifiers, by name, for the tasks that compare them.
     """
 
     target: Target
@@ -134,6 +135,7 @@ class Lab:
     tracker: Tracker
     beside: Mapping[str, Proposer] = field(default_factory=dict)
     peers: Mapping[str, Arm] = field(default_factory=dict)
+    verifiers: Mapping[str, Verifier] = field(default_factory=dict)
 
     def arms(self, settings: Settings) -> dict[str, Arm]:
         """Every arm by name.

@@ -13,7 +13,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -249,7 +248,8 @@ class CounterDraws:
 def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]
     """The inverse law: the first index whose cumulated weight exceeds ``uniform`` times the total.
 
-    Sums run in float64: float32 sums over a large vocabulary lose the tail. An index of weight zero is never returned.
+    Sums run in float64: float32 sums over a large vocabulary lose the tail. (On the CPU those over ``BLOCK`` neighbours
+    run in the weights' own precision.) An index of weight zero is never returned.
 
     Raises:
         ValueError: a row of weights whose sum is zero or not finite.
@@ -258,29 +258,37 @@ def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # 
         if weights.device.type != "cpu":
             return _invert_on_device(weights, uniform)
         weights = weights.numpy()
-    if weights.shape[-1] <= BLOCK:
+    if weights.size <= NARROW:
         return np.array([_invert_few(row, u) for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)])
-    blocks = np.add.reduceat(weights, _edges(weights.shape[-1]), axis=-1, dtype=np.float64)
-    below = blocks.cumsum(-1)
-    totals, chosen = below[:, -1].tolist(), []
-    _check_totals(totals)
-    for n, (row, u) in enumerate(zip(weights, uniform.tolist(), strict=True)):
-        # Find the block, then the index within it: a running sum over the whole vocabulary would take twice as long.
-        mass = u * totals[n]
-        block = _first_beyond(below[n], mass)
-        mass -= below[n, block - 1] if block else 0.0
-        inside = row[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
-        chosen.append(block * BLOCK + _first_beyond(inside, mass))
-    return np.array(chosen, dtype=np.int64)
+    rows, width = len(weights), weights.shape[-1]
+    if width <= NARROW:
+        total = weights.cumsum(-1, dtype=np.float64)
+        _check_totals(total[:, -1].tolist())
+        return _first_beyond(total, uniform * total[:, -1])
+    # Find the block, then the index within it: a running sum over the whole vocabulary would take far longer.
+    if width % BLOCK:
+        weights = np.concatenate([weights, np.zeros((rows, -width % BLOCK), dtype=weights.dtype)], axis=-1)
+    blocks = weights.reshape(rows, -1, BLOCK)
+    total = torch.from_numpy(blocks).sum(-1).cumsum(-1, dtype=torch.float64).numpy()  # ten times as fast as NumPy
+    _check_totals(total[:, -1].tolist())
+    mass, each = uniform * total[:, -1], np.arange(rows)
+    block = _first_beyond(total, mass)
+    below = np.where(block > 0, total[each, block - 1], 0.0)
+    share = (mass - below) / (total[each, block] - below)  # a uniform again, given the block
+    inside = blocks[each, block].cumsum(-1, dtype=np.float64)
+    return block * BLOCK + _first_beyond(inside, share * inside[:, -1])
 
 
-BLOCK = 64
+BLOCK, NARROW = 64, 128
 
 
-@lru_cache
-def _edges(width: int) -> np.ndarray:
-    """Where the blocks of a row begin."""
-    return np.arange(0, width, BLOCK)
+def _first_beyond(total: np.ndarray, mass: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]
+    """The first index whose running total exceeds ``mass``.
+
+    Rounding can push the mass up to the last total; the last index that adds to it is then meant.
+    """
+    below_last = np.nextafter(total[:, -1], 0.0)
+    return (total > np.minimum(mass, below_last)[:, None]).argmax(-1)
 
 
 def _invert_few(row: list[float], u: float) -> int:
@@ -288,15 +296,6 @@ def _invert_few(row: list[float], u: float) -> int:
     total = list(accumulate(row))
     _check_totals(total[-1:])
     return min(bisect_right(total, u * total[-1]), bisect_left(total, total[-1]))
-
-
-def _first_beyond(total: np.ndarray, mass: float) -> int:
-    """The first index whose running total exceeds ``mass``.
-
-    Rounding can push the mass up to the last total; the last index that adds to it is then meant.
-    """
-    place = int(total.searchsorted(mass, side="right"))
-    return place if place < len(total) else int(total.searchsorted(total[-1], side="left"))
 
 
 def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:

@@ -91,6 +91,7 @@ def _notes(summary: Mapping[str, Any]) -> str:
         "E tau: uncut as expected from the exact acceptance probabilities. nodes: drafted per step. "
         "loops: share of 8-grams that occurred before in the same output.",
         _prefill(summary),
+        *_certified(summary),
     ]
     if summary["temperature"] == 0:
         lines += _identical(summary)
@@ -115,6 +116,30 @@ def _identical(summary: Mapping[str, Any]) -> list[str]:
         return ["All outputs are identical to the baseline's."] if compared else []
     others = "; every other arm 100 %" if len(less) < len(compared) else ""
     return [f"Outputs identical to the baseline's: {', '.join(less)} of the prompts{others}."]
+
+
+def _certified(summary: Mapping[str, Any]) -> list[str]:
+    """Whether the arms have the target's law."""
+    lines, proved = [], []
+    for name, arm in summary["arms"].items():
+        certificate = arm.get("certificate")
+        if certificate is None:
+            continue
+        failure = certificate.get("failure")
+        if arm["certified"]:
+            proved.append(name)
+        elif failure and arm["lossless"]:
+            lines.append(
+                f"NOT LOSSLESS: {name} with verifier '{arm['verifier']}', which declares itself lossless: {failure}."
+            )
+        elif not arm["lossless"]:
+            lines.append(f"Lossy: {name}; verifier '{arm['verifier']}' does not keep the target's law.")
+        else:
+            why = "; ".join(certificate["missing"])
+            lines.append(f"Not enumerated: {name} ({why}); +experiment=certify tests it by samples.")
+    if proved:
+        lines.append(f"Lossless by enumeration on toys: {', '.join(proved)}. +experiment=certify proves more.")
+    return lines
 
 
 def _prefill(summary: Mapping[str, Any]) -> str:

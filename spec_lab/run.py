@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from spec_lab import figures, metrics, record, report, text
 from spec_lab.batch import Request
+from spec_lab.certify.certificate import in_short
 from spec_lab.lab import Arm, Lab, Loop, Settings
 from spec_lab.manifest import claim, finite, manifest, write_json
 from spec_lab.record import Recorder
@@ -141,7 +142,6 @@ def _summary(lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metr
         "experiment": settings.name,
         "target": lab.target.name,
         "constraint": "none",
-        "certified": None,
         "temperature": lab.sampling.temperature,
         "batch_size": settings.batch_size,
         "groups": tables.requests["group"].nunique(),
@@ -156,7 +156,8 @@ def _summary(lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metr
 
 
 def _parts(arm: Arm) -> dict[str, Any]:
-    """Who drafts and who decides in an arm; None where that is not the project's."""
+    """Who drafts and who decides in an arm, and whether the pair is lossless; None where it is not the project's."""
     if not isinstance(arm, Loop):
-        return {"proposer": None, "verifier": None, "lossless": None}
-    return {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
+        return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
+    parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
+    return parts | in_short(arm.proposer, arm.verifier)

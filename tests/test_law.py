@@ -359,3 +359,63 @@ def test_the_likeliest_come_in_order_however_many(dtype):
     for width in (1, 3, FEW, FEW + 1):
         assert torch.equal(likeliest(x, width), x.topk(width, -1).indices)
     assert torch.equal(x, before)
+
+
+# Races
+
+
+def test_the_noise_of_a_race_is_a_pure_function_of_seed_and_key():
+    """Frozen values: published runs resume to the same tokens."""
+    noise = CounterDraws(7).race(3, [Key(1, 2, 3, Purpose.RACE, 4), Key(1, 2, 3, Purpose.RACE, -1)])
+    assert noise.dtype == np.float64 and noise.tolist() == [
+        [-1.361048996528699, 0.27195175882295786, -0.010058336187607623],
+        [-0.3026794722064876, -0.7826732587708946, 1.0229883834441371],
+    ]
+    assert CounterDraws(7).race(5, []).shape == (0, 5)
+
+
+def test_the_noise_of_a_race_has_gumbel_s_law_also_along_the_keys():
+    draws = CounterDraws(3)
+    wide = draws.race(20000, [Key(1, 0, 2, Purpose.RACE, 3)])[0]
+    tall = draws.race(3, [Key(1, 0, n, Purpose.RACE, 3) for n in range(10000)])
+    for noise in (wide, tall[:, 0], tall[:, -1]):
+        assert stats.kstest(noise, "gumbel_r").pvalue > 1e-4
+        uniform = np.exp(-np.exp(-noise))
+        pairs = np.histogram2d(uniform[:-1], uniform[1:], 8, ((0, 1), (0, 1)))[0]  # neighbours are independent
+        assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
+
+
+def test_the_winner_of_a_race_has_the_law():
+    weights = np.array([0.1, 0.0, 0.2, 0.3, 0.4])
+    noise = CounterDraws(0).race(5, [Key(n, 0, 0, Purpose.RACE) for n in range(20000)])
+    with np.errstate(divide="ignore"):
+        counts = np.bincount((np.log(weights) + noise).argmax(-1), minlength=5)
+    assert counts[1] == 0
+    assert stats.chisquare(counts[[0, 2, 3, 4]], 20000 * weights[[0, 2, 3, 4]]).pvalue > 1e-4
+
+
+def test_keys_or_seeds_that_differ_have_other_noise_and_batch_mates_do_not_matter():
+    keys = [Key(*k) for k in itertools.product(range(3), range(2), range(3), range(3), range(-1, 3))]
+    noise = {
+        (seed, key): row for seed in (0, 1, -1) for key, row in zip(keys, CounterDraws(seed).race(4, keys), strict=True)
+    }
+    assert len({value for row in noise.values() for value in row.tolist()}) == 4 * 3 * len(keys)
+    for (seed, key), row in list(noise.items())[::17]:
+        assert CounterDraws(seed).race(4, [key])[0].tolist() == row.tolist()
+
+
+def test_the_noise_of_a_race_is_finite_whatever_is_drawn(monkeypatch):
+    """An exponential variate can round to zero; its logarithm may not be infinite."""
+    drawn = np.array([0.0, 5e-324, 1.0, 800.0])
+    monkeypatch.setattr(CounterDraws, "_generator", lambda *_: SimpleNamespace(standard_exponential=lambda _: drawn))
+    noise = CounterDraws(0).race(4, [Key(0, 0, 0, Purpose.RACE)])
+    assert np.isfinite(noise).all() and noise[0, 0] == noise.max() > 700
+    monkeypatch.undo()
+    assert np.isfinite(CounterDraws(0).race(1_000_000, [Key(0, 0, 0, Purpose.RACE)])).all()
+
+
+def test_a_race_shares_nothing_with_a_choice_of_the_same_key():
+    keys = [Key(n, 0, 0, Purpose.RACE) for n in range(5000)]
+    uniform = np.array([CounterDraws(0).uniform(key) for key in keys])
+    noise = CounterDraws(0).race(1, keys)[:, 0]
+    assert abs(stats.spearmanr(uniform, noise).statistic) < 0.06  # 4 sigma

@@ -1,7 +1,7 @@
 """A small model drafts, level by level: a chain (speculative sampling) or a static tree.
 
 Source: chains 2211.17192 and 2302.01318; trees with iid siblings SpecInfer (2305.09781), without replacement 2402.14160
-and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858).
+and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noise shared with the target 2408.07978.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class DraftModel:
     """Drafts with a causal LM of its own, whose cells follow each sequence.
 
     Siblings are drawn from the law at their parent, warped as the request is sampled: ``iid``; ``without`` replacement,
-    where a law whose support is exhausted gets fewer siblings; or as ``point``, the likeliest tokens. At temperature 0
-    the law is one-hot, so ``iid`` and ``without`` would draw one sibling however wide the tree: a tree then needs
-    ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on the law alone,
-    never on a drawn value.
+    where a law whose support is exhausted gets fewer siblings; or as ``point``, the likeliest tokens. ``gumbel`` also
+    draws without replacement: the siblings are the best of log q + g (Gumbel-top-k, 1903.06059), and the draft carries
+    the Gumbel noise g of each parent, over which a verifier of that name races the target's law. A row without
+    children has no noise. At temperature 0 the law is one-hot, so only ``point`` would draw a second sibling: a tree
+    then needs ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on the
+    law alone, never on a drawn value.
 
     With a ``confidence``, drafting stops early: where the draft gives no token that much probability, what it draws is
     the last on that path, for what follows is likely to be rejected and costs a forward of the draft. Dynamic draft
@@ -89,7 +91,7 @@ class DraftModel:
             path: folder of a checkpoint, or a hub name.
             depth: drafts a chain of so many tokens; or
             tree: drafts a tree, written as ``trees.parse`` reads it.
-            drawn: "iid", "without" or "point".
+            drawn: "iid", "without", "point" or "gumbel".
             temperature: the draft's own; null takes each request's.
             confidence: a token drawn where none was this likely ends its path; 0 never ends one.
 
@@ -101,7 +103,7 @@ class DraftModel:
         if (depth is None) == (tree is None):
             raise ValueError("give either proposer.depth, for a chain, or proposer.tree, for a tree")
         choices = widths([1] * whole("proposer.depth", depth)) if depth is not None else parse(cast(str, tree))
-        kind = one_of("proposer.drawn", drawn, ("iid", "without", "point"))
+        kind = one_of("proposer.drawn", drawn, ("iid", "without", "point", "gumbel"))
         own = temperature_or_none("proposer.temperature", temperature)
         model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
         check_same_tokens(target, model, tokenizer, path)
@@ -124,6 +126,10 @@ class DraftModel:
                 f"at temperature 0 the draft's law is one-hot, so siblings drawn {self.drawn} shrink the tree to a "
                 "chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
             )
+
+    def toy(self, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
+        """The same proposer with another draft and tree. See ``Proposer``."""
+        return DraftModel(draft, target.context, tree, self.drawn, self.temperature, self.confidence, self.name)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Growth:
         self.slots = np.full(shape.rows, -1, dtype=np.int64)
         self.live = np.ones(shape.rows, dtype=bool)
         self.q: list[Tensor] = []
+        self.noise: list[Tensor] = []
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
         self.seen: np.ndarray | None = None  # [R, V], with a repetition penalty only
         if any(s.repetition_penalty != 1 for s in samplings):
@@ -110,8 +111,10 @@ class Growth:
         if self.drawn == "point":
             return Draft(shape, tokens)
         if not self.q:
-            self.q = [torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)]
-        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row)
+            nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
+            self.q, self.noise = [nothing], [nothing.double()]
+        noise = torch.cat(self.noise) if self.drawn == "gumbel" else None
+        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise)
 
     def _draw(self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor) -> None:
         """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``, those of the level that live."""
@@ -129,29 +132,40 @@ class Growth:
         self.q.append(q)
         without = self.drawn == "without" and width > 1
         left = q.clone() if without else q
+        race = self._race(q, parents, width) if self.drawn == "gumbel" else None
         support = (q > 0).sum(-1).cpu().numpy() if width > 1 else None
         for rank, (nodes, above) in enumerate(level.ranks):
             drawn, places = live[above], number[above]
             if support is not None:
                 # What lies beyond the support cannot be drawn; iid siblings of a one-hot law would repeat the first.
-                drawn = drawn & (support[places] > (rank if without else min(rank, 1)))
+                drawn = drawn & (support[places] > (min(rank, 1) if self.drawn == "iid" else rank))
             self.live[nodes] = drawn
             if not drawn.any():
                 continue
             nodes, places = nodes[drawn], places[drawn]
+            if race is not None:
+                self.token[nodes - heads] = race[places, rank]
+                continue
             rows = torch.from_numpy(places).to(q.device)
             weights = left if len(rows) == len(left) else left[rows]  # rows ascend
-            picked = self.batch.draws.pick(weights, self._keys(nodes))
+            picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT))
             self.token[nodes - heads] = picked
             if without:
                 left[rows, torch.from_numpy(picked).to(q.device)] = 0.0
 
-    def _keys(self, nodes: np.ndarray) -> list[Key]:
-        """A node's number in its whole tree keys its draw: batch mates and nodes left out change nothing."""
-        heads: list[int] = self.shape.root[nodes].tolist()
-        numbers: list[int] = self.shape.places[nodes].tolist()
+    def _race(self, q: Tensor, parents: np.ndarray, width: int) -> np.ndarray:
+        """The best tokens ``[n, width]`` of log q + g, with noise g of each parent's own; no mass comes last."""
+        race = self.batch.draws.race(q.shape[-1], self._keys(parents, Purpose.RACE))
+        noise = torch.from_numpy(race).to(q.device)
+        self.noise.append(noise)
+        return likeliest(q.double().log() + noise, width).cpu().numpy()
+
+    def _keys(self, rows: np.ndarray, purpose: Purpose) -> list[Key]:
+        """A row's place in its whole tree keys what is drawn for it: batch mates and nodes left out change nothing."""
+        heads: list[int] = self.shape.root[rows].tolist()
+        places: list[int] = self.shape.places[rows].tolist()
         who = [sequence.who for sequence in self.batch.sequences]
-        return [Key(*who[head], Purpose.DRAFT, n) for head, n in zip(heads, numbers, strict=True)]
+        return [Key(*who[head], purpose, place) for head, place in zip(heads, places, strict=True)]
 
     def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
         """The draft's logits at ``rows``: heads, with whatever is pending before them, or nodes of one level."""

@@ -72,6 +72,20 @@ class Heads:
     def __len__(self) -> int:
         return len(self.weight)
 
+    @staticmethod
+    def random(target: Target, count: int, trunk: bool, seed: int = 0) -> Heads:
+        """``count`` heads of one layer with random weights that fit the target; with a trunk if asked."""
+        generator = torch.Generator().manual_seed(seed)
+        embed, unembed = target.lm.model.get_input_embeddings(), target.lm.model.get_output_embeddings()
+        h = unembed.weight.shape[1]
+
+        def weights(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator).to(target.lm.device, target.lm.dtype)
+
+        inner, outer = (weights(2 * h, 2 * h), weights(2 * h)), (weights(h, 2 * h), weights(h))
+        mixing = Trunk(inner, outer, embed) if trunk else None
+        return Heads(weights(count, 1, h, h), weights(count, 1, h), unembed, mixing)
+
     def first(self, count: int) -> Heads:
         """The first ``count`` heads."""
         return Heads(self.weight[:count], self.bias[:count], self.unembed, self.trunk, self.sha256)

@@ -18,6 +18,7 @@ from spec_lab.batch import Batch, Sequence
 from spec_lab.draft import Draft, Drawn, Shape, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.law import likeliest
+from spec_lab.model import CausalLM
 from spec_lab.options import temperature_or_none, whole
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
@@ -99,6 +100,10 @@ class Medusa:
         if width_of(choices) > target.vocabulary:
             raise ValueError(f"a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary} tokens")
         return Medusa(heads, choices)
+
+    def toy(self, target: Target, draft: CausalLM, tree: Choices) -> Medusa:
+        """The same proposer with random heads of the target's size and another tree. See ``Proposer``."""
+        return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None), tree)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from spec_lab.draft import Draft, Drawn
 class Proposer(Protocol):
     """Drafts a tree below each live sequence. It never sees the verifier.
 
-    It may offer more: ``facts``, a mapping of what a record should keep; ``sha256`` of its weights; and
-    ``check(sampling)``, which refuses by a ``ValueError``, at the door, what it cannot draft for.
+    It may offer more: ``facts``, a mapping of what a record should keep; ``sha256`` of its weights;
+    ``check(sampling)``, which refuses by a ``ValueError``, at the door, what it cannot draft for; and
+    ``toy(target, draft, tree)``, the same proposer for a toy target, drafting ``tree`` with the toy model ``draft`` if
+    it needs one: what ``certify`` enumerates. Without it the proposer itself is tried on the toy.
     """
 
     @property

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft
+from spec_lab.draft import Draft, Drawn
 from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, repeated, rows_of, view
 from spec_lab.verify.verdict import Verdict, gather
+
+ANY_DRAW: frozenset[Drawn] = EVERY_DRAW | {"gumbel"}  # its choices are fresh: a race's noise is left alone
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Match:
     """
 
     name = "match"
-    accepts = EVERY_DRAW
+    accepts = ANY_DRAW
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.draft import Draft, Drawn, Shape
-from spec_lab.verify.verdict import gather
+from spec_lab.verify.verdict import CHUNK, gather, gather_rows, parts
 
 EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})
 HUGE = 1e30  # bounds theta: times a law's zero it must stay zero, also in float32
 TINY = 1e-300  # under a division: 0 / 0 = 0
-CHUNK = 2**22  # numbers in one temporary; keeps wide vocabularies and batches from doubling the memory of p
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +125,7 @@ def drawn_laws(draft: Draft, p: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndar
     assert draft.q is not None and draft.q_row is not None
     shape, parent = draft.shape, draft.shape.parent
     p_token = gather(p, shape, draft.token)
-    q_row = torch.from_numpy(draft.q_row[parent]).to(p.device)
-    q_token = draft.q[q_row, draft.token].double().cpu().numpy()
+    q_token = gather_rows(draft.q, draft.q_row[parent], draft.token)
     if not (q_token > 0).all():
         raise ValueError(f"node {int(np.argmin(q_token > 0))} holds a token that its parent's q gives no mass")
     left = np.ones(shape.nodes)
@@ -164,19 +162,14 @@ def excess(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tens
     """(p - theta q)+ at ``rows`` ``[n]`` with ``theta`` ``[n]``: ``[n, V]``, not normalised."""
     assert draft.q is not None and draft.q_row is not None
     q_row, theta = np.maximum(draft.q_row[rows], 0), np.minimum(theta, HUGE)  # where nothing was drawn theta is 0
-    p, q = view(p, rows), view(draft.q, q_row).to(p.dtype)
-    if len(rows) == 1:
-        law = torch.sub(p, q, alpha=float(theta[0]))
-    else:
-        law = torch.addcmul(p, q, torch.from_numpy(theta).to(p)[:, None], value=-1)
-    return law.clamp_min_(0.0)
+    law, q = rows_of(p, rows), view(draft.q, q_row).to(p.dtype)
+    return law.addcmul_(q, torch.from_numpy(theta).to(p)[:, None], value=-1).clamp_min_(0.0)
 
 
 def excess_mass(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> np.ndarray:
     """Sum of (p - theta q)+ at ``rows`` ``[n]``, some: ``[n]``."""
-    size = max(1, CHUNK // p.shape[-1])
-    parts = [excess(draft, p, rows[i : i + size], theta[i : i + size]).sum(-1) for i in range(0, len(rows), size)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy()
+    sums = [excess(draft, p, rows[part], theta[part]).sum(-1) for part in parts(len(rows), p, CHUNK)]
+    return (sums[0] if len(sums) == 1 else torch.cat(sums)).cpu().numpy()
 
 
 def remainder(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tensor:

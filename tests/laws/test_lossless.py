@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
+from spec_lab.certify.enumerate import Reused, Script, explore
+from spec_lab.certify.exact import Instance, examine
 from spec_lab.draft import chain, tree
 from spec_lab.law import Key, Purpose
 from spec_lab.verify import Match, Token, Traversal
-from tests.laws.tabular import Loop, Outputs, Script, World, every_draft, explore, propose
+from tests.laws.tabular import Outputs, World, every_draft, propose
 
 EXACT = 1e-12
 WORLDS = [
@@ -57,22 +59,17 @@ def test_one_step_with_wide_laws(name, drawn, verifier):
     require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), verifier, TREES[name], drawn))
 
 
-@pytest.mark.parametrize(("name", "steps"), [("[1]", 3), ("[1,1]", 2), ("[2]", 2), ("[2,1]", 1)])
+@pytest.mark.parametrize("world", [World(8), World(12, v=5, support=2)], ids=["world8", "world12"])
+@pytest.mark.parametrize("name", ["[1,1]", "[3]", "[2,1]", "[2,2]"])
 @DRAWN
 @VERIFIERS
-def test_joint_steps(name, steps, drawn, verifier):
-    """Several steps of a whole decode loop, every choice through ``Draws``, the joint law of all that is put out."""
-    require_lossless(Outputs.of_loop(Loop(World(8, support=2), verifier, TREES[name], drawn), steps))
-
-
-def test_the_two_enumerations_agree():
-    world = World(8, support=2)
-    for verifier in (Token(), Traversal(), Match()):
-        loop = Outputs.of_loop(Loop(world, verifier, TREES["[2,1]"], "without"), 1)
-        forest = Outputs.of_forest(world, verifier, TREES["[2,1]"], "without")
-        for one, other in zip(loop.exactly, forest.exactly, strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)
-        assert loop.accepted == pytest.approx(forest.accepted, abs=1e-14)
+def test_the_real_proposer_and_target_accept_what_their_twins_do(world, name, drawn, verifier):
+    """``certify`` drafts with the draft model's proposer on a model that is a table; the twin is plain Python."""
+    twin = Outputs.of_forest(world, verifier, TREES[name], drawn)
+    real = examine(Instance(world, name.strip("[]").replace(",", "x")), drawn, verifier)
+    assert real.wrong is None
+    assert real.accepted == pytest.approx(twin.accepted, abs=1e-12)
+    assert real.outcomes == len(every_draft(world, TREES[name], drawn)[1])
 
 
 def test_worlds_hold_every_kind_of_context():
@@ -98,11 +95,10 @@ def test_an_exhausted_law_draws_no_more_siblings():
 
 
 def test_a_key_used_twice_is_noticed():
-    script = Script(())
-    key = Key(0, 0, 0, Purpose.STOP)
-    script.pick(np.ones((1, 2)), [key])
-    with pytest.raises(AssertionError, match="names two choices"):
-        script.pick(np.ones((1, 2)), [key])
+    script, key = Script(), Key(0, 0, 0, Purpose.STOP)
+    script.choose(np.ones(2), key)
+    with pytest.raises(Reused, match="names two choices"):
+        script.choose(np.ones(2), key)
 
 
 def test_enumeration_visits_every_draft_once():

@@ -10,7 +10,7 @@ from spec_lab.draft import Draft
 from spec_lab.law import Purpose
 from spec_lab.verify import Token, Traversal, Verdict
 from tests.laws import twin
-from tests.laws.tabular import Loop, Outputs, World, paths_of
+from tests.laws.tabular import Outputs, World, paths_of
 from tests.laws.test_lossless import TREES, WORLDS
 
 WORLD = World(11, plain=True)

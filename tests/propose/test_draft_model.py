@@ -346,7 +346,7 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
         ({"depth": 2, "confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),
         ({"depth": 0}, "proposer.depth"),
         ({"tree": "2,2"}, "a tree is written as"),
-        ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, not 'topk'"),
+        ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, gumbel, not 'topk'"),
         ({"depth": 2, "temperature": -1}, "proposer.temperature"),
         ({"depth": 2, "temperature": "hot"}, "proposer.temperature"),
         ({"tree": "99"}, f"a tree 99 wide does not fit a vocabulary of {VOCABULARY}"),

@@ -281,4 +281,4 @@ def test_a_token_that_was_not_drawn_as_stated_is_refused(verifier, tokens, drawn
 @BY_NAME
 def test_every_verifier_is_lossless_and_takes_every_draft(verifier, direct):
     assert verifier.name == type(verifier).__name__.lower()
-    assert verifier.lossless and verifier.accepts == {"iid", "without", "point"}
+    assert verifier.lossless and verifier.accepts - {"gumbel"} == {"iid", "without", "point"}

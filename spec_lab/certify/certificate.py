@@ -1,0 +1,174 @@
+"""What is known of one pair of proposer and verifier, and how it came to be known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.certify.enumerate import Continuous, Reused, TooMany
+from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, WORLDS, Finding, Instance, examine
+from spec_lab.draft import Draft, Drawn
+from spec_lab.law import Sampling
+from spec_lab.propose import Proposer
+from spec_lab.verify import Token, Verdict, Verifier
+
+Tick = Callable[[int], object]
+
+QUICK = (*(Instance(WORLDS[0], tree) for tree in ("1x1", "2", "2x1")), *LOOPS[:2])
+"""What every run enumerates of its own pair, in a fraction of a second."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The exact layer's result for one pair.
+
+    Args:
+        findings: what each instance showed.
+        drafts: whose drafts were enumerated: the "proposer"'s own, or the "reference"'s, which draws the same way.
+        missing: what was not enumerated, and why; empty for nothing.
+    """
+
+    findings: tuple[Finding, ...]
+    drafts: Literal["proposer", "reference"]
+    missing: tuple[str, ...]
+
+    @property
+    def worst(self) -> Finding | None:
+        """The finding with the largest total variation."""
+        return max(self.findings, key=lambda one: one.tv, default=None)
+
+    @property
+    def failure(self) -> Finding | None:
+        """The first finding that is not exact."""
+        return next((one for one in self.findings if one.wrong), None)
+
+    @property
+    def aimed(self) -> float | None:
+        """The largest total variation from the law that a lossy verifier says it is exact against."""
+        return max((one.aimed for one in self.findings if one.aimed is not None), default=None)
+
+    def facts(self) -> dict[str, Any]:
+        """For ``certificate.json``."""
+        return {
+            "instances": len(self.findings),
+            "outcomes": sum(one.outcomes for one in self.findings),
+            "worst_tv": self.worst.tv if self.worst else None,
+            "worst_instance": self.worst.instance if self.worst else None,
+            "worst_mass_error": max((abs(one.mass - 1) for one in self.findings), default=None),
+            "aimed_tv": self.aimed,
+            "failure": self.failure and f"{self.failure.wrong} ({self.failure.instance})",
+            "drafts": self.drafts,
+            "missing": list(self.missing),
+        }
+
+
+def prove(
+    proposer: Proposer | Drawn,
+    verifier: Verifier,
+    instances: Sequence[Instance] = STEPS + LOOPS,
+    sampling: Sampling = PLAIN,
+    tick: Tick = lambda _: None,
+) -> Proof:
+    """Enumerate the instances with the proposer's own code where it runs on a toy, else with the reference's drafts.
+
+    Args:
+        proposer: or a way of drawing, for the reference.
+        verifier: must accept the way of drawing.
+        instances: what to enumerate.
+        sampling: how the toy requests are sampled.
+        tick: told of each instance done.
+
+    Raises:
+        ValueError: the verifier cannot run on a toy; names the instance and what went wrong.
+    """
+    drawn: Drawn = proposer if isinstance(proposer, str) else proposer.drawn
+    drafting: Proposer | Drawn = proposer
+    missing: list[str] = []
+    if drawn != "gumbel":
+        _try(instances[0], drawn, verifier, sampling)
+        if drafting != drawn and (why := _unfit(instances[0], proposer, verifier, sampling)):
+            missing.append(f"the proposer's own drafts: {why}")
+            drafting = drawn
+    findings: list[Finding] = []
+    for instance in instances:
+        try:
+            findings.append(examine(instance, drafting, verifier, sampling))
+        except Reused as error:
+            findings.append(Finding(instance.name, 1.0, 1.0, f"noise is used twice: {error}", 0.0, 0.0, 0))
+        except TooMany as error:
+            missing.append(f"{instance.name}: {error}")
+        except Continuous as error:
+            return Proof((), "proposer", (str(error),))
+        tick(1)
+    return Proof(tuple(findings), "reference" if drafting == drawn else "proposer", tuple(missing))
+
+
+def _try(instance: Instance, drawn: Drawn, verifier: Verifier, sampling: Sampling) -> None:
+    try:
+        examine(instance, drawn, verifier, sampling)
+    except Reused:
+        pass  # found again, and reported, later
+    except Exception as error:
+        raise ValueError(
+            f"verifier '{verifier.name}' fails on a toy draft drawn {drawn} ({instance.name}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _unfit(instance: Instance, proposer: Any, verifier: Verifier, sampling: Sampling) -> str:
+    """Why a proposer without a ``toy`` cannot draft for a toy target; empty where it can."""
+    if hasattr(proposer, "toy"):
+        return ""
+    try:
+        examine(instance, proposer, verifier, sampling)
+    except (Reused, TooMany):
+        return ""
+    except Exception as error:  # whatever a proposer trips over that was made for another target
+        return f"it has no toy(target, draft, tree) and fails on a toy target ({type(error).__name__}: {error})"
+    return ""
+
+
+Grade = Literal["exact", "sampled"]
+
+
+def grade(proof: Proof, lossless: bool, rejected: bool = False, sampled: bool = False) -> Grade | None:
+    """What a pair is certified as: lossless by enumeration, lossless as far as samples tell, or not at all.
+
+    Args:
+        proof: the exact layer's result.
+        lossless: what the verifier declares.
+        rejected: whether a statistical test found a bias.
+        sampled: whether there was one.
+    """
+    if not lossless or rejected or proof.failure is not None:
+        return None
+    if proof.findings:
+        return "exact"
+    return "sampled" if sampled else None
+
+
+def in_short(proposer: Proposer, verifier: Verifier) -> dict[str, Any]:
+    """What a run says of its own pair, by enumerating a few instances: "certified" (see ``grade``), and why (not)."""
+    try:
+        proof = prove(proposer, verifier, QUICK)
+    except ValueError as error:
+        return {"certified": None, "certificate": {"missing": [str(error)]}}
+    return {"certified": grade(proof, verifier.lossless), "certificate": proof.facts()}
+
+
+@dataclass(frozen=True)
+class Control:
+    """A broken verifier: token verification that emits from p after a rejection. Every layer must find it biased."""
+
+    name = "control: p after a rejection"
+    accepts = Token.accepts
+    lossless = True
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """Token's stops with p in place of every residual."""
+        return Verdict(Token()(draft, p).stop, lambda rows: p[torch.from_numpy(np.asarray(rows)).to(p.device)])

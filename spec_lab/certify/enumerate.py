@@ -1,0 +1,115 @@
+"""Draws that enumerate: the seam through which everything is chosen, driven through all that can happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from spec_lab.law import Draws, Key
+
+T = TypeVar("T")
+
+
+class Reused(AssertionError):
+    """One key named two choices: the second would reuse the noise of the first."""
+
+
+class Continuous(ValueError):
+    """The noise of a race has uncountably many values; it is certified otherwise."""
+
+
+class TooMany(ValueError):
+    """More outcomes than are worth enumerating."""
+
+
+class Script:
+    """One text's choices: a recorded prefix, then the first possible index each time.
+
+    What has just one possibility is no choice: whether it is asked for at all may depend on batch mates.
+
+    Args:
+        prefix: indices to choose.
+    """
+
+    def __init__(self, prefix: tuple[int, ...] = ()) -> None:
+        self.prefix, self.probability = prefix, 1.0
+        self.chosen: list[int] = []
+        self.options: list[list[int]] = []
+        self.keys: set[Key] = set()
+
+    def choose(self, weights: np.ndarray, key: Key) -> int:
+        """An index of ``weights`` ``[V]``.
+
+        Raises:
+            Reused: the key has named a choice before.
+        """
+        if key in self.keys:
+            raise Reused(f"{key} names two choices")
+        self.keys.add(key)
+        options = np.flatnonzero(weights > 0).tolist()
+        if len(options) == 1:
+            return int(options[0])
+        number = len(self.chosen)
+        index = self.prefix[number] if number < len(self.prefix) else options[0]
+        self.probability *= float(weights[index] / weights.sum())
+        self.chosen.append(index)
+        self.options.append(options)
+        return index
+
+    def others(self) -> Iterator[tuple[int, ...]]:
+        """Prefixes of the outcomes that branch off beyond this one's prefix."""
+        for number in range(len(self.prefix), len(self.chosen)):
+            for other in self.options[number][1:]:
+                yield (*self.chosen[:number], other)
+
+
+class Scripts:
+    """``Draws`` that follow one script for each request, numbered from 0; a single script serves all requests."""
+
+    def __init__(self, scripts: Sequence[Script]) -> None:
+        self.scripts = scripts
+
+    def pick(self, weights: torch.Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.pick``. Weights that float32 made count as they are."""
+        rows, one = np.asarray(weights, dtype=np.float64), len(self.scripts) == 1
+        chosen = [self.scripts[0 if one else key.request].choose(row, key) for row, key in zip(rows, keys, strict=True)]
+        return np.array(chosen, dtype=np.int64)
+
+    def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
+        """Refused: see ``Continuous``."""
+        raise Continuous("the noise of a race cannot be enumerated")
+
+
+def explore(play: Callable[[Draws], T]) -> Iterator[tuple[float, T]]:
+    """Every outcome of ``play`` with its probability."""
+    return ((mass, outcome) for mass, outcome in side_by_side(lambda draws, _: [play(draws)], 1))
+
+
+def side_by_side(
+    play: Callable[[Draws, int], Sequence[T]], wide: int = 256, most: int | None = None
+) -> Iterator[tuple[float, T]]:
+    """Every outcome of one request with its probability; up to ``wide`` of them are played at once.
+
+    Args:
+        play: given draws and a number n, plays the same request n times as requests 0 .. n - 1: n outcomes.
+        wide: most requests at once.
+        most: outcomes to enumerate at most.
+
+    Raises:
+        TooMany: there are more.
+    """
+    waiting: list[tuple[int, ...]] = [()]
+    found = 0
+    while waiting:
+        scripts = [Script(prefix) for prefix in waiting[-wide:]]
+        del waiting[-wide:]
+        found += len(scripts)
+        if most is not None and found + len(waiting) > most:
+            raise TooMany(f"more than {most} outcomes")
+        outcomes = play(Scripts(scripts), len(scripts))
+        for script, outcome in zip(scripts, outcomes, strict=True):
+            yield script.probability, outcome
+            waiting += script.others()

@@ -1,0 +1,197 @@
+"""``+experiment=certify``: is what was composed lossless? A verdict table, ``certificate.json`` and a picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from tqdm import tqdm
+
+from spec_lab import text
+from spec_lab.certify.certificate import Control, prove
+from spec_lab.certify.exact import LOOPS, PLAIN, STEPS
+from spec_lab.certify.pair import MORE, Check, Pair
+from spec_lab.certify.picture import convergence
+from spec_lab.certify.sampled import joint, scores
+from spec_lab.certify.show import show
+from spec_lab.certify.statistics import ALPHA, POWER, chi_square, holm
+from spec_lab.draft import Drawn
+from spec_lab.lab import Lab, Settings
+from spec_lab.law import Sampling
+from spec_lab.manifest import claim, manifest, write_json
+from spec_lab.options import whole
+from spec_lab.propose import Proposer
+from spec_lab.verify import Verifier, check_pair
+
+FAILED = 1
+"""Exit code where a verifier that declares itself lossless is not, or a lossy one misses the law it aims at."""
+
+JOINT_LAW = "joint law of four tokens"
+
+
+def _ignore(_: float) -> None: ...
+
+
+def certify(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    samples: int = 40_000,
+    tokens: int = 4_000,
+    console: Console | None = None,
+) -> int:
+    """Certify every pair of the lab's proposers and verifiers that fits; leave ``certificate.json`` and a picture.
+
+    The run's own sampling counts where it is random, else temperature 1: at temperature 0 there is no law to test.
+
+    Args:
+        lab: the parts: the composed pair, and all others of ``beside`` and ``verifiers``.
+        settings: the scalars; ``seed`` seeds every sample.
+        config: the resolved configuration, for the manifest.
+        samples: texts of the toy world that each pair decodes.
+        tokens: tokens that each lossless pair decodes with the real target; 0 for none.
+        console: where the table goes; default standard output.
+
+    Returns:
+        The exit code: 0, or 1 where a verifier is not what it declares.
+
+    Raises:
+        ValueError: the composed pair does not fit; a verifier that cannot run on toys; a wrong option.
+        OSError: a directory that cannot be written.
+    """
+    whole("task.samples", samples)
+    whole("task.tokens", tokens, 0)
+    chosen = _pairs(lab)
+    facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), ["certify"], lab.facts())
+    claim(settings.out, facts)
+    work = _Work(lab, settings, samples, tokens, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
+    pairs: list[Pair] = []
+    with tqdm(total=len(chosen) * work.parts, desc=settings.name, unit="part", disable=None) as bar:
+        for proposer, verifier in chosen:
+            bar.set_postfix_str(f"{proposer.name} + {verifier.name}")
+            pairs.append(work.examine(proposer, verifier, lambda share: bar.update(share)))
+            write_json(settings.out / "certificate.json", _facts(pairs, work, facts, len(chosen)))
+        work.confirm(pairs)
+    control = joint("iid", Control(), samples, settings.seed)
+    certificate = _facts(pairs, work, facts, len(chosen))
+    certificate["control"] = vars(seen := _histogram(*control, settings.seed))
+    write_json(settings.out / "certificate.json", certificate)
+    folder = settings.out / "figures"
+    folder.mkdir(exist_ok=True)
+    figure = convergence({pair.name: (pair.texts, pair.law, pair.verifier.lossless) for pair in pairs}, control)
+    figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
+    console = console or Console()
+    show(pairs, seen, samples, tokens, console)
+    console.print(f"Certificate and figure: {settings.out}", soft_wrap=True, highlight=False)
+    return FAILED if any(pair.failed for pair in pairs) else 0
+
+
+def _pairs(lab: Lab) -> list[tuple[Proposer, Verifier]]:
+    """The composed pair, then every other that fits.
+
+    Raises:
+        ValueError: the composed pair does not fit.
+    """
+    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier)
+    proposers, verifiers = [lab.proposer, *lab.beside.values()], [lab.verifier, *lab.verifiers.values()]
+    unlike = {repr(verifier): verifier for verifier in verifiers}.values()
+    return [(proposer, verifier) for proposer in proposers for verifier in unlike if proposer.drawn in verifier.accepts]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How pairs are examined."""
+
+    lab: Lab
+    settings: Settings
+    samples: int
+    tokens: int
+    sampling: Sampling
+
+    @property
+    def parts(self) -> int:
+        """How much work a pair is, as the progress bar counts it."""
+        return len(STEPS + LOOPS) + self.samples // 1000 + self.tokens // 100
+
+    def examine(self, proposer: Proposer, verifier: Verifier, tick: Callable[[float], object]) -> Pair:
+        """Every layer, for one pair."""
+        start = time.perf_counter()
+        proof = prove(proposer, verifier, tick=tick)
+        if self.sampling != PLAIN and proof.findings:
+            warped = prove(proposer, verifier, LOOPS, self.sampling)
+            proof = replace(proof, findings=proof.findings + warped.findings)
+        drafts: Proposer | Drawn = proposer.drawn if proof.drafts == "reference" else proposer
+        texts, law = self.texts(drafts, verifier, self.settings.seed, 1, lambda count: tick(count / 1000))
+        pair = Pair(proposer, verifier, proof, drafts, texts, law)
+        pair.checks.append(_histogram(texts, law, self.settings.seed))
+        if verifier.lossless and self.tokens:
+            pair.checks += self.scored(pair, self.settings.seed, 1, lambda count: tick(count / 100))
+        pair.seconds = time.perf_counter() - start
+        return pair
+
+    def texts(
+        self,
+        drafts: Proposer | Drawn,
+        verifier: Verifier,
+        seed: int,
+        times: int,
+        tick: Callable[[int], object] = _ignore,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Texts of the toy world and their law."""
+        return joint(drafts, verifier, times * self.samples, seed, self.sampling, tick=tick)
+
+    def scored(self, pair: Pair, seed: int, times: int, tick: Callable[[int], object] = _ignore) -> list[Check]:
+        """The score tests with the real target, on the lab's prompts, as often as the tokens need."""
+        prompts = self.lab.requests(self.settings)
+        count = -(-times * self.tokens // self.settings.max_new_tokens)
+        requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]
+        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, self.settings.batch_size, tick)
+        return [Check(name, one.tokens, one.z, one.bound, one.detectable().tv, seed) for name, one in found.items()]
+
+    def confirm(self, pairs: Sequence[Pair]) -> None:
+        """Holm's test over all checks of pairs that declare themselves lossless; what it rejects is tested once more.
+
+        A rejection counts if it comes again with another seed and four times the samples.
+        """
+        checks = [(pair, check) for pair in pairs if pair.verifier.lossless for check in pair.checks]
+        suspicious = [one for one, no in zip(checks, holm([check.p_value for _, check in checks]), strict=True) if no]
+        seed = self.settings.seed + 1
+        for pair in pairs:
+            names = {check.name for one, check in suspicious if one is pair}
+            again = []
+            if JOINT_LAW in names:
+                again.append(_histogram(*self.texts(pair.drafts, pair.verifier, seed, MORE), seed))
+            if names - {JOINT_LAW}:
+                again += self.scored(pair, seed, MORE)
+            pair.rejected = [check for check in again if check.name in names and check.p_value < ALPHA]
+
+
+def _histogram(texts: np.ndarray, law: np.ndarray, seed: int) -> Check:
+    found = chi_square(np.bincount(texts, minlength=len(law)), law)
+    return Check(JOINT_LAW, found.samples, found.statistic, found.p_value, found.detectable, seed)
+
+
+def _facts(pairs: Sequence[Pair], work: _Work, facts: Mapping[str, Any], wanted: int) -> dict[str, Any]:
+    """The contents of ``certificate.json``."""
+    tvs = [pair.proof.worst.tv for pair in pairs if pair.verifier.lossless and pair.proof.worst]
+    return {
+        "complete": len(pairs) == wanted,
+        "certified": all(pair.certified for pair in pairs if pair.verifier.lossless),
+        "failed": [f"{pair.name}: {pair.failed}" for pair in pairs if pair.failed],
+        "worst_tv": max(tvs, default=None),
+        "instances": [one.name for one in STEPS + LOOPS],
+        "sampling": vars(work.sampling),
+        "alpha": ALPHA,
+        "power": POWER,
+        **{name: facts[name] for name in ("seed", "commit", "versions", "machine", "threads", "weights_sha256")},
+        "target": work.lab.target.name,
+        "pairs": [pair.facts() for pair in pairs],
+    }
+
+
+def _name(pair: Pair) -> str:
+    return f"{pair.proposer.name} ({pair.proposer.drawn}), {pair.verifier.name}"

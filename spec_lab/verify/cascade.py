@@ -1,0 +1,91 @@
+"""Cascade: token verification against a law between draft and target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from spec_lab.draft import Draft, Drawn
+from spec_lab.options import one_of, share
+from spec_lab.verify.siblings import arrange, check_rows, view
+from spec_lab.verify.token import Token
+from spec_lab.verify.verdict import CHUNK, Verdict, parts
+
+RULES = ("chow", "diff", "opt")
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """Speculative cascade: aim at pi = p where the draft defers to the target, at pi = q where it does not.
+
+    Source: 2405.19261 (algorithm 5, table 1). Deferral by rule:
+
+        chow   max q < 1 - alpha
+        diff   max q < max p - alpha
+        opt    max q < max p - alpha TV(p, q)
+
+    Lossy, and exact against pi (``aim``): the output has pi's law as that of ``token`` has p's. Two things pi needs
+    beyond the paper. A row where nothing was drawn, a leaf, knows no q: there pi = p. And q is cut to the tokens that
+    p allows, so that a constraint binds the draft as well.
+
+    Args:
+        alpha: what deferring costs; the larger, the less of it.
+        rule: chow, diff or opt.
+    """
+
+    alpha: float = 0.1
+    rule: str = "opt"
+
+    name = "cascade"
+    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without"})
+    lossless = False
+
+    def __post_init__(self) -> None:
+        share("verifier.alpha", self.alpha)
+        one_of("verifier.rule", self.rule, RULES)
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """The law of one step for ``p`` ``[R, V]``.
+
+        Raises:
+            ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
+                repeat a token.
+        """
+        return Token()(draft, self.aim(draft, p))
+
+    def aim(self, draft: Draft, p: Tensor) -> Tensor:
+        """The law pi ``[R, V]`` that the output has; dead where ``p`` is.
+
+        Raises:
+            ValueError: ``p`` does not fit the forest.
+        """
+        check_rows(draft, p)
+        assert draft.q is not None and draft.q_row is not None
+        expanded, pi = arrange(draft.shape).expanded, p.clone()
+        for part in parts(len(expanded), p, CHUNK):
+            rows = expanded[part]
+            p_some, q_some = view(p, rows), view(draft.q, draft.q_row[rows]).to(p.dtype)
+            law = torch.where(self.defers(p_some, q_some), p_some, allowed(q_some, p_some))
+            pi.index_copy_(0, torch.from_numpy(rows).to(p.device), law)
+        return pi
+
+    def defers(self, p: Tensor, q: Tensor) -> Tensor:  # [n, V], [n, V] -> [n, 1]
+        """Whether the draft defers to the target."""
+        surest = q.amax(-1, keepdim=True)
+        if self.rule == "chow":
+            return surest < 1 - self.alpha
+        cost: float | Tensor = self.alpha
+        if self.rule == "opt":
+            cost = self.alpha * (q - p).clamp_min_(0.0).sum(-1, keepdim=True)  # TV
+        return surest < p.amax(-1, keepdim=True) - cost
+
+
+def allowed(q: Tensor, p: Tensor) -> Tensor:
+    """The law q on the tokens with mass in p, ``[n, V]``; p itself where there are none, q itself where that is all."""
+    cut = torch.where(p > 0, q, 0.0)
+    mass = cut.sum(-1, keepdim=True)
+    some, every = mass > 0, (cut == q).all(-1, keepdim=True)  # dividing by a rounded 1 would reject a little
+    return torch.where(some, cut / torch.where(every | ~some, 1.0, mass), p)

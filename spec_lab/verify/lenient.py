@@ -1,0 +1,89 @@
+"""Lenient: token verification that accepts more than the target's law allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from spec_lab.draft import Draft
+from spec_lab.options import share
+from spec_lab.verify.match import walk
+from spec_lab.verify.siblings import (
+    EVERY_DRAW,
+    TINY,
+    acceptance,
+    arrange,
+    check_rows,
+    drawn_laws,
+    excess_mass,
+    remainder,
+    repeated,
+)
+from spec_lab.verify.verdict import Verdict, gather
+
+
+@dataclass(frozen=True)
+class Lenient:
+    """Recursive rejection with lenience l: accept with min(1, P(c) / (l q_c(c))), then P <- norm((P - l q_c)+).
+
+    Source: the lenience of speculative sampling (2211.17192, appendix A.5), where q is multiplied by l before the
+    comparison; on trees as in ``token``. It is lossless exactly where l = 1: then it is ``token``.
+
+    Args:
+        lenience: l, above 0 and at most 1; the smaller, the more is accepted.
+    """
+
+    lenience: float
+
+    name = "lenient"
+    accepts = EVERY_DRAW
+
+    def __post_init__(self) -> None:
+        if share("verifier.lenience", self.lenience) == 0:
+            raise ValueError("verifier.lenience must be above 0: at 0 every token would be accepted, illegal ones too")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the target's law: without lenience only."""
+        return self.lenience == 1
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """The law of one step for ``p`` ``[R, V]``. Notation as in ``siblings``; reads as much as ``token``.
+
+        Raises:
+            ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
+                repeat a token.
+        """
+        point = draft.drawn == "point"
+        shape = draft.shape
+        order = arrange(shape)
+        if point:  # q_c is 1 at c: a rejected token loses all its mass, S is what is left
+            check_rows(draft, p)
+            p_token, again = gather(p, shape, draft.token), repeated(draft)
+            if again is not None:
+                p_token[again] = 0.0
+        else:
+            p_token, q_token, z = drawn_laws(draft, p)
+        theta, s = np.zeros(shape.rows), np.ones(shape.rows)
+        # take[c]: c is the child accepted at its parent;  refuse[m]: no child of m is
+        take, refuse = np.zeros(shape.nodes), np.ones(shape.rows)
+        for rank, group in enumerate(order.ranks):
+            nodes, m = group.nodes, group.parents
+            if point:
+                ratio = p_token[nodes] / np.maximum(s[m], TINY)
+                s[m] -= p_token[nodes]
+            else:
+                if rank > 0:
+                    s[m] = excess_mass(draft, p, m, theta[m])
+                ratio = acceptance(p_token, q_token, z, theta, s, group)
+                theta[m] += self.lenience * s[m] / z[nodes]
+            accept = np.minimum(ratio / self.lenience, 1.0)
+            take[nodes] = refuse[m] * accept
+            refuse[m] *= 1.0 - accept
+        reach = np.ones(shape.rows)
+        for level in order.levels:
+            reach[shape.heads + level.nodes] = reach[level.parents] * take[level.nodes]
+        residual = walk(draft, p).residual if point else lambda rows: remainder(draft, p, rows, theta[rows])
+        return Verdict(reach * refuse, residual)

@@ -1,0 +1,53 @@
+"""Relaxed: accept what is among the target's likeliest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from spec_lab.draft import Draft, Drawn
+from spec_lab.options import share, whole
+from spec_lab.verify.path import accept_longest
+from spec_lab.verify.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """Accept x where it is among the ``top`` likeliest tokens and p(x) >= max p - delta; of all such paths the longest.
+
+    Source: relaxed acceptance of TensorRT-LLM for DeepSeek-R1 (there on chains, while the model thinks, and with greedy
+    target tokens), whose recipe is top = 10, delta = 0.6. Tokens as likely as the last of the likeliest count among
+    them. Of equally long paths the one listed first; the token after it is drawn from p. Lossy, and blind to q. It
+    compares the law that is sampled: at temperature 0 that is one-hot, and this is greedy verification.
+
+    Args:
+        top: how many of the likeliest tokens may be accepted.
+        delta: how much less mass than the likeliest they may have.
+    """
+
+    top: int = 10
+    delta: float = 0.6
+
+    name = "relaxed"
+    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    lossless = False
+
+    def __post_init__(self) -> None:
+        whole("verifier.top", self.top)
+        share("verifier.delta", self.delta)
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """The path, which the draft and ``p`` ``[R, V]`` settle, and the law after it.
+
+        Raises:
+            ValueError: ``p`` has not one row per row of the forest.
+        """
+        return accept_longest(draft, p, self.bound, strictly=False)
+
+    def bound(self, p: Tensor) -> Tensor:
+        """The larger of the ``top``-th largest mass and max p - delta, of laws ``[n, V]``: ``[n]``."""
+        largest = p.topk(min(self.top, p.shape[-1]), -1).values.double()
+        return torch.maximum(largest[:, -1], largest[:, 0] - self.delta)

@@ -1,0 +1,130 @@
+"""The optimal-transport bound: how often any verifier at all can emit a drafted token.
+
+A verifier sees n siblings drawn from q and emits one token whose law is p. Over all joint laws of drafts and token
+
+    alpha* = max P(the token is one of the drafts) = 1 - max over sets H of [P(all drafts lie in H) - p(H)]
+
+(2410.18234; 2502.18779; 2511.15898): where all drafts lie in H the token can do so with probability p(H) only. The best
+H is a prefix of the tokens in ascending order of p / q (2502.18779), so that V + 1 sets are looked at instead of 2^V.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from spec_lab.draft import Drawn
+
+STEP = 0.2  # of the quadrature in log t; its error falls like exp(-pi^2 / STEP)
+START = -17.0  # log t where it starts: the integrand is O(t^2), what lies below is under 1e-14
+TINY = 1e-290  # less mass of q counts as none: its inverse is a time that overflows
+CHUNK = 2**18  # numbers in one temporary of the quadrature; fits a cache
+
+
+def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarray:
+    """The largest acceptance of ``count`` siblings drawn from q by any verifier that emits with law p: ``[n]`` float64.
+
+    Drawn ``iid`` P(all drafts lie in H) = q(H)^count. Drawn ``without`` replacement at most q's support is drafted;
+    ``gumbel`` is the same law of drafts, and the bound covers verifiers that share its noise. Of ``point`` drafts
+    there is nothing to compute: they are given, and p(drafts) is reached.
+
+    Args:
+        p: ``[n, V]``, laws of the target; a dead row (all zero) accepts nothing.
+        q: ``[n, V]``, laws of the draft; of a row of zeros nothing is drafted.
+        count: siblings drawn. None: nothing is accepted.
+
+    Raises:
+        ValueError: laws that do not fit each other or are negative or NaN; a negative count; drawn ``point``.
+    """
+    if drawn == "point":
+        raise ValueError("point drafts are not random: what can be accepted of them is p(drafts)")
+    if p.ndim != 2 or p.shape != q.shape:
+        raise ValueError(f"laws of shapes {tuple(p.shape)} and {tuple(q.shape)} do not fit each other")
+    if count < 0:
+        raise ValueError(f"{count} siblings cannot be drawn")
+    target, draft = _laws(p), _laws(q)
+    draft[draft < TINY] = 0.0
+    support = (draft > 0).sum(-1)
+    if count == 0 or not support.any():
+        return np.zeros(len(draft))
+    # tokens that are never drafted stand last: in H they only cost
+    ratio = np.divide(target, draft, out=np.full_like(draft, np.inf), where=draft > 0)
+    order = np.argsort(ratio, axis=-1, kind="stable")[:, : int(support.max())]
+    target, draft = np.take_along_axis(target, order, -1), np.take_along_axis(draft, order, -1)
+    inside = np.minimum(np.cumsum(draft, -1), 1.0)
+    if drawn == "iid" or count == 1:
+        every = inside**count
+    else:
+        every = np.zeros_like(draft)
+        some = support > count  # else all of the support is drafted, and lies in H where H is all of it
+        if some.any():
+            every[some] = all_inside(draft[some], count)
+        last = np.flatnonzero(~some & (support > 0))
+        every[last, support[last] - 1] = 1.0
+    lost = (every - np.cumsum(target, -1)).max(-1)  # the empty set's 0 is no more than the whole support's 1 - p
+    return np.where(support > 0, np.clip(1.0 - lost, 0.0, 1.0), 0.0)
+
+
+def all_inside(q: np.ndarray, count: int) -> np.ndarray:
+    """P(``count`` draws without replacement lie among the first j + 1 tokens), for each j: ``[n, V]``.
+
+    Let token i ring after an exponential time of rate q_i; tokens are drawn in the order in which they ring. With
+    N_H(t) the tokens of H that have rung by t, all draws lie in H unless fewer than ``count`` of H rang before the
+    first outside, whose time has rate c = 1 - q(H):
+
+        P = 1 - int_0^inf c e^{-ct} P(N_H(t) < count) dt = q(H) - c int_0^inf e^{-ct} P(1 <= N_H(t) < count) dt
+
+    For two draws this is q(H) - c sum_{i in H} q_i / (1 - q_i). Complements are summed, not subtracted from 1: a peaked
+    q leaves little, and what is drawn next depends on that little alone.
+
+    Args:
+        q: ``[n, V]`` float64, laws with more than ``count`` tokens in their support.
+        count: at least 2.
+    """
+    outside = np.zeros_like(q)
+    outside[:, :-1] = np.cumsum(q[:, :0:-1], -1)[:, ::-1]
+    if count == 2:
+        rest = 1.0 - q
+        top = q.argmax(-1)[:, None]
+        others = q.copy()
+        np.put_along_axis(others, top, 0.0, -1)
+        np.put_along_axis(rest, top, others.sum(-1, keepdims=True), -1)
+        missed = outside * np.cumsum(q / rest, -1)
+    else:
+        rows = max(1, CHUNK // (count * 128))
+        parts = [_missed(q[i : i + rows], outside[i : i + rows], count) for i in range(0, len(q), rows)]
+        missed = np.concatenate(parts)
+    return np.clip(np.cumsum(q, -1) - missed, 0.0, 1.0)
+
+
+def _missed(q: np.ndarray, outside: np.ndarray, count: int) -> np.ndarray:  # [n, V]
+    """P(some, but fewer than ``count`` tokens of H ring before the first outside).
+
+    The trapezoidal rule in log t: all rates of a law, however far apart, are covered alike, and the integrand is
+    analytic where Re t > 0, so few points are enough. The law of N_H(t), cut at ``count``, grows token by token.
+    """
+    # until count tokens have rung the others do so at a rate of at least `slowest`; that time is over at the end
+    slowest = np.sort(q, -1)[:, : 1 - count].sum(-1).min()
+    end = np.log(50.0 + 5.0 * count) - np.log(slowest)
+    t = np.exp(np.arange(START, end + STEP, STEP))
+    law = np.zeros((count, len(q), len(t)))  # [k, n, T]: P(N_H(t) = k)
+    law[0] = 1.0
+    missed = np.empty_like(q)
+    for j in range(q.shape[-1]):
+        silent = np.multiply.outer(-q[:, j], t)
+        rung = -np.expm1(silent)
+        new = law[:-1] * rung
+        law *= np.exp(silent)
+        law[1:] += new
+        c = outside[:, j]
+        missed[:, j] = c * STEP * np.einsum("knt,nt,t->n", law[1:], np.exp(np.multiply.outer(-c, t)), t)
+    return missed
+
+
+def _laws(x: Tensor) -> np.ndarray:  # [n, V]
+    """``x`` in float64, rows summing to 1 where they are not all zero."""
+    law = x.detach().cpu().double().numpy()
+    if not (law >= 0).all():
+        raise ValueError("a law has a negative entry or NaN")
+    mass = law.sum(-1, keepdims=True)
+    return law / np.where(mass > 0, mass, 1.0)

@@ -1,0 +1,53 @@
+"""Typical: accept what is typical of the target, at whatever probability it would have drawn it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from spec_lab.draft import Draft, Drawn
+from spec_lab.options import share
+from spec_lab.verify.path import accept_longest
+from spec_lab.verify.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Accept x where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; of all such paths the longest.
+
+    Source: typical acceptance of Medusa (2401.10774, section 2.3.1), with the defaults of its code: epsilon = 0.09 and
+    delta = sqrt(epsilon). Of equally long paths the one listed first is taken; Medusa's code takes the likeliest. The
+    paper's step always emits one greedy token; here the token after the path is drawn from p. Lossy, and blind to q. At
+    temperature 0 p is one-hot, and this is greedy verification.
+
+    Args:
+        epsilon: a mass above which every token is accepted.
+        delta: factor of the bound that falls with the entropy.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    name = "typical"
+    accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    lossless = False
+
+    def __post_init__(self) -> None:
+        share("verifier.epsilon", self.epsilon)
+        share("verifier.delta", self.delta)
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        """The path, which the draft and ``p`` ``[R, V]`` settle, and the law after it.
+
+        Raises:
+            ValueError: ``p`` has not one row per row of the forest.
+        """
+        return accept_longest(draft, p, self.bound, strictly=True)
+
+    def bound(self, p: Tensor) -> Tensor:
+        """min(epsilon, delta exp(-H)) of laws ``[n, V]``: ``[n]``."""
+        entropy = torch.special.entr(p).sum(-1, dtype=torch.float64)  # 0 log 0 = 0
+        return (self.delta * torch.exp(-entropy)).clamp_max(self.epsilon)

@@ -1,0 +1,232 @@
+"""The joint law of several tokens through the real loop: drafts, cells, masks, laws, verdicts, commits, enumerated."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from spec_lab.batch import Request
+from spec_lab.certify.enumerate import explore, side_by_side
+from spec_lab.certify.exact import PLAIN, Instance, examine, toy
+from spec_lab.certify.outputs import EXACT, Outputs, autoregressive
+from spec_lab.certify.worlds import PROMPT, Random, code
+from spec_lab.decode import Group
+from spec_lab.draft import Draft
+from spec_lab.law import CounterDraws, Sampling
+from spec_lab.propose import Null
+from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.verify import KSeq, Match, Token, Traversal
+
+FEW = Random(8, support=2)
+STOP = frozenset({2})
+LOSSLESS = [Token(), Traversal(), Match()]
+EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.name)
+
+
+@EVERY_VERIFIER
+@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
+@pytest.mark.parametrize(("tree", "tokens"), [("1", 4), ("1x1", 3), ("2", 4), ("2x1", 2)])
+def test_four_tokens_have_the_target_s_law(tree, tokens, drawn, verifier):
+    assert examine(Instance(FEW, tree, tokens), drawn, verifier).wrong is None
+
+
+@pytest.mark.parametrize(("tree", "tokens"), [("2", 4), ("2x1", 2)])
+def test_k_seq_as_well(tree, tokens):
+    assert examine(Instance(FEW, tree, tokens), "iid", KSeq()).wrong is None
+
+
+@EVERY_VERIFIER
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.7),
+        Sampling(1.3, top_k=2),
+        Sampling(1.0, top_p=0.7),
+        Sampling(1.0, min_p=0.3),
+        Sampling(1.2, repetition_penalty=1.5),
+        Sampling(0.8, top_k=3, top_p=0.9, min_p=0.05, repetition_penalty=0.8),
+        Sampling(0.0),
+    ],
+    ids=["temperature", "top-k", "top-p", "min-p", "penalty", "all", "greedy"],
+)
+def test_warped_laws_are_kept(sampling, verifier):
+    for tree, drawn in (("1x1", "iid"), ("2", "point")):
+        assert examine(Instance(FEW, tree, tokens=3), drawn, verifier, sampling).wrong is None
+
+
+@pytest.mark.parametrize("proposer", [Null(), Ngram(3, 3, 1), NgramTree(5, 3, 3, 1)], ids=lambda p: p.name)
+@EVERY_VERIFIER
+def test_proposers_without_a_model_keep_the_law(proposer, verifier):
+    for stop in (frozenset(), STOP):
+        assert examine(Instance(FEW, "1", tokens=4, stop=stop), proposer, verifier).wrong is None
+
+
+def decoded(parts, verifier, stop=frozenset(), tokens=4):
+    """Every outcome of one request: probability, text, and what each round committed, with its draft."""
+
+    def play(draws, count):
+        requests = [Request(n, f"{n}", PROMPT, PLAIN, tokens, stop) for n in range(count)]
+        group = Group(parts.target, parts.proposer, verifier, requests, draws)
+        rounds = [[] for _ in requests]
+        for done in group:
+            for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
+                rounds[live.request.id].append((done.draft.shape, head, got))
+        return [(tuple(live.emitted), rounds[live.request.id]) for live in group.sequences]
+
+    return side_by_side(play)
+
+
+def law_of(outcomes, tokens=4, v=4):
+    outputs = Outputs(v, tokens)
+    for probability, text in outcomes:
+        outputs.exactly[len(text)][code(text, v)] += probability
+    return outputs
+
+
+@EVERY_VERIFIER
+def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
+    """Inside an accepted path, as its end, as the residual and as the bonus: all of them occur, and the law is kept."""
+    instance = Instance(FEW, "1x1", tokens=3, stop=STOP)
+    parts, places, texts = toy(instance, "iid"), Counter(), []
+    for probability, (text, rounds) in decoded(parts, verifier, STOP, 3):
+        texts.append((probability, text))
+        shape, head, got = rounds[-1]
+        if text[-1] in STOP:
+            row = got.path[-1] if got.path else head
+            bonus = not len(shape.children[row])
+            cut = got.emitted_kept
+            places[
+                "inside" if cut < got.accepted else "end" if cut == got.accepted else "bonus" if bonus else "residual"
+            ] += 1
+        assert not STOP.intersection(text[:-1])
+    assert set(places) == {"inside", "end", "bonus", "residual"}
+    assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4, STOP)) < EXACT
+
+
+@EVERY_VERIFIER
+def test_a_length_limit_cuts_inside_a_path(verifier):
+    parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
+    outcomes = list(decoded(parts, verifier, tokens=3))
+    assert any(got.accepted_kept < got.accepted for _, (_, rounds) in outcomes for _, _, got in rounds)
+    texts = [(probability, text) for probability, (text, _) in outcomes]
+    assert {len(text) for _, text in texts} == {3}
+    assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
+
+
+@dataclass
+class Moody:
+    """Drafts only where an even number of tokens is out."""
+
+    inner: object
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def propose(self, batch) -> Draft:
+        draft = self.inner.propose(batch)
+        quiet = [len(s.emitted) % 2 == 1 for s in batch.sequences]
+        return draft.cut([0 if one else 9 for one in quiet])
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
+def test_empty_drafts_among_others_keep_the_law(verifier):
+    parts = toy(Instance(FEW, "2x1", tokens=3), "without")
+    parts = parts._replace(proposer=Moody(parts.proposer))
+    outcomes = list(decoded(parts, verifier, tokens=3))
+    sizes = {shape.trees[head].size for _, (_, rounds) in outcomes for shape, head, _ in rounds}
+    assert 1 in sizes and len(sizes) > 1
+    assert law_of([(p, text) for p, (text, _) in outcomes], 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
+
+
+@pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order, verifier):
+    """One script makes all choices of the batch; greedy requests leave it nothing to choose."""
+    parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
+    cold = Sampling(0.0)
+    greedy = toy(Instance(FEW, "1x1", tokens=3), "iid", cold).laws
+
+    def play(draws):
+        requests = [
+            Request(0, "sampled", PROMPT, PLAIN, 3),
+            Request(1, "greedy", PROMPT, cold, 3),
+            Request(2, "longer", PROMPT + (1,), cold, 2),
+        ]
+        group = Group(parts.target, parts.proposer, verifier, [requests[n] for n in order], draws)
+        for _ in group:
+            pass
+        return {live.request.name: tuple(live.emitted) for live in group.sequences}
+
+    outcomes = list(explore(play))
+    assert len(outcomes) > 10
+    sampled = law_of([(p, texts["sampled"]) for p, texts in outcomes], 3)
+    assert sampled.distance(autoregressive(parts.laws, 3, 4)) < EXACT
+    (certain,) = {texts["greedy"] for _, texts in outcomes}
+    assert autoregressive(greedy, 3, 4).exactly[3][code(certain, 4)] == 1.0
+    assert {len(texts["longer"]) for _, texts in outcomes} == {2}
+
+
+def test_the_order_of_a_batch_changes_nobody_s_text():
+    parts = toy(Instance(Random(11, support=4, plain=True), "2x1", tokens=4), "without")
+    requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
+    texts = []
+    for order in (requests, requests[::-1], requests[5:] + requests[:5]):
+        group = Group(parts.target, parts.proposer, Traversal(), order, CounterDraws(3))
+        for _ in group:
+            pass
+        texts.append({live.request.id: tuple(live.emitted) for live in group.sequences})
+    assert texts[0] == texts[1] == texts[2]
+    assert len(set(texts[0].values())) > 3
+
+
+class Same(Random):
+    """The draft is the target."""
+
+    def laws(self, length):
+        p, _ = super().laws(length)
+        return p, p
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal(), KSeq()], ids=lambda v: v.name)
+@pytest.mark.parametrize("tree", ["1", "1x1", "1x1x1"])
+def test_a_draft_that_is_the_target_is_accepted_whole(tree, verifier):
+    finding = examine(Instance(Same(3), tree, tokens=0), "iid", verifier)
+    assert finding.wrong is None
+    assert finding.accepted == pytest.approx(len(tree.split("x")), abs=1e-12)
+
+
+def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
+    parts = toy(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
+    for verifier in (Token(), Traversal()):
+        group = Group(
+            parts.target,
+            parts.proposer,
+            verifier,
+            [Request(n, f"{n}", PROMPT, PLAIN, 4) for n in range(50)],
+            CounterDraws(0),
+        )
+        for done in group:
+            deepest = np.array(done.draft.shape.depth)
+            assert [got.accepted for got in done.committed] == [int(deepest[t].max()) for t in done.draft.shape.trees]
+
+
+def test_a_draft_that_reads_ahead_is_seen():
+    """Negative control: a proposer that leaves its draft out when the first token is 0."""
+    parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
+
+    class Choosy(Moody):
+        def propose(self, batch):
+            draft = self.inner.propose(batch)
+            keep = [
+                int(draft.token[rows[1] - draft.shape.heads]) != 0 if len(rows) > 1 else True
+                for rows in draft.shape.trees
+            ]
+            return draft.cut([9 if one else 0 for one in keep])
+
+    parts = parts._replace(proposer=Choosy(parts.proposer))
+    outputs = law_of([(p, text) for p, (text, _) in decoded(parts, Token(), tokens=3)], 3)
+    assert outputs.mass == pytest.approx(1)
+    truth = autoregressive(parts.laws, 3, 4)
+    assert outputs.distance(truth) > 1e-3
+    assert "outputs begin with" in outputs.first_difference(truth)

@@ -1,0 +1,326 @@
+"""Drafts raced over noise that the verifier shares: what they carry, that no noise serves twice, what is put out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from spec_lab import record
+from spec_lab.batch import Sequence
+from spec_lab.decode import Group
+from spec_lab.law import CounterDraws, Key, Purpose, Sampling
+from spec_lab.model import CausalLM
+from spec_lab.propose.growth import Growth
+from spec_lab.verify import Gumbel, Match, Token, Traversal
+from tests.propose.lab import (
+    COLD,
+    PROMPTS,
+    WARM,
+    batch_of,
+    decode,
+    draft_model,
+    emitted,
+    expanded,
+    path_tokens,
+    plain_law,
+    plain_logits,
+    requests,
+)
+from tests.tiny import VOCABULARY, tiny_model
+
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+CHAIN = "1x1x1x1"
+
+
+@dataclass
+class Watched:
+    """Counter draws that remember every key and all noise."""
+
+    seed: int = 0
+    keys: list[Key] = field(default_factory=list)
+    noise: dict[Key, np.ndarray] = field(default_factory=dict)
+
+    def pick(self, weights, keys):
+        self.keys += keys
+        return CounterDraws(self.seed).pick(weights, keys)
+
+    def race(self, width, keys):
+        self.keys += keys
+        noise = CounterDraws(self.seed).race(width, keys)
+        self.noise |= dict(zip(keys, noise, strict=True))
+        return noise
+
+    @property
+    def repeats(self) -> int:
+        return len(self.keys) - len(set(self.keys))
+
+
+def proposed(target, tree=TREE, sampling=WARM, draws=None, prompts=PROMPTS, proposer=None):
+    """One draft, its batch and its proposer."""
+    proposer = proposer or draft_model(tree, "gumbel")
+    batch = batch_of(target, requests(sampling, prompts=prompts), draws)
+    return proposer.propose(batch), batch, proposer
+
+
+# What a draft carries ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5)])
+@pytest.mark.parametrize("tree", [CHAIN, TREE, "4x2", "9x1"])
+def test_siblings_are_the_best_of_their_parent_s_race(target, tree, sampling):
+    draws = Watched()
+    draft, batch, proposer = proposed(target, tree, sampling, draws)
+    shape = draft.shape
+    parents = np.unique(shape.parent)
+    assert draft.noise.dtype == torch.float64 and draft.noise.shape == draft.q.shape == (len(parents), VOCABULARY)
+    assert sorted(draft.q_row[parents]) == list(range(len(parents)))
+    assert (np.delete(draft.q_row, parents) == -1).all()
+    for row, sequence, text, children in expanded(draft, batch.sequences):
+        q, noise = draft.q[draft.q_row[row]], draft.noise[draft.q_row[row]]
+        torch.testing.assert_close(q, plain_law(proposer.lm.model, text, sequence.request.sampling), atol=1e-9, rtol=0)
+        order = (q.log() + noise).argsort(descending=True).tolist()
+        assert children == order[: len(children)] and (q[children] > 0).all()
+    assert draws.keys == list(draws.noise) and draws.repeats == 0  # one race each, and nothing else is drawn
+    assert len(draws.noise) == len(parents)
+
+
+def test_siblings_beyond_the_support_are_left_out(target):
+    nodes = {name: proposed(target, "4x1", s)[0].shape.nodes for name, s in SUPPORTS.items()}
+    assert nodes == {"cold": 6, "two": 12, "all": 24}  # of three trees
+
+
+SUPPORTS = {"cold": COLD, "two": Sampling(1.0, top_k=2), "all": WARM}
+
+
+def test_places_in_the_whole_tree_key_the_noise(target):
+    """The head's is -1. Nodes left out for want of support, or for the context, change no other node's noise."""
+    draws = Watched()
+    proposed(target, "2x2x1", Sampling(1.0, top_k=1), draws)
+    # nodes by place: 0 1 | 2 3, 4 5 | 6 ..; of a support of one there are 0, 2 and 6
+    wanted = [Key(n, 0, 0, Purpose.RACE, place) for place in (-1, 0, 2) for n in range(3)]
+    assert draws.keys == wanted
+    whole, cut = Watched(), Watched()
+    proposed(target, "2x2x1", WARM, whole)
+    proposed(target, proposer=draft_model("2x2x1", "gumbel", context=len(PROMPTS[0]) + 1), draws=cut)
+    assert 0 < len(cut.noise) < len(whole.noise)
+    assert all((whole.noise[key] == noise).all() for key, noise in cut.noise.items())
+
+
+def test_noise_does_not_depend_on_batch_mates(target):
+    together, batch, _ = proposed(target)
+    rows = [row for row, *_ in expanded(together, batch.sequences)]
+    noise = together.noise[together.q_row[rows]]
+    alone = []
+    for request in requests(WARM):
+        batch = batch_of(target, [request])
+        draft = draft_model(TREE, "gumbel").propose(batch)
+        alone += [draft.noise[draft.q_row[row]] for row, *_ in expanded(draft, batch.sequences)]
+    assert torch.equal(noise, torch.stack(alone))
+
+
+def test_nothing_drafted_still_says_how(target):
+    draft, _, _ = proposed(target, proposer=draft_model(TREE, "gumbel", context=2))
+    assert (draft.drawn, draft.shape.nodes) == ("gumbel", 0)
+    assert draft.noise.shape == draft.q.shape == (0, VOCABULARY) and draft.noise.dtype == torch.float64
+
+
+def test_what_is_drafted_has_the_draft_s_law(target):
+    sampling = Sampling(1.0, top_k=8)
+    proposer, tokens = draft_model("1", "gumbel"), []
+    batch = batch_of(target, requests(sampling, prompts=PROMPTS[1:2] * 100))
+    for number in range(40):
+        for sequence in batch.sequences:
+            sequence.round = number
+        draft = proposer.propose(batch)
+        tokens.append(draft.token.numpy())
+    law = draft.q[0].numpy()
+    assert (law > 0).sum() == 8
+    assert agrees(np.concatenate(tokens), law)
+    assert not agrees(np.concatenate(tokens), (law > 0) / 8)
+
+
+def agrees(tokens: np.ndarray, law: np.ndarray) -> bool:
+    """Whether tokens may well have the law: Pearson's test at 1e-6, rare ones as one; none of mass zero."""
+    counts, expected = np.bincount(tokens, minlength=len(law)), len(tokens) * law
+    rare = expected < 10
+    cells = [(np.append(x[~rare], x[rare].sum())) for x in (counts, expected)]
+    some = cells[1] > 0
+    return counts[law == 0].sum() == 0 and stats.chisquare(cells[0][some], cells[1][some]).pvalue > 1e-6
+
+
+# Decoding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verifier", [Gumbel(), Match()], ids=["gumbel", "match"])
+@pytest.mark.parametrize(("tree", "temperature"), [(CHAIN, None), (CHAIN, 1.5), (TREE, 1.5)])
+def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, tree, temperature):
+    proposer = draft_model(tree, "gumbel", temperature)
+    group, _ = decode(target, proposer, requests(), verifier)
+    assert emitted(group) == truth
+    assert not proposer.lm.cells.references.any()
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE])
+def test_the_target_as_its_own_draft_is_always_accepted(target, tree):
+    proposer = draft_model(tree, "gumbel", seed=0, num_hidden_layers=2)
+    depth = max(map(len, proposer.tree))
+    _, rounds = decode(target, proposer, requests(WARM, new=25), Gumbel())
+    # In a tree y is always the first child; the first children of TREE go three deep.
+    assert [done.accepted for one in rounds for done in one.committed] == [depth] * 3 * len(rounds)
+    assert len(rounds) == -(-25 // (depth + 1))
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+@pytest.mark.parametrize("tree", [CHAIN, TREE])
+def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sampling):
+    proposer = draft_model(tree, "gumbel")
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, proposer, wanted, Gumbel())[0])
+    assert together == [emitted(decode(target, proposer, [one], Gumbel())[0])[0] for one in wanted]
+    assert together == emitted(decode(target, proposer, wanted[::-1], Gumbel())[0])
+
+
+def test_its_steps_are_recorded_as_given_the_noise(target):
+    """Nothing is left to chance, so what is expected is what was accepted."""
+    _, rounds = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
+    rows = record.step_rows([record.slim(one) for one in rounds], 0, "speculative")
+    assert len(rows) > 20 and {row["expected_kind"] for row in rows} == {"noise"}
+    assert all(row["expected_accepted"] == row["accepted"] for row in rows)
+    assert 0 < sum(row["accepted"] for row in rows) < sum(row["depth"] for row in rows)
+    _, rounds = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Match())
+    assert {row["expected_kind"] for row in record.step_rows(rounds, 0, "speculative")} == {"exact"}
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
+def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
+    with pytest.raises(ValueError, match=f"verifier '{verifier.name}' judges drafts drawn iid, point, without"):
+        Group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
+
+
+# No noise serves twice ---------------------------------------------------------------------------------------------
+
+
+def watched(target, tree) -> Watched:
+    """Every draw of a decode of several rounds."""
+    draws = Watched()
+    group = Group(target, draft_model(tree, "gumbel"), Gumbel(), requests(WARM, new=16), draws)
+    rounds = list(group)
+    assert len(rounds) > 4
+    assert sum(one.draft.shape.nodes > 0 for one in rounds) > 3
+    raced = {key for key in draws.keys if key.purpose == Purpose.RACE}
+    assert raced == set(draws.noise)
+    # Every noise that a draft carries came from those draws.
+    known = {noise.tobytes() for noise in draws.noise.values()}
+    assert all(row.tobytes() in known for one in rounds for row in one.draft.noise.numpy())
+    return draws
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE])
+def test_every_key_of_a_decode_is_drawn_once(target, tree):
+    draws = watched(target, tree)
+    assert draws.repeats == 0
+    assert len({noise.tobytes() for noise in draws.noise.values()}) == len(draws.noise)
+
+
+def test_a_round_number_that_stands_still_is_caught(target, monkeypatch):
+    monkeypatch.setattr(Sequence, "who", property(lambda self: (self.request.id, self.branch, 0)))
+    assert watched(target, CHAIN).repeats > 0
+
+
+def test_rows_of_a_tree_that_share_a_key_are_caught(target, monkeypatch):
+    keys = Growth._keys
+    monkeypatch.setattr(Growth, "_keys", lambda *of: [key._replace(index=0) for key in keys(*of)])
+    assert watched(target, CHAIN).repeats > 0
+
+
+# The law of what is put out, on the real path ----------------------------------------------------------------------
+
+THREE = Sampling(1.0, top_k=3)
+COPIES = 2400
+
+
+def outputs(target) -> np.ndarray:
+    """The first three tokens of many requests for one prompt, as one number; 200 are decoded together."""
+    proposer, codes = draft_model("2x1", "gumbel"), []
+    for start in range(0, COPIES, 200):
+        wanted = requests(THREE, new=3, prompts=PROMPTS[1:2] * (start + 200))[start:]
+        codes += [
+            np.dot(tokens, [VOCABULARY**2, VOCABULARY, 1])
+            for tokens in emitted(decode(target, proposer, wanted, Gumbel())[0])
+        ]
+    return np.array(codes)
+
+
+def test_the_joint_law_of_three_tokens_is_the_target_s(target):
+    law = np.zeros(VOCABULARY**3)
+    for a, p_a in some(target, PROMPTS[1]):
+        for b, p_b in some(target, (*PROMPTS[1], a)):
+            for c, p_c in some(target, (*PROMPTS[1], a, b)):
+                law[(a * VOCABULARY + b) * VOCABULARY + c] = p_a * p_b * p_c
+    assert agrees(outputs(target), law)
+
+
+def some(target, text):
+    """The tokens that may follow, with their probabilities."""
+    law = plain_law(target.lm.model, list(text), THREE)
+    return [(token, float(law[token])) for token in law.nonzero()[:, 0].tolist()]
+
+
+# Early stops and bad input -----------------------------------------------------------------------------------------
+
+
+def test_a_confident_draft_ends_paths_by_its_law_alone_and_keeps_rows_aligned(target):
+    draft, batch, proposer = proposed(target, "2x2x1")
+    sure = {}
+    for row, _, text, _ in expanded(draft, batch.sequences):
+        sure[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())
+    proposer.confidence = sorted(sure.values())[len(sure) // 3]
+    draws = Watched()
+    fewer, batch, _ = proposed(target, proposer=proposer, draws=draws)
+    assert 2 * 3 < fewer.shape.nodes < draft.shape.nodes
+    assert len(fewer.noise) == len(draws.noise) == len(np.unique(fewer.shape.parent))
+    for row, _, text, children in expanded(fewer, batch.sequences):
+        q, noise = fewer.q[fewer.q_row[row]], fewer.noise[fewer.q_row[row]]
+        torch.testing.assert_close(q, plain_law(proposer.lm.model, text, WARM), atol=1e-9, rtol=0)
+        assert children == (q.log() + noise).topk(len(children)).indices.tolist()
+        same = next(
+            r for r in draft.shape.trees[fewer.shape.root[row]] if path_tokens(draft, r) == path_tokens(fewer, row)
+        )
+        assert torch.equal(noise, draft.noise[draft.q_row[same]])
+    wanted = requests(WARM, new=14)
+    together = emitted(decode(target, proposer, wanted, Gumbel())[0])
+    assert together == [emitted(decode(target, proposer, [one], Gumbel())[0])[0] for one in wanted]
+
+
+def test_a_tree_is_refused_at_temperature_0_and_a_chain_is_not():
+    with pytest.raises(ValueError, match=r"siblings drawn gumbel shrink the tree to a chain: set proposer\.drawn=p"):
+        draft_model("2x1", "gumbel").check(COLD)
+    draft_model("2x1", "gumbel").check(WARM)
+    draft_model("2x1", "gumbel", temperature=1.0).check(COLD)
+    draft_model(CHAIN, "gumbel").check(COLD)
+
+
+def test_nan_logits_end_their_own_request_only(target, truth):
+    proposer = draft_model(TREE, "gumbel", 0.3)
+    with torch.no_grad():
+        proposer.lm.model.get_input_embeddings().weight[18] = float("nan")  # in the second prompt only
+    group, _ = decode(target, proposer, requests(), Gumbel())
+    assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
+    assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
+
+
+def test_single_precision_drafts_race_in_double(target):
+    """Scores a hair apart, far below what single precision tells apart, keep their order."""
+    lm = CausalLM(tiny_model(seed=1, num_hidden_layers=1, dtype=torch.float32))
+    q = proposed(target, "3", prompts=PROMPTS[:1], proposer=draft_model("3", "gumbel", lm=lm))[0].q
+    assert q.dtype == torch.float32
+    order = np.random.default_rng(0).permutation(VOCABULARY)
+    close = Watched()
+    close.race = lambda width, keys: -q.double().log().numpy() - 1e-10 * order
+    draft, _, _ = proposed(target, prompts=PROMPTS[:1], draws=close, proposer=draft_model("3", "gumbel", lm=lm))
+    assert draft.token.tolist() == order.argsort()[:3].tolist()
+    assert draft.noise.dtype == torch.float64

@@ -1,0 +1,123 @@
+"""Speculative cascades are exact against the law they aim at, and lossy against the target's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from spec_lab.draft import Draft, Shape, chain, tree
+from spec_lab.verify import Cascade, Token
+from tests.laws import twin_zoo
+from tests.laws.tabular import Outputs, World
+from tests.laws.test_lossless import TREES, WORLDS, require_lossless
+from tests.verify.test_twins import drafts
+
+CASCADES = [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")]
+EACH = pytest.mark.parametrize("verifier", CASCADES, ids=lambda v: v.rule)
+DRAWN = pytest.mark.parametrize("drawn", ["iid", "without"])
+
+
+def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
+    """The law wanted after every text, by length: pi wherever a tree of some depth is expanded, p at its leaves."""
+    laws = [list(zip(*world.laws(length), strict=True)) for length in range(depth)]
+    pi = [np.array([twin_zoo.pi(p, q, verifier.alpha, verifier.rule) for p, q in pairs]) for pairs in laws]
+    return [*pi, world.laws(depth)[0]]
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
+@pytest.mark.parametrize("name", ["[1]", "[1,1]", "[1,1,1]", "[2]", "[2,2]"])
+@DRAWN
+@EACH
+def test_it_is_exact_against_its_aim(verifier, drawn, name, world):
+    shape: Shape = TREES[name]
+    outputs = Outputs.of_forest(world, verifier, shape, drawn)
+    outputs.laws = aimed_at(world, verifier, int(shape.depth.max()))
+    require_lossless(outputs)
+
+
+@pytest.mark.parametrize("name", ["[1]", "[1,1]", "[2,2]"])
+@DRAWN
+@EACH
+def test_it_is_lossy_against_the_target_and_accepts_more(verifier, drawn, name):
+    world = World(27, plain=True)
+    outputs = Outputs.of_forest(world, verifier, TREES[name], drawn)
+    assert outputs.tv() > 0.01 and outputs.first_failure() is not None
+    assert outputs.accepted > Outputs.of_forest(world, Token(), TREES[name], drawn).accepted + 0.01
+
+
+P = np.array([0.5, 0.3, 0.2])
+Q = np.array([0.4, 0.2, 0.4])  # TV(p, q) = 0.2
+
+
+@pytest.mark.parametrize(
+    ("rule", "alpha", "defers"),
+    [
+        ("chow", 0.5, True),  # max q = 0.4 < 0.5
+        ("chow", 0.7, False),  # not below 0.3
+        ("diff", 0.05, True),  # 0.4 < 0.5 - 0.05
+        ("diff", 0.15, False),
+        ("opt", 0.15, True),  # 0.4 < 0.5 - 0.15 * 0.2
+        ("opt", 0.6, False),
+        ("opt", 0.45, True),  # cheaper than diff: 0.4 < 0.5 - 0.09
+    ],
+)
+def test_each_rule_defers_as_its_table_says(rule, alpha, defers):
+    draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
+    aim = Cascade(alpha, rule).aim(draft, torch.tensor(np.array([P, P])))
+    assert aim.tolist() == [(P if defers else Q).tolist(), P.tolist()]  # the leaf knows no q
+
+
+@EACH
+@settings(max_examples=150)
+@given(case=drafts(("iid", "without")))
+def test_its_aim_is_that_of_the_paper(verifier, case):
+    draft, p = case
+    aim = verifier.aim(draft, p).numpy()
+    np.testing.assert_allclose(aim, twin_zoo.aim(draft, p.numpy(), verifier.alpha, verifier.rule), rtol=0, atol=1e-15)
+    np.testing.assert_allclose(aim.sum(-1), p.sum(-1).numpy(), rtol=0, atol=1e-12)
+    assert (aim[p.numpy() == 0] == 0).all(), "a token that the target forbids"
+
+
+def test_a_draft_that_never_defers_is_accepted_whole():
+    """Also in single precision, where its laws sum to a little more than 1."""
+    q = torch.softmax(torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)), -1) * (1 + 1e-6)
+    p = torch.softmax(torch.randn(7, 5000, generator=torch.Generator().manual_seed(1)), -1)
+    shape, q_row = TREES["[2,2]"], np.array([0, 1, 2, -1, -1, -1, -1])
+    token = torch.multinomial(q[q_row[shape.parent]], 1, generator=torch.Generator().manual_seed(2))[:, 0]
+    draft = Draft(shape, token, "iid", q, q_row)
+    assert Cascade(1.0, "chow")(draft, p).expected_accepted(shape).tolist() == [2.0]
+
+
+def test_a_constraint_binds_the_draft_too():
+    """Token 0 is illegal: its node's row is dead. Never deferring, pi is what is left of q."""
+    p = torch.tensor([[0.0, 0.7, 0.3], [0.0, 0.0, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.5, 0.2, 0.3]], dtype=torch.float64)
+    verifier = Cascade(1.0, "chow")
+    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "iid", q, np.array([0, -1, -1]))
+    assert verifier.aim(draft, p).tolist() == [pytest.approx([0.0, 0.4, 0.6]), [0.0] * 3, p[2].tolist()]
+    assert verifier(draft, p).stop[1] == 0
+
+
+def test_the_target_s_law_is_left_as_it_was():
+    p = torch.tensor(np.array([P, P]))
+    draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
+    Cascade(1.0, "chow")(draft, p)
+    assert p.tolist() == [P.tolist(), P.tolist()]
+
+
+def test_it_says_that_it_is_lossy():
+    assert Cascade.name == "cascade" and not Cascade().lossless and Cascade.accepts == {"iid", "without"}
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan"), True, "0.1", None])
+def test_alpha_must_lie_between_0_and_1(alpha):
+    with pytest.raises(ValueError, match="verifier.alpha must be a number between 0 and 1"):
+        Cascade(alpha=alpha)
+
+
+@pytest.mark.parametrize("rule", ["Chow", "", None, "token"])
+def test_a_rule_that_is_not_known_is_refused(rule):
+    with pytest.raises(ValueError, match="verifier.rule must be one of chow, diff, opt"):
+        Cascade(rule=rule)

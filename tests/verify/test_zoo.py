@@ -1,0 +1,181 @@
+"""K-SEQ and the lossy verifiers against the algorithms of their papers, on random forests; what they all keep to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from spec_lab.certify.enumerate import explore
+from spec_lab.draft import Draft, Shape, chain, empty, forest
+from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Typical, choose, kseq, path
+from spec_lab.verify import cascade as cascade_module
+from tests.laws import twin, twin_zoo
+from tests.verify.test_twins import drafts, joint
+
+CASES = [
+    (KSeq(), twin_zoo.kseq),
+    (Lenient(1.0), lambda draft, p: twin.token(draft, p, 1.0)),
+    (Lenient(0.7), lambda draft, p: twin.token(draft, p, 0.7)),
+    (Lenient(0.05), lambda draft, p: twin.token(draft, p, 0.05)),
+    (Typical(), lambda draft, p: twin_zoo.typical(draft, p, 0.09, 0.3)),
+    (Typical(0.3, 0.9), lambda draft, p: twin_zoo.typical(draft, p, 0.3, 0.9)),
+    (Relaxed(2, 0.3), lambda draft, p: twin_zoo.relaxed(draft, p, 2, 0.3)),
+    (Relaxed(3, 1.0), lambda draft, p: twin_zoo.relaxed(draft, p, 3, 1.0)),
+    *[
+        (Cascade(alpha, rule), lambda draft, p, alpha=alpha, rule=rule: twin_zoo.cascade(draft, p, alpha, rule))
+        for alpha, rule in [(0.3, "chow"), (0.1, "diff"), (0.5, "opt")]
+    ],
+]
+NAMES = ["kseq", "lenient 1", "lenient 0.7", "lenient 0.05", "typical", "typical 0.3 0.9", "relaxed 2", "relaxed 3"]
+NAMES += ["chow", "diff", "opt"]
+EACH = pytest.mark.parametrize(("verifier", "direct"), CASES, ids=NAMES)
+ALL = tuple(sorted({"iid", "without", "point"}))
+
+
+@st.composite
+def judged(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
+    """A draft that the verifier judges, with p."""
+    return draw(drafts(tuple(how for how in ALL if how in verifier.accepts)))
+
+
+def close(verifier) -> float:
+    """K-SEQ's rho has half the digits where p is nearly q, in any algorithm; see the tests of ``kseq``."""
+    return 1e-7 if isinstance(verifier, KSeq) else 1e-12
+
+
+@EACH
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    stop, emit = direct(draft, p.numpy())
+    verdict = verifier(draft, p)
+    assert verdict.stop.dtype == np.float64
+    np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=close(verifier))
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=close(verifier))
+    np.testing.assert_allclose(np.bincount(draft.shape.root, weights=verdict.stop), 1.0, rtol=0, atol=1e-12)
+
+
+@EACH
+@settings(max_examples=30)
+@given(data=st.data())
+def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    assert verifier(draft, p).stop[p.sum(-1).numpy() == 0].sum() == 0
+
+
+@EACH
+@settings(max_examples=25)
+@given(data=st.data())
+def test_trees_do_not_see_each_other(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    shape = draft.shape
+    whole = joint(draft, verifier(draft, p))
+    for rows in shape.trees:
+        new = np.full(shape.rows, -1)
+        new[rows] = np.arange(len(rows))
+        nodes = rows[1:] - shape.heads
+        q_row = None if draft.q_row is None else draft.q_row[rows]
+        alone = Draft(Shape(1, new[shape.parent[nodes]]), draft.token[nodes], draft.drawn, draft.q, q_row)
+        np.testing.assert_allclose(joint(alone, verifier(alone, p[rows])), whole[rows], rtol=0, atol=1e-13)
+
+
+@EACH
+@settings(max_examples=30)
+@given(data=st.data())
+def test_judging_leaves_no_trace_and_repeats(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
+    first, again = (joint(draft, verifier(draft, p)) for _ in range(2))
+    assert (first == again).all()
+    assert torch.equal(p, kept[0]) and torch.equal(draft.token, kept[2])
+    assert draft.q is None or torch.equal(draft.q, kept[1])
+
+
+@EACH
+@settings(max_examples=30)
+@given(data=st.data())
+def test_residual_serves_any_rows_in_any_order(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    verdict = verifier(draft, p)
+    rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
+    every = verdict.residual(np.arange(draft.shape.rows))
+    torch.testing.assert_close(verdict.residual(rows), every[torch.from_numpy(rows)], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "direct"), [c for c in CASES if not isinstance(c[0], Typical | Relaxed | Cascade)]
+)
+@settings(max_examples=50)
+@given(data=st.data())
+def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    if draft.q is not None:
+        draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
+    verdict = verifier(draft, p.float())
+    assert verdict.residual(np.array([0])).dtype == torch.float32
+    stop, emit = direct(draft, p.float().double().numpy())
+    slack = 2e-3 if isinstance(verifier, KSeq) else 2e-5  # half of seven digits
+    np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=slack)
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=slack)
+
+
+@pytest.mark.parametrize(("verifier", "direct"), [c for c in CASES if isinstance(c[0], Typical | Relaxed | Cascade)])
+@settings(max_examples=50)
+@given(data=st.data())
+def test_in_single_precision_a_threshold_decides_alike_unless_it_is_met_exactly(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    if draft.q is not None:
+        draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
+    p = p.float()
+    nudged = [direct(draft, p.double().numpy() * (1 + nudge)) for nudge in (-1e-6, 0, 1e-6)]
+    assume(all(np.allclose(nudged[1][0], stop, atol=1e-4) for stop, _ in nudged))
+    verdict = verifier(draft, p)
+    stop, emit = nudged[1]
+    assert verdict.residual(np.array([0])).dtype == torch.float32
+    np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=2e-5)
+
+
+@EACH
+@settings(max_examples=25)
+@given(data=st.data())
+def test_wide_vocabularies_are_worked_on_in_parts_with_the_same_result(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    whole = joint(draft, verifier(draft, p))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kseq, path, cascade_module):
+            patch.setattr(module, "CHUNK", 2 * p.shape[-1])  # two rows at a time
+        np.testing.assert_allclose(joint(draft, verifier(draft, p)), whole, rtol=0, atol=1e-14)
+
+
+@EACH
+def test_no_nodes_emits_from_the_target(verifier, direct):
+    p = torch.softmax(torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), -1)
+    bare = Draft(forest((chain(0),) * 3), torch.empty(0, dtype=torch.long), "iid", p[:0], np.full(3, -1))
+    for draft in [empty(3), bare] if "point" in verifier.accepts else [bare]:
+        verdict = verifier(draft, p)
+        assert verdict.stop.tolist() == [1.0, 1.0, 1.0]
+        assert torch.equal(verdict.residual(np.arange(3)), p)
+
+
+@EACH
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_step_can_be_sampled(verifier, direct, data):
+    draft, p = data.draw(judged(verifier))
+    verdict, who = verifier(draft, p), [(head, 0, 0) for head in range(draft.shape.heads)]
+    assume(draft.shape.heads == 1)
+    mass = sum(m for m, _ in explore(lambda draws: choose(verdict, draft.shape, p, draws, who)))
+    assert mass == pytest.approx(1, abs=1e-12)
+
+
+@EACH
+def test_a_target_law_of_other_rows_than_the_forest_is_refused(verifier, direct):
+    q = torch.full((1, 4), 0.25)
+    draft = Draft(chain(1), torch.tensor([0]), "iid", q, np.array([0, -1]))
+    with pytest.raises(ValueError, match="the forest has 2 rows"):
+        verifier(draft, torch.full((3, 4), 0.25))
