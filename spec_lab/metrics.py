@@ -74,7 +74,11 @@ def tau_macro(steps: pd.DataFrame) -> float:
 
 
 def expected_tau(steps: pd.DataFrame) -> float:
-    """1 + the mean of the exact expected accepted tokens of each step given its draft."""
+    """1 + the mean of the exact expected accepted tokens of each step, given its draft.
+
+    Of verifiers that share the draft's noise (``expected_kind`` "noise") it is given that as well: then nothing is left
+    to chance, and it equals ``tau_pooled_raw``.
+    """
     return 1.0 + float(steps["expected_accepted"].mean())
 
 
@@ -306,6 +310,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         "tau_pooled_raw": tau_pooled_raw(steps),
         "tau_macro": tau_macro(steps),
         "expected_tau": expected_tau(steps),
+        "expected_kind": ", ".join(sorted(set(steps["expected_kind"]))),
         "empty_residuals": int(steps["empty_residual"].sum()),
         "vllm_mean_acceptance_length": vllm_mean_acceptance_length(steps),
         "draft_token_rate": draft_token_rate(steps),

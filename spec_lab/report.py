@@ -90,6 +90,7 @@ def _notes(summary: Mapping[str, Any]) -> str:
         "tau: tokens per step, the one after the accepted ones included. uncut: tau before stop tokens and limits cut. "
         "E tau: uncut as expected from the exact acceptance probabilities. nodes: drafted per step. "
         "loops: share of 8-grams that occurred before in the same output.",
+        *_given_noise(summary),
         _prefill(summary),
         *_certified(summary),
     ]
@@ -116,6 +117,12 @@ def _identical(summary: Mapping[str, Any]) -> list[str]:
         return ["All outputs are identical to the baseline's."] if compared else []
     others = "; every other arm 100 %" if len(less) < len(compared) else ""
     return [f"Outputs identical to the baseline's: {', '.join(less)} of the prompts{others}."]
+
+
+def _given_noise(summary: Mapping[str, Any]) -> list[str]:
+    """Which arms' expectations are no expectations."""
+    arms = [name for name, arm in summary["arms"].items() if arm["expected_kind"] == "noise"]
+    return [f"E tau of {', '.join(arms)} is given the noise that draft and target share: it equals uncut."] * bool(arms)
 
 
 def _certified(summary: Mapping[str, Any]) -> list[str]:

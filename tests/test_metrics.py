@@ -13,7 +13,7 @@ def steps(*rows: dict) -> pd.DataFrame:
     plain = {
         "arm": "speculative", "request": 0, "prefill": False, "forced": 0, "nodes": 3, "depth": 3,
         "stop_had_children": True, "forced_accepted": 0, "forced_accepted_kept": 0,
-        "expected_accepted": 0.0, "empty_residual": False, "finish": "",
+        "expected_accepted": 0.0, "expected_kind": "exact", "empty_residual": False, "finish": "",
     }  # fmt: skip
     filled = []
     for row in rows:

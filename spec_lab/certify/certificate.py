@@ -40,7 +40,7 @@ class Proof:
     @property
     def worst(self) -> Finding | None:
         """The finding with the largest total variation."""
-        return max(self.findings, key=lambda one: one.tv, default=None)
+        return max(self.findings, key=lambda one: np.nan_to_num(one.tv, nan=np.inf), default=None)
 
     @property
     def failure(self) -> Finding | None:
@@ -50,7 +50,8 @@ class Proof:
     @property
     def aimed(self) -> float | None:
         """The largest total variation from the law that a lossy verifier says it is exact against."""
-        return max((one.aimed for one in self.findings if one.aimed is not None), default=None)
+        aimed = [one.aimed for one in self.findings if one.aimed is not None]
+        return float(np.max(aimed)) if aimed else None  # NaN where one is
 
     def facts(self) -> dict[str, Any]:
         """For ``certificate.json``."""
@@ -61,6 +62,7 @@ class Proof:
             "worst_instance": self.worst.instance if self.worst else None,
             "worst_mass_error": max((abs(one.mass - 1) for one in self.findings), default=None),
             "aimed_tv": self.aimed,
+            "aimed_instances": sum(one.aimed is not None for one in self.findings),
             "failure": self.failure and f"{self.failure.wrong} ({self.failure.instance})",
             "drafts": self.drafts,
             "missing": list(self.missing),
@@ -84,16 +86,16 @@ def prove(
         tick: told of each instance done.
 
     Raises:
-        ValueError: the verifier cannot run on a toy; names the instance and what went wrong.
+        ValueError: the verifier cannot run on a toy, or not with this proposer; names the instance and what went wrong.
     """
     drawn: Drawn = proposer if isinstance(proposer, str) else proposer.drawn
     drafting: Proposer | Drawn = proposer
     missing: list[str] = []
-    if drawn != "gumbel":
-        _try(instances[0], drawn, verifier, sampling)
-        if drafting != drawn and (why := _unfit(instances[0], proposer, verifier, sampling)):
-            missing.append(f"the proposer's own drafts: {why}")
-            drafting = drawn
+    _try(instances[0], drawn, verifier, sampling)
+    if drafting != drawn and (why := _unfit(instances[0], proposer, verifier, sampling)):
+        missing.append(f"the proposer's own drafts: {why}")
+        drafting = drawn
+    whose: Literal["proposer", "reference"] = "reference" if isinstance(drafting, str) else "proposer"
     findings: list[Finding] = []
     for instance in instances:
         try:
@@ -103,21 +105,29 @@ def prove(
         except TooMany as error:
             missing.append(f"{instance.name}: {error}")
         except Continuous as error:
-            return Proof((), "proposer", (str(error),))
+            return Proof((), whose, (*missing, str(error)))
+        except Exception as error:
+            by = "" if isinstance(drafting, str) else drafting.name
+            raise _fails(instance, drawn, verifier, error, by) from error
         tick(1)
-    return Proof(tuple(findings), "reference" if drafting == drawn else "proposer", tuple(missing))
+    return Proof(tuple(findings), whose, tuple(missing))
 
 
 def _try(instance: Instance, drawn: Drawn, verifier: Verifier, sampling: Sampling) -> None:
     try:
         examine(instance, drawn, verifier, sampling)
-    except Reused:
+    except (Reused, TooMany, Continuous):
         pass  # found again, and reported, later
     except Exception as error:
-        raise ValueError(
-            f"verifier '{verifier.name}' fails on a toy draft drawn {drawn} ({instance.name}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise _fails(instance, drawn, verifier, error) from error
+
+
+def _fails(instance: Instance, drawn: Drawn, verifier: Verifier, error: Exception, proposer: str = "") -> ValueError:
+    by = f" by '{proposer}'" if proposer else ""
+    return ValueError(
+        f"verifier '{verifier.name}' fails on a toy draft drawn {drawn}{by} ({instance.name}): "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def _unfit(instance: Instance, proposer: Any, verifier: Verifier, sampling: Sampling) -> str:
@@ -126,7 +136,7 @@ def _unfit(instance: Instance, proposer: Any, verifier: Verifier, sampling: Samp
         return ""
     try:
         examine(instance, proposer, verifier, sampling)
-    except (Reused, TooMany):
+    except (Reused, TooMany, Continuous):
         return ""
     except Exception as error:  # whatever a proposer trips over that was made for another target
         return f"it has no toy(target, draft, tree) and fails on a toy target ({type(error).__name__}: {error})"

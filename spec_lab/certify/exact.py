@@ -74,7 +74,8 @@ class Finding:
         accepted: tokens accepted on average.
         expected: as the verdicts expected it.
         outcomes: enumerated.
-        aimed: total variation from the law a lossy verifier says that it is exact against; None where it names none.
+        aimed: total variation from the law a lossy verifier says that it is exact against; None where it names none, or
+            where its law depends on more than the text.
     """
 
     instance: str
@@ -201,7 +202,8 @@ class _Tree(NamedTuple):
 def _step(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling, most: int) -> Finding:
     v, start = instance.world.v, len(instance.start)
     laws = [after[code(instance.start, v) * v**k :][: v**k] for k, after in enumerate(parts.laws[start:])]
-    outputs, aims = Outputs(v, len(laws)), [after.copy() for after in laws]
+    outputs = Outputs(v, len(laws))
+    aims: dict[tuple[int, int], np.ndarray] | None = {} if hasattr(verifier, "aim") else None
     accepted = expected = 0.0
     outcomes = 0
 
@@ -212,11 +214,19 @@ def _step(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
         outcomes += 1
         for row, (depth, number) in enumerate(zip(tree.depth.tolist(), tree.number.tolist(), strict=True)):
             outputs.exactly[depth + 1].reshape(-1, v)[number] += probability * tree.ends[row]
-            if tree.aim is not None and depth < len(aims):
-                aims[depth][number] = tree.aim[row]
+            if aims is not None and tree.aim is not None:
+                other = aims.setdefault((depth, number), tree.aim[row])
+                if np.abs(other - tree.aim[row]).max() > EXACT:
+                    aims = None  # one text is a leaf here, a parent there: the aim is no law of texts
         accepted += probability * float(tree.ends.sum(-1) @ tree.depth)
         expected += probability * tree.expected
-    aimed = outputs.tv(aims) if hasattr(verifier, "aim") else None
+    aimed = None
+    if aims is not None:
+        wanted = [after.copy() for after in laws]
+        for (depth, number), law_there in aims.items():
+            if depth < len(wanted):
+                wanted[depth][number] = law_there
+        aimed = outputs.tv(wanted)
     failure = outputs.first_failure(laws)
     return Finding(instance.name, outputs.tv(laws), outputs.mass, failure, accepted, expected, outcomes, aimed)
 

@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from spec_lab.certify.statistics import distance, expected_distance
-from spec_lab.figures import COLOURS, GREY, STYLE
+from spec_lab.figures import COLOURS, STYLE
 
 Texts = tuple[np.ndarray, np.ndarray]
 """Sampled texts, by number, and the law they should have."""
 
 
-def convergence(pairs: Mapping[str, tuple[np.ndarray, np.ndarray, bool]], control: Texts) -> Figure:
+def convergence(pairs: Sequence[tuple[str, bool, Texts]], control: Texts) -> Figure:
     """Distance of the empirical law from the target's against the number of samples.
 
     Args:
-        pairs: by name the sampled texts, their law, and whether the verifier declares itself lossless.
+        pairs: of each its verifier's name, whether that declares itself lossless, and the texts. Pairs of one verifier
+            share a colour.
         control: of a broken verifier.
     """
     with rc_context(STYLE):
-        figure = Figure(figsize=(8.5, 5), layout="constrained")
+        figure = Figure(figsize=(9, 5), layout="constrained")
         axes = figure.add_subplot()
         sizes = _sizes(len(control[0]))
-        law = next(iter(pairs.values()))[1] if pairs else control[1]
-        (line,) = axes.plot(sizes, expected_distance(law, sizes), color="black", lw=5, alpha=0.15)
-        line.set_label("samples of the law itself: 1/sqrt(n)")
-        for number, (name, (texts, law, lossless)) in enumerate(pairs.items()):
-            (line,) = axes.plot(sizes, _distances(texts, law, sizes), lw=1.3, color=COLOURS[number % len(COLOURS)])
+        (line,) = axes.plot(sizes, expected_distance(control[1], sizes), color="black", lw=6, alpha=0.15)
+        line.set_label("samples of the target's law itself: 1/sqrt(n)")
+        names = list(dict.fromkeys(name for name, _, _ in pairs))
+        several = {name: sum(other == name for other, _, _ in pairs) for name in names}
+        told = set()
+        for name, lossless, texts in pairs:
+            (line,) = axes.plot(
+                sizes, _distances(*texts, sizes), lw=1.2, color=COLOURS[names.index(name) % len(COLOURS)]
+            )
             line.set_linestyle("-" if lossless else "--")
-            line.set_label(name if lossless else f"{name}: lossy")
-        axes.plot(sizes, _distances(*control, sizes), color=GREY, lw=1.6, ls=":", label="broken: p after a rejection")
+            if name not in told:
+                more = f", {several[name]} pairs" if several[name] > 1 else ""
+                line.set_label(f"{name}{'' if lossless else ' (lossy)'}{more}")
+                told.add(name)
+        (line,) = axes.plot(sizes, _distances(*control, sizes), color="black", lw=2, ls=":")
+        line.set_label("broken: emits from p after a rejection")
         axes.set(
-            xscale="log", yscale="log", xlabel="sampled texts of four tokens (toy world, 256 texts possible)",
-            ylabel="total variation from the target's law",
-            title="A lossless pair comes ever closer to the target's law; a biased one stops",
+            xscale="log", yscale="log", xlabel="sampled texts of four tokens (256 are possible)",
+            ylabel="total variation from the target's law", title="Lossless pairs converge to the target's law",
         )  # fmt: skip
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,9 @@ from spec_lab.verify import Verifier, check_pair
 FAILED = 1
 """Exit code where a verifier that declares itself lossless is not, or a lossy one misses the law it aims at."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
 JOINT_LAW = "joint law of four tokens"
 
 
@@ -57,7 +61,7 @@ def certify(
         console: where the table goes; default standard output.
 
     Returns:
-        The exit code: 0, or 1 where a verifier is not what it declares.
+        The exit code: 0; 1 where a verifier is not what it declares; 130 after Ctrl-C, which keeps finished pairs.
 
     Raises:
         ValueError: the composed pair does not fit; a verifier that cannot run on toys; a wrong option.
@@ -70,19 +74,25 @@ def certify(
     claim(settings.out, facts)
     work = _Work(lab, settings, samples, tokens, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     pairs: list[Pair] = []
-    with tqdm(total=len(chosen) * work.parts, desc=settings.name, unit="part", disable=None) as bar:
-        for proposer, verifier in chosen:
-            bar.set_postfix_str(f"{proposer.name} + {verifier.name}")
-            pairs.append(work.examine(proposer, verifier, lambda share: bar.update(share)))
-            write_json(settings.out / "certificate.json", _facts(pairs, work, facts, len(chosen)))
-        work.confirm(pairs)
-    control = joint("iid", Control(), samples, settings.seed)
-    certificate = _facts(pairs, work, facts, len(chosen))
+    try:
+        with tqdm(total=len(chosen) * work.parts, desc=settings.name, unit="part", disable=None) as bar:
+            for proposer, verifier in chosen:
+                bar.set_postfix_str(f"{proposer.name} + {verifier.name}")
+                pairs.append(work.examine(proposer, verifier, lambda share: bar.update(share)))
+                write_json(settings.out / "certificate.json", _facts(pairs, work, facts, complete=False))
+            work.confirm(pairs)
+        control = joint("iid", Control(), samples, settings.seed)
+    except KeyboardInterrupt:
+        what = f"{len(pairs)} pairs of {len(chosen)}"
+        print(f"\nInterrupted: what is known of {what} is in {settings.out}, unconfirmed.", file=sys.stderr)
+        return INTERRUPTED
+    certificate = _facts(pairs, work, facts, complete=True)
     certificate["control"] = vars(seen := _histogram(*control, settings.seed))
     write_json(settings.out / "certificate.json", certificate)
     folder = settings.out / "figures"
     folder.mkdir(exist_ok=True)
-    figure = convergence({pair.name: (pair.texts, pair.law, pair.verifier.lossless) for pair in pairs}, control)
+    drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
+    figure = convergence(drawn, control)
     figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
     console = console or Console()
     show(pairs, seen, samples, tokens, console)
@@ -175,12 +185,13 @@ def _histogram(texts: np.ndarray, law: np.ndarray, seed: int) -> Check:
     return Check(JOINT_LAW, found.samples, found.statistic, found.p_value, found.detectable, seed)
 
 
-def _facts(pairs: Sequence[Pair], work: _Work, facts: Mapping[str, Any], wanted: int) -> dict[str, Any]:
+def _facts(pairs: Sequence[Pair], work: _Work, facts: Mapping[str, Any], complete: bool) -> dict[str, Any]:
     """The contents of ``certificate.json``."""
-    tvs = [pair.proof.worst.tv for pair in pairs if pair.verifier.lossless and pair.proof.worst]
+    lossless = [pair for pair in pairs if pair.verifier.lossless]
+    tvs = [pair.proof.worst.tv for pair in lossless if pair.proof.worst]
     return {
-        "complete": len(pairs) == wanted,
-        "certified": all(pair.certified for pair in pairs if pair.verifier.lossless),
+        "complete": complete,
+        "certified": all(pair.certified for pair in lossless) if lossless else None,
         "failed": [f"{pair.name}: {pair.failed}" for pair in pairs if pair.failed],
         "worst_tv": max(tvs, default=None),
         "instances": [one.name for one in STEPS + LOOPS],
@@ -191,7 +202,3 @@ def _facts(pairs: Sequence[Pair], work: _Work, facts: Mapping[str, Any], wanted:
         "target": work.lab.target.name,
         "pairs": [pair.facts() for pair in pairs],
     }
-
-
-def _name(pair: Pair) -> str:
-    return f"{pair.proposer.name} ({pair.proposer.drawn}), {pair.verifier.name}"

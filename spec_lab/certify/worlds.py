@@ -19,8 +19,8 @@ from spec_lab.law import Sampling, law
 PROMPT = (0, 1, 2, 0, 1, 3, 2, 0, 1)
 """What every toy text begins with. Its end has occurred before, so that prompt lookup has something to draft."""
 
-IMPOSSIBLE = -800.0
-"""A logit that has no mass at all, yet is finite: exp(-800) is zero in float64."""
+IMPOSSIBLE = -1e6
+"""A logit that has no mass at all, yet is finite: its exponential is zero in float64, at any temperature below 1000."""
 
 
 class World(Protocol):

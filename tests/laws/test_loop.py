@@ -1,20 +1,16 @@
 """The real loop has the target's law: every choice it makes is enumerated through ``Draws``. Broken loops do not."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
-import spec_lab.batch
 import spec_lab.decode
-import spec_lab.propose.growth
 from spec_lab.batch import Request
 from spec_lab.decode import Group
-from spec_lab.law import Purpose, Sampling, law
+from spec_lab.law import Sampling, law
 from spec_lab.model import CausalLM
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.growth import Growth
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
 from tests.laws.tabular import explore
@@ -118,39 +114,10 @@ def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, uns
     assert len(sizes) > 1
 
 
-@pytest.mark.parametrize("tree", ["1x1", "2x1"])
-def test_a_draft_that_leaves_out_nodes_by_what_was_drawn_is_seen(target, draft, monkeypatch, tree):
-    right = Growth._draw
-
-    def choosy(self, level, live, parents, logits):
-        right(self, level, live, parents, logits)
-        for nodes, _ in level.ranks:
-            self.live[nodes[self.token[nodes - self.shape.heads] == 0]] = False
-
-    monkeypatch.setattr(Growth, "_draw", choosy)
-    assert distance(target, draft, tree, "iid", Token(), PLAIN) > 1e-3
-
-
 @pytest.mark.parametrize("tree", ["1", "1x1"])
 def test_a_stop_token_ends_the_text_and_leaves_its_law(target, draft, tree):
     """Accepted with more behind it, as the residual or as the bonus."""
     assert distance(target, draft, tree, "iid", Token(), PLAIN, STOP) < 1e-12
-
-
-@pytest.mark.parametrize("reused", [Purpose.STOP, Purpose.EMIT], ids=["acceptance", "residual"])
-def test_noise_shared_with_the_draft_is_seen(target, draft, monkeypatch, reused):
-    class Shared:
-        DRAFT = reused
-
-    monkeypatch.setattr(spec_lab.propose.growth, "Purpose", Shared)
-    with pytest.raises(AssertionError, match="names two choices"):
-        distance(target, draft, "1", "iid", Token(), PLAIN)
-
-
-def test_a_round_number_that_stands_still_is_seen(target, draft, monkeypatch):
-    monkeypatch.setattr(spec_lab.batch.Sequence, "who", property(lambda s: (s.request.id, s.branch, 0)))
-    with pytest.raises(AssertionError, match="names two choices"):
-        distance(target, draft, "1", "iid", Token(), PLAIN)
 
 
 def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
@@ -161,16 +128,3 @@ def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
 
     monkeypatch.setattr(spec_lab.decode, "law", bare)
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3
-
-
-@pytest.mark.parametrize("first", [0, -1], ids=["nothing is cut", "only the last token is looked at"])
-def test_a_loop_that_emits_behind_a_stop_token_is_seen(target, draft, monkeypatch, first):
-    right = spec_lab.batch._cut
-
-    def late(sequence, emitted, context):
-        blind = replace(sequence, request=replace(sequence.request, stop=frozenset()))
-        kept, finish = right(blind, emitted, context)
-        return kept, "stop" if STOP.intersection(emitted[:kept][first:]) else finish
-
-    monkeypatch.setattr(spec_lab.batch, "_cut", late)
-    assert distance(target, draft, "1", "iid", Token(), PLAIN, STOP) > 1e-3

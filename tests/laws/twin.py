@@ -1,12 +1,9 @@
 """The papers' verifiers as they read, in NumPy, one tree and one node at a time: oracles of the vectorised laws.
 
-Each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]`` (rows sum to 1, or are all zero). The
-keywords break an algorithm on purpose; the breakages are negative controls of the exact tests.
+Each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]`` (rows sum to 1, or are all zero).
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
@@ -47,7 +44,7 @@ def widen(law: np.ndarray, vocabulary: int) -> np.ndarray:
     return np.pad(law, ((0, 0), (0, vocabulary - law.shape[1])))
 
 
-def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
+def token(draft: Draft, p: np.ndarray) -> Law:
     """Recursive rejection, top down."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
@@ -56,10 +53,10 @@ def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
         law = p[row]
         for child in shape.children[row] - shape.heads:
             x = tokens[child]
-            accept = ratio(law[x], lenience * q[child, x])
+            accept = ratio(law[x], q[child, x])
             visit(child + shape.heads, reach * accept)
             reach *= 1 - accept
-            law = norm(np.maximum(law - lenience * q[child], 0))
+            law = norm(np.maximum(law - q[child], 0))
         stop[row], emit[row] = reach, law
 
     for head in range(shape.heads):
@@ -72,8 +69,8 @@ def kept(a: float, s: float) -> float:
     return s / (s + 1 - a) if s + 1 - a > 0 else 1.0
 
 
-def traversal(draft: Draft, p: np.ndarray, weight: Callable[[float, float], float] = kept) -> Law:
-    """Traversal: follow first living children to a leaf, stop there or delete it. ``weight``: in place of ``kept``."""
+def traversal(draft: Draft, p: np.ndarray) -> Law:
+    """Traversal: follow first living children to a leaf, stop there or delete it."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     living = [rows.tolist() for rows in shape.children]
@@ -97,7 +94,7 @@ def traversal(draft: Draft, p: np.ndarray, weight: Callable[[float, float], floa
             left = np.maximum(a[m] * law[m] - q[row - shape.heads], 0)
             s = left.sum()
             law[m] = norm(left)
-            a[m] = 1.0 if m == head else weight(a[m], s)
+            a[m] = 1.0 if m == head else kept(a[m], s)
     return stop, emit
 
 

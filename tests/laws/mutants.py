@@ -1,0 +1,625 @@
+"""Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must kill it.
+
+They are small patches of the real code or wrappers around it, and go through ``certify`` as an honest pair does.
+``python -m tests.laws.mutants > experiments/exactness/mutants.md`` writes their table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import spec_lab.batch
+import spec_lab.propose.growth
+from spec_lab.batch import Batch
+from spec_lab.certify import exact
+from spec_lab.certify.certificate import Control, prove
+from spec_lab.certify.exact import LOOPS, PLAIN, Instance, reference
+from spec_lab.certify.outputs import EXACT
+from spec_lab.certify.sampled import JOINT, joint
+from spec_lab.certify.statistics import chi_square
+from spec_lab.certify.worlds import PROMPT, Random, code, logits
+from spec_lab.draft import Draft, Drawn
+from spec_lab.law import Draws, Key, Purpose, law
+from spec_lab.propose import Proposer
+from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
+from spec_lab.verify.siblings import EVERY_DRAW, excess
+from tests.laws import twin
+from tests.laws.tabular import Judge, paths_of
+
+# Patches
+
+
+def edited(what: Any, old: str, new: str, **others: Any) -> Any:
+    """A function or class with one piece of its source replaced, and ``others`` in place of its module's names."""
+    source = inspect.getsource(what)
+    assert source.count(old) == 1, f"{what.__qualname__} no longer holds: {old}"
+    space = vars(sys.modules[what.__module__]) | others
+    exec(source.replace(old, new), space)
+    return space[what.__name__]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A law of one step that claims to be lossless."""
+
+    judge: Judge
+    name = "broken"
+    accepts = EVERY_DRAW
+    lossless = True
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        return self.judge(draft, p)
+
+
+@dataclass(frozen=True)
+class Around:
+    """The reference proposer, whose draft is changed.
+
+    Args:
+        change: maps a batch and the reference's ``propose`` to a draft.
+        drawn: as stated; ``really``: as drawn.
+    """
+
+    change: Callable[[Batch, Callable[[Batch], Draft]], Draft]
+    drawn: Drawn = "iid"
+    really: Drawn = "iid"
+    inner: Any = None
+    name = "broken"
+    wants_hidden = False
+
+    def toy(self, target: Any, draft: Any, tree: Any) -> Proposer:
+        return replace(self, inner=reference(self.really, target, draft, tree))
+
+    @property
+    def nodes(self) -> int:
+        return self.inner.nodes
+
+    def propose(self, batch: Batch) -> Draft:
+        return self.change(batch, self.inner.propose)
+
+    def close(self, sequence: Any) -> None:
+        self.inner.close(sequence)
+
+
+class Inverse:
+    """Draws by inverse law, as ``CounterDraws``, of which every outcome can be enumerated.
+
+    What is known of a key's uniform is an interval; a later choice of the same key weighs what it has in common with
+    that. As long as no key is used twice, these are the draws within.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws, self.known, self.asked = draws, {}, 0
+
+    def pick(self, weights: Tensor | np.ndarray, keys: list[Key]) -> np.ndarray:
+        rows = np.asarray(weights, dtype=np.float64)
+        rows = rows / rows.sum(-1, keepdims=True)
+        ends = rows.cumsum(-1)
+        chosen = []
+        for key, start, end in zip(keys, ends - rows, ends, strict=True):
+            low, high = self.known.get(key, (0.0, 1.0))
+            common = np.minimum(end, high) - np.maximum(start, low)
+            common[common < 1e-15] = 0.0  # rounding
+            self.asked += 1
+            (index,) = self.draws.pick(common[None], [key._replace(round=self.asked)])
+            self.known[key] = max(low, start[index]), min(high, end[index])
+            chosen.append(index)
+        return np.array(chosen)
+
+
+@contextmanager
+def inverse() -> Iterator[None]:
+    """The exact layer draws by inverse law: a key used twice is no error but the same uniform, as when sampling."""
+    right = exact.side_by_side
+    with mock.patch.object(
+        exact, "side_by_side", lambda play, **more: right(lambda draws, count: play(Inverse(draws), count), **more)
+    ):
+        yield
+
+
+# Residuals and bonuses
+
+EXCESS = "remainder(draft, p, rows, theta[rows])"
+RESIDUAL_IS_ABSOLUTE = edited(
+    Token, EXCESS, "absolute(draft, p, rows, theta[rows])", absolute=edited(excess, ".clamp_min_(0.0)", ".abs_()")
+)()
+
+
+def residual_without_the_rejected(draft: Draft, p: Tensor) -> Verdict:
+    emit = p.clone()
+    emit[draft.shape.parent, draft.token] = 0.0
+    return Verdict(Token()(draft, p).stop, lambda rows: emit[rows])
+
+
+def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Judge:
+    """A leaf emits from ``source(draft, p, its parents)``."""
+
+    def judge(draft: Draft, p: Tensor) -> Verdict:
+        verdict, shape = Token()(draft, p), draft.shape
+        leaf = np.bincount(shape.parent, minlength=shape.rows) == 0
+
+        def residual(rows: np.ndarray) -> Tensor:
+            parent = shape.parent[rows - shape.heads]
+            return torch.where(torch.from_numpy(leaf[rows])[:, None], source(draft, p, parent), verdict.residual(rows))
+
+        return Verdict(verdict.stop, residual)
+
+    return judge
+
+
+def unscaled(draft: Draft, p: Tensor) -> Verdict:
+    return Verdict(Traversal()(draft, p).stop, Token()(draft, p).residual)
+
+
+# What a draft says of itself
+
+
+def previous_q(verifier: Verifier) -> Judge:
+    """Each position is judged with the q of the one before it; the first with its own."""
+
+    def judge(draft: Draft, p: Tensor) -> Verdict:
+        shape, q_row = draft.shape, draft.q_row.copy()
+        inner = np.flatnonzero((shape.depth > 0) & (q_row >= 0))
+        q_row[inner] = draft.q_row[shape.parent[inner - shape.heads]]
+        return verifier(replace(draft, q_row=q_row), p)
+
+    return judge
+
+
+def other_temperature(draft: Draft, p: Tensor) -> Verdict:
+    q = draft.q.square()
+    return Token()(replace(draft, q=q / q.sum(-1, keepdim=True)), p)
+
+
+def swapped(verifier: Judge) -> Judge:
+    other: dict[Drawn, Drawn] = {"iid": "without", "without": "iid"}
+    return lambda draft, p: verifier(replace(draft, drawn=other[draft.drawn]), p)
+
+
+def twin_token(draft: Draft, p: Tensor) -> Verdict:
+    stop, emit = twin.token(draft, p.numpy())
+    return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
+
+
+def reranked(key: Literal["p", "q"]) -> Judge:
+    """The children of each head sorted by p or q before they are verified. Trees of depth 1."""
+
+    def judge(draft: Draft, p: Tensor) -> Verdict:
+        parent = torch.from_numpy(draft.shape.parent)
+        source = p if key == "p" else draft.q[torch.from_numpy(draft.q_row[: draft.shape.heads])]
+        order = sorted(range(len(parent)), key=lambda c: (int(parent[c]), -float(source[parent[c], draft.token[c]])))
+        token = draft.token.clone()
+        slots = sorted(range(len(parent)), key=lambda c: int(parent[c]))
+        token[slots] = draft.token[order]
+        p = p.clone()
+        p[draft.shape.heads :][slots] = p[draft.shape.heads :][order]
+        verdict = Token()(replace(draft, token=token), p)
+        # back to the rows that hold the tokens now verified
+        new = np.arange(draft.shape.rows)
+        new[draft.shape.heads + np.array(order)] = draft.shape.heads + np.array(slots)
+        return Verdict(verdict.stop[new], lambda rows: verdict.residual(new[rows]))
+
+    return judge
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """Draws from the k likeliest tokens only."""
+
+    draws: Draws
+    k: int
+
+    def pick(self, weights: Tensor, keys: list[Key]) -> np.ndarray:
+        least = weights.topk(self.k, -1).values[:, -1:]
+        return self.draws.pick(torch.where(weights >= least, weights, 0.0), keys)
+
+
+def truncated(k: int, really: Drawn = "iid") -> Around:
+    """Drafts the k likeliest tokens and states the whole softmax, iid."""
+    return Around(
+        lambda batch, propose: replace(propose(replace(batch, draws=Likeliest(batch.draws, k))), drawn="iid"),
+        really=really,
+    )
+
+
+# Dropping what was drawn
+
+
+def pruned(draft: Draft, rows: np.ndarray) -> Draft:
+    """The draft's nodes that are marked in ``rows`` ``[R]``, below marked ones."""
+    shape, kept = draft.shape.keep(rows)
+    q_row = np.concatenate([draft.q_row[: shape.heads], draft.q_row[shape.heads :][kept]])
+    return replace(draft, shape=shape, token=draft.token[torch.from_numpy(kept)], q_row=q_row)
+
+
+def choosy(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
+    draft = propose(batch)
+    return pruned(draft, np.append(np.ones(draft.shape.heads, dtype=bool), draft.token.numpy() != 0))
+
+
+def dropped(draft: Draft, p: Tensor) -> Verdict:
+    """A token that q thinks unlikely is dropped, and the head emits a "bonus" from p. Chains of one."""
+    verdict, heads = Token()(draft, p), draft.shape.heads
+    unlikely = (draft.q[np.arange(heads), draft.token] < 0.3).numpy()
+    kept = np.where(unlikely, 0.0, verdict.stop[heads:])
+    stop = np.concatenate([np.where(unlikely, 1.0, verdict.stop[:heads]), kept])
+    alone = torch.from_numpy(np.append(unlikely, unlikely))[:, None]
+    return Verdict(stop, lambda rows: torch.where(alone[rows], p[rows], verdict.residual(rows)))
+
+
+# A grammar
+
+
+class Grammar(Random):
+    """No token follows itself: p is the masked law. The draft knows no grammar."""
+
+    def laws(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        p, q = super().laws(length)
+        last = np.arange(len(p)) % self.v if length else np.array(PROMPT[-1:])
+        legal = torch.from_numpy(last[:, None] != np.arange(self.v))
+        return law(torch.from_numpy(logits(p)), [PLAIN], mask=legal).numpy(), q
+
+    def unmasked(self, text: tuple[int, ...]) -> np.ndarray:
+        """The law ``[V]`` before the mask."""
+        return super().laws(len(text))[0][code(text, self.v)]
+
+
+def trimmed(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
+    """Drafts only what is legal, by dropping what is not: the node above then emits its bonus."""
+    draft = propose(batch)
+    last = np.concatenate([[sequence.tokens[-1] for sequence in batch.sequences], draft.token.numpy()])
+    legal = last[draft.shape.parent] != draft.token.numpy()
+    return pruned(draft, np.append(np.ones(draft.shape.heads, dtype=bool), legal))
+
+
+@dataclass(frozen=True)
+class MaskedResidual(Broken):
+    """Accepts by the law before the mask; what is emitted is masked."""
+
+    judge: Judge = Token()
+    world: Grammar = Grammar(11, plain=True)
+
+    def __call__(self, draft: Draft, p: Tensor) -> Verdict:
+        verdict = self.judge(draft, torch.from_numpy(np.array([self.world.unmasked(path) for path in paths_of(draft)])))
+        return Verdict(verdict.stop, lambda rows: verdict.residual(rows) * (p[rows] > 0))
+
+
+# Block verification and traversal
+
+WEIGHT = "np.where(rest > 0.0, kept / np.maximum(kept + rest, TINY), 1.0)"
+WEIGHT_IS_S = edited(Traversal, WEIGHT, "np.where(m < shape.heads, 1.0, kept)")()
+WEIGHT_STAYS = edited(Traversal, WEIGHT, "a[m]")()
+
+
+def early_break(draft: Draft, p: Tensor) -> Verdict:
+    """Accept up to the first i with eta_i > h_i, not to the last with eta_i <= h_i. Chains."""
+    verdict, shape = Traversal()(draft, p), draft.shape
+    rows = np.stack(shape.trees)  # [B, gamma + 1]
+    tail = verdict.stop[rows][:, ::-1].cumsum(-1)[:, ::-1]  # not stopped below
+    before = np.concatenate([tail[:, 1:], np.zeros((len(rows), 1))], -1)
+    h = np.divide(verdict.stop[rows], 1 - before, out=np.ones_like(tail), where=before < 1)
+    stop = np.empty(shape.rows)
+    going = np.cumprod(np.concatenate([np.ones((len(rows), 1)), h[:, 1:]], -1), -1)
+    stop[rows] = going * np.concatenate([1 - h[:, 1:], np.ones((len(rows), 1))], -1)
+    return Verdict(stop, verdict.residual)
+
+
+# The loop
+
+
+def shared(purpose: Purpose) -> AbstractContextManager[Any]:
+    """A draft's tokens are drawn by the uniforms of another purpose."""
+
+    class Confused:
+        DRAFT = purpose
+
+    return mock.patch.object(spec_lab.propose.growth, "Purpose", Confused)
+
+
+def standing_still() -> AbstractContextManager[Any]:
+    """A round number that stands still: each step gets the uniforms of the first."""
+    return mock.patch.object(spec_lab.batch.Sequence, "who", property(lambda s: (s.request.id, s.branch, 0)))
+
+
+def late_stop(first: int) -> AbstractContextManager[Any]:
+    """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
+    right = spec_lab.batch._cut
+
+    def cut(sequence: Any, emitted: list[int], context: int) -> tuple[int, str | None]:
+        blind = replace(sequence, request=replace(sequence.request, stop=frozenset()))
+        kept, finish = right(blind, emitted, context)
+        return kept, "stop" if sequence.request.stop.intersection(emitted[:kept][first:]) else finish
+
+    return mock.patch.object(spec_lab.batch, "_cut", cut)
+
+
+# The table
+
+Layer = Literal["law", "loop", "seam", "samples"]
+"""What kills a mutant: the enumerated law of one step; the enumerated loop; a key that is used twice; or a chi-square
+test of texts that the loop sampled."""
+
+TEXTS, ALPHA = 3000, 1e-6
+"""Texts sampled, and the p-value that kills."""
+
+
+class Case(NamedTuple):
+    """Where a mutant shows.
+
+    Args:
+        drawn: the original's way of drawing.
+        tv: the total variation it costs; 1 for a key used twice, which is refused; of samples not stated.
+    """
+
+    instance: Instance
+    drawn: Drawn
+    tv: float
+
+
+@dataclass(frozen=True, eq=False)
+class Mutant:
+    """A broken variant, and its original, which the same check lets live.
+
+    Args:
+        name: as the notes on verification list it.
+        how: what is broken.
+        layer: what kills it.
+        cases: each of them must.
+        verifier: decides; None for the original's.
+        original: verifier.
+        proposer: drafts; None for the reference, drawing as the case says.
+        patch: of code that is nobody's argument.
+    """
+
+    name: str
+    how: str
+    layer: Layer
+    cases: tuple[Case, ...]
+    verifier: Verifier | None = None
+    original: Verifier = Token()
+    proposer: Around | None = None
+    patch: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+PINNED = Random(11, plain=True)
+WIDE = Random(6, support=4, plain=True)  # no zeros at all: any q can have drawn any token
+MASKED = Grammar(11, plain=True)
+NOISY = Instance(Random(3, plain=True), "1", 3)
+
+
+def one_step(tree: str, drawn: Drawn, tv: float, world: Random = PINNED) -> Case:
+    return Case(Instance(world, tree), drawn, tv)
+
+
+MUTANTS = [
+    Mutant("residual = p", "token emits from p after a rejection", "law", (one_step("1", "iid", 0.12),), Control()),
+    Mutant(
+        "residual = |p-q|", "token: abs in place of the positive part", "law", (one_step("1", "iid", 0.42),),
+        RESIDUAL_IS_ABSOLUTE,
+    ),
+    Mutant(
+        "residual = p minus the rejected token", "token emits from p without the children", "law",
+        (one_step("1", "iid", 0.11),), Broken(residual_without_the_rejected),
+    ),
+    Mutant(
+        "q from the previous position", "token reads the q of the row above", "law",
+        (one_step("1x1", "iid", 0.142, WIDE),), Broken(previous_q(Token())),
+    ),
+    Mutant(
+        "q from the previous position", "traversal reads the q of the row above", "law",
+        (one_step("2x1", "without", 0.36, WIDE),), Broken(previous_q(Traversal())), Traversal(),
+    ),
+    Mutant(
+        "bonus from one position early, or from q", "a leaf emits from p of its parent", "law",
+        (one_step("1x1", "iid", 0.088),), Broken(bonus_from(lambda draft, p, rows: p[rows])),
+    ),
+    Mutant(
+        "bonus from one position early, or from q", "a leaf emits from q of its parent", "law",
+        (one_step("1x1", "iid", 0.076),), Broken(bonus_from(lambda draft, p, rows: draft.q[draft.q_row[rows]])),
+    ),
+    Mutant(
+        "block early break", "accepts up to the first test that fails", "law", (one_step("1x1", "iid", 0.023),),
+        Broken(early_break), Traversal(),
+    ),
+    Mutant(
+        "block unscaled residual", "(p - q)+ in place of (a p - q)+", "law",
+        (one_step("1x1", "iid", 0.0015), one_step("2x1", "without", 0.0036)), Broken(unscaled), Traversal(),
+    ),
+    Mutant(
+        "block h_i = p_i", "a node's weight stays when it loses a child", "law",
+        (one_step("1x1", "iid", 0.022), one_step("2x2", "without", 0.069)), WEIGHT_STAYS, Traversal(),
+    ),
+    # which, as rejected siblings have no mass left, is also: q not renormalised after an earlier sibling
+    Mutant(
+        "with/without replacement swapped", "token judges as iid what was drawn without", "law",
+        (one_step("2", "without", 0.081), one_step("2", "without", 0.0566, WIDE)), Broken(swapped(Token())),
+    ),
+    Mutant(
+        "with/without replacement swapped", "traversal judges as iid what was drawn without", "law",
+        (one_step("2x1", "without", 0.081), one_step("2x1", "without", 0.0566, WIDE)), Broken(swapped(Traversal())),
+        Traversal(),
+    ),
+    Mutant(
+        "with/without replacement swapped", "token's twin judges as without what was drawn iid", "law",
+        (one_step("2", "iid", 0.042), one_step("2", "iid", 0.0798, WIDE)), Broken(swapped(twin_token)),
+        Broken(twin_token),
+    ),
+    Mutant(
+        "siblings re-ranked", "sorted by q before they are judged", "law", (one_step("3", "iid", 0.19),),
+        Broken(reranked("q")),
+    ),
+    Mutant(
+        "siblings re-ranked", "sorted by p before they are judged", "law", (one_step("3", "without", 0.78),),
+        Broken(reranked("p")),
+    ),
+    Mutant(
+        "top-k draft judged with softmax q", "drawn from the two likeliest", "law", (one_step("1x1", "iid", 0.119),),
+        proposer=truncated(2),
+    ),
+    Mutant(
+        "top-k draft judged with softmax q", "a greedy chain", "law", (one_step("1x1", "iid", 0.136),),
+        proposer=truncated(1),
+    ),
+    Mutant(
+        "top-k draft judged with softmax q", "siblings are the likeliest tokens", "law",
+        (one_step("2", "without", 0.23),), proposer=truncated(1, "without"),
+    ),
+    Mutant("q at another temperature", "judged with q at half the temperature", "law", (one_step("1", "iid", 0.074),),
+           Broken(other_temperature)),
+    Mutant(
+        "sampled token dropped for its value", "where q is below 0.3; the head emits from p", "law",
+        (one_step("1", "iid", 0.1),), Broken(dropped),
+    ),
+    Mutant(
+        "sampled token dropped for its value", "no node holds token 0", "law", (one_step("2x1", "iid", 0.124),),
+        proposer=Around(choosy),
+    ),
+    Mutant(
+        "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "law",
+        (one_step("1x1", "iid", 0.048, MASKED),),
+        proposer=Around(trimmed),
+    ),
+    Mutant(
+        "mask on residual only", "accepts by the law before the mask", "law", (one_step("1x1", "iid", 0.0176, MASKED),),
+        MaskedResidual(world=MASKED),
+    ),
+    Mutant(
+        "lenience 0.99", "accepts with p / (0.99 q)", "law",
+        (one_step("1", "iid", 0.0014), one_step("2x1", "without", 0.0026)), Lenient(0.99), Lenient(1.0),
+    ),
+    Mutant(
+        "traversal a <- S", "in place of S / (S + 1 - a)", "law",
+        (one_step("1x1", "iid", 0.02), one_step("2x2", "without", 0.023)), WEIGHT_IS_S, Traversal(),
+    ),
+    Mutant(
+        "recovery shares draft noise", "the test takes the uniform that drew the token", "loop",
+        (Case(NOISY, "iid", 0.25),), patch=lambda: shared(Purpose.STOP),
+    ),
+    Mutant(
+        "recovery shares draft noise", "the residual takes the uniform that drew the token", "loop",
+        (Case(NOISY, "iid", 0.229),), patch=lambda: shared(Purpose.EMIT),
+    ),
+    Mutant(
+        "noise reused across steps", "a round number that stands still", "loop", (Case(NOISY, "iid", 0.276),),
+        patch=standing_still,
+    ),
+    Mutant(
+        "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "loop",
+        (Case(Instance(Grammar(8, support=2, plain=True), "1x1", 2), "iid", 0.051),), proposer=Around(trimmed),
+    ),
+    Mutant(
+        "tokens after EOS", "nothing is cut behind a stop token", "loop", (Case(LOOPS[4], "iid", 0.201),),
+        patch=lambda: late_stop(0),
+    ),
+    Mutant(
+        "tokens after EOS", "only the last token of a step is looked at", "loop", (Case(LOOPS[4], "iid", 0.201),),
+        patch=lambda: late_stop(-1),
+    ),
+    Mutant(
+        "recovery shares draft noise", "the test takes the uniform that drew the token", "seam",
+        (Case(LOOPS[0], "iid", 1.0),), patch=lambda: shared(Purpose.STOP),
+    ),
+    Mutant(
+        "recovery shares draft noise", "the residual takes the uniform that drew the token", "seam",
+        (Case(LOOPS[0], "iid", 1.0),), patch=lambda: shared(Purpose.EMIT),
+    ),
+    Mutant(
+        "noise reused across steps", "a round number that stands still", "seam",
+        (Case(LOOPS[0], "iid", 1.0),), patch=standing_still,
+    ),
+    Mutant("residual = p", "token emits from p after a rejection", "samples", (Case(JOINT, "iid", 0.0),), Control()),
+    Mutant("lenience 0.9", "accepts with p / (0.9 q)", "samples", (Case(JOINT, "iid", 0.0),), Lenient(0.9)),
+    Mutant(
+        "top-k draft judged with softmax q", "drawn from the two likeliest", "samples", (Case(JOINT, "iid", 0.0),),
+        proposer=truncated(2),
+    ),
+    Mutant("noise reused across steps", "a round number that stands still", "samples", (Case(JOINT, "iid", 0.0),),
+           patch=standing_still),
+]  # fmt: skip
+
+
+def identify(mutant: Mutant) -> str:
+    """Layer and name, and how it is broken where another mutant shares both."""
+    several = Counter((one.layer, one.name) for one in MUTANTS)[mutant.layer, mutant.name] > 1
+    return f"{mutant.layer}: {mutant.name}" + (f" ({mutant.how})" if several else "")
+
+
+# What kills them
+
+
+class Kill(NamedTuple):
+    """What a check saw.
+
+    Args:
+        tv: total variation; of samples the p-value.
+        where: in words; None for nothing.
+    """
+
+    tv: float
+    where: str | None
+
+
+@cache
+def seen(mutant: Mutant) -> list[Kill]:
+    """What the mutant's layer sees of it, case by case."""
+    verifier = mutant.verifier or mutant.original
+    with mutant.patch():
+        return [check(mutant.layer, one.instance, mutant.proposer or one.drawn, verifier) for one in mutant.cases]
+
+
+@cache
+def original(layer: Layer, instance: Instance, drawn: Drawn, verifier: Verifier) -> Kill:
+    """What the same check sees where nothing is broken."""
+    return check(layer, instance, drawn, verifier)
+
+
+def check(layer: Layer, instance: Instance, drafts: Proposer | Drawn, verifier: Verifier) -> Kill:
+    if layer == "samples":
+        p = p_value(drafts, verifier, instance)
+        where = f"chi-square of {TEXTS} texts: p < {ALPHA:g} ({instance.name})"
+        return Kill(p, where if p < ALPHA else None)
+    with inverse() if layer == "loop" else nullcontext():
+        proof = prove(drafts, verifier, [instance])
+    (found,) = proof.findings
+    assert abs(found.mass - 1) < EXACT and proof.drafts == ("reference" if isinstance(drafts, str) else "proposer")
+    return Kill(found.tv, found.wrong and f"{found.wrong} ({instance.name})")
+
+
+def p_value(drafts: Proposer | Drawn, verifier: Verifier, instance: Instance = JOINT) -> float:
+    """Of sampled texts, if their law were the target's."""
+    texts, law = joint(drafts, verifier, TEXTS, seed=0, instance=instance)
+    return chi_square(np.bincount(texts, minlength=len(law)), law).p_value
+
+
+def table() -> str:
+    """``experiments/exactness/mutants.md``."""
+    lines = [
+        "Broken variants kept as negative controls, and what kills each: the enumerated *law* of one step, the",
+        "enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
+        "*samples*; `python -m tests.laws.mutants` writes this table.",
+        "",
+        "| mutant | how it is broken | killed by | TV | where |",
+        "|---|---|---|---|---|",
+    ]
+    for mutant in MUTANTS:
+        kill = seen(mutant)[-1]
+        tv = f"{kill.tv:.2g}" if mutant.layer in ("law", "loop") else ""
+        cells = (mutant.name, mutant.how, mutant.layer, tv, kill.where or "survives")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
