@@ -108,16 +108,17 @@ class Batch:
 
 
 def healed(batch: Batch, tree: np.ndarray, logits: Tensor, whose: str) -> Tensor:
-    """The logits ``[n, V]``; trees in which some are NaN or infinite are marked broken and these rows zeroed in place.
+    """The logits ``[n, V]``; trees with a row that has no law are marked broken and these rows zeroed in place.
+
+    -inf is no mass, and well as long as some token has a finite logit. NaN, +inf or a row of only -inf is broken.
 
     Args:
         tree: ``[n]`` to which each row belongs.
         whose: logits they are, for the message.
     """
-    total = logits.sum()
-    if math.isfinite(float(total)):  # so are all its parts
+    if math.isfinite(float(logits.sum())):  # so are all its parts
         return logits
-    bad = ~torch.isfinite(logits).all(-1)
+    bad = ~torch.isfinite(logits.amax(-1))  # NaN wins, then +inf; -inf is the largest only of its own kind
     for head in set(tree[bad.cpu().numpy()].tolist()):
         batch.broken[head] = f"the {whose}'s logits are NaN or infinite"
     return logits.masked_fill_(bad[:, None], 0.0)

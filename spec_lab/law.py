@@ -75,10 +75,11 @@ def law(
     """The law sampled at each row, ``[R, V]`` float32 (float64 for float64 logits); rows sum to 1.
 
     Args:
-        logits: raw logits, finite.
+        logits: raw logits; -inf is no mass. Some of each row are finite, none is NaN or +inf.
         sampling: parameters of each row; a single one serves all rows.
         seen: tokens that occur in the row's history; needed where a repetition penalty is set.
-        mask: tokens that a constraint allows. A row that allows none is dead: its law is all zero, never NaN.
+        mask: tokens that a constraint allows. A row that allows none with a finite logit is dead: its law is all zero,
+            never NaN.
         scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use. The
             logits may stand there already, and are then overwritten.
             (Fresh megabytes cost more than the arithmetic: every page of them faults.)
@@ -102,20 +103,19 @@ def law(
         x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
     dead = None
     if mask is not None:
-        x, dead = x.masked_fill_(~mask, -torch.inf), ~mask.any(-1, keepdim=True)
+        x = x.masked_fill_(~mask, -torch.inf)
+        dead = x.amax(-1, keepdim=True) == -torch.inf
     if all(s.temperature == 0 for s in rows):
         p = one_hot_(argmax(x), x)
     else:
         cold = [row for row, s in enumerate(rows) if s.temperature == 0]
-        coldest = argmax(x[cold]) if cold else None
+        coldest = argmax(x[cold])
         p = _softmax_(x, rows)
-        if dead is not None:
-            p = p.masked_fill_(dead, 0.0)  # NaN until here
         if any(s.truncates for s in rows):
             p = _truncate(p, rows)
-        if coldest is not None:
+        if cold:
             p[cold] = one_hot_(coldest, p[cold])
-    return p if dead is None else p.masked_fill_(dead, 0.0)
+    return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
 
 
 def law_dtype(logits: Tensor) -> torch.dtype:
@@ -137,8 +137,10 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     values = x.to(law_dtype(x), copy=True).numpy()
     rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
     for rank in range(width):
-        found[:, rank] = values.argmax(-1)
-        values[rows, found[:, rank]] = -np.inf
+        found[:, rank] = best = values.argmax(-1)
+        if rank == width - 1 and (values[rows, best] == -np.inf).any():  # what was found before is -inf as well
+            return x.topk(width, -1).indices
+        values[rows, best] = -np.inf
     return torch.from_numpy(found)
 
 
@@ -163,7 +165,13 @@ def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
         x.sub_(x.amax(-1, keepdim=True))  # so that no logit overflows upwards
     if any(t != 1 for t in temperatures):
         x.div_(_column(temperatures, x))
-    return torch.softmax(x, -1, out=x)
+    p = torch.softmax(x, -1, out=x)
+    if p.shape[-1] > WIDE and p.dtype == torch.float32 and p.device.type == "cpu":
+        p.div_(p.sum(-1, keepdim=True))  # softmax adds up less well than sum: at 131072 tokens its law is off by 1e-5
+    return p
+
+
+WIDE = 2**14
 
 
 def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
@@ -172,17 +180,16 @@ def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
         k = torch.tensor([min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows], device=p.device)
         kth = p.topk(int(k.max()), -1).values.gather(-1, (k - 1)[:, None].expand(len(p), 1))
         p = torch.where(p >= kth, p, 0.0)
-        p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+        p = p / p.sum(-1, keepdim=True)
     if any(s.top_p < 1 for s in rows):
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
         before = ordered.double().cumsum(-1) - ordered.double()
         ordered = torch.where(before < _column([s.top_p for s in rows], before), ordered, 0.0)
         full = torch.tensor([s.top_p >= 1 for s in rows], device=p.device)[:, None]
         p = torch.where(full, p, torch.zeros_like(p).scatter_(-1, order, ordered))
-        p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     if any(s.min_p > 0 for s in rows):
         p = torch.where(p >= _column([s.min_p for s in rows], p) * p.amax(-1, keepdim=True), p, 0.0)
-    return p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    return p / p.sum(-1, keepdim=True)
 
 
 class Purpose(IntEnum):
@@ -258,44 +265,45 @@ def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # 
         if weights.device.type != "cpu":
             return _invert_on_device(weights, uniform)
         weights = weights.numpy()
-    if weights.size <= NARROW:
-        return np.array([_invert_few(row, u) for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)])
-    rows, width = len(weights), weights.shape[-1]
+    rows, width = weights.shape
     if width <= NARROW:
-        total = weights.cumsum(-1, dtype=np.float64)
-        _check_totals(total[:, -1].tolist())
-        return _first_beyond(total, uniform * total[:, -1])
+        return _search(weights, uniform)[0]
     # Find the block, then the index within it: a running sum over the whole vocabulary would take far longer.
     if width % BLOCK:
         weights = np.concatenate([weights, np.zeros((rows, -width % BLOCK), dtype=weights.dtype)], axis=-1)
     blocks = weights.reshape(rows, -1, BLOCK)
-    total = torch.from_numpy(blocks).sum(-1).cumsum(-1, dtype=torch.float64).numpy()  # ten times as fast as NumPy
-    _check_totals(total[:, -1].tolist())
-    mass, each = uniform * total[:, -1], np.arange(rows)
-    block = _first_beyond(total, mass)
-    below = np.where(block > 0, total[each, block - 1], 0.0)
-    share = (mass - below) / (total[each, block] - below)  # a uniform again, given the block
-    inside = blocks[each, block].cumsum(-1, dtype=np.float64)
-    return block * BLOCK + _first_beyond(inside, share * inside[:, -1])
+    sums = torch.from_numpy(blocks).sum(-1).numpy()  # ten times as fast as NumPy
+    block, within = _search(sums, uniform)
+    return block * BLOCK + _search(blocks[np.arange(rows), block], within)[0]
 
 
-BLOCK, NARROW = 64, 128
+BLOCK = NARROW = 128
 
 
-def _first_beyond(total: np.ndarray, mass: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]
-    """The first index whose running total exceeds ``mass``.
+def _search(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, V], [n] -> [n], [n]
+    """The inverse law by a running sum, and how far into the share of its index each uniform lay: one again, given it.
 
-    Rounding can push the mass up to the last total; the last index that adds to it is then meant.
+    Rounding can push the mass looked for up to the last total; the last index that adds to it is then meant.
     """
-    below_last = np.nextafter(total[:, -1], 0.0)
-    return (total > np.minimum(mass, below_last)[:, None]).argmax(-1)
+    if weights.size <= NARROW:
+        found = [_search_few(row, u) for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)]
+        return np.array([index for index, _ in found], dtype=np.int64), np.array([within for _, within in found])
+    total = weights.cumsum(-1, dtype=np.float64)
+    _check_totals(total[:, -1].tolist())
+    mass, each = uniform * total[:, -1], np.arange(len(total))
+    index = (total > np.minimum(mass, np.nextafter(total[:, -1], 0.0))[:, None]).argmax(-1)
+    below = np.where(index > 0, total[each, index - 1], 0.0)
+    return index, (mass - below) / (total[each, index] - below)
 
 
-def _invert_few(row: list[float], u: float) -> int:
-    """``invert`` of a few weights, without NumPy's price for a call."""
+def _search_few(row: list[float], u: float) -> tuple[int, float]:
+    """``_search`` of a few weights, without NumPy's price for a call."""
     total = list(accumulate(row))
     _check_totals(total[-1:])
-    return min(bisect_right(total, u * total[-1]), bisect_left(total, total[-1]))
+    mass = u * total[-1]
+    index = min(bisect_right(total, mass), bisect_left(total, total[-1]))
+    below = total[index - 1] if index else 0.0
+    return index, (mass - below) / (total[index] - below)
 
 
 def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:

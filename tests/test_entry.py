@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,22 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab import metrics
+from spec_lab.certify.certificate import QUICK, prove
 from spec_lab.entry import conf, known, main, zoo
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
-EXPERIMENTS = [
+RUNS = [
     "autoregressive", "draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers", "proposers",
 ]  # fmt: skip
+CERTIFY = ["task.samples=50", "task.tokens=12", "max_new_tokens=6"]
+TASKS = {
+    "certify": ("certificate.json", CERTIFY),
+    "certify_all": ("certificate.json", CERTIFY),
+    "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
+}
+"""Experiments whose task is another one: what it leaves, and how to keep it short."""
+EXPERIMENTS = sorted([*RUNS, *TASKS])
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the entry passes by call."""
 
@@ -83,7 +93,7 @@ def test_every_experiment_composes_and_is_a_small_delta(cli, name):
     assert config.name == name
     for peer in config.peers.values():
         inspect.signature(get_object(peer.pop("_target_"))).bind(**peer, **dict.fromkeys(GIVEN))
-    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 15
+    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 20
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +105,24 @@ def tiny_zoo(tmp_path_factory):
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
+    few = partial(prove, instances=QUICK[:1])  # tests/certify enumerates more
+    monkeypatch.setattr("spec_lab.certify.task.prove", few)
+    file, short = TASKS[name]
+    code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "out=here")
+    assert code == 0, errors
+    assert said.rstrip().endswith("here")
+    found = json.loads((tmp_path / "here" / file).read_text())
+    if name == "certify_all":
+        shipped = {file.stem for file in Path(conf()).glob("verifier/*.yaml")}
+        assert {pair["verifier"] for pair in found["pairs"]} == shipped
+    assert list(tmp_path.glob("here/figures/*.png"))
+    assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
+
+
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=here"]

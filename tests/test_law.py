@@ -51,6 +51,7 @@ def test_top_p_keeps_the_fewest_likeliest_that_hold_its_mass():
     assert law_of(P, top_p=1e-9) == about([1, 0, 0, 0, 0])
     assert law_of(P, top_p=1.0) == about(P)
     assert law_of([0.25] * 4, top_p=0.5) == about([1, 1, 0, 0])  # two hold it exactly; the first of equals
+    assert law_of([2.0**-12] * 4096, top_p=0.5) == about([1] * 2048 + [0] * 2048)
 
 
 def test_min_p_keeps_what_has_its_share_of_the_likeliest():
@@ -166,11 +167,12 @@ def test_a_mask_leaves_the_law_of_what_it_allows_and_a_dead_row_is_zero(sampling
     torch.testing.assert_close(got[2], law(logits[2:], [sampling])[0])
 
 
-def test_a_broken_row_is_never_taken_for_a_dead_one():
+@pytest.mark.parametrize("sampling", [s for s in KINDS if s.temperature > 0])
+def test_a_broken_row_is_never_taken_for_a_dead_one(sampling):
     """NaN logits stay NaN, also beside dead rows: they end in a clear error, not in a silent law."""
     logits = torch.tensor([[1.0, torch.nan, 0.0], [0.0, 1.0, 2.0]])
     mask = torch.tensor([[True, True, True], [False, False, False]])
-    got = law(logits, [Sampling(temperature=1.0)], mask=mask)
+    got = law(logits, [sampling], mask=mask)
     assert got[0].isnan().all() and got[1].tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="total mass"):
         invert(got[:1], np.array([0.5]))
@@ -189,8 +191,10 @@ def test_logits_are_not_touched_and_scratch_holds_the_law():
         assert torch.equal(law(scratch[:3], [sampling], scratch=scratch), wanted)
 
 
-def test_the_law_of_a_large_vocabulary_sums_to_one():
-    got = law(torch.randn(2, 131072), [Sampling(temperature=1.5, top_p=0.999)])
+@pytest.mark.parametrize("top_p", [0.999, 1.0])
+def test_the_law_of_a_large_vocabulary_sums_to_one(top_p):
+    logits = torch.stack([torch.randn(131072), torch.arange(131072) % 2.0])  # equal terms round all the same way
+    got = law(logits, [Sampling(temperature=1.5, top_p=top_p)])
     torch.testing.assert_close(got.double().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
@@ -276,23 +280,48 @@ def test_invert_keeps_a_huge_tail(device):
         assert abs(int(pick(weights, np.array([u]))[0]) - wanted) <= 1.01
 
 
-def test_invert_keeps_a_small_tail_within_one_block():
-    """In float32, 1 + 1e-9 is 1."""
-    weights = np.zeros((1, 130), dtype=np.float32)
-    weights[0, :40] = 1e-9
-    weights[0, 0] = 1.0
-    total, before = float(weights.sum(dtype=np.float64)), float(weights[0, :20].sum(dtype=np.float64))
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (40, 40), (1, 130), (2, 5000)])
+@pytest.mark.parametrize("far", [False, True])
+def test_invert_keeps_a_small_tail(rows, width, far):
+    """In float32, 1 + 1e-9 is 1: next to the likely token, and at the other end."""
+    weights = np.zeros((rows, width), dtype=np.float32)
+    tail = np.arange(width - 20, width) if far else np.arange(1, 21)
+    weights[:, 0], weights[:, tail] = 1.0, 1e-9
+    total, before = float(weights[0].sum(dtype=np.float64)), 1.0 + 9 * float(weights[0, tail[0]])
     for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
-        assert pick(weights, np.array([(before + 5e-10) / total])).tolist() == [20]
+        assert pick(weights, np.full(rows, (before + 5e-10) / total)).tolist() == [tail[9]] * rows
 
 
-@pytest.mark.parametrize("width", [8, 130])
-def test_invert_takes_no_zero_weight_where_a_product_rounds_up(width):
+@pytest.mark.parametrize("width", [8, 130, 1000])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_invert_takes_no_zero_weight_where_a_product_rounds_up(rows, width):
     """Of the smallest double nearly all is all; behind it stand zeros."""
-    weights = np.zeros((1, width))
-    weights[0, width // 2] = 5e-324
     for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
-        assert pick(weights, np.array([1 - 2.0**-53])).tolist() == [width // 2]
+        for place in (0, width // 2, width - 1):
+            weights = np.zeros((rows, width))
+            weights[:, place] = 5e-324
+            assert pick(weights, np.full(rows, 1 - 2.0**-53)).tolist() == [place] * rows
+
+
+@pytest.mark.parametrize("width", [8, 100, 130, 640, 5000])
+@pytest.mark.parametrize("rows", [1, 50])
+def test_invert_finds_to_whom_each_unit_of_weight_belongs(rows, width):
+    """Among whole weights, in every row; also where all weight is one token's."""
+    rng = np.random.default_rng(width)
+    weights = rng.integers(0, 3, (rows, width)).astype(np.float32)
+    weights[0] = 0
+    weights[0, rng.choice([0, width - 1])] = 3
+    unit = np.array([rng.integers(row.sum()) for row in weights])
+    owner = [int(np.searchsorted(row.cumsum(), n, side="right")) for row, n in zip(weights, unit, strict=True)]
+    uniform = (unit + 0.5) / weights.sum(-1, dtype=np.float64)
+    for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
+        assert pick(weights, uniform).tolist() == owner
+
+
+def test_invert_wants_one_uniform_for_each_row():
+    for width in (4, 40, 400):
+        with pytest.raises(ValueError):
+            invert(np.ones((8, width)), np.full(7, 0.5))
 
 
 def test_invert_of_u_near_one_takes_the_last_weight():
@@ -324,6 +353,7 @@ def test_the_counter_is_a_pure_function_of_seed_and_key():
     """Frozen values: published runs resume to the same tokens."""
     assert CounterDraws(7).uniform(Key(1, 2, 3, Purpose.EMIT, 4)) == 0.38530369282067234
     assert CounterDraws(-1).uniform(Key(0, 0, 0, 0)) == 0.49511937163022623
+    assert CounterDraws(7).uniform(Key(1, 2, 3, Purpose.DRAFT, -1)) == 0.05001396897343702
 
 
 def test_keys_that_differ_in_any_field_give_different_uniforms():
@@ -357,8 +387,16 @@ def test_the_likeliest_come_in_order_however_many(dtype):
     x = torch.stack([torch.randperm(200) for _ in range(3)]).to(dtype)
     before = x.clone()
     for width in (1, 3, FEW, FEW + 1):
-        assert torch.equal(likeliest(x, width), x.topk(width, -1).indices)
+        found = likeliest(x, width)
+        assert torch.equal(found, x.topk(width, -1).indices) and found.dtype == torch.int64
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_the_likeliest_are_different_tokens_also_where_one_has_no_mass(width):
+    x = torch.full((2, 9), -torch.inf)
+    x[:, : width - 1] = 1.0
+    assert all(len(set(row)) == width for row in likeliest(x, width).tolist())
 
 
 # Races

@@ -14,8 +14,10 @@ from spec_lab import metrics
 from spec_lab.lab import Decoded, Loop
 from spec_lab.propose import Null
 from spec_lab.run import run
-from spec_lab.verify import Match
+from spec_lab.verify import Gumbel, Lenient, Match, Token
+from tests.certify.parts import Claims
 from tests.labs import TEXTS, Repeat, lab, settings
+from tests.propose.lab import draft_model
 
 CONFIG = {"target": {"path": "tiny"}, "tracker": {"api_key": "hush"}, "max_new_tokens": 12}
 
@@ -70,6 +72,51 @@ def test_the_summary_holds_what_the_design_names(done):
     assert summary["tokens"] == 60
     assert set(summary["speedup"]) == set(summary["speedup_with_prefill"]) == {"mean", "low", "high"}
     assert summary["overhead"] == pytest.approx(summary["arms"]["speculative"]["overhead"])
+
+
+def certified(tmp_path, **parts):
+    """What a run says of its arms' certificates, and what was printed, on one line."""
+    console = quiet()
+    assert run(lab(texts=TEXTS[:2], temperature=1.0, **parts), settings(tmp_path), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tokens"] == 24, "whatever the certificate says, the run is whole"
+    return {name: arm["certified"] for name, arm in summary["arms"].items()}, " ".join(console.file.getvalue().split())
+
+
+def test_a_run_certifies_its_own_pairs(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), beside={"longer": Repeat(4)})
+    assert found == dict.fromkeys(["speculative", "longer", "baseline"], "exact")
+    assert "Lossless by enumeration on toys: speculative, longer, baseline." in printed
+    assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
+
+
+def test_a_lossy_verifier_is_called_so_and_not_certified(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
+    assert found == {"speculative": None, "baseline": "exact"}
+    assert "Lossy: speculative; verifier 'lenient' does not keep the target's law." in printed
+
+
+def test_a_false_claim_is_printed_with_the_place_where_it_fails_and_the_run_is_kept(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
+    assert found == {"speculative": None, "baseline": "exact"}
+    assert "NOT LOSSLESS: speculative with verifier 'mine', which declares itself lossless: after [] token " in printed
+
+
+def test_what_cannot_be_enumerated_is_left_open(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
+    assert found == {"speculative": None, "baseline": "exact"}
+    assert "Not enumerated: speculative (the noise of a race cannot be enumerated); +experiment=certify" in printed
+
+
+def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
+    class Narrow(Claims):
+        def __call__(self, draft, p):
+            assert p.shape[-1] == 61, "another vocabulary"
+            return Token()(draft, p)
+
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Narrow())
+    assert found == {"speculative": None, "baseline": "exact"}
+    assert "Not enumerated: speculative (verifier 'mine' fails on a toy draft drawn iid" in printed
 
 
 def test_the_manifest_says_what_ran_and_hides_secrets(done):

@@ -149,6 +149,9 @@ Grade = Literal["exact", "sampled"]
 def grade(proof: Proof, lossless: bool, rejected: bool = False, sampled: bool = False) -> Grade | None:
     """What a pair is certified as: lossless by enumeration, lossless as far as samples tell, or not at all.
 
+    Exact is only what was enumerated whole, with the proposer's own drafts: a reference in its place says nothing of the
+    law that the proposer itself states.
+
     Args:
         proof: the exact layer's result.
         lossless: what the verifier declares.
@@ -157,7 +160,7 @@ def grade(proof: Proof, lossless: bool, rejected: bool = False, sampled: bool = 
     """
     if not lossless or rejected or proof.failure is not None:
         return None
-    if proof.findings:
+    if proof.findings and not proof.missing:
         return "exact"
     return "sampled" if sampled else None
 

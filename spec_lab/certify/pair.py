@@ -87,7 +87,7 @@ class Pair:
                 return f"{self.proof.failure.wrong} ({self.proof.failure.instance})"
             if self.rejected:
                 worst = min(self.rejected, key=lambda check: check.p_value)
-                return f"{worst.name}: rejected twice, the second time with p = {worst.p_value:.1e}, n = {worst.samples}"
+                return f"{worst.name}: rejected twice, then with p = {worst.p_value:.1e} of {worst.samples} samples"
         elif self.proof.aimed is not None and not self.proof.aimed <= EXACT:
             return f"its output is {self.proof.aimed:.2g} from the law it says it is exact against"
         return None

@@ -99,7 +99,7 @@ def match_probability(p: Tensor, q: Tensor) -> Tensor:  # [n, V], [n, V] -> [n]
     Source: 2408.07978.
     """
     p, q = p.double(), q.double()
-    order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0.0)).argsort(-1)
+    order = (p / q).argsort(-1)  # infinite or not a number, and so last, where q is zero
     p, q = p.gather(-1, order), q.gather(-1, order)
     beyond = p.flip(-1).cumsum(-1).flip(-1)
     beyond = torch.cat([beyond[:, 1:], torch.zeros_like(beyond[:, :1])], -1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.draft import Draft, Drawn
-from spec_lab.verify.siblings import TINY, arrange, drawn_laws, remainder, view
+from spec_lab.verify.siblings import TINY, drawn_laws, first_accepted, remainder, view
 from spec_lab.verify.verdict import Verdict, parts
 
 CHUNK = 2**16  # numbers in one temporary of a sum: several of them stay in a cache
@@ -39,20 +39,10 @@ class KSeq:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q.
         """
         shape = draft.shape
-        order = arrange(shape)
         p_token, q_token, _ = drawn_laws(draft, p)
         rho = least_rho(draft, p)
         accept = np.minimum(p_token / (rho[shape.parent] * q_token), 1.0)
-        # take[c]: c is the child accepted at its parent;  refuse[m]: no child of m is
-        take, refuse = np.zeros(shape.nodes), np.ones(shape.rows)
-        for group in order.ranks:
-            nodes, m = group.nodes, group.parents
-            take[nodes] = refuse[m] * accept[nodes]
-            refuse[m] *= 1.0 - accept[nodes]
-        reach = np.ones(shape.rows)
-        for level in order.levels:
-            reach[shape.heads + level.nodes] = reach[level.parents] * take[level.nodes]
-        return Verdict(reach * refuse, lambda rows: remainder(draft, p, rows, rho[rows]))
+        return Verdict(first_accepted(shape, accept), lambda rows: remainder(draft, p, rows, rho[rows]))
 
 
 def least_rho(draft: Draft, p: Tensor) -> np.ndarray:

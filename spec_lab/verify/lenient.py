@@ -18,6 +18,7 @@ from spec_lab.verify.siblings import (
     check_rows,
     drawn_laws,
     excess_mass,
+    first_accepted,
     remainder,
     repeated,
 )
@@ -56,9 +57,7 @@ class Lenient:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
                 repeat a token.
         """
-        point = draft.drawn == "point"
-        shape = draft.shape
-        order = arrange(shape)
+        shape, point = draft.shape, draft.drawn == "point"
         if point:  # q_c is 1 at c: a rejected token loses all its mass, S is what is left
             check_rows(draft, p)
             p_token, again = gather(p, shape, draft.token), repeated(draft)
@@ -66,10 +65,8 @@ class Lenient:
                 p_token[again] = 0.0
         else:
             p_token, q_token, z = drawn_laws(draft, p)
-        theta, s = np.zeros(shape.rows), np.ones(shape.rows)
-        # take[c]: c is the child accepted at its parent;  refuse[m]: no child of m is
-        take, refuse = np.zeros(shape.nodes), np.ones(shape.rows)
-        for rank, group in enumerate(order.ranks):
+        theta, s, accept = np.zeros(shape.rows), np.ones(shape.rows), np.empty(shape.nodes)
+        for rank, group in enumerate(arrange(shape).ranks):
             nodes, m = group.nodes, group.parents
             if point:
                 ratio = p_token[nodes] / np.maximum(s[m], TINY)
@@ -79,11 +76,6 @@ class Lenient:
                     s[m] = excess_mass(draft, p, m, theta[m])
                 ratio = acceptance(p_token, q_token, z, theta, s, group)
                 theta[m] += self.lenience * s[m] / z[nodes]
-            accept = np.minimum(ratio / self.lenience, 1.0)
-            take[nodes] = refuse[m] * accept
-            refuse[m] *= 1.0 - accept
-        reach = np.ones(shape.rows)
-        for level in order.levels:
-            reach[shape.heads + level.nodes] = reach[level.parents] * take[level.nodes]
+            accept[nodes] = np.minimum(ratio / self.lenience, 1.0)
         residual = walk(draft, p).residual if point else lambda rows: remainder(draft, p, rows, theta[rows])
-        return Verdict(reach * refuse, residual)
+        return Verdict(first_accepted(shape, accept), residual)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from spec_lab.draft import Draft, Drawn
-from spec_lab.verify.siblings import EVERY_DRAW, arrange, check_rows, repeated, rows_of, view
+from spec_lab.verify.siblings import EVERY_DRAW, check_rows, rows_of, view
 from spec_lab.verify.verdict import Verdict, gather
 
 ANY_DRAW: frozenset[Drawn] = EVERY_DRAW | {"gumbel"}  # its choices are fresh: a race's noise is left alone
@@ -49,26 +48,29 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
     Raises:
         ValueError: ``p`` has not one row per row of the forest.
     """
-    shape, parent = draft.shape, draft.shape.parent
+    shape = draft.shape
     check_rows(draft, p)
     if not shape.nodes:
         return Verdict(np.ones(shape.rows), lambda rows: view(p, rows))
     # reach[c] = reach[m] p(c | m);  stop[m] = reach[m] (1 - sum of p(c | m) over its children)
-    step = gather(p, shape, draft.token)
-    again = repeated(draft)
-    if again is not None:
-        step[again] = 0.0  # y leads to the first child that holds it
-    left = np.maximum(1.0 - np.bincount(parent, weights=step, minlength=shape.rows), 0.0)
-    reach = np.ones(shape.rows)
-    for level in arrange(shape).levels:
-        reach[shape.heads + level.nodes] = reach[level.parents] * step[level.nodes]
+    tokens, steps = draft.token.tolist(), gather(p, shape, draft.token).tolist()
+    reach, taken, found = [1.0] * shape.heads, [0.0] * shape.rows, set()
+    for parent, token, step in zip(shape.parent.tolist(), tokens, steps, strict=True):
+        if step > 0.0 and (parent, token) not in found:
+            found.add((parent, token))
+            reach.append(reach[parent] * step)
+            taken[parent] += step
+        else:  # y leads to the first child that holds it
+            reach.append(0.0)
+    stop = np.array([r * max(1.0 - t, 0.0) for r, t in zip(reach, taken, strict=True)])
 
     def residual(rows: np.ndarray) -> Tensor:  # p without the children's tokens
         law = rows_of(p, rows)
+        numbers = law.numpy() if law.device.type == "cpu" else law  # NumPy writes a few numbers faster
         for place, row in enumerate(rows.tolist()):
             children = shape.children[row]
             if len(children):
-                law[place, draft.token[torch.from_numpy(children - shape.heads).to(p.device)]] = 0.0
+                numbers[place, [tokens[child - shape.heads] for child in children]] = 0.0
         return law
 
-    return Verdict(reach * left, residual)
+    return Verdict(stop, residual)

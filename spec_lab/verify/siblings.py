@@ -28,8 +28,9 @@ from spec_lab.draft import Draft, Drawn, Shape
 from spec_lab.verify.verdict import CHUNK, gather, gather_rows, parts
 
 EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})
-HUGE = 1e30  # bounds theta: times a law's zero it must stay zero, also in float32
-TINY = 1e-300  # under a division: 0 / 0 = 0
+LARGE = 1e30  # largest theta for float32: 1 / Z, what a peaked q leaves to be drawn without replacement, may be more
+HUGE = 1e307  # bounds theta: times a law's zero it must stay zero
+TINY = 1e-307  # under a division: 0 / 0 = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,8 @@ def repeated(draft: Draft) -> np.ndarray | None:
 def drawn_laws(draft: Draft, p: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each node p(token | parent), q(token | parent) and Z, the mass of q its earlier siblings left.
 
-    All ``[M]`` float64. Z is summed from what is left, not subtracted from 1: a peaked q leaves little.
+    All ``[M]`` float64, q and Z at least ``TINY``. Z is summed from what is left, not subtracted from 1: a peaked q
+    leaves little.
 
     Raises:
         ValueError: ``p`` does not fit the forest; or a token cannot have been drawn as the draft says.
@@ -128,7 +130,7 @@ def drawn_laws(draft: Draft, p: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndar
     q_token = gather_rows(draft.q, draft.q_row[parent], draft.token)
     if not (q_token > 0).all():
         raise ValueError(f"node {int(np.argmin(q_token > 0))} holds a token that its parent's q gives no mass")
-    left = np.ones(shape.nodes)
+    q_token, left = np.maximum(q_token, TINY), np.ones(shape.nodes)
     if draft.drawn == "iid" or len(arrange(shape).ranks) < 2:
         return p_token, q_token, left
     if repeated(draft) is not None:
@@ -155,15 +157,40 @@ def acceptance(
     """P(c) / q_c(c) for the nodes of a group ``[n]``: (p(c) - theta q(c))+ / S over q(c) / Z."""
     q, m = q_token[group.nodes], group.parents
     w = np.maximum(p_token[group.nodes] - theta[m] * q, 0.0)
-    return w * left[group.nodes] / np.maximum(s[m] * q, TINY)
+    return np.minimum(w / np.maximum(s[m], TINY), 1.0) / (q / left[group.nodes])
+
+
+def first_accepted(shape: Shape, accept: np.ndarray) -> np.ndarray:
+    """``[R]``: where the path ends if each row's children are tried in the order drawn and the first accepted is taken.
+
+    Args:
+        accept: ``[M]``, the probability that a node is accepted once its parent is and its earlier siblings are not.
+    """
+    order = arrange(shape)
+    # take[c]: c is the child accepted at its parent;  refuse[m]: no child of m is
+    take, refuse = np.zeros(shape.nodes), np.ones(shape.rows)
+    for group in order.ranks:
+        take[group.nodes] = refuse[group.parents] * accept[group.nodes]
+        refuse[group.parents] *= 1.0 - accept[group.nodes]
+    reach = np.ones(shape.rows)
+    for level in order.levels:
+        reach[shape.heads + level.nodes] = reach[level.parents] * take[level.nodes]
+    return reach * refuse
 
 
 def excess(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tensor:
     """(p - theta q)+ at ``rows`` ``[n]`` with ``theta`` ``[n]``: ``[n, V]``, not normalised."""
     assert draft.q is not None and draft.q_row is not None
-    q_row, theta = np.maximum(draft.q_row[rows], 0), np.minimum(theta, HUGE)  # where nothing was drawn theta is 0
-    law, q = rows_of(p, rows), view(draft.q, q_row).to(p.dtype)
-    return law.addcmul_(q, torch.from_numpy(theta).to(p)[:, None], value=-1).clamp_min_(0.0)
+    q_row = np.maximum(draft.q_row[rows], 0)  # where nothing was drawn theta is 0
+    law, q = rows_of(p, rows), view(draft.q, q_row)
+    law.addcmul_(q.to(p.dtype), _column(np.minimum(theta, LARGE), p), value=-1).clamp_min_(0.0)
+    for place in np.flatnonzero(theta > LARGE).tolist():
+        law[place] = (p[int(rows[place])].double() - q[place].double() * min(float(theta[place]), HUGE)).clamp_min_(0.0)
+    return law
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:  # [n] -> [n, 1]
+    return torch.from_numpy(values).to(like)[:, None]
 
 
 def excess_mass(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> np.ndarray:

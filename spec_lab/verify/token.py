@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spec_lab.draft import Draft
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import EVERY_DRAW, acceptance, arrange, drawn_laws, excess_mass, remainder
+from spec_lab.verify.siblings import EVERY_DRAW, acceptance, arrange, drawn_laws, excess_mass, first_accepted, remainder
 from spec_lab.verify.verdict import Verdict
 
 
@@ -39,20 +39,12 @@ class Token:
         if draft.drawn == "point":
             return walk(draft, p)
         shape = draft.shape
-        order = arrange(shape)
         p_token, q_token, z = drawn_laws(draft, p)
-        theta, s = np.zeros(shape.rows), np.ones(shape.rows)
-        # take[c]: c is the child accepted at its parent;  refuse[m]: no child of m is
-        take, refuse = np.zeros(shape.nodes), np.ones(shape.rows)
-        for rank, group in enumerate(order.ranks):
+        theta, s, accept = np.zeros(shape.rows), np.ones(shape.rows), np.empty(shape.nodes)
+        for rank, group in enumerate(arrange(shape).ranks):
             nodes, m = group.nodes, group.parents
             if rank > 0:
                 s[m] = excess_mass(draft, p, m, theta[m])
-            accept = np.minimum(acceptance(p_token, q_token, z, theta, s, group), 1.0)
-            take[nodes] = refuse[m] * accept
-            refuse[m] *= 1.0 - accept
+            accept[nodes] = np.minimum(acceptance(p_token, q_token, z, theta, s, group), 1.0)
             theta[m] += s[m] / z[nodes]
-        reach = np.ones(shape.rows)
-        for level in order.levels:
-            reach[shape.heads + level.nodes] = reach[level.parents] * take[level.nodes]
-        return Verdict(reach * refuse, lambda rows: remainder(draft, p, rows, theta[rows]))
+        return Verdict(first_accepted(shape, accept), lambda rows: remainder(draft, p, rows, theta[rows]))

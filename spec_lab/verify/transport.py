@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spec_lab.draft import Drawn
 
-STEP = 0.2  # of the quadrature in log t; its error falls like exp(-pi^2 / STEP)
+STEP = 0.2  # of the quadrature in log t; its error is 1e-14 up to a dozen siblings, 1e-7 at 40 (with 0.1: 1e-14)
 START = -17.0  # log t where it starts: the integrand is O(t^2), what lies below is under 1e-14
 TINY = 1e-290  # less mass of q counts as none: its inverse is a time that overflows
 CHUNK = 2**18  # numbers in one temporary of the quadrature; fits a cache
@@ -51,16 +51,14 @@ def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarra
     ratio = np.divide(target, draft, out=np.full_like(draft, np.inf), where=draft > 0)
     order = np.argsort(ratio, axis=-1, kind="stable")[:, : int(support.max())]
     target, draft = np.take_along_axis(target, order, -1), np.take_along_axis(draft, order, -1)
-    inside = np.minimum(np.cumsum(draft, -1), 1.0)
     if drawn == "iid" or count == 1:
-        every = inside**count
+        every = np.cumsum(draft, -1) ** count
     else:
         every = np.zeros_like(draft)
-        some = support > count  # else all of the support is drafted, and lies in H where H is all of it
+        some = support > count  # else all of the support is drafted, and lies in H only where H is all of it
         if some.any():
             every[some] = all_inside(draft[some], count)
-        last = np.flatnonzero(~some & (support > 0))
-        every[last, support[last] - 1] = 1.0
+        every[np.arange(len(every)), support - 1] = 1.0
     lost = (every - np.cumsum(target, -1)).max(-1)  # the empty set's 0 is no more than the whole support's 1 - p
     return np.where(support > 0, np.clip(1.0 - lost, 0.0, 1.0), 0.0)
 
@@ -94,7 +92,7 @@ def all_inside(q: np.ndarray, count: int) -> np.ndarray:
         rows = max(1, CHUNK // (count * 128))
         parts = [_missed(q[i : i + rows], outside[i : i + rows], count) for i in range(0, len(q), rows)]
         missed = np.concatenate(parts)
-    return np.clip(np.cumsum(q, -1) - missed, 0.0, 1.0)
+    return np.cumsum(q, -1) - missed
 
 
 def _missed(q: np.ndarray, outside: np.ndarray, count: int) -> np.ndarray:  # [n, V]

@@ -65,7 +65,7 @@ class Traversal:
             nodes, m = wave.nodes, wave.parents
             ratio = acceptance(p_token, q_token, z, theta, s, wave)
             a[shape.heads + nodes] = np.minimum(a[m] * ratio, 1.0)
-            theta[m] += s[m] / np.maximum(a[m] * z[nodes], TINY)
+            theta[m] += np.where(a[m] > 0, s[m] / np.maximum(a[m] * z[nodes], TINY), 0.0)  # no weight: never reached
             if len(wave.unfinished):
                 delete(wave.unfinished)
         if shape.nodes:

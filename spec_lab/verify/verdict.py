@@ -107,16 +107,17 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     row = np.arange(shape.heads)
     if shape.nodes:
         grid = shape.grid
-        stop = np.where(grid >= 0, verdict.stop[grid], 0.0)
+        stop = np.concatenate([verdict.stop, [0.0]])[grid]  # -1, which fills up the grid, finds the 0
         row = grid[row, draws.pick(stop, [Key(*one, Purpose.STOP) for one in who])]
     keys = [Key(*one, Purpose.EMIT) for one in who]
     token, empty = np.empty_like(row), np.zeros(shape.heads, dtype=bool)
     for part in parts(shape.heads, p, CHUNK):
         law = verdict.residual(row[part])
         if shape.nodes:
-            empty[part] = nothing = law.sum(-1).cpu().numpy() == 0
-            if nothing.any():
-                bare = torch.from_numpy(nothing[:, None]).to(p.device)
+            mass = law.sum(-1).tolist()
+            if 0.0 in mass:
+                empty[part] = np.equal(mass, 0.0)
+                bare = torch.from_numpy(empty[part, None]).to(p.device)
                 law = torch.where(bare, p[torch.from_numpy(row[part]).to(p.device)], law)
         token[part] = draws.pick(law, keys[part])
     return Choice(row, token, empty)

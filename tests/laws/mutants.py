@@ -133,7 +133,7 @@ def inverse() -> Iterator[None]:
 
 EXCESS = "remainder(draft, p, rows, theta[rows])"
 RESIDUAL_IS_ABSOLUTE = edited(
-    Token, EXCESS, "absolute(draft, p, rows, theta[rows])", absolute=edited(excess, ".clamp_min_(0.0)", ".abs_()")
+    Token, EXCESS, "absolute(draft, p, rows, theta[rows])", absolute=edited(excess, "-1).clamp_min_(0.0)", "-1).abs_()")
 )()
 
 

@@ -44,8 +44,8 @@ def widen(law: np.ndarray, vocabulary: int) -> np.ndarray:
     return np.pad(law, ((0, 0), (0, vocabulary - law.shape[1])))
 
 
-def token(draft: Draft, p: np.ndarray) -> Law:
-    """Recursive rejection, top down."""
+def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
+    """Recursive rejection, top down; with a ``lenience`` below 1 lossy."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
 
@@ -53,10 +53,10 @@ def token(draft: Draft, p: np.ndarray) -> Law:
         law = p[row]
         for child in shape.children[row] - shape.heads:
             x = tokens[child]
-            accept = ratio(law[x], q[child, x])
+            accept = ratio(law[x], lenience * q[child, x])
             visit(child + shape.heads, reach * accept)
             reach *= 1 - accept
-            law = norm(np.maximum(law - q[child], 0))
+            law = norm(np.maximum(law - lenience * q[child], 0))
         stop[row], emit[row] = reach, law
 
     for head in range(shape.heads):

@@ -80,7 +80,7 @@ def test_rho_is_safe_and_the_least_that_is(pair, k):
     rho = rho_of(p, q, k)
     assert 1 <= rho <= k
     assert one_of(k, beta(rho, p, q)) <= rho * (1 + 1e-13)
-    assert rho == pytest.approx(bisected(p, q, k), abs=1e-7)
+    assert rho == pytest.approx(bisected(p, q, k), abs=1e-6)  # a double root near p = q has half the digits
     if rho > 1 + 1e-3:
         less = rho - 1e-4
         assert one_of(k, beta(less, p, q)) > less

@@ -1,0 +1,497 @@
+"""Rounding, large vocabularies, -inf, denormals: every verifier with every way of drawing, against itself in double."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spec_lab import metrics, record
+from spec_lab.batch import Batch, healed
+from spec_lab.decode import Group
+from spec_lab.draft import Draft, Shape, chain, forest, tree
+from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law, likeliest
+from spec_lab.propose import Null
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.trees import parse
+from spec_lab.record import Recorder, load
+from spec_lab.text import Prompt
+from spec_lab.verify import (
+    Cascade,
+    Gumbel,
+    KSeq,
+    Lenient,
+    Match,
+    Relaxed,
+    Token,
+    Traversal,
+    Typical,
+    choose,
+)  # fmt: skip
+from tests.laws import twin, twin_zoo
+from tests.propose.lab import PROMPTS, decode, draft_model, emitted, plain_greedy, requests
+from tests.tiny import VOCABULARY, tiny_target
+from tests.verify.test_twins import joint
+
+VERIFIERS = (
+    Token(), Traversal(), Match(), KSeq(), Gumbel(), Lenient(0.7), Lenient(1.0), Typical(), Relaxed(),
+    Cascade(rule="chow"), Cascade(rule="diff"), Cascade(rule="opt"),
+)  # fmt: skip
+PAIRS = [(verifier, drawn) for verifier in VERIFIERS for drawn in sorted(verifier.accepts)]
+EACH = pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])
+WIDTHS = pytest.mark.parametrize("width", [50, 131072])
+
+SHAPE = forest((chain(3), tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))))
+EXPANDED = np.unique(SHAPE.parent)
+
+
+# Laws to judge. Each gives p [R, V] and q [E, V], float32.
+
+
+def pair_of_logits(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The target's and the draft's logits; where both have the same row they are akin."""
+    generator = torch.Generator().manual_seed(width)
+    x = 3 * torch.randn(SHAPE.rows, width, generator=generator)
+    y = x[EXPANDED] + 0.7 * torch.randn(len(EXPANDED), width, generator=generator)
+    return x.to(dtype), y.to(dtype)
+
+
+def warm(x: Tensor, temperature: float = 1.0) -> Tensor:
+    return law(x, [Sampling(temperature)])
+
+
+def single(width: int) -> tuple[Tensor, Tensor]:
+    x, y = pair_of_logits(width, torch.float32)
+    return warm(x), warm(y)
+
+
+def half(width: int) -> tuple[Tensor, Tensor]:
+    x, y = pair_of_logits(width, torch.bfloat16)
+    return warm(x), warm(y)
+
+
+def forbidden(width: int) -> tuple[Tensor, Tensor]:
+    """-inf logits of a third of the tokens, in target and draft not of the same."""
+    x, y = pair_of_logits(width, torch.bfloat16)
+    x[:, ::3], y[:, 1::3] = -torch.inf, -torch.inf
+    return warm(x), warm(y)
+
+
+def equal(width: int) -> tuple[Tensor, Tensor]:
+    p = single(width)[0]
+    return p, p[EXPANDED].clone()
+
+
+def close(width: int) -> tuple[Tensor, Tensor]:
+    """A relative 1e-7, about one unit in the last place."""
+    p = single(width)[0]
+    sign = torch.randint(0, 2, (len(EXPANDED), width), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    q = (p[EXPANDED].double() * (1 + 1e-7 * sign)).float()
+    assert (p[EXPANDED] != q).any()
+    return p, q
+
+
+def denormal(width: int) -> tuple[Tensor, Tensor]:
+    """Half the tokens have masses of about 1e-40, and not the same half."""
+    p, q = single(width)
+    p[:, ::2] *= 1e-38
+    q[:, ::2] *= 1e-38
+    q[:, :: width // 5] = 3e-41
+    p, q = (x / x.sum(-1, keepdim=True) for x in (p, q))
+    assert ((p > 0) & (p < 1e-38)).any() and ((q > 0) & (q < 1e-38)).any()
+    return p, q
+
+
+def cold(width: int) -> tuple[Tensor, Tensor]:
+    """Drafts so peaked that a second sibling is drawn from 1e-20 to 1e-45 of the law."""
+    x, y = pair_of_logits(width, torch.float32)
+    q, top = law(y, [Sampling()]), y.topk(3).indices
+    for row in range(len(q)):
+        q[row, top[row, 1]], q[row, top[row, 2]] = 10.0 ** -(20.0 + 3 * row), 1e-44
+    p = warm(x)
+    p[EXPANDED] = 0.5 * p[EXPANDED] + 0.5 * warm(y, 2.0)
+    return p, q
+
+
+def one_hot_target(width: int) -> tuple[Tensor, Tensor]:
+    """All of p on a token that the draft gives nothing."""
+    q = single(width)[1]
+    q[:, 7] = 0.0
+    p = torch.zeros(SHAPE.rows, width)
+    p[:, 7] = 1.0
+    return p, q / q.sum(-1, keepdim=True)
+
+
+def one_hot_draft(width: int) -> tuple[Tensor, Tensor]:
+    p, q = single(width)
+    return p, torch.zeros_like(q).scatter_(1, q.argmax(-1, keepdim=True), 1.0)
+
+
+CASES = {
+    one.__name__: one
+    for one in (single, half, forbidden, equal, close, denormal, cold, one_hot_target, one_hot_draft)
+}  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
+    """A draft drawn from q as it says, nodes beyond the support left out, and p of its rows."""
+    p, q = CASES[case](width)
+    rng, q_row = np.random.default_rng(0), np.full(SHAPE.rows, -1)
+    q_row[EXPANDED] = np.arange(len(EXPANDED))
+    noise = torch.from_numpy(CounterDraws(0).race(width, [Key(0, 0, 0, Purpose.RACE, r) for r in range(len(q))]))
+    token, live = np.zeros(SHAPE.nodes, dtype=np.int64), np.ones(SHAPE.rows, dtype=bool)
+    for parent in EXPANDED:
+        left = q[q_row[parent]].double().numpy().copy()
+        race = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + noise[q_row[parent]].numpy(), -np.inf)
+        for child in SHAPE.children[parent]:
+            place = child - SHAPE.heads
+            if left.sum() == 0:
+                live[child] = False
+                continue
+            if drawn == "point":
+                token[place] = left.argmax()
+            elif drawn == "gumbel":
+                token[place] = race.argmax()
+            else:
+                token[place] = rng.choice(width, p=left / left.sum())
+            race[token[place]] = -np.inf
+            if drawn != "iid":
+                left[token[place]] = 0.0
+    shape, kept = SHAPE.keep(live)
+    rows = np.concatenate([np.arange(SHAPE.heads), SHAPE.heads + kept])
+    if drawn == "point":
+        return Draft(shape, torch.from_numpy(token[kept])), p[rows]
+    extra = noise if drawn == "gumbel" else None
+    return Draft(shape, torch.from_numpy(token[kept]), drawn, q, q_row[rows], extra), p[rows]
+
+
+def in_double(draft: Draft) -> Draft:
+    q = None if draft.q is None else draft.q.double()
+    return Draft(draft.shape, draft.token, draft.drawn, q, draft.q_row, draft.noise)
+
+
+def sums(shape: Shape, stop: np.ndarray) -> np.ndarray:
+    return np.bincount(shape.root, weights=stop, minlength=shape.heads)
+
+
+def tolerance(verifier) -> float:
+    """TV of one step; K-SEQ's rho has half the digits where p is nearly q."""
+    return 1e-3 if isinstance(verifier, KSeq) else 2e-6
+
+
+@EACH
+@WIDTHS
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_in_single_precision(verifier, drawn, width, case):
+    draft, p = drafted(case, width, drawn)
+    shape = draft.shape
+    assert p.dtype == torch.float32
+    assert (p.double().sum(-1) - 1).abs().max() < 1e-6
+    verdict = verifier(draft, p)
+    assert np.isfinite(verdict.stop).all() and (verdict.stop >= 0).all() and (verdict.stop <= 1 + 1e-6).all()
+    np.testing.assert_allclose(sums(shape, verdict.stop), 1.0, rtol=0, atol=1e-6)
+    residual = verdict.residual(np.arange(shape.rows))
+    assert residual.isfinite().all() and (residual >= 0).all()
+    assert (residual[torch.from_numpy(verdict.stop > 1e-6)].sum(-1) > 0).all()
+    assert not (residual[p == 0] > 0).any(), "what p forbids is never emitted"
+    held = p[torch.from_numpy(shape.parent), draft.token].numpy()
+    assert (verdict.stop[shape.heads :][held == 0] == 0).all(), "nor accepted"
+    for number in range(20 if width < 1000 else 2):
+        row, token, _ = choose(verdict, shape, p, CounterDraws(number), [(h, 0, 0) for h in range(shape.heads)])
+        assert (p[torch.from_numpy(row), torch.from_numpy(token)] > 0).all()
+
+    double = verifier(in_double(draft), p.double())
+    apart = 0.5 * np.abs(joint(draft, verdict) - joint(draft, double)).sum(-1)
+    assert sums(shape, apart).max() < tolerance(verifier)
+
+
+DIRECT = [
+    (Token(), twin.token), (Lenient(1.0), twin.token), (Traversal(), twin.traversal), (Match(), twin.match),
+    (KSeq(), twin_zoo.kseq),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("verifier", "direct", "drawn"),
+    [(v, direct, drawn) for v, direct in DIRECT for drawn in sorted(v.accepts - {"gumbel"})],
+    ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""),
+)
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_in_single_precision_is_the_paper_s_in_double(verifier, direct, drawn, case):
+    draft, p = drafted(case, 50, drawn)
+    stop, emit = direct(in_double(draft), p.double().numpy())
+    apart = 0.5 * np.abs(joint(draft, verifier(draft, p)) - stop[:, None] * emit).sum(-1)
+    assert sums(draft.shape, apart).max() < tolerance(verifier)
+
+
+@EACH
+@WIDTHS
+def test_a_target_that_is_certain_of_what_was_not_drafted_says_it(verifier, drawn, width):
+    draft, p = drafted("one_hot_target", width, drawn)
+    heads, verdict = np.arange(draft.shape.heads), verifier(draft, p)
+    if isinstance(verifier, Cascade):  # its own law need not be p
+        return
+    assert verdict.stop[heads].tolist() == [1.0, 1.0]
+    token = choose(verdict, draft.shape, p, CounterDraws(0), [(h, 0, 0) for h in heads]).token
+    assert token.tolist() == [7, 7]
+    residual = verdict.residual(heads)
+    assert (residual[:, 7] > 0).all() and (residual.sum(-1) == residual[:, 7]).all()
+
+
+@pytest.mark.parametrize(("verifier", "drawn"), [(v, d) for v, d in PAIRS if v.lossless and d != "point"])
+@WIDTHS
+@pytest.mark.parametrize("case", ["equal", "close"])
+def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, case):
+    if verifier.name == "match":  # blind to q
+        return
+    draft, p = drafted(case, width, drawn)
+    ends = np.setdiff1d(np.arange(draft.shape.rows), EXPANDED)
+    accepted = sums(draft.shape, np.where(np.isin(np.arange(draft.shape.rows), ends), verifier(draft, p).stop, 0.0))
+    exactly = case == "equal" and verifier.name != "kseq"
+    assert (accepted >= (1.0 if exactly else 1 - 1e-5)).all()
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal(), Lenient(1.0)], ids=lambda v: v.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rest", [1e-20, 1e-31, 1e-36, 1e-40, 1e-44])
+@pytest.mark.parametrize("first", [0.0, 0.1])
+def test_what_a_peaked_draft_leaves_to_a_second_sibling_counts_as_a_whole_law(verifier, dtype, rest, first):
+    """Given the first, the second is certain: rejected it may not be emitted, however little mass q had for it."""
+    q = torch.tensor([[1.0, rest, 0.0, 0.0]], dtype=dtype)
+    p = torch.tensor([[first, 0.2, 0.3, 0.5 - first]], dtype=dtype).expand(3, 4)
+    draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
+    verdict = verifier(draft, p)
+    np.testing.assert_allclose(verdict.stop, [0.8 - first, first, 0.2], rtol=0, atol=1e-6)
+    residual = verdict.residual(np.array([0]))[0].double()
+    np.testing.assert_allclose(residual / residual.sum(), [0, 0, *(p[0, 2:] / p[0, 2:].sum())], rtol=0, atol=1e-6)
+
+
+# Logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("row", "well"),
+    [
+        ([1.0, 2.0, 3.0], True),
+        ([-torch.inf, 2.0, -torch.inf], True),
+        ([-3e38, -3e38, -3e38], True),  # their sum overflows in single precision
+        ([3e38, 3e38, 1.0], True),
+        ([-torch.inf] * 3, False),
+        ([torch.inf, 0.0, 0.0], False),
+        ([torch.inf, -torch.inf, 0.0], False),
+        ([torch.nan, 1.0, 2.0], False),
+        ([-torch.inf, torch.nan, -torch.inf], False),
+    ],
+)
+def test_minus_infinity_is_no_mass_and_anything_else_is_broken(dtype, row, well):
+    logits = torch.tensor([[0.0, 1.0, 2.0], row, [-torch.inf, 0.0, 1.0]], dtype=dtype)
+    kept, batch = logits.clone(), Batch(None, [], CounterDraws(0))
+    got = healed(batch, np.array([0, 1, 1]), logits, "target")
+    assert got.data_ptr() == logits.data_ptr(), "in place"
+    assert torch.equal(got[[0, 2]], kept[[0, 2]])
+    assert got[1].tolist() == (kept[1].tolist() if well else [0.0] * 3)
+    assert batch.broken == ({} if well else {1: "the target's logits are NaN or infinite"})
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(1.0),
+    Sampling(1e-3),
+    Sampling(1e-30),
+    Sampling(1.0, top_k=5),
+    Sampling(1.0, top_k=40),
+    Sampling(0.8, top_p=0.7),
+    Sampling(1.0, min_p=0.2),
+    Sampling(1.0, repetition_penalty=1.7),
+    Sampling(0.0, repetition_penalty=0.5),
+    Sampling(0.7, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("alive", [1, 20])
+def test_a_law_with_minus_infinities_is_the_law_of_the_rest(sampling, dtype, alive):
+    generator = torch.Generator().manual_seed(alive)
+    some = (3 * torch.randn(4, alive, generator=generator)).to(dtype)
+    seen = torch.rand(4, 60, generator=generator) < 0.5
+    where = torch.randperm(60, generator=generator)[:alive].sort().values
+    logits = torch.full((4, 60), -torch.inf, dtype=dtype)
+    logits[:, where] = some
+    got, wanted = law(logits, [sampling], seen), law(some, [sampling], seen[:, where])
+    torch.testing.assert_close(got[:, where], wanted, rtol=1e-5, atol=1e-7)
+    assert got.isfinite().all() and (got.sum(-1) - 1).abs().max() < 1e-6
+    got[:, where] = 0.0
+    assert (got == 0).all()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_mask_that_allows_only_tokens_without_mass_leaves_a_dead_row(sampling):
+    """Not one with an illegal token, as the arg max of nothing would be."""
+    logits = torch.tensor([[1.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf]])
+    mask = torch.tensor([[False, True, True], [False, True, True]])
+    got = law(logits, [sampling], seen=torch.zeros(2, 3, dtype=torch.bool), mask=mask)
+    assert got.tolist() == [[0, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 6, 8])
+def test_the_likeliest_are_distinct_also_among_minus_infinities(width):
+    x = torch.full((2, 9), -torch.inf)
+    x[0, 5], x[1, [3, 0, 8]] = 1.0, torch.tensor([1.0, 3.0, 2.0])
+    found = likeliest(x, width).tolist()
+    assert found[0][0] == 5 and found[1][:3] == [0, 8, 3][:width]
+    assert all(len(set(row)) == width for row in found)
+
+
+# The loop
+
+BANNED = tuple(range(40, VOCABULARY))
+
+
+def without_banned(module, _inputs, output):
+    """What a model with a padded vocabulary gives."""
+    output = output.clone()
+    output[..., list(BANNED)] = -torch.inf
+    return output
+
+
+def pads(target_or_lm):
+    lm = getattr(target_or_lm, "lm", target_or_lm)
+    lm.model.get_output_embeddings().register_forward_hook(without_banned)
+    return target_or_lm
+
+
+PADDED = (tuple(t % 40 for t in PROMPTS[0]), tuple(t % 40 for t in PROMPTS[1]))
+
+
+def padded(name: str, target):
+    """A proposer whose logits hold -inf too."""
+    if name == "none":
+        return Null()
+    if name == "medusa":
+        return Medusa(Heads.random(target, 2, trunk=False), parse("3x2"))
+    tree_, drawn = name.split()
+    proposer = draft_model(tree_, drawn, 1.0 if drawn in ("without", "iid") else None)
+    pads(proposer.lm)
+    return proposer
+
+
+@pytest.mark.parametrize("name", ["none", "medusa", "1x1x1 iid", "2x2 without", "3x2 point", "1x1 gumbel"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(1.0), Sampling(1e-3), Sampling(1.5, top_k=50, repetition_penalty=1.5), Sampling(2.0, 0, 0.9)],
+    ids=["cold", "warm", "chilly", "penalised", "truncated"],
+)
+def test_a_model_with_a_padded_vocabulary_decodes(name, sampling):
+    target = pads(tiny_target())
+    truth = [plain_greedy(target.lm.model, prompt, 12) for prompt in PADDED]
+    verifier = Gumbel() if name.endswith("gumbel") else Token()
+    group, rounds = decode(target, padded(name, target), requests(sampling, 12, PADDED), verifier)
+    assert group.errors == {} and [s.finish for s in group.sequences] == ["length"] * 2
+    assert not {*BANNED} & {token for text in emitted(group) for token in text}
+    assert name == "none" or any(one.draft.shape.nodes for one in rounds)
+    if sampling.temperature == 0:
+        assert emitted(group) == truth
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "only -inf"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_without_a_law_name_the_request_and_the_step(poison, temperature):
+    target, calls = tiny_target(), []
+    healthy, _ = decode(target, Null(), requests(Sampling(temperature), 8))
+
+    def spoil(module, _inputs, output):
+        calls.append(output)
+        if len(calls) != 4:
+            return output
+        output = output.clone()
+        output[..., 1, :] = poison
+        return output
+
+    target.lm.model.get_output_embeddings().register_forward_hook(spoil)
+    group, _ = decode(target, Null(), requests(Sampling(temperature), 8))
+    assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
+    assert emitted(group) == [well if n != 1 else well[:3] for n, well in enumerate(emitted(healthy))]
+    said = "request 'p1', step 3: the target's logits are NaN or infinite; it ends with the 3 tokens emitted so far"
+    assert group.errors == {"p1": said}
+
+
+def test_heads_whose_logits_are_nan_draft_badly_and_no_more():
+    target = tiny_target()
+    truth = [plain_greedy(target.lm.model, prompt, 12) for prompt in PROMPTS]
+    heads = Heads.random(target, 2, trunk=False)
+    heads.bias.fill_(torch.nan)
+    group, _ = decode(target, Medusa(heads, parse("3x2")), requests(new=12))
+    assert emitted(group) == truth and group.errors == {}
+
+
+# The counter of empty residuals
+
+
+@pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])
+def test_in_double_precision_no_residual_is_empty(verifier, drawn):
+    target = tiny_target()
+    proposer = draft_model("2x2x1", drawn, temperature=1.5)
+    _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
+    steps = [step for step in record.step_rows(rounds, 0, "speculative") if step["nodes"]]
+    assert steps and not any(step["empty_residual"] for step in steps)
+    own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything is accepted, or all but everything
+    _, rounds = decode(target, own, requests(Sampling(1.0), 16), verifier)
+    assert not any(one.empty.any() for one in rounds)
+
+
+class Last:
+    """Draws that stop at the head whenever that is possible at all."""
+
+    def __init__(self) -> None:
+        self.usual = CounterDraws(0)
+
+    def pick(self, weights, keys):
+        picked = self.usual.pick(weights, keys)
+        if keys[0].purpose == Purpose.STOP:
+            picked = np.where(np.asarray(weights)[:, 0] > 0, 0, picked)
+        return picked
+
+
+class Support:
+    """Drafts all that p allows: its top ten, which rounding may let weigh less than 1."""
+
+    name, drawn, nodes, wants_hidden = "support", "point", 10, False
+
+    def __init__(self, target) -> None:
+        self.target = target
+
+    def propose(self, batch):
+        tokens = []
+        for sequence in batch.sequences:
+            logits = self.target.lm.model(torch.tensor([sequence.tokens]), use_cache=False).logits[0, -1]
+            tokens += logits.topk(10).indices.tolist()
+        shape = tree(tuple((rank,) for rank in range(10)))
+        return Draft(forest((shape,) * len(batch.sequences)), torch.tensor(tokens))
+
+    def close(self, sequence) -> None: ...
+
+
+def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_path):
+    target = tiny_target(dtype=torch.float32)
+    wanted = requests(Sampling(1.0, top_k=10), 12)
+    group = Group(target, Support(target), Token(), wanted, Last())
+    rounds = list(group)
+    empty = np.array([flag for one in rounds for flag in one.empty])
+    assert 0 < empty.sum() < len(empty)
+    assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
+    steps = record.step_rows(rounds, 0, "speculative")
+    assert [step["empty_residual"] for step in steps] == empty.tolist()
+    clock = target.lm.clock
+    outcomes = record.outcomes(rounds, clock, group.errors)
+    asked = [record.request_row(one, Prompt(one.request.name, "x"), "x", 0, 0, "speculative", 0) for one in outcomes]
+    Recorder(tmp_path).write(0, record.round_rows(rounds, clock, 0, "speculative"), steps, asked)
+    Recorder(tmp_path).gather()
+    summary = metrics.summarise(load(tmp_path), "speculative")
+    assert 0 < summary["empty_residuals"] <= empty.sum()
