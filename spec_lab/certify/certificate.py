@@ -149,8 +149,8 @@ Grade = Literal["exact", "sampled"]
 def grade(proof: Proof, lossless: bool, rejected: bool = False, sampled: bool = False) -> Grade | None:
     """What a pair is certified as: lossless by enumeration, lossless as far as samples tell, or not at all.
 
-    Exact is only what was enumerated whole, with the proposer's own drafts: a reference in its place says nothing of the
-    law that the proposer itself states.
+    Exact is only what was enumerated whole, and with the proposer's own drafts: a reference in its place says nothing
+    of the law that the proposer itself states.
 
     Args:
         proof: the exact layer's result.
