@@ -305,7 +305,7 @@ def test_the_summary_names_pairs_left_out_and_what_figures_are_given(done):
     assert summary["requests"] == 5 and summary["tokens"] == 45 and summary["positions"] == 15
     assert "gumbel (drawn gumbel): token, traversal, kseq" in " ".join(said.split())
     assert "gumbel *" in said and "*: a sampled outcome" in said
-    assert max(map(len, said.splitlines())) <= 80
+    assert max(map(len, said.splitlines()[:-1])) <= 80  # the last names a folder
 
 
 def test_a_run_leaves_manifest_tables_and_figures(done):

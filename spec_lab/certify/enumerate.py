@@ -50,6 +50,8 @@ class Script:
             raise Reused(f"{key} names two choices")
         self.keys.add(key)
         options = np.flatnonzero(weights > 0).tolist()
+        if not options:
+            raise ValueError(f"{key} chooses among weights of which none is positive: {weights.tolist()}")
         if len(options) == 1:
             return int(options[0])
         number = len(self.chosen)
@@ -81,6 +83,34 @@ class Scripts:
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
         """Refused: see ``Continuous``."""
         raise Continuous("the noise of a race cannot be enumerated")
+
+
+class Watched:
+    """Draws that refuse a key they have seen before.
+
+    Args:
+        draws: who chooses.
+    """
+
+    def __init__(self, draws: Draws) -> None:
+        self.draws = draws
+        self.keys: set[Key] = set()
+
+    def pick(self, weights: torch.Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.pick``."""
+        self._watch(keys)
+        return self.draws.pick(weights, keys)
+
+    def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.race``."""
+        self._watch(keys)
+        return self.draws.race(width, keys)
+
+    def _watch(self, keys: Sequence[Key]) -> None:
+        if len(self.keys | set(keys)) < len(self.keys) + len(keys):
+            twice = next(key for number, key in enumerate(keys) if key in self.keys or key in keys[:number])
+            raise Reused(f"{twice} names two choices")
+        self.keys.update(keys)
 
 
 def explore(play: Callable[[Draws], T]) -> Iterator[tuple[float, T]]:

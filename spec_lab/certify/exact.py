@@ -34,6 +34,9 @@ MOST = 60_000
 
 PLAIN = Sampling(1.0)
 
+LEAST, MOST_TOKENS = 3, 6
+"""Tokens that a toy's tables reach at least, and at most: drafts go no deeper."""
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -74,6 +77,7 @@ class Finding:
         accepted: tokens accepted on average.
         expected: as the verdicts expected it.
         outcomes: enumerated.
+        drafted: nodes drafted in all of them.
         aimed: total variation from the law a lossy verifier says that it is exact against; None where it names none, or
             where its law depends on more than the text.
     """
@@ -85,6 +89,7 @@ class Finding:
     accepted: float
     expected: float
     outcomes: int
+    drafted: int = 0
     aimed: float | None = None
 
     @property
@@ -148,7 +153,7 @@ def toy(
     drawing the reference.
     """
     tree = parse(instance.tree)
-    longest = max(instance.tokens + depth_of(tree), len(instance.start) + LEAST)
+    longest = max(min(instance.tokens + depth_of(tree), MOST_TOKENS), len(instance.start) + LEAST)
     target, draft = table_models(instance.world, longest, dtype=dtype)
     if isinstance(proposer, str):
         drafting: Proposer = reference(proposer, target, draft, tree)
@@ -205,13 +210,13 @@ def _step(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
     outputs = Outputs(v, len(laws))
     aims: dict[tuple[int, int], np.ndarray] | None = {} if hasattr(verifier, "aim") else None
     accepted = expected = 0.0
-    outcomes = 0
+    outcomes = drafted = 0
 
     def play(draws: Draws, count: int) -> list[_Tree]:
         return _judged(instance, parts, verifier, sampling, draws, count)
 
     for probability, tree in side_by_side(play, most=most):
-        outcomes += 1
+        outcomes, drafted = outcomes + 1, drafted + len(tree.depth) - 1
         for row, (depth, number) in enumerate(zip(tree.depth.tolist(), tree.number.tolist(), strict=True)):
             outputs.exactly[depth + 1].reshape(-1, v)[number] += probability * tree.ends[row]
             if aims is not None and tree.aim is not None:
@@ -228,7 +233,7 @@ def _step(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
                 wanted[depth][number] = law_there
         aimed = outputs.tv(wanted)
     failure = outputs.first_failure(laws)
-    return Finding(instance.name, outputs.tv(laws), outputs.mass, failure, accepted, expected, outcomes, aimed)
+    return Finding(instance.name, outputs.tv(laws), outputs.mass, failure, accepted, expected, outcomes, drafted, aimed)
 
 
 def _judged(
@@ -276,13 +281,15 @@ def _loop(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
     v = instance.world.v
     outputs, truth = Outputs(v, instance.tokens), autoregressive(parts.laws, instance.tokens, v, instance.stop)
     accepted = expected = 0.0
-    outcomes = 0
+    outcomes = drafted = 0
 
     def play(draws: Draws, count: int) -> list[tuple[list[int], float, float]]:
+        nonlocal drafted
         requests = [_request(number, instance, sampling) for number in range(count)]
         group = Group(parts.target, parts.proposer, verifier, requests, draws)
         took, hoped = np.zeros(count), np.zeros(count)
         for done in group:
+            drafted += done.draft.shape.nodes
             for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
                 took[live.request.id] += got.accepted
                 hoped[live.request.id] += done.expected[head]
@@ -294,8 +301,5 @@ def _loop(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
         accepted += probability * took
         expected += probability * hoped
     failure = outputs.first_difference(truth)
-    return Finding(instance.name, outputs.distance(truth), outputs.mass, failure, accepted, expected, outcomes)
-
-
-LEAST = 3
-"""Tokens beyond the start that a toy's tables reach at least: proposers without a tree draft no deeper."""
+    tv = outputs.distance(truth)
+    return Finding(instance.name, tv, outputs.mass, failure, accepted, expected, outcomes, drafted)

@@ -43,11 +43,6 @@ class Outputs:
         """Total probability."""
         return float(sum(part.sum() for part in self.exactly))
 
-    @property
-    def tokens(self) -> float:
-        """Expected length."""
-        return float(sum(length * part.sum() for length, part in enumerate(self.exactly)))
-
     def begins(self) -> list[np.ndarray]:
         """A: for each length the probability of beginning with each text."""
         begins = [part.copy() for part in self.exactly]
@@ -83,7 +78,7 @@ class Outputs:
                 number, token = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
                 return (
                     f"after {list(text_of(int(number), k, self.v))} token {token} has probability "
-                    f"{found[number, token]:.6g}, not {wanted[number, token]:.6g}"
+                    f"{unlike(found[number, token], wanted[number, token])}"
                 )
         return None
 
@@ -99,8 +94,15 @@ class Outputs:
                 if not error.max() <= tolerance:
                     number = int(np.nan_to_num(error, nan=np.inf).argmax())
                     text = list(text_of(number, k, self.v))
-                    return f"outputs {what} {text} with probability {a[number]:.6g}, not {b[number]:.6g}"
+                    return f"outputs {what} {text} with probability {unlike(a[number], b[number])}"
         return None
+
+
+def unlike(found: float, wanted: float) -> str:
+    """Two probabilities that should agree, in words."""
+    if not abs(found - wanted) < 1e-6:
+        return f"{found:.6g}, not {wanted:.6g}"
+    return f"{found:.6g}, off by {abs(found - wanted):.1e}: float32 where p is float64?"
 
 
 def autoregressive(laws: Laws, length: int, v: int, stop: frozenset[int] = frozenset()) -> Outputs:

@@ -8,6 +8,7 @@ decided before a token was drawn, the token must follow its law.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from spec_lab.batch import Request
 from spec_lab.batch import Sequence as Live
+from spec_lab.certify.enumerate import Watched
 from spec_lab.certify.exact import PLAIN, Instance, toy
 from spec_lab.certify.outputs import autoregressive
 from spec_lab.certify.statistics import Score
 from spec_lab.certify.worlds import PROMPT, Random, code
 from spec_lab.decode import Group, Round
 from spec_lab.draft import Draft, Drawn
-from spec_lab.law import CounterDraws, Sampling, law
+from spec_lab.law import CounterDraws, Draws, Sampling, law
 from spec_lab.propose import Proposer
+from spec_lab.propose.trees import parse, write
 from spec_lab.target import Target
 from spec_lab.verify import Verifier
 
@@ -42,8 +45,11 @@ def joint(
     sampling: Sampling = PLAIN,
     instance: Instance = JOINT,
     tick: Callable[[int], object] = lambda _: None,
+    watched: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts that the real loop puts out in float32, and the law they should have.
+
+    A proposer with a tree of its own drafts that, as far as the texts and the toy's vocabulary reach.
 
     Args:
         proposer: a proposer, or a way of drawing for the reference.
@@ -53,16 +59,23 @@ def joint(
         sampling: of the requests.
         instance: a world and how many tokens.
         tick: told how many texts were added.
+        watched: whether a key that names two choices is an error.
+
+    Raises:
+        Reused: one key named two choices, which would share their noise.
 
     Returns:
         ``[samples]`` int64, each text's number; ``[V ** tokens]`` the law.
     """
-    parts = toy(instance, proposer, sampling, torch.float32)
+    tree, deepest = getattr(proposer, "tree", ()), instance.tokens  # what lies deeper has no part in the texts
+    own = [path for path in tree if len(path) <= deepest and max(path) < instance.world.v]
+    parts = toy(replace(instance, tree=write(parse(own))) if own else instance, proposer, sampling, torch.float32)
+    draws: Draws = CounterDraws(seed)
     v, texts = instance.world.v, np.empty(samples, dtype=np.int64)
     for start in range(0, samples, WIDE):
         numbers = range(start, min(start + WIDE, samples))
         requests = [Request(number, f"toy {number}", PROMPT, sampling, instance.tokens) for number in numbers]
-        group = Group(parts.target, parts.proposer, verifier, requests, CounterDraws(seed))
+        group = Group(parts.target, parts.proposer, verifier, requests, Watched(draws) if watched else draws)
         for _ in group:
             pass
         for live in group.sequences:

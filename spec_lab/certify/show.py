@@ -14,14 +14,14 @@ from spec_lab.certify.pair import Check, Pair
 from spec_lab.certify.statistics import ALPHA, POWER
 
 
-def show(pairs: Sequence[Pair], control: Check, samples: int, tokens: int, console: Console) -> None:
+def show(pairs: Sequence[Pair], left_out: Sequence[str], control: Check, samples: int, console: Console) -> None:
     """Print what was found out about each pair.
 
     Args:
         pairs: all of them.
+        left_out: those that do not fit, in words.
         control: the joint law's test of a broken verifier.
         samples: texts decoded for each pair.
-        tokens: tokens decoded with the real target for each lossless pair.
         console: where to.
     """
     table = Table(title="Certificates", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
@@ -32,7 +32,11 @@ def show(pairs: Sequence[Pair], control: Check, samples: int, tokens: int, conso
     for pair in pairs:
         table.add_row(pair.proposer.name, pair.proposer.drawn, pair.verifier.name, verdict(pair), *_figures(pair))
     console.print(table)
-    console.print(_notes(pairs, control, samples, tokens), highlight=False)
+    console.print(_notes(pairs, control, samples), highlight=False)
+    if left_out:
+        console.print(f"Left out, as the verifier cannot judge such drafts: {'; '.join(left_out)}.", highlight=False)
+    if control.p_value >= ALPHA:
+        console.print("The control was not found: so few samples show nothing. Raise task.samples.", style="bold red")
     for pair in pairs:
         for why in pair.proof.missing:
             console.print(f"{pair.name}: not enumerated: {why}", highlight=False)
@@ -43,26 +47,34 @@ def show(pairs: Sequence[Pair], control: Check, samples: int, tokens: int, conso
 def _figures(pair: Pair) -> list[str]:
     texts, *scored = pair.checks
     tv = f"{pair.proof.worst.tv:.2g}" if pair.proof.worst else ""
+    if tv and pair.proof.drafts == "reference":
+        tv += " r"
     if pair.proof.worst is None and not pair.verifier.lossless:
         tv = f"{pair.distance:.2g} *"
     least = min((check.p_value for check in scored), default=None)
     return [tv, f"{texts.p_value:.2g}", "" if least is None else f"{least:.2g}"]
 
 
-def _notes(pairs: Sequence[Pair], control: Check, samples: int, tokens: int) -> str:
+def _notes(pairs: Sequence[Pair], control: Check, samples: int) -> str:
     lines = [
         f"TV: the largest distance of the output's law from the target's over {len(STEPS + LOOPS)} toy instances, "
-        "enumerated in float64 (*: of sampled texts, as its noise cannot be enumerated).",
-        f"p texts: chi-square of {samples} texts of four tokens through the loop in float32, which would have seen a "
+        "enumerated in float64, trees to depth 3 (*: of sampled texts, as its noise cannot be enumerated; "
+        "r: of a reference's drafts in place of the proposer's own).",
+        f"p texts: chi-square of {samples} texts of four tokens through the loop in float32, with the proposer's own "
+        f"tree, which would have seen a "
         f"distance of {max(pair.checks[0].detectable for pair in pairs):.1%}; of the control, a broken verifier, "
         f"{control.p_value:.1g}.",
     ]
     scored = [check for pair in pairs for check in pair.checks[1:]]
     if scored:
-        seen = {check.name: max(one.detectable for one in scored if one.name == check.name) for check in scored}
+        each = {check.name: [one for one in scored if one.name == check.name] for check in scored}
+        tests = [
+            f"{name} {max(one.detectable for one in ones):.1%} ({min(one.samples for one in ones)} tokens or more)"
+            for name, ones in each.items()
+        ]
         lines.append(
-            f"p model: the smallest of the score tests on {tokens} tokens of the real target against plain forwards, "
-            f"which would have seen, per token, {', '.join(f'{name} {tv:.1%}' for name, tv in seen.items())}."
+            "p model: the smallest of the score tests on tokens of the real target against plain forwards, which would "
+            f"have seen, per token, {', '.join(tests)}."
         )
     lines.append(f"Would have seen: with power {POWER:g} at level {ALPHA:g}, before Holm's correction over all tests.")
     return "\n".join(lines)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp, inf, log1p, sqrt
+from math import ceil, exp, inf, log, log1p, sqrt
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import chndtrinc
 from scipy.stats import chi2, norm
 
@@ -246,6 +247,21 @@ class Score:
             return Detectable(inf, 1.0)
         quantiles = float(norm.isf(alpha / 2) + norm.isf(1 - power))
         bias = quantiles * sqrt(self.variance) / self.tokens
+        return Detectable(bias, min(1.0, bias / self.spread))
+
+    def would_have_seen(self, alpha: float = ALPHA, power: float = POWER) -> Detectable:
+        """As ``detectable``, of the test by ``bound``: the deviation at which it rejects, and z_power above."""
+        if not self.variance > 0:
+            return Detectable(inf, 1.0)
+
+        def excess(u: float) -> float:  # h(u) V / b^2 is log(2 / alpha) where the bound is alpha
+            return self.variance / self.spread**2 * ((1 + u) * log1p(u) - u) - log(2 / alpha)
+
+        high = 1.0
+        while excess(high) < 0:
+            high *= 2
+        deviation = brentq(excess, 0.0, high) * self.variance / self.spread
+        bias = (deviation + float(norm.isf(1 - power)) * sqrt(self.variance)) / self.tokens
         return Detectable(bias, min(1.0, bias / self.spread))
 
 

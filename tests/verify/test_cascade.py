@@ -55,8 +55,10 @@ Q = np.array([0.4, 0.2, 0.4])  # TV(p, q) = 0.2
     ("rule", "alpha", "defers"),
     [
         ("chow", 0.5, True),  # max q = 0.4 < 0.5
-        ("chow", 0.7, False),  # not below 0.3
+        ("chow", 0.6, False),  # not below 0.4
+        ("chow", 0.7, False),
         ("diff", 0.05, True),  # 0.4 < 0.5 - 0.05
+        ("diff", 0.1, False),  # just reached
         ("diff", 0.15, False),
         ("opt", 0.15, True),  # 0.4 < 0.5 - 0.15 * 0.2
         ("opt", 0.6, False),
@@ -87,6 +89,9 @@ def test_a_draft_that_never_defers_is_accepted_whole():
     shape, q_row = TREES["[2,2]"], np.array([0, 1, 2, -1, -1, -1, -1])
     token = torch.multinomial(q[q_row[shape.parent]], 1, generator=torch.Generator().manual_seed(2))[:, 0]
     draft = Draft(shape, token, "iid", q, q_row)
+    assert Cascade(1.0, "chow")(draft, p).expected_accepted(shape).tolist() == [2.0]
+    unused = next(x for x in range(5000) if x not in token and q[2, x] > 1e-4)
+    p[2, unused] = 0.0  # a constraint at one row costs nothing at the others
     assert Cascade(1.0, "chow")(draft, p).expected_accepted(shape).tolist() == [2.0]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.draft import Draft, forest, tree
-from spec_lab.verify import KSeq, Token, Verdict
+from spec_lab.verify import KSeq, Token, Verdict, kseq
 from spec_lab.verify.kseq import least_rho
 from tests.laws import twin_zoo
 from tests.laws.tabular import Judge, Outputs, World
@@ -184,6 +184,13 @@ def test_in_single_precision_the_target_s_own_drafts_are_accepted_whole():
     """Its laws do not quite sum to 1; that must not cost acceptance."""
     draft, p = wide(0.0)
     assert KSeq()(draft, p).expected_accepted(draft.shape).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_rows_are_summed_in_parts_with_the_same_rho(monkeypatch):
+    draft, p = wide(1.0)
+    whole = least_rho(draft, p)
+    monkeypatch.setattr(kseq, "CHUNK", 2 * p.shape[-1])  # two rows at a time, of nine
+    assert least_rho(draft, p).tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("noise", [1e-3, 0.1, 1.0, 5.0])

@@ -158,6 +158,16 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
+@settings(max_examples=50)
+@given(case=drafts(("iid", "without")))
+def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, case):
+    draft, p = case
+    draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
+    stop, emit = direct(draft, p.numpy())
+    np.testing.assert_allclose(joint(draft, verifier(draft, p)), stop[:, None] * emit, rtol=0, atol=2e-5)
+
+
 @BY_NAME
 @settings(max_examples=50)
 @given(case=drafts())
