@@ -85,10 +85,10 @@ def test_a_lossless_pair_is_certified(cli, certificate, tmp_path):
     assert pair["exact"]["instances"] == len(STEPS + LOOPS) and pair["exact"]["drafts"] == "proposer"
     names = ["joint law of four tokens", "towards the draft", "mode"]
     assert [check["name"] for check in pair["sampled"]] == names
-    assert [check["samples"] for check in pair["sampled"]][::2] == [300, 40]
+    assert [check["samples"] for check in pair["sampled"]][::2] == [600, 40]
     assert pair["rejected"] == []
     assert found["control"]["p_value"] < 1e-6
-    assert json.loads((tmp_path / "here" / "manifest.json").read_text())["config"]["task"]["samples"] == 300
+    assert json.loads((tmp_path / "here" / "manifest.json").read_text())["config"]["task"]["samples"] == 600
     assert "ngram point token lossless, proved" in said
     assert f"Certificate and figure: {tmp_path / 'here'}" in said
 
@@ -139,7 +139,9 @@ def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(cli, ce
     assert code == 0, errors
     pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]
     assert pairs == [("ngram", "token"), ("ngram", "match"), ("none", "token"), ("none", "match")]
-    assert "none point match lossless" in said and "kseq" not in said
+    left = ["ngram (point), kseq", "none (point), kseq"]
+    assert certificate()["left_out"] == left and "; ".join(left) in said
+    assert "none point match lossless" in said
 
 
 def test_lossy_verifiers_get_their_distance_and_no_certificate(cli, certificate):
@@ -161,7 +163,7 @@ def test_a_cascade_is_held_to_its_aim(cli, certificate):
 
 
 def test_a_race_is_certified_by_samples_and_the_reason_printed(cli, certificate):
-    code, said, errors = cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel")
+    code, said, errors = cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] == "sampled" and pair["exact"]["instances"] == 0
@@ -324,7 +326,8 @@ def test_what_only_samples_show_is_confirmed_and_fails(cli, certificate, monkeyp
 
     honest = Gumbel.__call__
     monkeypatch.setattr(Gumbel, "__call__", leaky)
-    options = ["proposer.drawn=gumbel", "verifier=gumbel", "task.tokens=0", "task.samples=800"]
+    tree = ["proposer=draft_tree", "proposer.tree=2x1", "proposer.drawn=gumbel"]
+    options = [*tree, "verifier=gumbel", "task.tokens=0", "task.samples=800"]
     code, said, errors = cli(*SHORT, *options)
     assert code == 1, errors
     (pair,) = certificate()["pairs"]
@@ -332,4 +335,13 @@ def test_what_only_samples_show_is_confirmed_and_fails(cli, certificate, monkeyp
     (again,) = pair["rejected"]
     assert (again["name"], again["samples"], again["seed"]) == ("joint law of four tokens", 3200, 1)
     assert pair["failed"].startswith("joint law of four tokens: rejected twice, then with p = ")
-    assert "draft_chain (gumbel), gumbel FAILS: joint law of four tokens: rejected twice" in said
+    assert "draft_tree (gumbel), gumbel FAILS: joint law of four tokens: rejected twice" in said
+
+
+def test_too_few_samples_certify_nothing(cli, certificate):
+    """The control, a broken verifier, is not found either: the run says so and fails."""
+    code, said, _ = cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
+    assert code == 1
+    found = certificate()
+    assert found["certified"] is False and found["pairs"][0]["certified"] is None
+    assert "The control was not found" in said

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.certify.enumerate import Continuous, Reused, Script, Scripts, TooMany, explore, side_by_side
-from spec_lab.law import Key, Purpose
+from spec_lab.certify.enumerate import (
+    Continuous,
+    Reused,
+    Script,
+    Scripts,
+    TooMany,
+    Watched,
+    explore,
+    side_by_side,
+)
+from spec_lab.law import CounterDraws, Key, Purpose
 
 AFTER = np.array([[9.0, 9.0, 9.0], [0.5, 0.25, 0.25], [7.0, 0.0, 0.0]])
 """Weights of what follows each token, and at the beginning what follows 1. After 2 there is no choice."""
@@ -114,3 +123,19 @@ def test_more_outcomes_than_allowed_are_refused_and_exactly_as_many_are_not(wide
     assert len(list(side_by_side(play, wide, most=9))) == 9
     with pytest.raises(TooMany, match="more than 8 outcomes"):
         list(side_by_side(play, wide, most=8))
+
+
+def test_watched_draws_choose_as_before_and_refuse_a_key_seen_before():
+    draws, keys = Watched(CounterDraws(3)), [Key(0, 0, n, Purpose.EMIT) for n in range(3)]
+    weights = np.ones((3, 5))
+    assert draws.pick(weights, keys).tolist() == CounterDraws(3).pick(weights, keys).tolist()
+    race = Key(0, 0, 0, Purpose.RACE)
+    assert (draws.race(4, [race]) == CounterDraws(3).race(4, [race])).all()
+    for again in ([keys[1]], [race], [Key(1, 0, 0, Purpose.STOP)] * 2):
+        with pytest.raises(Reused, match="names two choices"):
+            draws.pick(np.ones((len(again), 2)), again)
+
+
+def test_weights_of_which_none_is_positive_are_named():
+    with pytest.raises(ValueError, match="none is positive"):
+        Script().choose(np.array([0.0, np.nan]), Key(0, 0, 0, Purpose.EMIT))

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from spec_lab.certify.certificate import QUICK, Control, Proof, grade, in_short, prove
 from spec_lab.certify.exact import FEW, LOOPS, STEPS, Finding, Instance, examine
-from spec_lab.certify.pair import Pair
+from spec_lab.certify.pair import Check, Pair
 from spec_lab.certify.table import table_models
 from spec_lab.certify.worlds import Random
 from spec_lab.entry import conf
@@ -377,3 +377,38 @@ def test_every_instance_done_is_ticked():
     done = []
     prove("point", Match(), QUICK, tick=done.append)
     assert done == [1] * len(QUICK)
+
+
+class Shy(Uniform):
+    """Would draft, but never does on a toy."""
+
+    def propose(self, batch):
+        return super().propose(batch).cut([0] * len(batch.sequences))
+
+
+def test_a_proposer_that_drafts_nothing_is_not_proved_by_that():
+    proof = prove(Shy(), Control(), QUICK)
+    assert proof.failure is None and proof.worst.tv < 1e-12, "nothing drafted, nothing wrong"
+    assert proof.missing == (f"proposer '{Shy.name}' drafted nothing on any toy",)
+    assert grade(proof, lossless=True) is None
+    assert prove(Null(), Match(), QUICK).missing == (), "one that never drafts is no such case"
+
+
+def test_two_proofs_together_are_as_good_as_the_weaker():
+    own, other = Proof((), "proposer", ()), Proof((), "reference", ("the proposer's own drafts: why not",))
+    assert own.also(other) == other.also(own) == Proof((), "reference", other.missing)
+
+
+def pair_with(drafts, *detectable):
+    checks = [Check(f"{number}", 1, 0.0, 0.5, seen, 0) for number, seen in enumerate(detectable)]
+    proposer = Uniform()
+    proof = Proof((), "proposer", ("not enumerated",))
+    own = proposer if drafts == "own" else "iid"
+    return Pair(proposer, Token(), proof, own, np.zeros(1, dtype=int), np.ones(1), checks)
+
+
+def test_samples_certify_only_own_drafts_and_only_if_they_would_have_seen_much():
+    assert pair_with("own", 0.05).certified == "sampled"
+    assert pair_with("own", 0.5).certified is None
+    assert pair_with("reference", 0.05).certified is None, "the reference's texts"
+    assert pair_with("reference", 0.05, 0.1).certified == "sampled", "the model's own score tests"

@@ -329,3 +329,16 @@ def test_holm_rejects_a_true_family_as_often_as_stated():
     wrong = np.mean([any(holm(rng.random(10).tolist(), 0.05)) for _ in range(repeats)])
     assert wrong <= 0.05 + binomial_band(0.05, repeats)
     assert wrong == pytest.approx(1 - (1 - 0.05 / 10) ** 10, abs=binomial_band(0.05, repeats))
+
+
+@pytest.mark.parametrize("power", [0.5, 0.9])
+def test_what_the_bound_would_have_seen_it_rejects_as_often_as_stated(power):
+    rng, repeats, n, alpha = np.random.default_rng(7), 1000, 20_000, 1e-3
+    p, f = np.array([0.3, 0.2, 0.1, 0.4]), np.array([1.0, -1.0, 1.0, -1.0])
+    one = sign_score(p, f, np.zeros(n, dtype=int))
+    seen = one.would_have_seen(alpha, power)
+    assert seen.tv > one.detectable(alpha, power).tv, "the bound asks for more than the normal law"
+    wrong = p + seen.tv * np.array([0.75, -1 / 3, 0.25, -2 / 3])
+    rejected = [sign_score(p, f, rng.choice(4, n, p=wrong)).bound < alpha for _ in range(repeats)]
+    assert np.mean(rejected) == pytest.approx(power, abs=binomial_band(power, repeats) + 0.02)
+    assert Score().would_have_seen() == (math.inf, 1.0)
