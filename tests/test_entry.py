@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 RUNS = [
     "autoregressive", "draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers", "proposers",
 ]  # fmt: skip
-CERTIFY = ["task.samples=50", "task.tokens=12", "max_new_tokens=6"]
+CERTIFY = ["task.samples=500", "task.tokens=12", "max_new_tokens=6"]
 TASKS = {
     "certify": ("certificate.json", CERTIFY),
     "certify_all": ("certificate.json", CERTIFY),
