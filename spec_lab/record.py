@@ -10,7 +10,7 @@ nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -272,14 +272,16 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         for name, rows in (("rounds", rounds), ("steps", steps), ("requests", requests)):
             if rows:
-                _write(pa.Table.from_pylist(rows, schema=schema(name)), folder / f"{name}-{group:06d}.parquet")
+                write_whole(pa.Table.from_pylist(rows, schema=schema(name)), folder / f"{name}-{group:06d}.parquet")
 
     def gather(self) -> Tables:
         """Put all parts together in one file a table, and remove them."""
         tables = load(self.out)
         for name in SCHEMAS:
             frame = getattr(tables, name)
-            _write(pa.Table.from_pandas(frame, schema=schema(name), preserve_index=False), self.out / f"{name}.parquet")
+            write_whole(
+                pa.Table.from_pandas(frame, schema=schema(name), preserve_index=False), self.out / f"{name}.parquet"
+            )
         for part in _parts(self.out, "*"):
             part.unlink()
         for half in (self.out / "parts").glob(".*.tmp"):  # of a write that was killed
@@ -310,7 +312,12 @@ def load(out: str | Path) -> Tables:
 
 def schema(name: str) -> pa.Schema:
     """The columns of one table, with their meanings as metadata."""
-    return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in SCHEMAS[name].items()])
+    return columns(SCHEMAS[name])
+
+
+def columns(meanings: Mapping[str, tuple[pa.DataType, str]]) -> pa.Schema:
+    """Columns of these types, with their meanings as metadata."""
+    return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in meanings.items()])
 
 
 def _parts(out: Path, name: str) -> list[Path]:
@@ -324,7 +331,8 @@ def _read(file: Path) -> pa.Table:
         raise ValueError(f"{file} is not a readable table ({error}); remove it and run again") from error
 
 
-def _write(table: pa.Table, file: Path) -> None:
+def write_whole(table: pa.Table, file: Path) -> None:
+    """Write parquet, renamed into place once whole."""
     part = file.with_name(f".{file.name}.tmp")
     pq.write_table(table, part)
     os.replace(part, file)

@@ -90,21 +90,21 @@ def certify(
                 lab.tracker.group(len(pairs) - 1, {f"{pairs[-1].name}: TV of texts": pairs[-1].distance})
             work.confirm(pairs)
         control = joint("iid", Control(), samples, settings.seed, work.sampling)
+        found = _histogram(*control, settings.seed)
+        certificate = _facts(pairs, left_out, work, facts, found)
+        write_json(settings.out / "certificate.json", certificate)
+        folder = settings.out / "figures"
+        folder.mkdir(exist_ok=True)
+        drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
+        figure = convergence(drawn, control)
+        figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
+        lab.tracker.finish(certificate, [folder / "convergence.png"])
     except KeyboardInterrupt:
         what = f"{len(pairs)} pairs of {len(chosen)}"
         print(f"\nInterrupted: what is known of {what} is in {settings.out}, unconfirmed.", file=sys.stderr)
-        lab.tracker.close()
         return INTERRUPTED
-    found = _histogram(*control, settings.seed)
-    certificate = _facts(pairs, left_out, work, facts, found)
-    write_json(settings.out / "certificate.json", certificate)
-    folder = settings.out / "figures"
-    folder.mkdir(exist_ok=True)
-    drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
-    figure = convergence(drawn, control)
-    figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
-    lab.tracker.finish(certificate, [folder / "convergence.png"])
-    lab.tracker.close()
+    finally:
+        lab.tracker.close()
     console = console or Console()
     show(pairs, left_out, found, samples, console)
     console.print(f"Certificate and figure: {settings.out}", soft_wrap=True, highlight=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spec_lab.record import Rows
+from spec_lab.record import Rows, columns, write_whole
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -52,7 +51,7 @@ TABLES = {"recorded": RECORDED, "texts": TEXTS}
 
 def schema(name: str) -> pa.Schema:
     """The columns of one table, with their meanings as metadata."""
-    return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in TABLES[name].items()])
+    return columns(TABLES[name])
 
 
 def write(file: Path, name: str, rows: Rows | pd.DataFrame) -> None:
@@ -62,9 +61,7 @@ def write(file: Path, name: str, rows: Rows | pd.DataFrame) -> None:
         table = pa.Table.from_pandas(rows, schema=schema(name), preserve_index=False)
     else:
         table = pa.Table.from_pylist(rows, schema=schema(name))
-    half = file.with_name(f".{file.name}.tmp")
-    pq.write_table(table, half)
-    os.replace(half, file)
+    write_whole(table, file)
 
 
 def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:
