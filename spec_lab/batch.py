@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +15,23 @@ from torch import Tensor
 
 from spec_lab.cells import Path
 from spec_lab.clock import Mark
-from spec_lab.draft import Draft
+from spec_lab.draft import Shape
 from spec_lab.law import Draws, Sampling
 from spec_lab.target import Target
+from spec_lab.text import Stream
+
+FINISHES = {
+    "stop": "a stop token or stop string",
+    "constraint": "its constraint ended it",
+    "length": "max_new_tokens",
+    "context": "the model's context is full",
+    "runaway": "too many tokens were taken back",
+    "nan": "logits that are NaN or infinite",
+    "stuck": "its constraint cannot go on",
+}
+"""Why a sequence ends. The last two are errors."""
+
+BROKEN = ("nan", "stuck")
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,12 @@ class Request:
         sampling: how to sample.
         max_new_tokens: most tokens to emit.
         stop: tokens that end the text; the one that stops it is kept.
+        constraint: the request's own pattern, schema or grammar; empty: the constraint's.
+        stop_strings: strings that end the text, which then ends before them; their tokens are kept.
+        banned_strings: those that a constraint takes back; text that may become one is held back.
+        healed: what token healing took off the prompt's end, which the output begins with; no part of its text.
+        logprobs: whether each token's log-probability is wanted: under the model's own law, temperature 1, given what
+            the constraint allows.
     """
 
     id: int
@@ -37,6 +59,11 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
     stop: frozenset[int] = frozenset()
+    constraint: str = ""
+    stop_strings: tuple[str, ...] = ()
+    banned_strings: tuple[str, ...] = ()
+    healed: bytes = b""
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -55,19 +82,35 @@ class Sequence:
         request: whose it is.
         path: the cells of its computed tokens in the target.
         tokens: prompt and emitted tokens.
-        branch: number of the fork; 0 is the first.
-        round: forwards it has taken part in. Never runs backwards, so no choice reuses another's noise.
-        finish: why it ended: "stop", "length", "context" or "nan"; None while it lives.
+        lineage: which fork of which fork it is; empty for the request's first sequence.
+        round: forwards it has taken part in, those before a fork included. Never runs backwards, so no choice reuses
+            another's noise.
+        finish: why it ended (``FINISHES``); None while it lives.
         state: what the proposer carries for it.
+        constraint: what binds it, a state at its end; None where nothing does.
+        stream: reads it as text; None where nobody needs that. ``events`` are what it said and nobody has taken yet.
+        born: tokens it had when it was forked (of the prompt, if it was not), less what was taken back of them since.
+        spent: tokens it has emitted, those taken back included.
+        forks: how often it was forked.
+        violated: tokens emitted when the first one came that an observing constraint does not allow; None for none.
+        logprobs: of each emitted token, where the request wants them.
     """
 
     request: Request
     path: Path
     tokens: list[int]
-    branch: int = 0
+    lineage: tuple[int, ...] = ()
     round: int = 0
     finish: str | None = None
     state: Any = None
+    constraint: Any = None
+    stream: Stream | None = None
+    events: list[Any] = field(default_factory=list)
+    born: int = 0
+    spent: int = 0
+    forks: int = 0
+    violated: int | None = None
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def pending(self) -> list[int]:
@@ -79,10 +122,26 @@ class Sequence:
         """Tokens after the prompt."""
         return self.tokens[len(self.request.tokens) :]
 
+    @cached_property
+    def branch(self) -> int:
+        """Names the fork in the keys of its choices: 0 for the first sequence, a digest of the lineage for others."""
+        return int.from_bytes(blake2b(repr(self.lineage).encode(), digest_size=7).digest()) if self.lineage else 0
+
     @property
     def who(self) -> tuple[int, int, int]:
         """(request, branch, round): what keys its choices in this round."""
         return (self.request.id, self.branch, self.round)
+
+
+class Guide(Protocol):
+    """What may be drafted below nodes under a constraint."""
+
+    def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:
+        """What may be drawn below ``rows`` ``[n]`` of a forest that holds ``token`` ``[M]`` so far: ``[n, V]`` bool.
+
+        Ask level by level, heads first. Where a row is all False nothing can be drafted.
+        """
+        ...
 
 
 @dataclass(eq=False)
@@ -94,6 +153,8 @@ class Batch:
     draws: Draws
     broken: dict[int, str] = field(default_factory=dict)
     """Trees of this round that must end, by head, each with what broke; filled by whoever sees it first."""
+    guide: Guide | None = None
+    """What a constraint lets the draft draw; None where none binds it. Proposers may use it, and need not."""
     marks: list[tuple[Mark, Mark]] = field(default_factory=list)
     """(start, end) of this round's calls of a draft model or heads; filled by the proposer."""
 
@@ -128,72 +189,3 @@ def by_row(samplings: Seq[Sampling], tree: np.ndarray) -> list[Sampling]:
     """Each row's sampling parameters, given those of the trees; just one for all rows where they agree."""
     first = samplings[0]
     return [first] if all(s == first for s in samplings[1:]) else [samplings[head] for head in tree]
-
-
-@dataclass(frozen=True)
-class Committed:
-    """What one sequence got in one round.
-
-    Args:
-        path: rows of the accepted nodes, from the head down.
-        accepted: tokens accepted, before cuts.
-        emitted: tokens emitted, before cuts: accepted and the one after them.
-        accepted_kept: accepted tokens left after stop tokens and limits.
-        emitted_kept: likewise of all emitted.
-    """
-
-    path: list[int]
-    accepted: int
-    emitted: int
-    accepted_kept: int
-    emitted_kept: int
-
-
-def commit(batch: Batch, draft: Draft, slots: Seq[np.ndarray], row: np.ndarray, token: np.ndarray) -> list[Committed]:
-    """Append what was accepted and emitted; keep the accepted nodes' cells, drop the others.
-
-    Stop tokens and limits cut here, inside an accepted path as well, and never touch verification. A broken tree gets
-    nothing and its sequence ends.
-
-    Args:
-        slots: for each tree the cells its nodes hold, in row order.
-        row: ``[B]`` where each accepted path ends.
-        token: ``[B]`` the token emitted there.
-    """
-    cells, shape = batch.target.lm.cells, draft.shape
-    drafted = draft.token.tolist()
-    done = []
-    for tree, sequence in enumerate(batch.sequences):
-        if tree in batch.broken:
-            path, emitted, kept, sequence.finish = [], [], 0, "nan"
-        else:
-            path = shape.path(int(row[tree]))
-            emitted = [drafted[node - shape.heads] for node in path] + [int(token[tree])]
-            kept, sequence.finish = _cut(sequence, emitted, batch.target.context)
-        sequence.tokens += emitted[:kept]
-        accepted = min(kept, len(path))
-        if shape.nodes:
-            held = slots[tree]
-            places = shape.places[np.array(path[:accepted], dtype=np.int64)]
-            cells.keep(sequence.path, held[places])
-            rejected = np.ones(len(held), dtype=bool)
-            rejected[places] = False
-            cells.drop(sequence.path, held[rejected])
-        sequence.round += 1
-        done.append(Committed(path, len(path), len(emitted), accepted, kept))
-    return done
-
-
-def _cut(sequence: Sequence, emitted: list[int], context: int) -> tuple[int, str | None]:
-    """How many of the emitted tokens stay, and why the sequence ends there, if it does."""
-    request = sequence.request
-    length = request.max_new_tokens - (len(sequence.tokens) - len(request.tokens))
-    room = context - len(sequence.tokens)
-    kept = min(len(emitted), length, room)
-    if request.stop:
-        for place, token in enumerate(emitted[:kept]):
-            if token in request.stop:
-                return place + 1, "stop"
-    if kept == length:
-        return kept, "length"
-    return kept, "context" if kept == room else None

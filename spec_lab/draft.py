@@ -223,11 +223,19 @@ class Draft:
         allowed = shape.depth <= np.asarray(depth)[shape.root]
         if allowed.all():
             return self
-        smaller, kept = shape.keep(allowed)
-        q_row = None
-        if self.q_row is not None:
-            q_row = np.concatenate([self.q_row[: shape.heads], self.q_row[shape.heads :][kept]])
-        return Draft(smaller, self.token[torch.from_numpy(kept)], self.drawn, self.q, q_row, self.noise)
+        return self.keep(allowed)[0]
+
+    def keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
+        """The draft of the nodes marked in ``rows`` ``[R]`` whose ancestors all are, and the old rows ``[R']``.
+
+        Lossless only where the marks follow from the path above each node and its law, never from what was drawn there.
+        """
+        shape = self.shape
+        smaller, kept = shape.keep(rows)
+        both = np.concatenate([np.arange(shape.heads), shape.heads + kept])
+        q_row = None if self.q_row is None else self.q_row[both]
+        token = self.token[torch.from_numpy(kept)]
+        return Draft(smaller, token, self.drawn, self.q, q_row, self.noise), both
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -32,6 +33,7 @@ NEEDS = {
     "target": ("lm", "tokenizer", "context"),
     "proposer": ("name", "drawn", "nodes", "propose", "close"),
     "verifier": ("name", "accepts", "lossless", "__call__"),
+    "constraint": ("name", "vocabulary", "acts", "start"),
     "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
     "prompts": ("__len__", "__getitem__"),
     "tracker": ("start", "group", "finish", "close"),
@@ -163,6 +165,8 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     named = named_by(config, part)
     try:
         made = instantiate(named, _partial_=True)(**live)
+        if made is None and part == "constraint":
+            return None
     except (InstantiationException, OSError, TypeError, ValueError) as error:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
@@ -172,6 +176,37 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
         kind = f"an object of type {type(made).__name__}, which has no {lacks[0]}"
         raise Refused(f"spec_lab: {part}: {named._target_} does not make what {group} needs: it makes {kind}")
     return made
+
+
+def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
+    """What binds the output, and the bytes of the target's tokens; None where nothing does, or nobody needs them.
+
+    ``config.constraint`` holds a constraint's own options beside those of ``Binding``.
+
+    Raises:
+        Refused: as in ``build``; parts that do not go together.
+    """
+    from spec_lab.constrain.binding import Binding
+    from spec_lab.constrain.load import together
+    from spec_lab.constrain.vocabulary import Vocabulary
+
+    named = named_by(config, "constraint")
+    options = {key: named[key] for key in vars_of(Binding) if key in named}
+    own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
+    text = {"healing": settings.heal, "banned": settings.banned, "at_least": settings.min_new_tokens}
+    try:
+        needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop
+        vocabulary = Vocabulary.of(target) if needed else None
+        constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
+        binding = together(constraint, vocabulary, options, **text)
+    except ValueError as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+    return binding, vocabulary and vocabulary.bytes
+
+
+def vars_of(made: type) -> list[str]:
+    """The names of a dataclass's options, without the parts it is given."""
+    return [one.name for one in fields(made) if one.name != "constraint"]
 
 
 def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
@@ -244,7 +279,8 @@ def start(config: DictConfig, out: Path) -> int:
     beside = build_each(begun, "beside", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
-    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers)
+    binding, pieces = bind(config, settings, target)
+    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers, binding, pieces)
     return int(work(lab, settings, resolved))
 
 

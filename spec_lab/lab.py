@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from spec_lab import record, text
+from spec_lab import record
 from spec_lab.batch import Request
+from spec_lab.constrain import Binding
+from spec_lab.constrain.healing import heal
 from spec_lab.decode import Group, Round
 from spec_lab.law import CounterDraws, Sampling
-from spec_lab.options import whole
+from spec_lab.options import strings, whole
+from spec_lab.prompts import Prompt, encode
 from spec_lab.propose import Null, Proposer
 from spec_lab.record import Outcome
 from spec_lab.target import Target
@@ -38,6 +41,10 @@ class Settings:
         seed: of every random choice, below 2**63.
         threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
+        stop: strings that end a text.
+        banned: strings that never appear.
+        min_new_tokens: before a text may end.
+        heal: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
     """
 
     out: Path
@@ -48,6 +55,10 @@ class Settings:
     seed: int
     threads: int | None
     baseline: bool
+    stop: Sequence[str] = ()
+    banned: Sequence[str] = ()
+    min_new_tokens: int = 0
+    heal: bool = False
 
     def __post_init__(self) -> None:
         least = {"batch_size": 1, "max_new_tokens": 1, "warmup": 0, "seed": 0, "threads": 1}
@@ -61,8 +72,15 @@ class Settings:
             raise ValueError(f"threads must be at most {most}, four for each core of this machine, not {self.threads}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, not {self.seed}")
-        if not isinstance(self.baseline, bool):
-            raise ValueError(f"baseline must be true or false, not {self.baseline!r}")
+        for name in ("baseline", "heal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        strings("stop", self.stop)
+        strings("banned", self.banned)
+        if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
+            )
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
 
@@ -95,20 +113,23 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class Loop:
-    """The project's decode loop with a proposer and a verifier."""
+    """The project's decode loop with a proposer, a verifier and a constraint."""
 
     target: Target
     proposer: Proposer
     verifier: Verifier
     seed: int
+    binding: Binding | None = None
+    pieces: Sequence[bytes] | None = None
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """See ``Arm``. Only rounds are kept while the clock runs."""
-        group = Group(self.target, self.proposer, self.verifier, requests, CounterDraws(self.seed))
+        draws = CounterDraws(self.seed)
+        group = Group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
         rounds = [record.slim(done) for done in group]
         clock = self.target.lm.clock
         clock.synchronise()
-        return Decoded(rounds, record.outcomes(rounds, clock, group.errors))
+        return Decoded(rounds, record.outcomes(group.sequences, rounds, clock, group.errors))
 
 
 @dataclass(frozen=True)
@@ -125,27 +146,31 @@ class Lab:
         beside: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
         verifiers: further verifiers, by name, for the tasks that compare them.
+        binding: the constraint, and where it binds; None for none.
+        pieces: the bytes of each token; needed for stop strings.
     """
 
     target: Target
     proposer: Proposer
     verifier: Verifier
     sampling: Sampling
-    prompts: Sequence[text.Prompt]
+    prompts: Sequence[Prompt]
     tracker: Tracker
     beside: Mapping[str, Proposer] = field(default_factory=dict)
     peers: Mapping[str, Arm] = field(default_factory=dict)
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
+    binding: Binding | None = None
+    pieces: Sequence[bytes] | None = None
 
     def arms(self, settings: Settings) -> dict[str, Arm]:
         """Every arm by name.
 
         Raises:
             ValueError: a proposer whose way of drawing the verifier cannot judge, or that refuses the sampling; a name
-                used twice; peers in a batch.
+                used twice; peers in a batch, under a constraint or with stop strings.
         """
         null = Null.load(self.target)
-        baseline = Loop(self.target, null, Match(), settings.seed)
+        baseline = Loop(self.target, null, Match(), settings.seed, self.binding, self.pieces)
         arms: dict[str, Arm] = {}
         proposers = {"speculative": self.proposer, **self.beside}
         if isinstance(self.proposer, Null):
@@ -153,9 +178,11 @@ class Lab:
         for name, proposer in proposers.items():
             check_pair(proposer.name, proposer.drawn, self.verifier)
             getattr(proposer, "check", lambda _: None)(self.sampling)
-            arms[name] = Loop(self.target, proposer, self.verifier, settings.seed)
+            arms[name] = Loop(self.target, proposer, self.verifier, settings.seed, self.binding, self.pieces)
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
+        if self.peers and (self.binding is not None or settings.stop):
+            raise ValueError("peers know neither constraints nor stop strings; set constraint=none and stop=[]")
         taken = {"speculative", "baseline"} & {*self.beside, *self.peers} | {*self.beside} & {*self.peers}
         if taken:
             raise ValueError(f"two arms are called '{taken.pop()}'; rename one under beside or peers")
@@ -166,7 +193,13 @@ class Lab:
 
     def requests(self, settings: Settings) -> list[Request]:
         """The prompts as requests. Errors as in ``requests_of``."""
-        return requests_of(self.target, self.prompts, self.sampling, settings.max_new_tokens)
+        requests = requests_of(self.target, self.prompts, self.sampling, settings.max_new_tokens)
+        stop, pieces = tuple(settings.stop), self.pieces
+        if settings.heal and pieces is None:
+            raise ValueError("heal=true needs a target whose tokens' bytes are known")
+        begin = getattr(self.target.tokenizer, "bos_token_id", None)
+        healed = [heal(one, pieces, begin=begin) if settings.heal and pieces else one for one in requests]
+        return [replace(one, stop_strings=stop, banned_strings=tuple(settings.banned)) for one in healed]
 
     def facts(self) -> dict[str, Any]:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
@@ -182,25 +215,15 @@ class Lab:
         return {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
 
 
-def requests_of(
-    target: Target, prompts: Sequence[text.Prompt], sampling: Sampling, max_new_tokens: int
-) -> list[Request]:
+def requests_of(target: Target, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int) -> list[Request]:
     """The prompts as requests to the target, numbered in order.
 
     Raises:
         ValueError: a prompt that does not fit the context; named.
     """
-    encoded = text.encode(prompts, target.tokenizer, target.context)
-    stop = stop_tokens(target)
+    encoded = encode(prompts, target.tokenizer, target.context)
+    stop = target.ends
     return [
-        Request(number, prompt.name, tokens, sampling, max_new_tokens, stop)
+        Request(number, prompt.name, tokens, sampling, max_new_tokens, stop, prompt.constraint)
         for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True))
     ]
-
-
-def stop_tokens(target: Target) -> frozenset[int]:
-    """The tokens that the model's generation config and the tokenizer call the end."""
-    config = getattr(target.lm.model, "generation_config", None)
-    named = [getattr(config, "eos_token_id", None), getattr(target.tokenizer, "eos_token_id", None)]
-    flat = [token for one in named for token in (one if isinstance(one, list) else [one])]
-    return frozenset(token for token in flat if token is not None)

@@ -5,7 +5,9 @@ Published formulas differ, so there is no bare "acceptance rate" here. Conventio
 - ``steps`` are one arm's decode steps (``decode_steps``): the prefill's forward and broken steps are left out.
 - Output is counted after cuts (``emitted_kept``), so nothing after a stop token or a limit counts; what describes the
   acceptance law (survival, conditional, rates, expected_tau) is counted before cuts, as the law knows of none.
-- Tokens forced by a constraint are left out of every figure: they are certain and would inflate it.
+- Tokens forced by a constraint are left out of every figure that does not name them: they are certain and would
+  inflate it. (They are those that it left no choice for, drafted, sampled or appended.) So under a constraint tau may
+  be below 1, that of the baseline as well.
 - The token emitted after the accepted ones (the bonus) is part of tau.
 - Speeds and comparisons of outputs leave out whole groups in which a request of any arm broke (``broken_groups``): what
   broke is cut short, perhaps in one arm only. Acceptance and time by phase count what was decoded until then.
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from spec_lab.batch import BROKEN
 from spec_lab.record import Tables, load
 
 __all__ = ["Interval", "Tables", "load", "summarise"]
@@ -54,7 +57,7 @@ class Interval(NamedTuple):
 
 def decode_steps(steps: pd.DataFrame, arm: str) -> pd.DataFrame:
     """The arm's steps after the prefill that did not break."""
-    return steps[(steps["arm"] == arm) & ~steps["prefill"] & (steps["finish"] != "nan")]
+    return steps[(steps["arm"] == arm) & ~steps["prefill"] & ~steps["finish"].isin(BROKEN)]
 
 
 def tau_pooled(steps: pd.DataFrame) -> float:
@@ -67,6 +70,11 @@ def tau_pooled_raw(steps: pd.DataFrame) -> float:
     return _ratio(_own(steps, "emitted").sum(), len(steps))
 
 
+def tau_with_forced(steps: pd.DataFrame) -> float:
+    """As ``tau_pooled``, tokens that a constraint forced counted in: what tokens per second see."""
+    return _ratio(steps["emitted_kept"].sum(), len(steps))
+
+
 def tau_macro(steps: pd.DataFrame) -> float:
     """Mean over prompts of emitted tokens / steps. AngelSlim."""
     each = _own(steps, "emitted_kept").groupby(steps["request"])
@@ -74,12 +82,12 @@ def tau_macro(steps: pd.DataFrame) -> float:
 
 
 def expected_tau(steps: pd.DataFrame) -> float:
-    """1 + the mean of the exact expected accepted tokens of each step, given its draft.
+    """Mean of the exact expected emitted tokens of each step, given its draft: 1 + the accepted ones if none is forced.
 
     Of verifiers that share the draft's noise (``expected_kind`` "noise") it is given that as well: then nothing is left
     to chance, and it equals ``tau_pooled_raw``.
     """
-    return 1.0 + float(steps["expected_accepted"].mean())
+    return float(steps["expected_emitted"].mean())
 
 
 def vllm_mean_acceptance_length(steps: pd.DataFrame) -> float:
@@ -110,9 +118,19 @@ def conditional(steps: pd.DataFrame) -> np.ndarray:  # [K]
     return np.array(rates)
 
 
+def legal_share(steps: pd.DataFrame) -> float:
+    """Drafted nodes that the constraint allows / drafted nodes; 1 without a constraint."""
+    return _ratio(steps["legal"].sum(), steps["nodes"].sum())
+
+
+def forced_rate(steps: pd.DataFrame) -> float:
+    """Accepted / drafted of the nodes that the constraint left no choice for."""
+    return _ratio(steps["forced_accepted"].sum(), steps["forced"].sum())
+
+
 def _own(steps: pd.DataFrame, column: str) -> pd.Series:
     """The column without forced tokens, themselves counted after cuts where the column is."""
-    return steps[column] - steps["forced_accepted_kept" if column.endswith("_kept") else "forced_accepted"]
+    return steps[column] - steps[f"forced_{column}"]
 
 
 def _depths(steps: pd.DataFrame) -> range:
@@ -124,7 +142,7 @@ def _depths(steps: pd.DataFrame) -> range:
 
 def broken_groups(requests: pd.DataFrame) -> set[int]:
     """Groups in which a request of any arm broke."""
-    return set(requests.loc[requests["finish"] == "nan", "group"])
+    return set(requests.loc[requests["finish"].isin(BROKEN), "group"])
 
 
 def short_groups(requests: pd.DataFrame) -> set[int]:
@@ -244,6 +262,12 @@ def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
     return {phase: float(parts[phase]) for phase in PHASES}
 
 
+def mask_seconds(rounds: pd.DataFrame, arm: str) -> tuple[float, float]:
+    """Decode seconds spent on masks, wherever they ran, and of them those that the loop waited for."""
+    own = rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]
+    return float(own["mask_busy"].sum()), float(own["mask_wait"].sum())
+
+
 def overhead(rounds: pd.DataFrame, arm: str) -> float:
     """1 - seconds inside the module calls of target, draft and heads / decode seconds."""
     phases, whole = phase_seconds(rounds, arm), decode_seconds(rounds, arm)
@@ -266,7 +290,7 @@ def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
 def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
     """Share of requests whose tokens equal the baseline's; at temperature 0 anything below 1 is rounding (or a bug)."""
     whole = requests[~requests["group"].isin(broken_groups(requests))]
-    both = [whole[whole["arm"] == one].set_index("request")["tokens"] for one in (arm, baseline)]
+    both = [whole[whole["arm"] == one].set_index(["request", "sequence"])["tokens"] for one in (arm, baseline)]
     shared = both[0].index.intersection(both[1].index)
     return _ratio(sum(list(both[0][r]) == list(both[1][r]) for r in shared), len(shared))
 
@@ -305,8 +329,14 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         "tokens": int((own["prefill_tokens"] + own["decode_tokens"]).sum()),
         "steps": len(steps),
         "nodes_per_step": _ratio(steps["nodes"].sum(), len(steps)),
-        "forced_tokens": int(steps["forced_accepted_kept"].sum()),
+        "forced_tokens": int(steps["forced_emitted_kept"].sum()),
+        "forced_rate": forced_rate(steps),
+        "legal_share": legal_share(steps),
+        "taken_back": int(steps["taken_back"].sum()),
+        "forks": int(steps["forks"].sum()),
+        "violated": float((own["violated"] >= 0).mean()) if len(own) else float("nan"),
         "tau_pooled": tau_pooled(steps),
+        "tau_with_forced": tau_with_forced(steps),
         "tau_pooled_raw": tau_pooled_raw(steps),
         "tau_macro": tau_macro(steps),
         "expected_tau": expected_tau(steps),
@@ -322,6 +352,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         "speedup_with_prefill": speedup(prefill=True),
         "prefill_seconds": prefill_seconds(tables.requests, arm),
         "phase_seconds": phase_seconds(tables.rounds, arm),
+        "mask_busy": mask_seconds(tables.rounds, arm)[0],
+        "mask_exposed_share": _ratio(mask_seconds(tables.rounds, arm)[1], decode_seconds(tables.rounds, arm)),
         "decode_seconds": decode_seconds(tables.rounds, arm),
         "overhead": overhead(tables.rounds, arm),
         "baseline_overhead": overhead(tables.rounds, baseline),

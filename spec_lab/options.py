@@ -49,3 +49,18 @@ def share(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number between 0 and 1, not {value!r}")
     return float(value)
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """``value`` as a tuple, if it is a list of texts that are not empty.
+
+    Raises:
+        ValueError: it is not; names the option.
+    """
+    if (
+        isinstance(value, str)
+        or not isinstance(value, list | tuple)
+        or not all(isinstance(s, str) and s for s in value)
+    ):
+        raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {value!r}")
+    return tuple(value)

@@ -148,6 +148,7 @@ class Generate:
             tokens,
             finish(tokens, request),
             min(watch.first_count, len(tokens)),
+            max(len(tokens) - watch.first_count, 0),
             first - watch.start,
             end - first,
         )
@@ -205,7 +206,9 @@ class Bare:
             token = self._pick(self.model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1])
             tokens.append(int(token))
             first = first or time.perf_counter()
-        return Outcome(request, tokens, finish(tokens, request), 1, first - start, time.perf_counter() - first)
+        return Outcome(
+            request, tokens, finish(tokens, request), 1, len(tokens) - 1, first - start, time.perf_counter() - first
+        )
 
     def _pick(self, logits: Tensor) -> Tensor:  # [1, V] -> [1, 1]
         if self.temperature == 0:

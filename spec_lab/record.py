@@ -10,7 +10,8 @@ nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spec_lab.batch import Request
+from spec_lab.batch import BROKEN, Request, Sequence
 from spec_lab.clock import Clock
 from spec_lab.decode import Round
 from spec_lab.draft import Draft
-from spec_lab.text import Prompt
+from spec_lab.prompts import Prompt
 
 Rows = list[dict[str, Any]]
 
@@ -57,35 +58,43 @@ STEPS = {
     "group": (_WHOLE, "as in rounds"),
     "arm": (_TEXT, "as in rounds"),
     "request": (_WHOLE, "number of the prompt in its run"),
-    "sequence": (_WHOLE, "branch of the request; 0 is the first"),
+    "sequence": (_WHOLE, "number of the sequence in its request; 0 is the first, its forks follow"),
     "parent_sequence": (_WHOLE, "the branch it was forked from; -1 for none"),
     "round": (_WHOLE, "as in rounds"),
     "prefill": (_FLAG, "as in rounds"),
     "pending": (_WHOLE, "tokens committed and not yet computed when the round began"),
-    "forced": (_WHOLE, "of the drafted nodes, those forced by a constraint"),
+    "forced": (_WHOLE, "of the drafted nodes, those that the constraint left no choice for"),
     "nodes": (_WHOLE, "drafted nodes, forced ones included"),
+    "legal": (_WHOLE, "of the drafted nodes, those that the constraint allows; all without one"),
     "depth": (_WHOLE, "drafted depth"),
     "path": (pa.list_(pa.int64()), "the accepted path as child ranks, before cuts"),
     "stop_had_children": (_FLAG, "whether the node where the path ended had children, all of them rejected"),
     "accepted": (_WHOLE, "drafted tokens accepted, before cuts, forced ones included"),
-    "emitted": (_WHOLE, "tokens emitted, before cuts: accepted and the one after them"),
+    "emitted": (_WHOLE, "tokens emitted, before cuts: accepted, the one after them, and those appended as forced"),
     "accepted_kept": (_WHOLE, "accepted tokens left after stop tokens and limits"),
     "emitted_kept": (_WHOLE, "emitted tokens left after stop tokens and limits"),
     "forced_accepted": (_WHOLE, "of accepted, tokens that were forced"),
     "forced_accepted_kept": (_WHOLE, "of accepted_kept, tokens that were forced"),
+    "forced_emitted": (_WHOLE, "of emitted, tokens that were forced"),
+    "forced_emitted_kept": (_WHOLE, "of emitted_kept, tokens that were forced"),
+    "taken_back": (_WHOLE, "tokens that the constraint took back after this step"),
+    "forks": (_WHOLE, "sequences that the constraint forked off after this step"),
     "expected_accepted": (_REAL, "expected accepted tokens given the draft, before cuts, forced ones left out"),
+    "expected_emitted": (_REAL, "expected emitted tokens given the draft, likewise"),
     "expected_kind": (_TEXT, "'exact': given the draft; 'noise': given its noise as well; empty: a broken step"),
     "empty_residual": (_FLAG, "whether rounding left nothing of the residual, so that the token came from p itself"),
-    "finish": (_TEXT, "why the sequence ended with this step: stop, length, context, nan; empty while it lives"),
+    "finish": (_TEXT, "why the sequence ended with this step (batch.FINISHES); empty while it lives"),
     "context": (_WHOLE, "tokens of the sequence when the round began, prompt included"),
 }
 """One row for each sequence in each round."""
 
 REQUESTS = {
-    "id": (_TEXT, "request/arm"),
+    "id": (_TEXT, "request/arm/sequence"),
     "group": (_WHOLE, "as in rounds"),
     "arm": (_TEXT, "as in rounds"),
     "request": (_WHOLE, "number of the prompt in its run; keys its randomness"),
+    "sequence": (_WHOLE, "as in steps"),
+    "parent_sequence": (_WHOLE, "as in steps"),
     "name": (_TEXT, "the prompt's id"),
     "workload": (_TEXT, "the prompt's workload"),
     "source": (_TEXT, "where the prompt comes from"),
@@ -94,15 +103,16 @@ REQUESTS = {
     "prompt": (_TEXT, "the prompt"),
     "prompt_tokens": (_WHOLE, "its length in tokens"),
     "text": (_TEXT, "the output as text, special tokens left out"),
-    "tokens": (pa.list_(pa.int64()), "the output's token ids, after cuts"),
+    "tokens": (pa.list_(pa.int64()), "the output's token ids, after cuts; of a fork, those before the fork as well"),
     "prefill_tokens": (_WHOLE, "of them, those emitted by the prefill's forward"),
-    "decode_tokens": (_WHOLE, "of them, the others"),
+    "decode_tokens": (_WHOLE, "of them, the others; of a fork, those that it did not share"),
     "prefill_seconds": (_REAL, "seconds of the prefill's round, shared by the group"),
     "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last round"),
-    "finish": (_TEXT, "stop, length, context or nan"),
+    "finish": (_TEXT, "why the sequence ended (batch.FINISHES)"),
+    "violated": (_WHOLE, "tokens emitted before the first that an observing constraint does not allow; -1 for none"),
     "error": (_TEXT, "what broke the request; empty for nothing"),
 }
-"""One row for each request and arm."""
+"""One row for each sequence of a request, in each arm: just one unless a constraint forked it."""
 
 SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}
 
@@ -121,11 +131,10 @@ def slim(done: Round) -> Round:
     return done if done.draft.q is None else replace(done, draft=Draft(done.draft.shape, done.draft.token))
 
 
-def round_rows(rounds: Sequence[Round], clock: Clock, group: int, arm: str) -> Rows:
+def round_rows(rounds: Seq[Round], clock: Clock, group: int, arm: str) -> Rows:
     """Rows of ``rounds``. On a GPU call it only when all work is done."""
     rows = []
     for number, one in enumerate(rounds):
-        seconds = {"mask_busy": 0.0, "mask_wait": 0.0} | one.seconds(clock)
         rows.append(
             {
                 "id": f"{group}/{arm}/{number}",
@@ -137,32 +146,34 @@ def round_rows(rounds: Sequence[Round], clock: Clock, group: int, arm: str) -> R
                 "nodes": one.draft.shape.nodes,
                 "cells": one.attended,
                 "start": clock.seconds(rounds[0].marks[0], one.marks[0]),
-                **seconds,
+                **one.seconds(clock),
             }
         )
     return rows
 
 
-def step_rows(rounds: Sequence[Round], group: int, arm: str) -> Rows:
+def step_rows(rounds: Seq[Round], group: int, arm: str) -> Rows:
     """Rows of every sequence's part in ``rounds``."""
     rows: Rows = []
     last = {}  # each sequence's latest row
+    place = numbered([sequence for one in rounds for sequence in one.sequences])
     for number, one in enumerate(rounds):
         shape = one.draft.shape
         for head, (sequence, got) in enumerate(zip(one.sequences, one.committed, strict=True)):
             tree, stop = shape.trees[head], got.path[-1] if got.path else head
             last[sequence] = {
-                "id": f"{sequence.request.id}/{arm}/{sequence.branch}/{number}",
+                "id": f"{sequence.request.id}/{arm}/{place[sequence][0]}/{number}",
                 "group": group,
                 "arm": arm,
                 "request": sequence.request.id,
-                "sequence": sequence.branch,
-                "parent_sequence": -1,
+                "sequence": place[sequence][0],
+                "parent_sequence": place[sequence][1],
                 "round": number,
                 "prefill": one.prefill[head],
                 "pending": one.pending[head],
-                "forced": 0,
+                "forced": got.forced,
                 "nodes": len(tree) - 1,
+                "legal": got.legal,
                 "depth": int(shape.depth[tree].max()),
                 "path": list(shape.ranks(stop)),
                 "stop_had_children": len(shape.children[stop]) > 0,
@@ -170,9 +181,14 @@ def step_rows(rounds: Sequence[Round], group: int, arm: str) -> Rows:
                 "emitted": got.emitted,
                 "accepted_kept": got.accepted_kept,
                 "emitted_kept": got.emitted_kept,
-                "forced_accepted": 0,
-                "forced_accepted_kept": 0,
+                "forced_accepted": got.forced_accepted,
+                "forced_accepted_kept": got.forced_accepted_kept,
+                "forced_emitted": got.forced_emitted,
+                "forced_emitted_kept": got.forced_emitted_kept,
+                "taken_back": got.taken_back,
+                "forks": len(got.children),
                 "expected_accepted": float(one.expected[head]),
+                "expected_emitted": float(one.expected_emitted[head]),
                 "expected_kind": "exact" if one.given == "draft" else one.given,
                 "empty_residual": bool(one.empty[head]),
                 "finish": "",
@@ -181,48 +197,88 @@ def step_rows(rounds: Sequence[Round], group: int, arm: str) -> Rows:
             rows.append(last[sequence])
     for sequence, row in last.items():
         row["finish"] = sequence.finish or ""
-        if sequence.finish == "nan":
+        if sequence.finish in BROKEN:
             row["expected_kind"] = ""
     return rows
 
 
+def numbered(sequences: Iterable[Sequence]) -> dict[Sequence, tuple[int, int]]:
+    """Each sequence's number in its request, forks after what they were forked from, and that one's number or -1.
+
+    The numbers follow from the lineage: how fast anything was decoded does not matter.
+    """
+    found = {(one.request.id, one.lineage): one for one in sequences}
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    count: dict[int, int] = {}
+    for request, lineage in sorted(found):
+        numbers[request, lineage] = count.get(request, 0)
+        count[request] = numbers[request, lineage] + 1
+    return {one: (number, numbers.get((one.request.id, one.lineage[:-2]), -1) if one.lineage else -1)
+            for one, number in ((found[key], number) for key, number in numbers.items())}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What one arm made of one request.
+    """What one arm made of one request, or of a fork of it.
 
     Args:
         request: the request.
         tokens: what was emitted, after cuts.
         finish: why it ended.
         prefill_tokens: of the tokens, those emitted by the prefill's forward.
+        decode_tokens: of the tokens, those that came later and are no other sequence's.
         prefill_seconds: seconds until then.
         decode_seconds: seconds from then to the request's end.
         error: what broke it; empty for nothing.
+        sequence: its number in the request.
+        parent: the number of the sequence it was forked from; -1 for none.
+        violated: see ``REQUESTS``.
     """
 
     request: Request
     tokens: list[int]
     finish: str
     prefill_tokens: int
+    decode_tokens: int
     prefill_seconds: float
     decode_seconds: float
     error: str = ""
+    sequence: int = 0
+    parent: int = -1
+    violated: int = -1
 
 
-def outcomes(rounds: Sequence[Round], clock: Clock, errors: dict[str, str]) -> list[Outcome]:
-    """What came of each request of a group, in order. On a GPU call it only when all work is done."""
-    first, found = rounds[0], []
-    for head, sequence in enumerate(first.sequences):
-        final = next(one for one in reversed(rounds) if sequence in one.sequences)
+def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors: dict[str, str]) -> list[Outcome]:
+    """What came of each sequence of a group, in order. On a GPU call it only when all work is done.
+
+    Args:
+        sequences: all there were, forks and those that never took part included.
+        rounds: all there were.
+        clock: of the target's model.
+        errors: by the request's name.
+    """
+    place, found = numbered(sequences), []
+    prefill = clock.seconds(rounds[0].marks[0], rounds[0].marks[-1]) if rounds else 0.0
+    for sequence in sequences:
+        own = len(sequence.tokens) - sequence.born
+        final = next((one for one in reversed(rounds) if sequence in one.sequences), None)
+        first = 0
+        if rounds and sequence in rounds[0].sequences:
+            first = min(own, rounds[0].committed[rounds[0].sequences.index(sequence)].emitted_kept)
+        number, parent = place[sequence]
         found.append(
             Outcome(
                 request=sequence.request,
                 tokens=sequence.emitted,
                 finish=sequence.finish or "",
-                prefill_tokens=first.committed[head].emitted_kept,
-                prefill_seconds=clock.seconds(first.marks[0], first.marks[-1]),
-                decode_seconds=clock.seconds(first.marks[-1], final.marks[-1]),
-                error=errors.get(sequence.request.name, ""),
+                prefill_tokens=first,
+                decode_tokens=own - first,
+                prefill_seconds=prefill,
+                decode_seconds=clock.seconds(rounds[0].marks[-1], final.marks[-1]) if final is not None else 0.0,
+                error=errors.get(sequence.request.name, "") if sequence.finish in BROKEN else "",
+                sequence=number,
+                parent=parent,
+                violated=-1 if sequence.violated is None else sequence.violated,
             )
         )
     return found
@@ -234,10 +290,12 @@ def request_row(
     """The row of one outcome; ``shown`` is its text."""
     number = outcome.request.id
     return {
-        "id": f"{number}/{arm}",
+        "id": f"{number}/{arm}/{outcome.sequence}",
         "group": group,
         "arm": arm,
         "request": number,
+        "sequence": outcome.sequence,
+        "parent_sequence": outcome.parent,
         "name": prompt.name,
         "workload": prompt.workload,
         "source": prompt.source,
@@ -248,10 +306,11 @@ def request_row(
         "text": shown,
         "tokens": outcome.tokens,
         "prefill_tokens": outcome.prefill_tokens,
-        "decode_tokens": len(outcome.tokens) - outcome.prefill_tokens,
+        "decode_tokens": outcome.decode_tokens,
         "prefill_seconds": outcome.prefill_seconds,
         "decode_seconds": outcome.decode_seconds,
         "finish": outcome.finish,
+        "violated": outcome.violated,
         "error": outcome.error,
     }
 

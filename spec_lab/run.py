@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab import figures, metrics, record, report, text
+from spec_lab import figures, metrics, record, report
 from spec_lab.batch import Request
 from spec_lab.certify.certificate import in_short
 from spec_lab.lab import Arm, Lab, Loop, Settings
 from spec_lab.manifest import claim, finite, manifest, write_json
+from spec_lab.prompts import digest
 from spec_lab.record import Recorder
 
 INTERRUPTED = 130
@@ -48,7 +50,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     """
     console = console or Console()
     arms, requests = lab.arms(settings), lab.requests(settings)
-    facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), list(arms), lab.facts())
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts())
     recorder, size = Recorder(settings.out), settings.batch_size
     facts = claim(settings.out, facts)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
@@ -87,10 +89,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
 def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) -> None:
     """Let every arm decode a little, unmeasured: memory is allocated and code paths are chosen on first use."""
     if tokens:
-        short = [
-            Request(one.id, one.name, one.tokens, one.sampling, min(tokens, one.max_new_tokens), one.stop)
-            for one in requests
-        ]
+        short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
         for arm in arms.values():
             arm.decode(short)
 
@@ -141,7 +140,8 @@ def _summary(lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metr
     summary = {
         "experiment": settings.name,
         "target": lab.target.name,
-        "constraint": "none",
+        "constraint": "none" if lab.binding is None else lab.binding.constraint.name,
+        "constraint_facts": {} if lab.binding is None else lab.binding.facts,
         "temperature": lab.sampling.temperature,
         "batch_size": settings.batch_size,
         "groups": tables.requests["group"].nunique(),

@@ -63,6 +63,14 @@ class Target:
         """V, the width of the logits."""
         return int(self.lm.model.get_output_embeddings().weight.shape[0])
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that the model's generation config and the tokenizer call the end."""
+        config = getattr(self.lm.model, "generation_config", None)
+        named = [getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)]
+        flat = [token for one in named for token in (one if isinstance(one, list) else [one])]
+        return frozenset(token for token in flat if token is not None)
+
     @staticmethod
     def load(
         path: str,

@@ -284,7 +284,7 @@ def test_history_holds_prompt_and_path(target):
 def test_rounds_name_their_phases_and_their_time_adds_up(target, truth):
     _, rounds = decode(target, Foretold(truth), requests())
     seconds = rounds[1].seconds(target.lm.clock)
-    phases = [seconds[name] for name in ("propose", "target", "law", "verify", "commit")]
+    phases = [seconds[name] for name in ("propose", "mask_wait", "target", "law", "verify", "commit")]
     assert min(phases) > 0 and sum(phases) == pytest.approx(seconds["whole"])
     assert 0 < seconds["target_forward"] <= seconds["target"]
     assert [r.prefill for r in rounds][:2] == [[True] * 3, [False] * 3]

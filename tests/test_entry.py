@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 from spec_lab import metrics
 from spec_lab.certify.certificate import QUICK, prove
-from spec_lab.entry import conf, known, main, zoo
+from spec_lab.constrain import Binding
+from spec_lab.entry import conf, known, main, vars_of, zoo
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -76,9 +77,18 @@ def options() -> list[Path]:
 def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     signature = inspect.signature(get_object(config.pop("_target_")))
-    live = dict.fromkeys(GIVEN & set(signature.parameters)) if file.parent.name == "proposer" else {}
-    signature.bind(**config, **live)
-    assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
+    live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}}.get(file.parent.name, ())
+    if file.parent.name == "constraint":
+        config = {key: value for key, value in config.items() if key not in vars_of(Binding)}
+        assert all(not value for value in config.values() if isinstance(value, dict | list)), "filled by the user"
+    else:
+        assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
+    signature.bind(**config, **dict.fromkeys(live))
+
+
+def test_every_constraint_says_how_it_binds():
+    for file in (file for file in options() if file.parent.name == "constraint"):
+        assert set(vars_of(Binding)) <= OmegaConf.load(file).keys(), file
 
 
 def test_the_experiments_are_these():
@@ -291,7 +301,7 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
     ("option", "said"),
     [
         ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
-        ("+qqq=2", "there is no option qqq; choose among baseline, batch_size, beside, max_new_tokens, name, out"),
+        ("+qqq=2", "there is no option qqq; choose among banned, baseline, batch_size, beside, constraint, heal, max_new_tokens"),
         ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
     ],
 )

@@ -13,6 +13,7 @@ def steps(*rows: dict) -> pd.DataFrame:
     plain = {
         "arm": "speculative", "request": 0, "prefill": False, "forced": 0, "nodes": 3, "depth": 3,
         "stop_had_children": True, "forced_accepted": 0, "forced_accepted_kept": 0,
+        "forced_emitted": 0, "forced_emitted_kept": 0, "taken_back": 0, "forks": 0,
         "expected_accepted": 0.0, "expected_kind": "exact", "empty_residual": False, "finish": "",
     }  # fmt: skip
     filled = []
@@ -21,6 +22,8 @@ def steps(*rows: dict) -> pd.DataFrame:
         one.setdefault("emitted", one["accepted"] + 1)
         one.setdefault("accepted_kept", one["accepted"])
         one.setdefault("emitted_kept", one["emitted"])
+        one.setdefault("legal", one["nodes"])
+        one.setdefault("expected_emitted", 1.0 + one["expected_accepted"])
         filled.append(one)
     return pd.DataFrame(filled)
 
@@ -78,7 +81,7 @@ def test_conditional_reaches_only_where_a_draft_went_on():
 def test_forced_tokens_inflate_nothing(chain):
     forced = chain.copy()
     both = ("accepted", "accepted_kept", "emitted", "emitted_kept", "nodes", "forced")
-    for column in (*both, "forced_accepted", "forced_accepted_kept"):
+    for column in (*both, "forced_accepted", "forced_accepted_kept", "forced_emitted", "forced_emitted_kept"):
         forced[column] += 2
     for figure in (
         metrics.tau_pooled, metrics.tau_pooled_raw, metrics.tau_macro, metrics.expected_tau,
@@ -90,7 +93,10 @@ def test_forced_tokens_inflate_nothing(chain):
 def test_forced_tokens_that_were_cut_are_not_taken_off_what_was_kept():
     """Four accepted, the first and the last forced; a limit keeps three of the five emitted, one of them forced."""
     cut = {"accepted": 4, "accepted_kept": 3, "emitted_kept": 3, "nodes": 5, "finish": "length"}
-    table = steps(cut | {"forced": 2, "forced_accepted": 2, "forced_accepted_kept": 1})
+    table = steps(
+        cut
+        | {"forced": 2, "forced_accepted": 2, "forced_accepted_kept": 1, "forced_emitted": 2, "forced_emitted_kept": 1}
+    )
     assert metrics.tau_pooled(table) == metrics.tau_macro(table) == 2
     assert metrics.tau_pooled_raw(table) == 3
     assert metrics.draft_token_rate(table) == pytest.approx(2 / 3)
@@ -124,7 +130,7 @@ def requests() -> pd.DataFrame:
         (1, "baseline", 2, 15, 3.0), (1, "baseline", 3, 15, 3.0),
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["group", "arm", "request", "decode_tokens", "decode_seconds"])
-    return table.assign(prefill_tokens=1, prefill_seconds=1.0, finish="length")
+    return table.assign(sequence=0, violated=-1, prefill_tokens=1, prefill_seconds=1.0, finish="length")
 
 
 def test_speed_counts_a_group_until_its_last_request_ends(requests):
@@ -235,7 +241,7 @@ def rounds() -> pd.DataFrame:
         (0, False, 4.0, 3.0, 0.5, 0.3, 2.0, 1.8, 0.3, 0.1, 0.1),
     ]
     table = pd.DataFrame(rows, columns=["group", "prefill", "start", "whole", *phases])
-    return table.assign(arm="speculative", mask_wait=0.0)
+    return table.assign(arm="speculative", mask_wait=0.0, mask_busy=0.0)
 
 
 def test_decode_time_begins_after_the_prefill_and_its_phases_add_up(rounds):

@@ -65,7 +65,7 @@ def test_rounds_hold_the_batch(decoded):
         assert row["live"] == len(own)
         assert row["nodes"] == sum(step["nodes"] for step in own)
         assert row["prefill"] == (number == 0)
-        phases = sum(row[phase] for phase in ("propose", "target", "law", "verify", "commit"))
+        phases = sum(row[phase] for phase in ("propose", "mask_wait", "target", "law", "verify", "commit"))
         assert phases == pytest.approx(row["whole"])
         assert 0 < row["target_forward"] <= row["target"]
     starts = [row["start"] for row in rounds]

@@ -18,7 +18,7 @@ from spec_lab.propose import Null
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
-from spec_lab.text import jsonl
+from spec_lab.prompts import jsonl
 from spec_lab.verify import Token
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"

@@ -28,7 +28,7 @@ from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
-from spec_lab.text import Prompt, jsonl
+from spec_lab.prompts import Prompt, jsonl
 from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal, Verifier, check_pair
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"

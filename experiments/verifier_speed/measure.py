@@ -19,16 +19,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 import spec_lab
-from spec_lab.batch import Batch, by_row, commit
+from spec_lab.batch import Batch, by_row
 from spec_lab.batch import Sequence as Live
 from spec_lab.clock import Clock
+from spec_lab.commit import Step, commit
 from spec_lab.draft import Draft, chain, empty, forest
 from spec_lab.lab import requests_of
 from spec_lab.law import CounterDraws, Sampling, law, law_dtype
 from spec_lab.manifest import machine
+from spec_lab.prompts import jsonl
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.target import Target
-from spec_lab.text import jsonl
 from spec_lab.verify import Verifier, choose
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
@@ -214,7 +215,7 @@ def beside_forward(
             row, token, _ = choose(judge(drafted, p), drafted.shape, p, draws, [sequence.who])
             marks.append(clock.mark())
             clock.synchronise()
-            (done,) = commit(batch, drafted, output.slots, row, token)
+            (done,) = commit(batch, Step(drafted, output.slots, row, token))
             if this == 0:  # the first computes the prompt in the draft as well
                 continue
             phases = dict(zip(("forward", "law", "verify"), map(clock.seconds, marks, marks[1:]), strict=True))

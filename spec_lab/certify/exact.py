@@ -182,7 +182,8 @@ def examine(
     return (_loop if instance.tokens else _step)(instance, parts, verifier, sampling, most)
 
 
-def _request(number: int, instance: Instance, sampling: Sampling) -> Request:
+def request_of(number: int, instance: Instance, sampling: Sampling) -> Request:
+    """The instance as a request."""
     text = PROMPT + instance.start
     return Request(number, f"toy {number}", text, sampling, max(instance.tokens, 1), instance.stop)
 
@@ -241,7 +242,7 @@ def _judged(
 ) -> list[_Tree]:
     """``count`` drafts of one step, as one forest through the real target and verifier."""
     target, lm = parts.target, parts.target.lm
-    requests = [_request(number, instance, sampling) for number in range(count)]
+    requests = [request_of(number, instance, sampling) for number in range(count)]
     lives = [Live(request, lm.cells.open(), list(request.tokens)) for request in requests]
     batch = Batch(target, lives, draws)
     try:
@@ -285,7 +286,7 @@ def _loop(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
 
     def play(draws: Draws, count: int) -> list[tuple[list[int], float, float]]:
         nonlocal drafted
-        requests = [_request(number, instance, sampling) for number in range(count)]
+        requests = [request_of(number, instance, sampling) for number in range(count)]
         group = Group(parts.target, parts.proposer, verifier, requests, draws)
         took, hoped = np.zeros(count), np.zeros(count)
         for done in group:

@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab import text
 from spec_lab.certify.certificate import Control, prove
 from spec_lab.certify.enumerate import Reused
 from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, Finding
@@ -27,6 +26,7 @@ from spec_lab.lab import Lab, Settings
 from spec_lab.law import Sampling
 from spec_lab.manifest import claim, manifest, write_json
 from spec_lab.options import whole
+from spec_lab.prompts import digest
 from spec_lab.propose import Proposer
 from spec_lab.verify import Verifier, check_pair
 
@@ -76,7 +76,7 @@ def certify(
     whole("task.samples", samples)
     whole("task.tokens", tokens, 0)
     chosen, left_out = _pairs(lab)
-    facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), ["certify"], lab.facts())
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts())
     claim(settings.out, facts)
     work = _Work(lab, settings, samples, tokens, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     pairs: list[Pair] = []

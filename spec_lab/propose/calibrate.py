@@ -15,7 +15,8 @@ import torch
 from scipy.stats import theilslopes
 from torch import Tensor
 
-from spec_lab.batch import Batch, Request, Sequence, commit
+from spec_lab.batch import Batch, Request, Sequence
+from spec_lab.commit import Step, commit
 from spec_lab.law import CounterDraws, Sampling, law, law_dtype
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.proposer import Proposer
@@ -166,7 +167,7 @@ def _round(batch: Batch, proposer: Proposer, scratch: Tensor) -> float:
     output = lm.forward([one.path for one in batch.sequences], [one.pending for one in batch.sequences], draft)
     logits = scratch[: len(output.logits)].copy_(output.logits)
     token = law(logits, [batch.sequences[0].request.sampling], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
-    commit(batch, draft, output.slots, np.arange(heads), token)
+    commit(batch, Step(draft, output.slots, np.arange(heads), token))
     end = clock.mark()
     clock.synchronise()
     return clock.seconds(start, end)

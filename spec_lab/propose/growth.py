@@ -88,13 +88,23 @@ class Growth:
         shape, batch = self.shape, self.batch
         leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
         for level in levels(shape):
-            live = self.live[level.parents] & ~leaf[level.parents]
-            parents = level.parents[live]
-            for nodes, above in level.ranks:
-                self.live[nodes] = live[above]
+            parents = level.parents[self.live[level.parents] & ~leaf[level.parents]]
+            allowed = None
+            if len(parents) and batch.guide is not None:
+                allowed = batch.guide(shape, parents, self.token)
+                if parents[0] >= shape.heads:  # heads are computed whatever is drafted
+                    parents, allowed = parents[allowed.any(-1)], allowed[allowed.any(-1)]
             if len(parents):
                 logits = self._logits(parents)
                 own = healed(batch, shape.root[parents], logits.to(law_dtype(logits), copy=True), "draft")
+                if allowed is not None:
+                    own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
+                    possible = own.amax(-1) > -torch.inf
+                    parents, own = parents[possible.cpu().numpy()], own[possible]
+            live = np.isin(level.parents, parents)
+            for nodes, above in level.ranks:
+                self.live[nodes] = live[above]
+            if len(parents):
                 if self.confidence:
                     unsure = parents[(own.softmax(-1).amax(-1) < self.confidence).cpu().numpy()]
                     for nodes, above in level.ranks:
@@ -124,8 +134,11 @@ class Growth:
             if self.seen is not None:
                 logits = self._penalised(logits, parents)
             tokens = likeliest(logits, width).cpu().numpy()  # [n, width]
+            possible = (logits > -torch.inf).sum(-1).cpu().numpy() if self.batch.guide is not None else None
             for rank, (nodes, above) in enumerate(level.ranks):
                 self.token[nodes - heads] = tokens[number[above], rank]
+                if possible is not None:
+                    self.live[nodes] &= possible[number[above]] > rank
             return
         q = law(logits, *self._warp(self.samplings, parents), scratch=logits)
         self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))

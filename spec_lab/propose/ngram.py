@@ -180,9 +180,9 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
 
 def follow(sequence: Sequence, longest: int, shortest: int) -> Index:
     """The sequence's index, brought up to its tokens."""
-    index = sequence.state
-    if index is None:
-        index = sequence.state = Index(range(longest, shortest - 1, -1))
+    if sequence.state is None or sequence.state[0] is not sequence:  # a fork still carries its origin's
+        sequence.state = (sequence, Index(range(longest, shortest - 1, -1)))
+    index: Index = sequence.state[1]
     index.follow(sequence.tokens)
     return index
 

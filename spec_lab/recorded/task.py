@@ -11,10 +11,10 @@ import pandas as pd
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab import text
 from spec_lab.lab import Lab, Settings
 from spec_lab.manifest import claim, finite, manifest, write_json
 from spec_lab.options import whole
+from spec_lab.prompts import digest
 from spec_lab.record import Rows
 from spec_lab.recorded import pooled, show
 from spec_lab.recorded.judging import of_prompt, pairs, proposers_of
@@ -63,7 +63,7 @@ def judge(
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     judges, left_out = pairs(proposers, verifiers)
     said = lab.facts()
-    facts = manifest(config, settings.seed, lab.weights(), text.digest(lab.prompts), list(proposers), said)
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said)
     facts = claim(settings.out, facts)
     finished = set(load(settings.out, "texts")["request"])
     todo = [one for one in requests if one.id not in finished]

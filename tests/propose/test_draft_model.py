@@ -225,7 +225,7 @@ def test_any_history_keeps_the_laws_right(target, small, tree, drawn, history):
         elif what == "force":
             one.tokens += [token] * number
         elif len(batch.sequences) < 3:
-            twin = Sequence(one.request, one.path, [*one.tokens, token], branch=step + 1, state=one.state)
+            twin = Sequence(one.request, one.path, [*one.tokens, token], lineage=(step + 1,), state=one.state)
             batch.sequences.append(twin)
         for sequence in batch.sequences:
             sequence.round += 1
@@ -253,7 +253,7 @@ def forked(target, proposer):
     batch = batch_of(target, requests(WARM)[:1])
     proposer.propose(batch)
     one = batch.sequences[0]
-    return batch, one, Sequence(one.request, one.path, list(one.tokens), branch=1, state=one.state)
+    return batch, one, Sequence(one.request, one.path, list(one.tokens), lineage=(1,), state=one.state)
 
 
 def test_a_fork_drafts_after_its_origin_has_closed(target):

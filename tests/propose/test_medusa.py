@@ -126,7 +126,7 @@ def test_a_fork_drafts_like_its_origin(target):
     target.lm.keep_hidden(True)
     target.lm.forward([one.path], [one.pending], proposer.propose(batch))
     one.tokens.append(7)
-    twin = Sequence(one.request, target.lm.cells.fork(one.path), list(one.tokens), branch=1)
+    twin = Sequence(one.request, target.lm.cells.fork(one.path), list(one.tokens), lineage=(1,))
     batch.sequences.append(twin)
     token = proposer.propose(batch).token.view(2, -1)
     assert torch.equal(token[0], token[1])

@@ -14,12 +14,12 @@ from spec_lab.batch import Batch, healed
 from spec_lab.decode import Group
 from spec_lab.draft import Draft, Shape, chain, forest, tree
 from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law, likeliest
+from spec_lab.prompts import Prompt
 from spec_lab.propose import Null
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.trees import parse
 from spec_lab.record import Recorder, load
-from spec_lab.text import Prompt
 from spec_lab.verify import (
     Cascade,
     Gumbel,

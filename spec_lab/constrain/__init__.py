@@ -1,0 +1,11 @@
+"""Constraints: states along a path that say what may come next, or what must happen first.
+
+``state`` is the protocol, ``binding`` says where a constraint binds and drives it through the decode loop. Grammars:
+``grammar`` (llguidance) and ``automaton`` (plain Python, the oracle). ``control`` turns a ``Controller`` (the Branch
+protocol) into a constraint; ``healing``, ``banned`` and ``lengths`` are text's own; ``together`` binds by several.
+"""
+
+from spec_lab.constrain.binding import Binding, Bound
+from spec_lab.constrain.state import Constraint, Masks, Onward, State, Stuck
+
+__all__ = ["Binding", "Bound", "Constraint", "Masks", "Onward", "State", "Stuck"]

@@ -1,0 +1,278 @@
+"""Where a constraint binds, and what each round of the decode loop asks of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.batch import Batch, Request
+from spec_lab.constrain.state import Constraint, Masks, State, allows, by_forks, the_only, unpack
+from spec_lab.draft import Draft, Shape
+from spec_lab.options import one_of, whole
+
+PLACES = ("target", "draft", "both", "none")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A constraint, and where it binds.
+
+    On the target its masks define the law that is decoded: the masked law, which autoregressive decoding under the same
+    constraint has as well. On the draft they only help to draft what can be accepted; the output's law does not notice.
+
+    Args:
+        constraint: what binds.
+        placement: "target", "draft", "both" or "none". Without the target the output is unconstrained, and what it
+            violates is counted.
+        draft_budget: masks that the draft may use for each sequence in each step; after them it drafts unmasked. Or a
+            time for it, such as "200us", with which runs cannot be reproduced. None: no limit.
+        fast_forward: tokens that the masks leave no choice for are appended at once, as certain as they are, and
+            computed with the next draft.
+        beside: the masks are computed beside the target's forward, in a thread, where nothing waits for them earlier.
+
+    Raises:
+        ValueError: an option of the wrong kind; a constraint that acts without binding the target; ``fast_forward``
+            without binding the target.
+    """
+
+    constraint: Constraint
+    placement: str = "both"
+    draft_budget: int | str | None = None
+    fast_forward: bool = False
+    beside: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("constraint.placement", self.placement, PLACES)
+        self.budget()
+        for name in ("fast_forward", "beside"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
+        if not self.on_target and (self.constraint.acts or self.fast_forward):
+            what = (
+                f"'{self.constraint.name}' acts on the output" if self.constraint.acts else "fast_forward forces tokens"
+            )
+            raise ValueError(
+                f"constraint.placement={self.placement} leaves the output alone, but {what}: "
+                "set constraint.placement to target or both"
+            )
+
+    @property
+    def on_target(self) -> bool:
+        """Whether the output is bound."""
+        return self.placement in ("target", "both")
+
+    @property
+    def on_draft(self) -> bool:
+        """Whether drafts are bound."""
+        return self.placement in ("draft", "both")
+
+    def budget(self) -> tuple[int, float]:
+        """Most masks for a sequence and step, and most seconds."""
+        if self.draft_budget is None:
+            return 2**62, float("inf")
+        if isinstance(self.draft_budget, str):
+            found = re.fullmatch(r"(\d+) ?us", self.draft_budget)
+            if not found:
+                raise ValueError(
+                    f"constraint.draft_budget must be a number of masks, a time such as '200us', or null, "
+                    f"not {self.draft_budget!r}"
+                )
+            return 2**62, int(found[1]) * 1e-6
+        return whole("constraint.draft_budget", self.draft_budget, 0, ", a time such as '200us', or null"), float("inf")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        return {
+            "name": self.constraint.name,
+            "placement": self.placement,
+            "draft_budget": self.draft_budget,
+            "reproducible": not isinstance(self.draft_budget, str),
+            "fast_forward": self.fast_forward,
+            "beside": self.beside,
+            **getattr(self.constraint, "facts", {}),
+        }
+
+
+class Guide:
+    """What a constraint allows below the nodes of drafts that are still growing.
+
+    Args:
+        states: ``[B]`` at the heads; None binds nothing.
+        binding: with the budget.
+    """
+
+    def __init__(self, states: Sequence[State | None], binding: Binding) -> None:
+        self.vocabulary = binding.constraint.vocabulary
+        most, self.seconds_left = binding.budget()
+        self.left = [most] * len(states)
+        self.states = states
+        self.at: dict[int, State | None] = {}  # by row; None where nothing binds any more
+        self.used = False
+        self.seconds = 0.0
+
+    def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:  # [n], [M] -> [n, V] bool
+        """What may be drawn below ``rows`` of a forest with these tokens; their parents were asked about before.
+
+        All False where nothing can be drafted: the row is illegal itself, an action is wanted or nothing may come.
+        """
+        start, self.used = time.perf_counter(), True
+        allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
+        for place, row in enumerate(rows.tolist()):
+            head = int(shape.root[row])
+            if row < shape.heads:
+                state = self.states[row]
+            else:
+                above = self.at[int(shape.parent[row - shape.heads])]
+                state = None if above is None else self._below(above, int(token[row - shape.heads]))
+                if above is not None and state is None:
+                    allowed[place] = False
+                    self.at[row] = _DEAD
+                    continue
+            spent = self.seconds + time.perf_counter() - start
+            if state is None or self.left[head] == 0 or spent > self.seconds_left:
+                self.at[row] = None
+                continue
+            self.at[row] = state
+            self.left[head] -= 1
+            if state.action() is not None:
+                allowed[place] = False
+            elif (mask := state.mask()) is not None:
+                allowed[place] = unpack(mask, self.vocabulary)
+        self.seconds += time.perf_counter() - start
+        return allowed
+
+    def _below(self, above: State, token: int) -> State | None:
+        if above is _DEAD or above.action() is not None:
+            return None
+        mask = above.mask()
+        if mask is not None and not allows(mask, token):
+            return None
+        state = above.fork()
+        state.advance(token)
+        return state
+
+
+class _Dead:
+    """The state below an illegal node: nothing comes."""
+
+    def fork(self) -> State:
+        return self
+
+    def advance(self, token: int) -> None: ...
+
+    def mask(self) -> np.ndarray | None:
+        return None
+
+    def action(self) -> None:
+        return None
+
+
+_DEAD = _Dead()
+
+
+class Bound:
+    """A group of requests under a binding: one round after the other."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self.constraint = binding.constraint
+        self.guide: Guide | None = None
+        self.busy = self.guided = 0.0
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: Future[Masks] | None = None
+
+    def start(self, request: Request) -> State:
+        """See ``Constraint.start``."""
+        return self.constraint.start(request)
+
+    def begin(self, batch: Batch) -> None:
+        """A round begins: proposers that can draft under masks find a guide."""
+        self.busy = self.guided = 0.0
+        self.guide = batch.guide = None
+        if self.binding.on_draft:
+            self.guide = batch.guide = Guide([s.constraint for s in batch.sequences], self.binding)
+
+    def narrow(self, batch: Batch, draft: Draft) -> tuple[Draft, Masks | None]:
+        """The draft without what cannot be reached, and its masks; None while they are still computed.
+
+        Below a barrier nothing is drafted. From deterministic drafts that were made without the guide, illegal nodes
+        go: whether a node is legal follows from the text, not from a drawn value.
+        """
+        prunes = self.guide is not None and not self.guide.used and draft.drawn == "point" and draft.shape.nodes > 0
+        if not getattr(self.constraint, "peeks", True):
+            draft = draft.cut([0] * draft.shape.heads)
+        if prunes and self.binding.draft_budget is not None:
+            draft, prunes = self._pruned(draft), False
+        if self.guide is not None:
+            self.busy = self.guided = self.guide.seconds
+        if self.binding.beside and not prunes and not self.constraint.acts:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "masks")
+            self._coming = self._thread.submit(self._masks, batch, draft)
+            return draft, None
+        masks = self._masks(batch, draft)
+        shape = draft.shape
+        keep = np.ones(shape.rows, dtype=bool)
+        if shape.nodes and masks.barrier.any():
+            keep[shape.heads :] &= ~masks.barrier[shape.parent]
+        if prunes:
+            keep &= masks.legal
+        if keep.all():
+            return draft, masks
+        draft, rows = draft.keep(keep)
+        return draft, Masks(masks.bits[rows], masks.legal[rows], masks.barrier[rows])
+
+    def masks(self) -> Masks:
+        """The masks that were still computed."""
+        if self._coming is None:
+            raise RuntimeError("no masks are being computed")
+        coming, self._coming = self._coming, None
+        return coming.result()
+
+    def close(self) -> None:
+        """The group is done."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _masks(self, batch: Batch, draft: Draft) -> Masks:
+        start = time.perf_counter()
+        states = [sequence.constraint for sequence in batch.sequences]
+        token = draft.token.cpu().numpy()
+        fast = getattr(self.constraint, "masks", None)
+        if fast is not None:
+            masks = fast(states, draft.shape, token)
+        else:
+            masks = by_forks(states, draft.shape, token, self.constraint.vocabulary)
+        self.busy += time.perf_counter() - start
+        return masks
+
+    def _pruned(self, draft: Draft) -> Draft:
+        """The draft without the illegal nodes that the guide finds within its budget."""
+        shape, token = draft.shape, draft.token.cpu().numpy()
+        rows = np.unique(shape.parent)
+        number = np.searchsorted(rows, shape.parent)
+        assert self.guide is not None
+        keep = np.ones(shape.rows, dtype=bool)
+        keep[shape.heads :] = self.guide(shape, rows, token)[number, token]
+        return draft.keep(keep)[0]
+
+
+def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  # [R, V]
+    """The masks for ``law``."""
+    return torch.from_numpy(unpack(masks.bits, vocabulary)).to(device)
+
+
+def forced_token(state: State) -> int | None:
+    """The one token that may come next; None where there is a choice, or nothing may come."""
+    mask = state.mask()
+    return None if mask is None else the_only(mask)

@@ -1,0 +1,155 @@
+"""Constraints from scalar options, as configs give them, and what the text options of a run add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from spec_lab.constrain import automaton, grammar
+from spec_lab.constrain.banned import Banned
+from spec_lab.constrain.binding import Binding
+from spec_lab.constrain.control import Controlled
+from spec_lab.constrain.healing import Healing
+from spec_lab.constrain.lengths import AtLeast
+from spec_lab.constrain.state import Constraint
+from spec_lab.constrain.together import Together
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.options import one_of, strings, whole
+
+ENGINES = ("llguidance", "automaton", "xgrammar")
+
+
+def none(vocabulary: Vocabulary) -> None:
+    """Nothing binds."""
+
+
+def regex(vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, engine: str = "llguidance") -> Constraint:
+    """The output matches a regular expression as a whole.
+
+    Args:
+        vocabulary: the target's.
+        pattern: the expression; empty where every prompt brings its own.
+        prompt: whether the matched text begins with the prompt.
+        engine: "llguidance"; "automaton", plain Python and the others' oracle; or "xgrammar", an optional extra.
+
+    Raises:
+        ValueError: an expression that cannot be compiled, an unknown engine.
+    """
+    made: Constraint = _engine(engine).regex(vocabulary, pattern, prompt=prompt)
+    return made
+
+
+def json_schema(
+    vocabulary: Vocabulary,
+    schema: str | Mapping[str, Any] = "",
+    path: str | None = None,
+    prompt: bool = False,
+    engine: str = "llguidance",
+    **options: Any,
+) -> Constraint:
+    """The output is JSON that fits a schema.
+
+    Args:
+        vocabulary: the target's.
+        schema: the schema; empty where every prompt brings its own, or
+        path: the file it stands in.
+        prompt: as in ``regex``.
+        engine: as in ``regex``.
+        options: of the engine, such as ``whitespace_flexible``.
+
+    Raises:
+        ValueError: a schema that is none or cannot be compiled, an unknown engine.
+        OSError: no such file.
+    """
+    made: Constraint = _engine(engine).json_schema(vocabulary, schema, path=path, prompt=prompt, **options)
+    return made
+
+
+def lark(
+    vocabulary: Vocabulary,
+    grammar: str = "",
+    path: str | None = None,
+    prompt: bool = False,
+    engine: str = "llguidance",
+) -> Constraint:
+    """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``."""
+    made: Constraint = _engine(engine).lark(vocabulary, grammar, path=path, prompt=prompt)
+    return made
+
+
+def choice(
+    vocabulary: Vocabulary, choices: Sequence[str] = (), prompt: bool = False, engine: str = "llguidance"
+) -> Constraint:
+    """The output is one of some texts. Arguments and errors as in ``regex``."""
+    made: Constraint = _engine(engine).choice(vocabulary, strings("constraint.choices", choices), prompt=prompt)
+    return made
+
+
+def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | None = None) -> Constraint:
+    """The output is steered by a controller of one's own.
+
+    Args:
+        vocabulary: the target's.
+        make: dotted name of a function that, given the vocabulary and the options, returns a constraint
+            (``Controlled``), or what makes a controller for each request.
+        options: for it.
+
+    Raises:
+        ValueError: nothing of that name.
+    """
+    module, _, name = make.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"constraint.make={make} names nothing that can be imported: {error}") from error
+    made: Any = found(vocabulary, **(options or {}))
+    return made if hasattr(made, "start") else Controlled(made, vocabulary.size, name)
+
+
+def together(
+    constraint: Constraint | None,
+    vocabulary: Vocabulary | None,
+    options: Mapping[str, Any],
+    healing: bool = False,
+    banned: Sequence[str] = (),
+    at_least: int = 0,
+) -> Binding | None:
+    """What binds a run: the constraint, and what its text options add; None where nothing does.
+
+    Args:
+        constraint: None for none.
+        vocabulary: the target's; may be None where nothing binds.
+        options: of ``Binding``: placement and the like.
+        healing: whether prompts are healed.
+        banned: strings that never appear.
+        at_least: tokens before a text may end.
+
+    Raises:
+        ValueError: see ``Binding`` and ``Together``; options of the wrong kind.
+    """
+    parts = [] if constraint is None else [constraint]
+    whole("min_new_tokens", at_least, 0)
+    strings("banned", banned)
+    if healing or banned or at_least:
+        if vocabulary is None:
+            raise ValueError("heal, banned and min_new_tokens need a target whose tokens' bytes are known")
+        parts += [Healing(vocabulary.bytes)] if healing else []
+        parts += [Banned(tuple(banned), vocabulary.bytes)] if banned else []
+        parts += [AtLeast(at_least, vocabulary.size)] if at_least else []
+    if not parts:
+        return None
+    return Binding(parts[0] if len(parts) == 1 else Together(parts), **options)
+
+
+def _engine(name: str) -> ModuleType:
+    one_of("constraint.engine", name, ENGINES)
+    if name == "xgrammar":
+        try:
+            return import_module("spec_lab.constrain.xgrammar")
+        except ImportError as error:
+            raise ValueError(
+                f"constraint.engine=xgrammar needs the extra of that name: pip install 'spec-lab[xgrammar]' ({error})"
+            ) from error
+    return grammar if name == "llguidance" else automaton

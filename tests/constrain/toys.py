@@ -1,0 +1,55 @@
+"""Small constraints over a handful of tokens, and the plain way to say what is decoded under a constraint."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spec_lab.batch import Request
+from spec_lab.constrain.state import Onward, State, only
+
+
+@dataclass(frozen=True)
+class Table:
+    """After each text the tokens that ``allowed`` says: a constraint that is a function."""
+
+    allowed: Callable[[tuple[int, ...]], Sequence[int]]
+    vocabulary: int = 4
+    name: str = "table"
+    acts: bool = False
+
+    def start(self, request: Request) -> State:
+        return At(self, ())
+
+
+class At:
+    def __init__(self, table: Table, text: tuple[int, ...]) -> None:
+        self.table, self.text = table, text
+
+    def fork(self):
+        return At(self.table, self.text)
+
+    def advance(self, token: int) -> None:
+        assert token in self.table.allowed(self.text), f"{token} is not allowed after {self.text}"
+        self.text += (token,)
+
+    def mask(self) -> np.ndarray:
+        return only(self.table.allowed(self.text), self.table.vocabulary)
+
+    def action(self) -> tuple[Onward, ...] | None:
+        return None
+
+
+def uneven(text: tuple[int, ...]) -> list[int]:
+    """Allowed tokens of all kinds: one, two, three or all, depending on the text."""
+    seed = sum((place + 2) * (token + 1) for place, token in enumerate(text)) + len(text)
+    count = (1, 3, 2, 4, 3)[seed % 5]
+    return [(seed + k * 3) % 4 for k in range(count)] if count < 4 else [0, 1, 2, 3]
+
+
+Law = Mapping[tuple, float]
+
+
+def distance(a: Law, b: Law) -> float:
+    """Total variation."""
+    return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})

@@ -1,0 +1,128 @@
+"""Prompts: what is read, and how everything else is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spec_lab import prompts as text
+
+
+def write(tmp_path: Path, content: str | bytes) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_jsonl_reads_every_field_and_fills_in_what_is_missing(tmp_path):
+    lines = [
+        {"id": "a", "prompt": "def f(", "workload": "code", "source": "mod.py"},
+        {"text": "Once"},
+        {"id": 7, "prompt": "x"},
+    ]
+    path = write(tmp_path, "\n\n".join(json.dumps(line) for line in lines) + "\n")
+    assert text.jsonl(path) == [
+        text.Prompt("a", "def f(", "code", "mod.py"),
+        text.Prompt("prompts-3", "Once"),
+        text.Prompt("7", "x"),
+    ]
+    assert [p.name for p in text.jsonl(path, limit=2)] == ["a", "prompts-3"]
+
+
+def test_null_is_as_good_as_absent(tmp_path):
+    path = write(tmp_path, '{"id": null, "prompt": "x", "workload": null, "source": null}')
+    assert text.jsonl(path) == [text.Prompt("prompts-1", "x", "", "")]
+    path = write(tmp_path, '\n{"question_id": null, "category": null, "turns": ["x"]}\n{"turns": ["y"]}')
+    assert text.spec_bench(path) == [
+        text.Prompt("prompts-2", "x", "", "Spec-Bench"),
+        text.Prompt("prompts-3", "y", "", "Spec-Bench"),
+    ]
+
+
+def test_limit_leaves_later_lines_unread(tmp_path):
+    assert len(text.jsonl(write(tmp_path, '{"prompt": "x"}\nbroken'), limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no prompts"),
+        ("\n \n", "holds no prompts"),
+        ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: not a JSON object"),
+        ("[1]", "prompts.jsonl:1: a JSON list, not an object"),
+        ('{"id": "a"}', "prompts.jsonl:1: the field 'prompt' (or 'text') is missing; it has 'id'"),
+        ('\n{"prompt": " "}', "prompts.jsonl:2: 'prompt' (or 'text') is empty"),
+        ('{"prompt": 3}', "must be text, not int"),
+        (
+            '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
+            "prompts.jsonl:3: the id '1' is that of line 1 already",
+        ),
+        (
+            '{"id": "prompts-2", "prompt": "x"}\n{"prompt": "y"}',
+            "prompts.jsonl:2: the id 'prompts-2' is that of line 1 already",
+        ),
+        (b'{"prompt": "\xff"}', "prompts.jsonl:1: not UTF-8"),
+    ],
+)
+def test_bad_files_are_refused_with_file_and_line(tmp_path, content, said):
+    with pytest.raises(ValueError, match=".") as caught:
+        text.jsonl(write(tmp_path, content))
+    assert said in str(caught.value)
+
+
+def test_missing_file_and_bad_limit_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; set prompts.path"):
+        text.jsonl(str(tmp_path / "none.jsonl"))
+    with pytest.raises(FileNotFoundError, match="is a directory"):
+        text.jsonl(str(tmp_path))
+    for limit in (0, -1, 1.5, "many", True):
+        with pytest.raises(ValueError, match="prompts.limit"):
+            text.jsonl(write(tmp_path, '{"prompt": "x"}'), limit=limit)
+
+
+def test_spec_bench_takes_the_first_turn(tmp_path):
+    path = write(tmp_path, json.dumps({"question_id": 81, "category": "writing", "turns": ["one", "two"]}))
+    assert text.spec_bench(path) == [text.Prompt("81", "one", "writing", "Spec-Bench")]
+    with pytest.raises(ValueError, match=r"prompts.jsonl:1: 'turns' must be a list"):
+        text.spec_bench(write(tmp_path, '{"prompt": "x"}'))
+    with pytest.raises(ValueError, match=r"the first of 'turns' is empty"):
+        text.spec_bench(write(tmp_path, '{"turns": [""]}'))
+
+
+def test_a_file_in_spec_benchs_format_reads():
+    prompts = text.spec_bench(str(Path(__file__).parent / "data" / "questions.jsonl"))
+    assert [(p.name, p.workload) for p in prompts] == [
+        ("81", "writing"), ("161", "translation"), ("401", "math_reasoning"),
+    ]  # fmt: skip
+    assert prompts[0].text == "Describe a harbour at dawn in four sentences."
+    assert prompts[1].text.endswith("fährt um sieben.")
+
+
+class Letters:
+    """A tokenizer with one token a letter."""
+
+    def encode(self, words: str) -> list[int]:
+        return [ord(letter) for letter in words]
+
+
+def test_encode_names_the_prompt_that_does_not_fit():
+    assert text.encode([text.Prompt("a", "xyz")], Letters(), context=4) == [(120, 121, 122)]
+    with pytest.raises(ValueError, match=r"prompt 'a' has 4 tokens and the context holds 4"):
+        text.encode([text.Prompt("a", "wxyz")], Letters(), context=4)
+    with pytest.raises(ValueError, match=r"prompt 'b' has no tokens"):
+        text.encode([text.Prompt("b", "")], Letters(), context=4)
+
+
+def test_digest_depends_on_names_texts_and_order():
+    one, two = text.Prompt("a", "x"), text.Prompt("b", "y")
+    digests = {text.digest(p) for p in ([one, two], [two, one], [one], [text.Prompt("c", "x"), two])}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("field", ["prompt", "id", "source"])
+def test_half_a_character_is_refused_with_file_and_line(tmp_path, field):
+    path = write(
+        tmp_path, json.dumps({"prompt": "a \U0001f600"}) + "\n" + json.dumps({"prompt": "b", field: "c \ud83d"})
+    )
+    with pytest.raises(ValueError, match=rf":2: '{field}'.* holds \\ud83d, half of a surrogate pair and no character"):
+        text.jsonl(path)
