@@ -33,6 +33,13 @@ FINISHES = {
 
 BROKEN = ("nan", "stuck")
 
+ORIGINS = {
+    "accepted": "drafted, and accepted",
+    "forced": "its constraint left no other, drafted or not",
+    "emitted": "chosen after the accepted ones",
+}
+"""Where a token came from."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -94,6 +101,8 @@ class Sequence:
         forks: how often it was forked.
         violated: tokens emitted when the first one came that an observing constraint does not allow; None for none.
         logprobs: of each emitted token, where the request wants them.
+        origins: where each emitted token came from (``ORIGINS``), where a stream reads it.
+        kept: False where its constraint, asked once the whole request had finished, chose others (``Ended``).
     """
 
     request: Request
@@ -111,6 +120,8 @@ class Sequence:
     forks: int = 0
     violated: int | None = None
     logprobs: list[float] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    kept: bool = True
 
     @property
     def pending(self) -> list[int]:
@@ -131,6 +142,22 @@ class Sequence:
     def who(self) -> tuple[int, int, int]:
         """(request, branch, round): what keys its choices in this round."""
         return (self.request.id, self.branch, self.round)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A sequence that has finished, for a constraint that keeps some sequences of a request and not others.
+
+    Args:
+        lineage, finish: as of ``Sequence``.
+        tokens: emitted.
+        logprobs: of these tokens; empty where the request wants none.
+    """
+
+    lineage: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str
 
 
 class Guide(Protocol):

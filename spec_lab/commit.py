@@ -109,7 +109,7 @@ def _commit(
     if single is not None and len(nodes) and masks is not None:
         done.forced = int((single[shape.parent[nodes - shape.heads]] & masks.legal[nodes]).sum())
     if tree in batch.broken:
-        sequence.finish = "nan"
+        sequence.finish = sequence.finish or "nan"
     else:
         row, last = int(step.row[tree]), int(step.token[tree])
         done.path = shape.path(row)
@@ -128,7 +128,7 @@ def _commit(
                 legal = bool(masks.legal[at]) and (own or allows(masks.bits[at], token))
                 _observe(sequence, legal)
             logprob = step.logprobs[tree][place] if step.logprobs is not None else float("nan")
-            _append(batch, tree, sequence, token, logprob)
+            _append(batch, tree, sequence, token, logprob, "forced" if forced else "accepted" if own else "emitted")
             done.emitted_kept += 1
             done.accepted_kept += own
             done.forced_accepted_kept += forced and own
@@ -156,30 +156,36 @@ def settle(batch: Batch, tree: int, sequence: Sequence, binding: Binding, done: 
                 if actions > MOST_ACTIONS:
                     raise Stuck(f"its constraint wanted {MOST_ACTIONS} actions without a token between them")
                 if action is None:
+                    _limit(batch, one)
+                    if one.finish is not None:
+                        break
                     token = forced_token(one.constraint) if binding.fast_forward else None
                     if token is None:
                         break
                     actions = 0
-                    _append(batch, tree, one, token, 0.0)
+                    _append(batch, tree, one, token, 0.0, "forced")
                     done.emitted += 1
                     done.emitted_kept += 1
                     done.forced_emitted += 1
                     done.forced_emitted_kept += 1
                 elif not action:
                     one.finish = "constraint"
+                elif len(action) > 1 and not len(one.path):
+                    break  # the next round computes the prompt: forks then share its cells
                 else:
+                    # Nothing is done before all of it can be: no fork is left without what binds it.
+                    for onward in action:
+                        _check(one, onward.backtrack)
+                    if _relatives(batch, done, one.request) + len(action) - 1 > MOST_FORKS:
+                        raise Stuck(f"its constraint forked it into more than {MOST_FORKS} sequences")
                     children = [fork(batch, one, number) for number in range(1, len(action))]
                     done.children += children
                     fresh += children
                     one.forks += len(action) > 1
-                    if _relatives(batch, done, one.request) > MOST_FORKS:
-                        raise Stuck(f"its constraint forked it into more than {MOST_FORKS} sequences")
                     for live, onward in zip([one, *children], action, strict=True):
                         done.taken_back += onward.backtrack
                         live.constraint = onward.state
                         rewind(batch, live, onward.backtrack)
-                        if live.constraint.action() is None:
-                            _limit(batch, live)
         except Stuck as error:
             _stuck(batch, tree, one, str(error))
         if len(one.path) >= len(one.tokens):  # the last token is always pending
@@ -200,6 +206,7 @@ def fork(batch: Batch, sequence: Sequence, number: int) -> Sequence:
         born=len(sequence.tokens),
         spent=sequence.spent,
         logprobs=list(sequence.logprobs),
+        origins=list(sequence.origins),
     )
 
 
@@ -209,13 +216,12 @@ def rewind(batch: Batch, sequence: Sequence, count: int) -> None:
     Raises:
         Stuck: they reach into the prompt.
     """
-    emitted = len(sequence.tokens) - len(sequence.request.tokens)
-    if not 0 <= count <= emitted:
-        raise Stuck(f"its constraint takes back {count} tokens; {emitted} have been emitted")
+    emitted = _check(sequence, count)
     if not count:
         return
     del sequence.tokens[-count:]
     del sequence.logprobs[len(sequence.tokens) - len(sequence.request.tokens) :]
+    del sequence.origins[len(sequence.tokens) - len(sequence.request.tokens) :]
     sequence.born = min(sequence.born, len(sequence.tokens))
     if len(sequence.path) > len(sequence.tokens):
         batch.target.lm.cells.backtrack(sequence.path, len(sequence.tokens))
@@ -224,7 +230,15 @@ def rewind(batch: Batch, sequence: Sequence, count: int) -> None:
         sequence.events += sequence.stream.rewind(ahead)
 
 
-def _append(batch: Batch, tree: int, sequence: Sequence, token: int, logprob: float) -> None:
+def _check(sequence: Sequence, count: int) -> int:
+    """How many tokens have been emitted, if ``count`` of them can be taken back."""
+    emitted = len(sequence.tokens) - len(sequence.request.tokens)
+    if not 0 <= count <= emitted:
+        raise Stuck(f"its constraint takes back {count} tokens; {emitted} have been emitted")
+    return emitted
+
+
+def _append(batch: Batch, tree: int, sequence: Sequence, token: int, logprob: float, origin: str) -> None:
     """One more token; perhaps it ends the sequence, else the constraint moves on."""
     request = sequence.request
     sequence.tokens.append(token)
@@ -232,6 +246,7 @@ def _append(batch: Batch, tree: int, sequence: Sequence, token: int, logprob: fl
     if request.logprobs:
         sequence.logprobs.append(logprob)
     if sequence.stream is not None:
+        sequence.origins.append(origin)
         sequence.events += sequence.stream.push(token, logprob)
     if token in request.stop or (sequence.stream is not None and sequence.stream.finished):
         sequence.finish = "stop"

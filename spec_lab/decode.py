@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch, Request, by_row, healed
+from spec_lab.batch import Batch, Ended, Request, by_row, healed
 from spec_lab.batch import Sequence as Live
 from spec_lab.clock import Clock, Mark
 from spec_lab.commit import Committed, Step, commit, settle
@@ -116,6 +116,8 @@ class Group:
                     f"prompt '{request.name}' has {len(request.tokens)} tokens; the context holds "
                     f"{self.target.context}, one of them to be emitted: shorten the prompt"
                 )
+        if self.binding is not None and getattr(self.binding.constraint, "wants_logprobs", False):
+            self.requests = [replace(request, logprobs=True) for request in self.requests]
 
     @torch.inference_mode()
     def __iter__(self) -> Iterator[Round]:
@@ -252,7 +254,30 @@ class Group:
                 if sequence.stream is not None and not sequence.stream.finished:
                     sequence.events += sequence.stream.end(sequence.finish)
                 self._close(sequence)
+        over = {id(s.request): s.request for s in batch.sequences if s.finish is not None}
         batch.sequences = [s for s in batch.sequences if s.finish is None]
+        for request in over.values():
+            if all(s.request is not request for s in batch.sequences):
+                self._choose(request)
+
+    def _choose(self, request: Request) -> None:
+        """The request's sequences have all finished: its constraint may keep some of them only."""
+        keep = None if self.binding is None else getattr(self.binding.constraint, "keep", None)
+        if keep is None:
+            return
+        own = sorted((s for s in self.sequences if s.request is request), key=lambda s: s.lineage)
+        ended = [Ended(s.lineage, tuple(s.emitted), tuple(s.logprobs), str(s.finish)) for s in own]
+        try:
+            kept = set(keep(ended))
+            if not kept <= set(range(len(own))):
+                raise ValueError(f"there are sequences 0 to {len(own) - 1}, not {sorted(kept)}")
+        except Exception as error:  # all of them stay
+            what = f"{type(error).__name__}: {error}"
+            why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
+            self.errors.setdefault(request.name, why)
+            return
+        for place, sequence in enumerate(own):
+            sequence.kept = place in kept
 
 
 def _silence(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool

@@ -90,7 +90,8 @@ def larger(base: Vocabulary, size: int) -> Vocabulary:
 def step(state: Matched, rng: np.random.Generator) -> int | None:
     """A token that may come next, other than the end; None where there is none."""
     fork = state.fork()  # the state itself is asked for no mask, which it would keep
-    allowed = np.setdiff1d(np.flatnonzero(unpack(fork.mask(), fork.vocabulary)), [0])
+    allowed = np.flatnonzero(unpack(fork.mask(), fork.vocabulary))
+    allowed = allowed[allowed != 0]
     return int(rng.choice(allowed)) if len(allowed) else None
 
 

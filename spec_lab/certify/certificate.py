@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.certify.constrained import bound, examine
 from spec_lab.certify.enumerate import Continuous, Reused, TooMany
-from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, WORLDS, Finding, Instance, examine
+from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, WORLDS, Finding, Instance
 from spec_lab.draft import Draft, Drawn
 from spec_lab.law import Sampling
 from spec_lab.propose import Proposer
@@ -75,10 +76,15 @@ class Proof:
         }
 
 
+def every() -> tuple[Instance, ...]:
+    """All instances there are."""
+    return STEPS + LOOPS + bound()
+
+
 def prove(
     proposer: Proposer | Drawn,
     verifier: Verifier,
-    instances: Sequence[Instance] = STEPS + LOOPS,
+    instances: Sequence[Instance] | None = None,
     sampling: Sampling = PLAIN,
     tick: Tick = lambda _: None,
 ) -> Proof:
@@ -87,13 +93,14 @@ def prove(
     Args:
         proposer: or a way of drawing, for the reference.
         verifier: must accept the way of drawing.
-        instances: what to enumerate.
+        instances: what to enumerate; None: steps, loops, and loops under constraints.
         sampling: how the toy requests are sampled.
         tick: told of each instance done.
 
     Raises:
         ValueError: the verifier cannot run on a toy, or not with this proposer; names the instance and what went wrong.
     """
+    instances = every() if instances is None else instances
     drawn: Drawn = proposer if isinstance(proposer, str) else proposer.drawn
     drafting: Proposer | Drawn = proposer
     missing: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -11,10 +12,19 @@ import numpy as np
 import torch
 
 from spec_lab.certify.enumerate import side_by_side
-from spec_lab.certify.exact import MOST, PLAIN, Instance, request_of, toy
-from spec_lab.certify.worlds import code, logits
+from spec_lab.certify.exact import MOST, PLAIN, Finding, Instance, request_of, toy
+from spec_lab.certify.exact import examine as free
+from spec_lab.certify.outputs import EXACT, unlike
+from spec_lab.certify.worlds import Random, code, logits
 from spec_lab.constrain import Binding, Onward, State
+from spec_lab.constrain.banned import Banned
+from spec_lab.constrain.binding import PLACES
+from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.grammar import regex
+from spec_lab.constrain.lengths import AtLeast
 from spec_lab.constrain.state import unpack
+from spec_lab.constrain.together import Together
+from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.decode import Group
 from spec_lab.draft import Drawn
 from spec_lab.law import Draws, Sampling, law
@@ -26,46 +36,122 @@ Output = tuple[tuple[tuple[int, ...], str], ...]
 
 Law = dict[Output, float]
 
+PIECES = (b"a", b"b", b"ab", b"c", b"")
+"""The toy's tokens as text; the last one ends it."""
+
+END = frozenset({4})
+WORLD = Random(8, v=5, support=2)
+
+
+@cache
+def bound() -> tuple[Instance, ...]:
+    """Loops under constraints of every kind: grammars on every placement, a fork, a text taken back."""
+    vocabulary = Vocabulary.plain(PIECES, 4)
+    grammar = regex(vocabulary, "(ab|c)(a|b|c)*b|a[bc]")
+    bindings = [Binding(grammar, placement, fast_forward=placement == "both") for placement in PLACES]
+    bindings.append(Binding(Controlled(lambda _: Forking(), vocabulary.size, "a controller that forks")))
+    bindings.append(Binding(Together([Banned(("bb", "ca"), PIECES), AtLeast(2, vocabulary.size)])))
+    trees = ("1x1", "2x1", "1x1", "1x1", "1", "1x1")
+    return tuple(Instance(WORLD, tree, 2, END, binding=binding) for tree, binding in zip(trees, bindings, strict=True))
+
+
+@dataclass
+class Forking:
+    """Goes two ways after the first token, one of them from before it."""
+
+    steps: int = 0
+
+    def step(self, event: Event) -> list[Branch]:
+        """See ``Controller``."""
+        self.steps += 1
+        if self.steps == 2:
+            return [Branch(allow={0, 1, 2}), Branch(backtrack=1, ff=((3, 0),))]
+        return [Branch()]
+
+    def fork(self) -> Forking:
+        """See ``Controller``."""
+        return Forking(self.steps)
+
+
+def examine(
+    instance: Instance,
+    proposer: Proposer | Drawn,
+    verifier: Verifier,
+    sampling: Sampling = PLAIN,
+    most: int = MOST,
+) -> Finding:
+    """Enumerate an instance, bound or not. See ``exact.examine``."""
+    if instance.binding is None:
+        return free(instance, proposer, verifier, sampling, most)
+    wanted, seen = truth(instance, sampling), Seen()
+    found = decoded(instance, proposer, verifier, sampling, most, seen)
+    outputs = {*found, *wanted}
+    tv = 0.5 * sum(abs(found.get(one, 0.0) - wanted.get(one, 0.0)) for one in outputs)
+    worst = max(outputs, key=lambda one: abs(found.get(one, 0.0) - wanted.get(one, 0.0)))
+    failure = None
+    if not tv <= EXACT:
+        failure = f"outputs are {worst} with probability {unlike(found.get(worst, 0.0), wanted.get(worst, 0.0))}"
+    mass = sum(found.values())
+    return Finding(instance.name, tv, mass, failure, seen.accepted, seen.expected, seen.outcomes, seen.drafted)
+
+
+@dataclass
+class Seen:
+    """What ``decoded`` came across: accepted tokens that were not forced, as found and as expected, and how much."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+    outcomes: int = 0
+    drafted: int = 0
+
 
 @torch.inference_mode()
 def decoded(
     instance: Instance,
     proposer: Proposer | Drawn,
     verifier: Verifier,
-    binding: Binding,
     sampling: Sampling = PLAIN,
     most: int = MOST,
+    seen: Seen | None = None,
 ) -> Law:
-    """The law of what the decode loop puts out, every choice enumerated. See ``exact.examine``."""
+    """The law of what the decode loop puts out, every choice enumerated. Errors as in ``exact.examine``."""
     parts = toy(instance, proposer, sampling)
-    found: Law = {}
+    seen, found = seen or Seen(), Law()
 
-    def play(draws: Draws, count: int) -> list[Output]:
+    def play(draws: Draws, count: int) -> list[tuple[Output, float, float]]:
         requests = [request_of(number, instance, sampling) for number in range(count)]
-        group = Group(parts.target, parts.proposer, verifier, requests, draws, binding)
-        for _ in group:
-            pass
+        group = Group(parts.target, parts.proposer, verifier, requests, draws, instance.binding)
+        took, hoped = np.zeros(count), np.zeros(count)
+        for done in group:
+            seen.drafted += done.draft.shape.nodes
+            for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
+                took[live.request.id] += got.accepted - got.forced_accepted
+                hoped[live.request.id] += done.expected[head]
         each: list[list[Any]] = [[] for _ in range(count)]
         for one in group.sequences:
             each[one.request.id].append((one.lineage, tuple(one.emitted), one.finish))
-        return [tuple((text, finish) for _, text, finish in sorted(every)) for every in each]
+        outputs = [tuple((text, finish) for _, text, finish in sorted(every)) for every in each]
+        return list(zip(outputs, took.tolist(), hoped.tolist(), strict=True))
 
-    for probability, output in side_by_side(play, most=most):
+    for probability, (output, took, hoped) in side_by_side(play, most=most):
+        seen.outcomes += 1
+        seen.accepted += probability * took
+        seen.expected += probability * hoped
         found[output] = found.get(output, 0.0) + probability
     return found
 
 
-def truth(instance: Instance, binding: Binding, sampling: Sampling = PLAIN) -> Law:
+def truth(instance: Instance, sampling: Sampling = PLAIN) -> Law:
     """The law of autoregressive decoding under the same constraint, by hand: no loop, no cells, no drafts.
 
     One token is sampled from the masked law after another; after each the constraint's action is taken.
     """
-    request = request_of(0, instance, sampling)
+    request, binding = request_of(0, instance, sampling), instance.binding
     tables = [logits(instance.world.laws(length)[0]) for length in range(instance.tokens)]
     by_hand = _ByHand(instance.world.v, instance.tokens, request.stop, tables, sampling)
-    start = binding.constraint.start(request)
-    found: Law = {}
-    for probability, ended in by_hand.ways(_Live((), start if binding.on_target else None)):
+    start = binding.constraint.start(request) if binding is not None and binding.on_target else None
+    found = Law()
+    for probability, ended in by_hand.ways(_Live((), start)):
         key: Output = tuple((text, finish) for _, text, finish in sorted(ended))
         found[key] = found.get(key, 0.0) + probability
     return found

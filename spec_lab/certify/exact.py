@@ -19,6 +19,7 @@ from spec_lab.certify.enumerate import side_by_side
 from spec_lab.certify.outputs import EXACT, Outputs, autoregressive
 from spec_lab.certify.table import table_models
 from spec_lab.certify.worlds import PROMPT, Random, code, warped
+from spec_lab.constrain import Binding
 from spec_lab.decode import Group, history
 from spec_lab.draft import Draft, Drawn, empty
 from spec_lab.law import Draws, Sampling, law
@@ -48,6 +49,7 @@ class Instance:
         tokens: 0 for one step; otherwise the loop runs until so many tokens are out.
         stop: tokens that end the text.
         start: tokens after the prompt when the step begins.
+        binding: a constraint on the toy's tokens, for a loop (``constrained``); None for none.
     """
 
     world: Random
@@ -55,6 +57,7 @@ class Instance:
     tokens: int = 0
     stop: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
+    binding: Binding | None = None
 
     @property
     def name(self) -> str:
@@ -62,7 +65,8 @@ class Instance:
         kind = "plain" if self.world.plain else "mixed"
         what = f"{self.tokens} tokens" if self.tokens else "one step"
         ends = f", stop {sorted(self.stop)}" if self.stop else ""
-        return f"V={self.world.v} {kind} world {self.world.seed}, tree {self.tree}, {what}{ends}"
+        bound = "" if self.binding is None else f", {self.binding.constraint.name} on {self.binding.placement}"
+        return f"V={self.world.v} {kind} world {self.world.seed}, tree {self.tree}, {what}{ends}{bound}"
 
 
 @dataclass(frozen=True)

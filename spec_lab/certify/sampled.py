@@ -22,6 +22,8 @@ from spec_lab.certify.exact import PLAIN, Instance, toy
 from spec_lab.certify.outputs import autoregressive
 from spec_lab.certify.statistics import Score
 from spec_lab.certify.worlds import PROMPT, Random, code
+from spec_lab.constrain import Binding
+from spec_lab.constrain.state import everything, unpack
 from spec_lab.decode import Group, Round
 from spec_lab.draft import Draft, Drawn
 from spec_lab.law import CounterDraws, Draws, Sampling, law
@@ -109,6 +111,7 @@ def scores(
     seed: int,
     batch_size: int = 16,
     tick: Callable[[int], object] = lambda _: None,
+    binding: Binding | None = None,
 ) -> dict[str, Score]:
     """Decode and test tokens against the laws of a plain forward over the finished text, which knows no cells.
 
@@ -125,13 +128,15 @@ def scores(
         requests: decoded in groups of ``batch_size``.
         seed: of all choices.
         tick: told how many tokens were added.
+        binding: the constraint; one that acts has no law of its tokens one by one.
 
     Raises:
         ValueError: a request broke; says why.
     """
     towards, mode, drafted = Score(1.0 if proposer.drawn == "point" else 2.0), Score(1.0), Score(1.0)
     for start in range(0, len(requests), batch_size):
-        group = Group(target, proposer, verifier, requests[start : start + batch_size], CounterDraws(seed))
+        some = requests[start : start + batch_size]
+        group = Group(target, proposer, verifier, some, CounterDraws(seed), binding)
         known: dict[Live, list[_Known]] = {}
         for done in group:
             for live, fixed in _fixed(done):
@@ -140,7 +145,7 @@ def scores(
         if group.errors:
             raise ValueError(next(iter(group.errors.values())))
         for live in group.sequences:
-            p = _plain_laws(target, live)
+            p = _plain_laws(target, live, binding)
             _add(mode, p, likeliest(p), live.emitted)
             if live in known:
                 there = p[[one.place for one in known[live]]]
@@ -168,7 +173,7 @@ def likeliest(p: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).double()
 
 
-def _plain_laws(target: Target, live: Live) -> Tensor:
+def _plain_laws(target: Target, live: Live, binding: Binding | None) -> Tensor:
     """The law each emitted token should have, by one forward over the whole text, ``[n, V]`` float64."""
     first = len(live.request.tokens)
     ids = torch.tensor([live.tokens], device=target.lm.device)
@@ -178,7 +183,16 @@ def _plain_laws(target: Target, live: Live) -> Tensor:
     seen[:, list(live.request.tokens)] = True
     for row, token in enumerate(live.emitted[:-1], start=1):
         seen[row:, token] = True
-    return law(logits, [live.request.sampling], seen).double().cpu()
+    mask = None
+    if binding is not None and binding.on_target:
+        state, each = binding.constraint.start(live.request), []
+        for token in live.emitted:
+            own = state.mask()
+            each.append(everything(logits.shape[-1]) if own is None else own)
+            if token not in live.request.stop:
+                state.advance(token)
+        mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
+    return law(logits, [live.request.sampling], seen, mask).double().cpu()
 
 
 def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:

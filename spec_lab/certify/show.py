@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.certify.exact import LOOPS, STEPS
+from spec_lab.certify.certificate import every
 from spec_lab.certify.outputs import EXACT
 from spec_lab.certify.pair import Check, Pair
 from spec_lab.certify.statistics import ALPHA, POWER
@@ -57,7 +57,7 @@ def _figures(pair: Pair) -> list[str]:
 
 def _notes(pairs: Sequence[Pair], control: Check, samples: int) -> str:
     lines = [
-        f"TV: the largest distance of the output's law from the target's over {len(STEPS + LOOPS)} toy instances, "
+        f"TV: the largest distance of the output's law from the target's over {len(every())} toy instances, "
         "enumerated in float64, trees to depth 3 (*: of sampled texts, as its noise cannot be enumerated; "
         "r: of a reference's drafts in place of the proposer's own).",
         f"p texts: chi-square of {samples} texts of four tokens through the loop in float32, with the proposer's own "

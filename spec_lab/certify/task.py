@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.certify.certificate import Control, prove
+from spec_lab.certify.certificate import Control, every, prove
 from spec_lab.certify.enumerate import Reused
-from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, Finding
+from spec_lab.certify.exact import LOOPS, PLAIN, Finding
 from spec_lab.certify.pair import MORE, Check, Pair
 from spec_lab.certify.picture import convergence
 from spec_lab.certify.sampled import joint, scores
@@ -136,9 +136,14 @@ class _Work:
     sampling: Sampling
 
     @property
+    def acts(self) -> bool:
+        """Whether a constraint forks or takes back, so that tokens have no law one by one; toys are enumerated."""
+        return self.lab.binding is not None and self.lab.binding.constraint.acts
+
+    @property
     def parts(self) -> int:
         """How much work a pair is, as the progress bar counts it."""
-        return len(STEPS + LOOPS) + self.samples // 1000 + self.tokens // 100
+        return len(every()) + self.samples // 1000 + self.tokens // 100
 
     def examine(self, proposer: Proposer, verifier: Verifier, tick: Callable[[float], object]) -> Pair:
         """Every layer, for one pair."""
@@ -157,7 +162,7 @@ class _Work:
             texts, law = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
         pair = Pair(proposer, verifier, proof, drafts, texts, law)
         pair.checks.append(_histogram(texts, law, self.settings.seed))
-        if verifier.lossless and self.tokens:
+        if verifier.lossless and self.tokens and not self.acts:
             pair.checks += self.scored(pair, self.settings.seed, 1, partial(_scaled, tick, 100))
         pair.seconds = time.perf_counter() - start
         return pair
@@ -179,7 +184,8 @@ class _Work:
         prompts = self.lab.requests(self.settings)
         count = -(-times * self.tokens // self.settings.max_new_tokens)
         requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]
-        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, self.settings.batch_size, tick)
+        size, binding = self.settings.batch_size, self.lab.binding
+        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, size, tick, binding)
         return [
             Check(name, one.tokens, one.z, one.bound, one.would_have_seen().tv, seed) for name, one in found.items()
         ]
@@ -225,7 +231,7 @@ def _facts(
         "control": control and vars(control),
         "failed": [f"{pair.name}: {pair.failed}" for pair in pairs if pair.failed],
         "worst_tv": max(tvs, default=None),
-        "instances": [one.name for one in STEPS + LOOPS],
+        "instances": [one.name for one in every()],
         "sampling": vars(work.sampling),
         "alpha": ALPHA,
         "power": POWER,
@@ -233,5 +239,6 @@ def _facts(
         "left_out": list(left_out),
         **{name: facts[name] for name in ("seed", "commit", "versions", "machine", "threads", "weights_sha256")},
         "target": work.lab.target.name,
+        "constraint": None if work.lab.binding is None else work.lab.binding.facts,
         "pairs": [pair.facts() | undecided for pair in pairs],
     }

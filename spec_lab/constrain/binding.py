@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.batch import Batch, Request
-from spec_lab.constrain.state import Constraint, Masks, State, allows, by_forks, the_only, unpack
+from spec_lab.constrain.state import Constraint, Masks, State, Stuck, allows, by_forks, the_only, unpack
 from spec_lab.draft import Draft, Shape
 from spec_lab.options import one_of, whole
 
@@ -118,6 +118,7 @@ class Guide:
         self.at: dict[int, State | None] = {}  # by row; None where nothing binds any more
         self.used = False
         self.seconds = 0.0
+        self.stuck: dict[int, str] = {}  # by head
 
     def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:  # [n], [M] -> [n, V] bool
         """What may be drawn below ``rows`` of a forest with these tokens; their parents were asked about before.
@@ -128,55 +129,43 @@ class Guide:
         allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
         for place, row in enumerate(rows.tolist()):
             head = int(shape.root[row])
-            if row < shape.heads:
-                state = self.states[row]
-            else:
-                above = self.at[int(shape.parent[row - shape.heads])]
-                state = None if above is None else self._below(above, int(token[row - shape.heads]))
-                if above is not None and state is None:
-                    allowed[place] = False
-                    self.at[row] = _DEAD
-                    continue
-            spent = self.seconds + time.perf_counter() - start
-            if state is None or self.left[head] == 0 or spent > self.seconds_left:
-                self.at[row] = None
-                continue
-            self.at[row] = state
-            self.left[head] -= 1
-            if state.action() is not None:
-                allowed[place] = False
-            elif (mask := state.mask()) is not None:
-                allowed[place] = unpack(mask, self.vocabulary)
+            try:
+                mask = self._mask(shape, row, head, token, self.seconds + time.perf_counter() - start)
+            except Stuck as error:
+                self.stuck[head], self.at[row], mask = str(error), NOTHING, NOTHING
+            if mask is not None:
+                allowed[place] = False if mask is NOTHING else unpack(mask, self.vocabulary)
         self.seconds += time.perf_counter() - start
         return allowed
 
-    def _below(self, above: State, token: int) -> State | None:
-        if above is _DEAD or above.action() is not None:
+    def _mask(self, shape: Shape, row: int, head: int, token: np.ndarray, spent: float) -> np.ndarray | None:
+        """What may come after ``row`` ``[W]``; None for everything."""
+        if row < shape.heads:
+            state = self.states[row]
+        else:
+            state = self._below(self.at[int(shape.parent[row - shape.heads])], int(token[row - shape.heads]))
+        if state is NOTHING or state is None or self.left[head] == 0 or spent > self.seconds_left:
+            self.at[row] = NOTHING if state is NOTHING else None
+            return NOTHING if state is NOTHING else None
+        self.at[row] = state
+        self.left[head] -= 1
+        return NOTHING if state.action() is not None else state.mask()
+
+    def _below(self, above: State | None, token: int) -> State | None:
+        if above is None:
             return None
+        if above is NOTHING or above.action() is not None:
+            return NOTHING
         mask = above.mask()
         if mask is not None and not allows(mask, token):
-            return None
+            return NOTHING
         state = above.fork()
         state.advance(token)
         return state
 
 
-class _Dead:
-    """The state below an illegal node: nothing comes."""
-
-    def fork(self) -> State:
-        return self
-
-    def advance(self, token: int) -> None: ...
-
-    def mask(self) -> np.ndarray | None:
-        return None
-
-    def action(self) -> None:
-        return None
-
-
-_DEAD = _Dead()
+NOTHING: Any = "nothing"
+"""In the place of a state, or of a mask, where nothing may come."""
 
 
 class Bound:
@@ -214,6 +203,8 @@ class Bound:
             draft, prunes = self._pruned(draft), False
         if self.guide is not None:
             self.busy = self.guided = self.guide.seconds
+            for head, why in self.guide.stuck.items():
+                _end(batch, head, why)
         if self.binding.beside and not prunes and not self.constraint.acts:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
@@ -246,14 +237,29 @@ class Bound:
 
     def _masks(self, batch: Batch, draft: Draft) -> Masks:
         start = time.perf_counter()
-        states = [sequence.constraint for sequence in batch.sequences]
-        token = draft.token.cpu().numpy()
-        fast = getattr(self.constraint, "masks", None)
-        if fast is not None:
-            masks = fast(states, draft.shape, token)
-        else:
-            masks = by_forks(states, draft.shape, token, self.constraint.vocabulary)
+        states: list[State | None] = [sequence.constraint for sequence in batch.sequences]
+        shape, token = draft.shape, draft.token.cpu().numpy()
+        try:
+            masks = self._of(states, shape, token)
+        except Stuck:  # one of them; the others go on
+            each = []
+            for head, state in enumerate(states):
+                alone = [state if number == head else None for number in range(len(states))]
+                try:
+                    each.append(self._of(alone, shape, token))
+                except Stuck as error:
+                    _end(batch, head, str(error))
+                    each.append(self._of([None] * len(states), shape, token))
+            root = shape.root, np.arange(shape.rows)
+            masks = Masks(*(np.stack([getattr(one, part) for one in each])[root] for part in PARTS))
         self.busy += time.perf_counter() - start
+        return masks
+
+    def _of(self, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
+        fast = getattr(self.constraint, "masks", None)
+        if fast is None:
+            return by_forks(states, shape, token, self.constraint.vocabulary)
+        masks: Masks = fast(states, shape, token)
         return masks
 
     def _pruned(self, draft: Draft) -> Draft:
@@ -265,6 +271,15 @@ class Bound:
         keep = np.ones(shape.rows, dtype=bool)
         keep[shape.heads :] = self.guide(shape, rows, token)[number, token]
         return draft.keep(keep)[0]
+
+
+PARTS = ("bits", "legal", "barrier")
+
+
+def _end(batch: Batch, head: int, why: str) -> None:
+    """The sequence ends with this round: its constraint cannot go on."""
+    batch.broken[head] = why
+    batch.sequences[head].finish = "stuck"
 
 
 def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  # [R, V]

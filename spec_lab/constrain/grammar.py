@@ -126,7 +126,7 @@ class Grammar:
         return Matched(matcher, self.vocabulary, rolls, request.name)
 
     def masks(self, states: Sequence[Matched | None], shape: Shape, token: np.ndarray) -> Masks:
-        """``by_forks`` of states that this constraint started, faster."""
+        """``by_forks`` of states that this constraint started, faster. Other tokens than V has are illegal."""
         return masks(states, shape, token, self.vocabulary, frozenset(self.tokens.ends), self._pool)
 
     @cached_property
@@ -138,7 +138,11 @@ class Grammar:
         return LIMITS | dict(self.limits)
 
     def _matcher(self, source: str) -> tuple[LLMatcher, bool]:
-        """A new engine at the beginning of the text, and whether it can take tokens back."""
+        """A new engine at the beginning of the text, and whether it can take tokens back.
+
+        Raises:
+            ValueError: the source does not compile, or no text follows it.
+        """
         limits = dict(self._limits)
         longest = limits.pop("source_characters")
         if len(source) > longest:
@@ -159,10 +163,8 @@ class Grammar:
                 raise ValueError("the tokens of this vocabulary spell no text that follows it")
             raise ValueError(brief(error))
         # with max_tokens= or stop= in it a grammar cannot take tokens back, and the engine says so only when asked to
-        trial, words = (
-            matcher.deep_copy(),
-            np.setdiff1d(np.flatnonzero(unpack(mask, self.vocabulary)), self.tokens.ends),
-        )
+        words = np.setdiff1d(np.flatnonzero(unpack(mask, self.vocabulary)), self.tokens.ends)
+        trial = matcher.deep_copy()
         rolls = len(words) == 0 or (trial.consume_token(int(words[0])) and trial.rollback(1))
         return matcher, rolls
 

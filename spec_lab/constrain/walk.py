@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -144,7 +145,7 @@ def masks(
             forest.fork(head, state)
     if pool is not None and chains:
         forest.together([*chains.values()], pool)
-    return Masks(forest.bits, np.array(forest.legal, dtype=bool), np.zeros(shape.rows, dtype=bool))
+    return Masks(forest.bits, np.frombuffer(forest.legal, dtype=bool), np.zeros(shape.rows, dtype=bool))
 
 
 @dataclass(frozen=True)
@@ -193,10 +194,10 @@ class _Forest:
         self.form, self.vocabulary = form, vocabulary
         self.token = [-1] * shape.heads + tokens
         self.bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
-        self.legal = [False] * shape.rows
+        self.legal = bytearray(shape.rows)  # as bool
         self.stride = self.bits.shape[1] * 4
-        self.start = self.bits.ctypes.data
         self.bytes = self.bits.data.cast("B")  # the same memory; single bytes are read faster so
+        self.start = addressof(c_char.from_buffer(self.bytes))
         self.odd = {token for token in tokens if token in ends or not 0 <= token < vocabulary}
 
     def plain(self, head: int) -> bool:
@@ -236,23 +237,19 @@ class _Forest:
     def walk(self, head: int, state: Matched) -> bool:
         """A tree, depth first by the state's matcher, which takes the tokens back; False where it breaks."""
         rows, start, stride, memory = self.form.order[head], self.start, self.stride, self.bytes
-        parents, depths, tokens, legal, vocabulary = (
-            self.form.parent, self.form.depth, self.token, self.legal, self.vocabulary,
-        )  # fmt: skip
+        parents, depths, tokens, legal = self.form.parent, self.form.depth, self.token, self.legal
         legal[head] = True
         if state.known or len(rows) == 1:
             self.bits[head] = state.mask()
             if len(rows) == 1:
                 return True
         matcher, at = state.matcher, 0
-        consume, fill, is_error = matcher.consume_token, matcher.unsafe_compute_mask_ptr, matcher.is_error
+        consume, fill = matcher.consume_token, matcher.unsafe_compute_mask_ptr
         if not state.known:
             fill(start + head * stride, stride)
         for row in rows[1:]:
             parent, token = parents[row], tokens[row]
-            if not legal[parent] or not 0 <= token < vocabulary:
-                continue
-            if not memory[parent * stride + (token >> 3)] >> (token & 7) & 1:
+            if not legal[parent] or not memory[parent * stride + (token >> 3)] >> (token & 7) & 1:
                 continue
             depth = depths[row]
             if at >= depth:
@@ -260,11 +257,9 @@ class _Forest:
             consume(token)
             fill(start + row * stride, stride)
             legal[row], at = True, depth
-            if is_error():
-                break
         if at:
             matcher.rollback(at)
-        if is_error():
+        if matcher.is_error():  # it would have stayed so, with masks that allow nothing drafted here
             state.mend()
             return False
         return True

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 from omegaconf import OmegaConf
 
-from spec_lab.certify.certificate import QUICK, prove
-from spec_lab.certify.exact import LOOPS, STEPS
+from spec_lab.certify.certificate import QUICK, every, prove
+from spec_lab.certify.exact import LOOPS
 from spec_lab.certify.task import _Work
 from spec_lab.entry import main, zoo
 from spec_lab.verify import Gumbel, Token
@@ -75,14 +75,14 @@ def test_a_lossless_pair_is_certified(cli, certificate, tmp_path):
     found = certificate()
     assert found["complete"] is True and found["certified"] is True and found["failed"] == []
     assert found["worst_tv"] < 1e-12
-    assert found["instances"] == [one.name for one in STEPS + LOOPS]
+    assert found["instances"] == [one.name for one in every()]
     assert found["seed"] == 0 and found["sampling"]["temperature"] == 1
     assert {"commit", "versions", "machine", "threads", "weights_sha256", "alpha", "power"} <= set(found)
     assert found["weights_sha256"]["target"] and found["versions"]["torch"]
     (pair,) = found["pairs"]
     assert (pair["proposer"], pair["drawn"], pair["verifier"]) == ("ngram", "point", "token")
     assert pair["certified"] == "exact" and pair["declared_lossless"] is True and pair["failed"] is None
-    assert pair["exact"]["instances"] == len(STEPS + LOOPS) and pair["exact"]["drafts"] == "proposer"
+    assert pair["exact"]["instances"] == len(every()) and pair["exact"]["drafts"] == "proposer"
     names = ["joint law of four tokens", "towards the draft", "mode"]
     assert [check["name"] for check in pair["sampled"]] == names
     assert [check["samples"] for check in pair["sampled"]][::2] == [600, 40]
@@ -121,7 +121,7 @@ def test_the_run_s_own_sampling_counts_where_it_is_random(cli, certificate):
     assert cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
     found = certificate()
     assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.7, 2)
-    assert found["pairs"][0]["exact"]["instances"] == len(STEPS + LOOPS) + len(LOOPS)
+    assert found["pairs"][0]["exact"]["instances"] == len(every()) + len(LOOPS)
     assert found["certified"] is True
 
 

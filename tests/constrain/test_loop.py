@@ -1,13 +1,20 @@
 """The decode loop under constraints: the masked law, exactly."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
+from spec_lab.batch import Request
 from spec_lab.certify.constrained import decoded, truth
 from spec_lab.certify.exact import Instance
 from spec_lab.certify.worlds import Random
-from spec_lab.constrain import Binding
+from spec_lab.constrain import Binding, Stuck
+from spec_lab.decode import Group
+from spec_lab.law import CounterDraws
 from spec_lab.verify import Match, Token, Traversal
-from tests.constrain.toys import Table, distance, uneven
+from tests.constrain.toys import At, Table, distance, uneven
+from tests.labs import Repeat
+from tests.tiny import VOCABULARY, tiny_target
 
 WORLD = Random(8, support=2)
 DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "point", 3))
@@ -19,5 +26,100 @@ DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 def test_the_output_has_the_masked_law(placement, fast_forward, verifier, tree, drawn, tokens):
     binding = Binding(Table(uneven), placement, fast_forward=fast_forward)
-    instance = Instance(WORLD, tree, tokens)
-    assert distance(decoded(instance, drawn, verifier, binding), truth(instance, binding)) < 1e-12
+    instance = Instance(WORLD, tree, tokens, binding=binding)
+    assert distance(decoded(instance, drawn, verifier), truth(instance)) < 1e-12
+
+
+@dataclass
+class Fragile:
+    """Allows everything; cannot go on where a token comes twice in a row."""
+
+    text: tuple[int, ...] = ()
+
+    def fork(self):
+        return Fragile(self.text)
+
+    def advance(self, token):
+        if self.text[-1:] == (token,):
+            raise Stuck(f"{token} came twice")
+        self.text += (token,)
+
+    def mask(self):
+        return None
+
+    def action(self):
+        return None
+
+
+@dataclass(frozen=True)
+class Breaks:
+    """Binds request 1 by what is fragile, and no other."""
+
+    name: str = "breaks"
+    vocabulary: int = VOCABULARY
+    acts: bool = False
+
+    def start(self, request):
+        return Fragile() if request.id == 1 else At(Table(lambda _: range(VOCABULARY), VOCABULARY), ())
+
+
+@pytest.mark.parametrize("placement", ["target", "draft", "both", "none"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, beside):
+    target = tiny_target()
+    requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=12) for number in range(3)]
+
+    def decode(some, binding):
+        group = Group(target, Repeat(3), Token(), some, CounterDraws(0), binding)
+        rounds = list(group)
+        return group, rounds
+
+    free, _ = decode(requests, None)
+    group, _ = decode(requests, Binding(Breaks(), placement, beside=beside))
+    assert [one.finish for one in group.sequences] == ["length", "stuck", "length"]
+    assert "came twice" in group.errors["r1"]
+    assert "r1" in group.errors["r1"] and "tokens emitted so far" in group.errors["r1"]
+    for number in (0, 2):
+        assert group.sequences[number].emitted == free.sequences[number].emitted
+    stopped = group.sequences[1].emitted
+    assert stopped == free.sequences[1].emitted[: len(stopped)]
+    assert target.lm.cells.references.sum() == 0
+
+
+def test_a_row_that_allows_nothing_ends_its_request_by_name():
+    target = tiny_target()
+    table = Table(lambda text: range(VOCABULARY) if len(text) < 4 else (), VOCABULARY)
+    group = Group(target, Repeat(2), Token(), [Request(0, "r", (1, 2))], CounterDraws(0), Binding(table))
+    list(group)
+    assert group.sequences[0].finish == "stuck" and len(group.sequences[0].emitted) == 4
+    assert "allows nothing here" in group.errors["r"]
+
+
+def test_what_is_only_observed_is_counted_and_not_changed():
+    target = tiny_target()
+    request = Request(0, "r", (1, 2), max_new_tokens=10)
+    free = Group(target, Repeat(2), Token(), [request], CounterDraws(0))
+    list(free)
+    text = free.sequences[0].emitted
+    table = Table(lambda said: [text[len(said)]] if len(said) < 6 else [(text[6] + 1) % VOCABULARY], VOCABULARY)
+    for placement in ("none", "draft"):
+        group = Group(target, Repeat(2), Token(), [request], CounterDraws(0), Binding(table, placement))
+        list(group)
+        assert group.sequences[0].emitted == text
+        assert group.sequences[0].violated == 6 and not group.errors
+
+
+def test_options_that_make_no_sense_are_refused():
+    table = Table(uneven)
+    for options, said in (
+        (dict(placement="head"), "placement"),
+        (dict(draft_budget=-1), "draft_budget"),
+        (dict(draft_budget="soon"), "draft_budget"),
+        (dict(fast_forward=1), "fast_forward"),
+        (dict(placement="draft", fast_forward=True), "fast_forward"),
+        (dict(beside="yes"), "beside"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Binding(table, **options)
+    with pytest.raises(ValueError, match="acts on the output"):
+        Binding(replace(table, acts=True), "none")

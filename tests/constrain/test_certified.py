@@ -1,0 +1,93 @@
+"""Every kind of constraint, on every placement, under every verifier: the law of the real loop, exactly.
+
+The truth is autoregressive decoding by hand from the masked law. Tokens are a few letters and an end token.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from spec_lab.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
+from spec_lab.certify.exact import Instance
+from spec_lab.constrain import Binding, automaton, grammar
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.verify import Match, Token, Traversal
+from tests.constrain.toys import distance
+
+CHAIN, TREE = ("1x1", "iid", 3), ("2x1", "iid", 2)
+DRAFTS = (CHAIN, TREE, ("2x1", "without", 2), ("2x1", "point", 3))
+ENGINES = {"llguidance": grammar, "automaton": automaton}
+SOURCES = {
+    "regex": (PIECES, "(ab|c)(a|b|c)*b|a[bc]"),
+    "choice": (PIECES, ["ab", "abc", "acb", "cab", "b"]),
+    "lark": (PIECES, 'start: "a" tail | "c" ("b" | tail)\ntail: "b" "c"? | "c"'),
+    "json_schema": ([b"1", b"0", b"-", b".", b""], '{"type": "number"}'),
+}
+
+
+@cache
+def constraint(engine: str, kind: str):
+    tokens, source = SOURCES[kind]
+    return getattr(ENGINES[engine], kind)(Vocabulary.plain(tokens, 4), source)
+
+
+@pytest.mark.parametrize("placement", ["target", "draft", "both", "none"])
+@pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
+@pytest.mark.parametrize(("tree", "drawn", "tokens"), [CHAIN, TREE])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_output_has_the_masked_law(kind, tree, drawn, tokens, verifier, placement):
+    check("llguidance", kind, tree, drawn, tokens, verifier, placement)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_plain_engine_binds_as_well(kind):
+    check("automaton", kind, *TREE, Token(), "both")
+
+
+@pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS[2:])
+@pytest.mark.parametrize("placement", ["target", "both"])
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
+def test_the_output_has_the_masked_law_however_siblings_are_drawn(tree, drawn, tokens, verifier, placement):
+    check("llguidance", "regex", tree, drawn, tokens, verifier, placement)
+
+
+def check(engine, kind, tree, drawn, tokens, verifier, placement):
+    binding = Binding(constraint(engine, kind), placement, fast_forward=placement == "both")
+    instance = Instance(WORLD, tree, tokens, END, binding=binding)
+    found, wanted = decoded(instance, drawn, verifier), truth(instance)
+    assert len(wanted) > 2
+    assert distance(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2])
+@pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
+@pytest.mark.parametrize("placement", ["draft", "both"])
+def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tree, drawn, tokens, placement):
+    binding = Binding(constraint("llguidance", "regex"), placement, draft_budget=budget)
+    instance = Instance(WORLD, tree, tokens, END, binding=binding)
+    assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
+
+
+@pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
+@pytest.mark.parametrize("placement", ["target", "both", "none"])
+def test_masks_beside_the_target_change_nothing(tree, drawn, tokens, placement):
+    beside = Binding(constraint("llguidance", "regex"), placement, beside=True)
+    instance = Instance(WORLD, tree, tokens, END, binding=beside)
+    assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
+
+
+@pytest.mark.parametrize("instance", bound(), ids=lambda one: one.name)
+@pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
+def test_what_certify_enumerates_under_constraints_holds(instance, verifier):
+    found = examine(instance, "iid", verifier)
+    assert found.wrong is None
+    assert found.outcomes >= 5
+    assert found.drafted
+
+
+def test_a_loop_that_forgets_the_mask_on_the_target_is_found():
+    """The law of the target alone, judged by the truth under a constraint: the difference has a name."""
+    bare = Instance(WORLD, "1x1", 2, END, binding=replace(bound()[0].binding, placement="none"))
+    wanted = truth(bound()[0])
+    assert distance(decoded(bare, "iid", Token()), wanted) > 0.1
