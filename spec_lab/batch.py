@@ -54,6 +54,7 @@ class Request:
         stop: tokens that end the text; the one that stops it is kept.
         constraint: the request's own pattern, schema or grammar; empty: the constraint's.
         stop_strings: strings that end the text, which then ends before them; their tokens are kept.
+        min_new_tokens: before that many no stop string ends the text. (Stop tokens are a constraint's: ``AtLeast``.)
         banned_strings: those that a constraint takes back; text that may become one is held back.
         healed: what token healing took off the prompt's end, which the output begins with; no part of its text.
         logprobs: whether each token's log-probability is wanted: under the model's own law, temperature 1, given what
@@ -68,6 +69,7 @@ class Request:
     stop: frozenset[int] = frozenset()
     constraint: str = ""
     stop_strings: tuple[str, ...] = ()
+    min_new_tokens: int = 0
     banned_strings: tuple[str, ...] = ()
     healed: bytes = b""
     logprobs: bool = False

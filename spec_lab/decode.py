@@ -239,7 +239,7 @@ class Group:
         if request.stop_strings or self.listen:
             if self.pieces is None:
                 raise ValueError(f"request '{request.name}' is to be read as text, but nobody gave the tokens' bytes")
-            rules = Rules(request.stop, request.stop_strings, request.banned_strings)
+            rules = Rules(request.stop, request.stop_strings, request.banned_strings, request.min_new_tokens)
             live.stream = Stream(self.pieces, rules, request.healed)
         return live
 

@@ -72,17 +72,30 @@ class Refused(CompactHydraException):
 class Door(Callback):
     """Refuses an output directory that cannot be written, before Hydra itself trips over it."""
 
+    def __init__(self) -> None:
+        self.made: list[Path] = []
+
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Before a single run."""
-        check_writable(config.get("out"))
+        self.made = check_writable(config.get("out"))
+
+    def on_run_end(self, **_: Any) -> None:
+        """After a single run: one that wrote nothing leaves no directory behind."""
+        for folder in self.made:
+            with suppress(OSError):
+                folder.rmdir()
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Before a sweep."""
         check_writable(config.get("out"))
 
 
-def check_writable(out: Any) -> None:
-    """Leave with exit code 1 unless ``out`` can be made and written to. What is made to find out is removed again."""
+def check_writable(out: Any) -> list[Path]:
+    """Leave with exit code 1 unless ``out`` can be made and written to. What is made to find out is removed again.
+
+    Returns:
+        The folders that are missing, the innermost first.
+    """
     if not isinstance(out, str | int | float) or not str(out).strip():
         raise SystemExit(f"spec_lab: out must name a directory, not {out!r}; choose another out=DIR")
     folder, made = Path(str(out)).absolute(), []
@@ -102,6 +115,7 @@ def check_writable(out: Any) -> None:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
+    return made
 
 
 def job(config: DictConfig) -> None:
@@ -256,6 +270,10 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
+    if (config.get("prompt") is None) == (OmegaConf.is_dict(config.get("task")) and "prompt" in config.task):
+        needed = "prompt has no default: give prompt=... on the command line"
+        other = "prompt is for +experiment=stream; other tasks read prompts=..."
+        raise Refused(f"spec_lab: {needed if config.get('prompt') is None else other}")
     for name in Settings.names():
         if name not in config:
             raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
@@ -284,9 +302,22 @@ def start(config: DictConfig, out: Path) -> int:
     return int(work(lab, settings, resolved))
 
 
+def literal(option: str) -> str:
+    """``prompt=TEXT`` with the text quoted for Hydra, to which much of code means something; others as they are."""
+    name, equals, text = option.partition("=")
+    quoted = len(text) > 1 and text[0] in "\"'" and text[0] == text[-1]
+    if name != "prompt" or quoted or text in ("", "null"):
+        return option
+    text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
+    text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
+    return f'{name}{equals}"{text}"'
+
+
 def main() -> None:
     """The console script."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
+    if not {"-m", "--multirun"} & set(sys.argv):
+        sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
     for option in sys.argv[1:]:
         part, _, value = option.lstrip("+").partition("=")
         if value == "null" and part.partition("@")[0] in groups():

@@ -199,7 +199,8 @@ class Lab:
             raise ValueError("heal=true needs a target whose tokens' bytes are known")
         begin = getattr(self.target.tokenizer, "bos_token_id", None)
         healed = [heal(one, pieces, begin=begin) if settings.heal and pieces else one for one in requests]
-        return [replace(one, stop_strings=stop, banned_strings=tuple(settings.banned)) for one in healed]
+        text = dict(stop_strings=stop, banned_strings=tuple(settings.banned), min_new_tokens=settings.min_new_tokens)
+        return [replace(one, **text) for one in healed]  # type: ignore[arg-type]
 
     def facts(self) -> dict[str, Any]:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""

@@ -139,7 +139,8 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     for rank in range(width):
         found[:, rank] = best = values.argmax(-1)
         if rank == width - 1 and (values[rows, best] == -np.inf).any():  # what was found before is -inf as well
-            return x.topk(width, -1).indices
+            order = np.argsort(-x.to(law_dtype(x)).numpy(), axis=-1, kind="stable")  # of equals the first, as above
+            return torch.from_numpy(order[:, :width].copy())
         values[rows, best] = -np.inf
     return torch.from_numpy(found)
 

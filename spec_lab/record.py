@@ -109,6 +109,7 @@ REQUESTS = {
     "prefill_seconds": (_REAL, "seconds of the prefill's round, shared by the group"),
     "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last round"),
     "finish": (_TEXT, "why the sequence ended (batch.FINISHES)"),
+    "kept": (_FLAG, "whether its constraint, asked once the request had finished, kept this sequence"),
     "violated": (_WHOLE, "tokens emitted before the first that an observing constraint does not allow; -1 for none"),
     "error": (_TEXT, "what broke the request; empty for nothing"),
 }
@@ -232,7 +233,7 @@ class Outcome:
         error: what broke it; empty for nothing.
         sequence: its number in the request.
         parent: the number of the sequence it was forked from; -1 for none.
-        violated: see ``REQUESTS``.
+        violated, kept: see ``REQUESTS``.
     """
 
     request: Request
@@ -246,6 +247,7 @@ class Outcome:
     sequence: int = 0
     parent: int = -1
     violated: int = -1
+    kept: bool = True
 
 
 def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors: dict[str, str]) -> list[Outcome]:
@@ -279,6 +281,7 @@ def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors:
                 sequence=number,
                 parent=parent,
                 violated=-1 if sequence.violated is None else sequence.violated,
+                kept=sequence.kept,
             )
         )
     return found
@@ -310,6 +313,7 @@ def request_row(
         "prefill_seconds": outcome.prefill_seconds,
         "decode_seconds": outcome.decode_seconds,
         "finish": outcome.finish,
+        "kept": outcome.kept,
         "violated": outcome.violated,
         "error": outcome.error,
     }

@@ -188,6 +188,16 @@ class Stream:
         return found[::-1]
 
     @property
+    def held(self) -> str:
+        """What is held back now; an unfinished character shows as nothing."""
+        return self._shown
+
+    @property
+    def completed(self) -> int:
+        """How many tokens the released text has completed."""
+        return self._last.completed
+
+    @property
     def bans(self) -> frozenset[int]:
         """Tokens that must not come next. Where nothing else may come, it is for the driver to ``end``."""
         return self._watcher.bans

@@ -32,7 +32,7 @@ TASKS = {
     "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
 }
 """Experiments whose task is another one: what it leaves, and how to keep it short."""
-EXPERIMENTS = sorted([*RUNS, *TASKS])
+EXPERIMENTS = sorted([*RUNS, *TASKS, "stream"])  # tests/test_generate.py runs the last
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the entry passes by call."""
 
@@ -301,7 +301,10 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
     ("option", "said"),
     [
         ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
-        ("+qqq=2", "there is no option qqq; choose among banned, baseline, batch_size, beside, constraint, heal, max_new_tokens"),
+        (
+            "+qqq=2",
+            "there is no option qqq; choose among banned, baseline, batch_size, beside, constraint, heal, max_new_tokens",
+        ),
         ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
     ],
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spec_lab.batch import Request
+from spec_lab.constrain.healing import Prefix
 from spec_lab.constrain.state import Onward, everything, only
 from spec_lab.strings import Match, Strings, Watcher
 
@@ -64,11 +65,14 @@ class Watched:
         self.match = self.watcher.push(token)
 
     def mask(self) -> np.ndarray | None:
-        """See ``State``."""
-        if not self.watcher.bans:
-            return None
-        width = len(self.watcher.pieces)
-        return everything(width) & ~only(self.watcher.bans, width)
+        """What is not banned here; as long as healed bytes must be repeated, of what repeats them."""
+        watcher, mask = self.watcher, None
+        if watcher.place.end < 0:
+            mask = Prefix(watcher.pieces, watcher.healed[watcher.place.end :]).mask()
+        if not watcher.bans:
+            return mask
+        width = len(watcher.pieces)
+        return (everything(width) if mask is None else mask) & ~only(watcher.bans, width)
 
     def action(self) -> tuple[Onward, ...] | None:
         """See ``State``."""

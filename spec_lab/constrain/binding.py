@@ -116,9 +116,9 @@ class Guide:
         self.left = [most] * len(states)
         self.states = states
         self.at: dict[int, State | None] = {}  # by row; None where nothing binds any more
+        self.dead: set[int] = set()  # rows after which nothing may come
         self.used = False
         self.seconds = 0.0
-        self.stuck: dict[int, str] = {}  # by head
 
     def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:  # [n], [M] -> [n, V] bool
         """What may be drawn below ``rows`` of a forest with these tokens; their parents were asked about before.
@@ -128,44 +128,40 @@ class Guide:
         start, self.used = time.perf_counter(), True
         allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
         for place, row in enumerate(rows.tolist()):
-            head = int(shape.root[row])
             try:
-                mask = self._mask(shape, row, head, token, self.seconds + time.perf_counter() - start)
-            except Stuck as error:
-                self.stuck[head], self.at[row], mask = str(error), NOTHING, NOTHING
-            if mask is not None:
-                allowed[place] = False if mask is NOTHING else unpack(mask, self.vocabulary)
+                mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
+            except Stuck:  # whether anything comes to it is not decided yet
+                self.dead.add(row)
+            if row in self.dead:
+                allowed[place] = False
+            elif mask is not None:
+                allowed[place] = unpack(mask, self.vocabulary)
         self.seconds += time.perf_counter() - start
         return allowed
 
-    def _mask(self, shape: Shape, row: int, head: int, token: np.ndarray, spent: float) -> np.ndarray | None:
-        """What may come after ``row`` ``[W]``; None for everything."""
-        if row < shape.heads:
-            state = self.states[row]
-        else:
-            state = self._below(self.at[int(shape.parent[row - shape.heads])], int(token[row - shape.heads]))
-        if state is NOTHING or state is None or self.left[head] == 0 or spent > self.seconds_left:
-            self.at[row] = NOTHING if state is NOTHING else None
-            return NOTHING if state is NOTHING else None
+    def _mask(self, shape: Shape, row: int, token: np.ndarray, spent: float) -> np.ndarray | None:
+        """What may come after ``row`` ``[W]``; None for everything. Finds out whether the row is dead."""
+        head = int(shape.root[row])
+        state = self.states[head]
+        if row >= shape.heads:
+            parent, drafted = int(shape.parent[row - shape.heads]), int(token[row - shape.heads])
+            state = above = self.at.get(parent)
+            mask = None if above is None or parent in self.dead else above.mask()
+            if parent in self.dead or (mask is not None and not allows(mask, drafted)):
+                self.dead.add(row)
+                return None
+            if above is not None:
+                state = above.fork()
+                state.advance(drafted)
+        if state is None or self.left[head] == 0 or spent > self.seconds_left:
+            self.at[row] = None
+            return None
         self.at[row] = state
         self.left[head] -= 1
-        return NOTHING if state.action() is not None else state.mask()
-
-    def _below(self, above: State | None, token: int) -> State | None:
-        if above is None:
+        if state.action() is not None:
+            self.dead.add(row)
             return None
-        if above is NOTHING or above.action() is not None:
-            return NOTHING
-        mask = above.mask()
-        if mask is not None and not allows(mask, token):
-            return NOTHING
-        state = above.fork()
-        state.advance(token)
-        return state
-
-
-NOTHING: Any = "nothing"
-"""In the place of a state, or of a mask, where nothing may come."""
+        return state.mask()
 
 
 class Bound:
@@ -203,8 +199,6 @@ class Bound:
             draft, prunes = self._pruned(draft), False
         if self.guide is not None:
             self.busy = self.guided = self.guide.seconds
-            for head, why in self.guide.stuck.items():
-                _end(batch, head, why)
         if self.binding.beside and not prunes and not self.constraint.acts:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
@@ -241,19 +235,22 @@ class Bound:
         shape, token = draft.shape, draft.token.cpu().numpy()
         try:
             masks = self._of(states, shape, token)
-        except Stuck:  # one of them; the others go on
-            each = []
-            for head, state in enumerate(states):
-                alone = [state if number == head else None for number in range(len(states))]
-                try:
-                    each.append(self._of(alone, shape, token))
-                except Stuck as error:
-                    _end(batch, head, str(error))
-                    each.append(self._of([None] * len(states), shape, token))
-            root = shape.root, np.arange(shape.rows)
-            masks = Masks(*(np.stack([getattr(one, part) for one in each])[root] for part in PARTS))
+        except Stuck:  # one of them, perhaps at a node that nothing comes to: the slow way tells
+            each = [self._alone(batch, head, states, shape, token) for head in range(len(states))]
+            own = shape.root, np.arange(shape.rows)
+            masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
         self.busy += time.perf_counter() - start
         return masks
+
+    def _alone(self, batch: Batch, head: int, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
+        """The masks of one tree; where its head itself is stuck, the sequence ends with this round."""
+        vocabulary = self.constraint.vocabulary
+        try:
+            one = [state if number == head else None for number, state in enumerate(states)]
+            return by_forks(one, shape, token, vocabulary)
+        except Stuck as error:
+            batch.broken[head], batch.sequences[head].finish = str(error), "stuck"
+            return by_forks([None] * len(states), shape, token, vocabulary)
 
     def _of(self, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
         fast = getattr(self.constraint, "masks", None)
@@ -274,12 +271,6 @@ class Bound:
 
 
 PARTS = ("bits", "legal", "barrier")
-
-
-def _end(batch: Batch, head: int, why: str) -> None:
-    """The sequence ends with this round: its constraint cannot go on."""
-    batch.broken[head] = why
-    batch.sequences[head].finish = "stuck"
 
 
 def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  # [R, V]

@@ -148,6 +148,8 @@ class Steered:
 
     def __init__(self, of: Controlled, controller: Controller, branch: Branch, number: int = 0) -> None:
         self.of, self.controller = of, controller
+        self.appended: tuple[int, ...] = ()
+        self.certain: tuple[int, ...] = ()
         self.wanted: tuple[Onward, ...] | None = None
         self._follow(branch, number)
 
@@ -203,12 +205,11 @@ class Steered:
             return
         self.wanted = tuple(
             Onward(branch.backtrack, Steered(self.of, controller, branch, number))
-            for number, (controller, branch) in enumerate(zip(controllers, branches, strict=True))
+            for number, (controller, branch) in enumerate(zip(controllers, branches, strict=False))
         )
 
     def _follow(self, branch: Branch, number: int = 0) -> None:
-        self.branch, self.number = branch, number
-        self.appended: tuple[int, ...] = ()
+        self.branch, self.number, self.appended = branch, number, ()
         self.certain = tuple(branch.ff[0]) if branch.allow is None else ()
 
     def _checked(self, branches: Any) -> tuple[Branch, ...]:

@@ -24,7 +24,7 @@ class State(Protocol):
     """What a constraint knows after one path of tokens.
 
     A state is a function of the path: stepping a fork has no effect outside it, so that drafts may be tried on forks.
-    Any method may raise ``Stuck``, which ends its own request only.
+    Any method may raise ``Stuck``, which ends its own request only, and only once its path has been committed.
     """
 
     def fork(self) -> State:
@@ -65,8 +65,10 @@ class Onward:
 class Constraint(Protocol):
     """Binds requests.
 
-    It may also offer ``masks(states, shape, token)``, equal to ``by_forks`` but faster, and ``facts``, a mapping of
-    what a record should keep.
+    It may also offer ``masks(states, shape, token)``, equal to ``by_forks`` but faster; ``facts``, a mapping of what a
+    record should keep; ``peeks``, False where states cannot be forked, so that nothing can be drafted; and
+    ``keep(ended)``, which is asked once all sequences of a request have finished (``Ended``, in the order of lineages)
+    and gives the places of those to keep, with ``wants_logprobs``, True where it reads their log-probabilities.
     """
 
     @property
@@ -133,27 +135,38 @@ def by_forks(states: Sequence[State | None], shape: Shape, token: np.ndarray, vo
         shape: the forest.
         token: ``[M]`` its tokens.
         vocabulary: V.
+
+    Raises:
+        Stuck: at a head. At a node, it is a row after which nothing may come.
     """
     bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
     legal, barrier = np.zeros(shape.rows, dtype=bool), np.zeros(shape.rows, dtype=bool)
     at: list[State | None] = list(states)
-    for row in range(shape.rows):
-        if row < shape.heads:
-            legal[row] = True
-        else:
-            parent, next_token = int(shape.parent[row - shape.heads]), int(token[row - shape.heads])
-            legal[row] = legal[parent] and allows(bits[parent], next_token)
-            state = at[parent] if legal[row] else None
-            at.append(None if state is None else state.fork())
-            if state is not None:
-                at[row].advance(next_token)  # type: ignore[union-attr]
-        if legal[row]:
-            here = at[row]
-            barrier[row] = here is not None and here.action() is not None
-            if not barrier[row]:
-                mask = None if here is None else here.mask()
-                bits[row] = everything(vocabulary) if mask is None else mask
+    for row in range(shape.heads):
+        legal[row] = True
+        bits[row], barrier[row] = _here(at[row], vocabulary)
+    for row, parent in enumerate(shape.parent.tolist(), start=shape.heads):
+        at.append(None)
+        drafted, above = int(token[row - shape.heads]), at[parent]
+        legal[row] = legal[parent] and allows(bits[parent], drafted)
+        if not legal[row]:
+            continue
+        try:
+            if above is not None:
+                at[row] = above.fork()
+                at[row].advance(drafted)  # type: ignore[union-attr]
+            bits[row], barrier[row] = _here(at[row], vocabulary)
+        except Stuck:  # nothing comes after it; whether anything comes to it is not decided yet
+            at[row] = None
     return Masks(bits, legal, barrier)
+
+
+def _here(state: State | None, vocabulary: int) -> tuple[np.ndarray | np.uint32, bool]:
+    """What may come after a state, and whether it wants an action instead."""
+    if state is not None and state.action() is not None:
+        return np.uint32(0), True
+    mask = None if state is None else state.mask()
+    return everything(vocabulary) if mask is None else mask, False
 
 
 def width(vocabulary: int) -> int:

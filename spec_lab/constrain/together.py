@@ -40,6 +40,8 @@ class Together:
         self.vocabulary = parts[0].vocabulary
         self.acts = bool(acting)
         self.peeks = all(getattr(part, "peeks", True) for part in parts)
+        self.keep = next((keep for part in parts if (keep := getattr(part, "keep", None)) is not None), None)
+        self.wants_logprobs = any(getattr(part, "wants_logprobs", False) for part in parts)
 
     @property
     def facts(self) -> dict[str, Any]:

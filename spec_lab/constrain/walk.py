@@ -128,7 +128,7 @@ def masks(
         pool: threads for chains; they pay where masks are dear.
 
     Raises:
-        Stuck: from a state at a head or below it at a legal node; names the request.
+        Stuck: from a state at a head; names the request.
     """
     assert len(states) == shape.heads and len(token) == shape.nodes, "a state for each head, a token for each node"
     forest = _Forest(shape, _form(shape), token.tolist(), vocabulary, ends)
@@ -230,9 +230,12 @@ class _Forest:
             self.legal[row] = self.legal[parent] and self.allows(parent, self.token[row])
             self.bits[row] = 0
             if self.legal[row]:
-                at[row] = at[parent].fork()
-                at[row].advance(self.token[row])
-                self.bits[row] = at[row].mask()
+                try:
+                    at[row] = at[parent].fork()
+                    at[row].advance(self.token[row])
+                    self.bits[row] = at[row].mask()
+                except Stuck:  # nothing comes after it; whether anything comes to it is not decided yet
+                    at.pop(row, None)
 
     def walk(self, head: int, state: Matched) -> bool:
         """A tree, depth first by the state's matcher, which takes the tokens back; False where it breaks."""

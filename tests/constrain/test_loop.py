@@ -81,8 +81,9 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, b
     assert "r1" in group.errors["r1"] and "tokens emitted so far" in group.errors["r1"]
     for number in (0, 2):
         assert group.sequences[number].emitted == free.sequences[number].emitted
-    stopped = group.sequences[1].emitted
-    assert stopped == free.sequences[1].emitted[: len(stopped)]
+    text = free.sequences[1].emitted
+    twice = next(place for place in range(1, len(text)) if text[place] == text[place - 1])
+    assert group.sequences[1].emitted == text[: twice + 1], "drafts do not change where it ends"
     assert target.lm.cells.references.sum() == 0
 
 

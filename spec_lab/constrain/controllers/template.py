@@ -1,0 +1,80 @@
+r"""A form to fill in: texts, and between them free parts that the model writes.
+
+A part is a text, or a mapping: ``most``, the most tokens of a free part, and perhaps ``stop``, a string that ends it
+earlier. The stop is no part of it, so the next text has to bring it where it is wanted: ``["Name: ", {most: 20, stop:
+"\n"}, "\nAge: ", {most: 3}]``. A token that ends texts can only end the last part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.state import only, pack
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.options import strings, whole
+from spec_lab.text import Strings, Watcher
+
+Part = bytes | tuple[int, Strings]
+
+
+class Template:
+    """Fills in ``parts``, one after the other. In a free part ``watcher`` looks for its stop, and ``left`` counts."""
+
+    def __init__(self, of: Vocabulary, parts: tuple[Part, ...], watcher: Watcher | None = None, left: int = 0) -> None:
+        self.of, self.parts, self.watcher, self.left = of, parts, watcher, left
+
+    def fork(self) -> Template:
+        """See ``Controller``."""
+        return Template(self.of, self.parts, self.watcher and self.watcher.fork(), self.left)
+
+    def step(self, event: Event) -> list[Branch]:
+        """See ``Controller``."""
+        if event.append and event.append[-1] in self.of.ends:
+            return []
+        if self.watcher is not None:
+            self.left -= 1
+            if (match := self.watcher.push(event.append[-1])) is not None:
+                # The token in which the stop began goes, and what it holds before it is written again.
+                self.watcher.rewind(match.tokens)
+                before = match.end - len(match.text.encode()) - self.watcher.place.end
+                return self._go_on(match.tokens, self.of.bytes[match.ban][:before])
+            if self.left:
+                return [Branch(allow=self._words())]
+        return self._go_on()
+
+    def _go_on(self, backtrack: int = 0, text: bytes = b"") -> list[Branch]:
+        self.watcher = None
+        while self.parts and isinstance(self.parts[0], bytes):
+            text, self.parts = text + self.parts[0], self.parts[1:]
+        if text or (backtrack and not self.parts):
+            return [Branch(backtrack, None, (self.of.engine.tokenize_bytes(text) or self.of.ends[:1],))]
+        if not self.parts:
+            return []
+        free, self.parts = self.parts[0], self.parts[1:]
+        assert isinstance(free, tuple)
+        self.left, self.watcher = free[0], Watcher(self.of.bytes, free[1])
+        return [Branch(backtrack, self._words())]
+
+    def _words(self) -> np.ndarray:
+        words = pack(np.array([bool(piece) for piece in self.of.bytes]))
+        return words if self.parts else words | only(self.of.ends, self.of.size)
+
+
+def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> Controlled:
+    """The output is ``parts``, filled in. Raises ``ValueError`` for a part that is none."""
+    made: list[Part] = []
+    for place, part in enumerate(parts):
+        name = f"constraint.parts[{place}]"
+        if isinstance(part, str):
+            made.append(part.encode())
+        elif isinstance(part, Mapping) and "most" in part and set(part) <= {"most", "stop"}:
+            stops = strings(f"{name}.stop", [part["stop"]] if "stop" in part else [])
+            made.append((whole(f"{name}.most", part["most"]), Strings(stops)))
+        else:
+            raise ValueError(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {part!r}")
+    return Controlled(
+        lambda _: Template(vocabulary, tuple(made)), vocabulary.size, "template", facts={"parts": [*parts]}
+    )

@@ -1,0 +1,36 @@
+"""A world in which tokens can be taken back, and several sequences go on at once, with few outcomes."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from spec_lab.certify.worlds import Random, code, text_of
+
+V = 4
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A world that is still a small one when tokens are taken back or several sequences go on at once.
+
+    Args:
+        choices: the target only has the first so many of four tokens.
+        free: texts with fewer tokens have a draft that is not sure of itself.
+    """
+
+    choices: int = 4
+    free: int = 1
+    v: int = V
+
+    @cache  # noqa: B019
+    def laws(self, length):
+        world = Random(8, support=2) if self.choices > 2 else Random(5, v=2, support=2, plain=True)
+        texts = [text_of(number, length, V) for number in range(V**length)]
+        own = [code([token % world.v for token in text], world.v) for text in texts]
+        p, q = (np.zeros((len(texts), V)) for _ in range(2))
+        p[:, : world.v], q[:, : world.v] = (laws[own] for laws in world.laws(length))
+        return (p, q) if length < self.free else (p, np.eye(V)[q.argmax(-1)])
+
+
+FEW, TWO = Narrow(), Narrow(choices=2)

@@ -1,0 +1,297 @@
+"""The Branch protocol: drafts change how fast a controller is followed, never the law."""
+
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.batch import Request
+from spec_lab.certify.constrained import decoded, truth
+from spec_lab.certify.exact import Instance
+from spec_lab.constrain import Binding
+from spec_lab.constrain.control import ANY, Branch, Controlled, Event
+from spec_lab.constrain.lengths import AtLeast
+from spec_lab.constrain.state import Stuck, pack
+from spec_lab.constrain.together import Together
+from spec_lab.decode import Group
+from spec_lab.law import CounterDraws, Sampling
+from spec_lab.propose import Null
+from spec_lab.verify import Match, Token, Traversal
+from tests.constrain.narrow import FEW, TWO, V
+from tests.constrain.scripted import ALONE, GO, SEVERAL, Scripted, after, at, oracle, text_after
+from tests.constrain.toys import distance
+from tests.propose.lab import PROMPTS, draft_model
+from tests.tiny import VOCABULARY, tiny_target
+
+SCRIPTS = [(name, script, *((TWO, 2) if "again" in name else (FEW, 3))) for name, script in ALONE.items()]
+SCRIPTS += [(name, script, TWO, 2) for name, script in SEVERAL.items()]
+WAYS = list(product((Token(), Traversal(), Match()), ("target", "both"), (False, True)))
+TREES = (("2x1", "iid"), ("2x1", "without"), ("2x1", "point"))
+
+
+def constraint(script, vocabulary=V, **changes):
+    return Controlled(lambda request: Scripted(script), vocabulary, "scripted", **changes)
+
+
+def makes(script):
+    return lambda request: Scripted(script)
+
+
+@pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[name for name, *_ in SCRIPTS])
+def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
+    _, script, world, tokens = SCRIPTS[number]
+    law = oracle(world, makes(script), tokens)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    plans = [("1x1", Null(), number), ("1x1", "iid", number), (*TREES[number % 3], 5 * number + 2)]
+    for tree, drawn, way in plans:
+        verifier, placement, fast_forward = WAYS[way % len(WAYS)]
+        binding = Binding(constraint(script), placement, fast_forward=fast_forward)
+        found = decoded(Instance(world, tree, tokens, binding=binding), drawn, verifier)
+        assert distance(found, law) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
+
+
+@pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
+def test_the_readable_truth_agrees(name):
+    _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
+    binding = Binding(constraint(script))
+    assert distance(truth(Instance(world, "1", tokens, binding=binding)), oracle(world, makes(script), tokens)) < 1e-12
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
+@pytest.mark.parametrize("fast_forward", [False, True])
+@pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
+def test_lists_cost_no_choice_whoever_verifies(name, fast_forward, verifier):
+    binding = Binding(constraint(ALONE[name]), fast_forward=fast_forward)
+    law = oracle(FEW, makes(ALONE[name]), 3)
+    assert distance(decoded(Instance(FEW, "2x1", 3, binding=binding), "point", verifier), law) < 1e-12
+
+
+@pytest.mark.parametrize("drawn", ["iid", "point"])
+@pytest.mark.parametrize("name", ["takes back the token", "puts after what is sampled", "puts past the limit", "stops"])
+def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
+    stop = frozenset({2})
+    law = oracle(FEW, makes(ALONE[name]), 3, stop)
+    assert any(finish == "stop" for output in law for _, finish in output)
+    found = decoded(Instance(FEW, "1x1", 3, stop, binding=Binding(constraint(ALONE[name]))), drawn, Token())
+    assert distance(found, law) < 1e-12
+
+
+# The loop around it --------------------------------------------------------------------------------------------------
+
+WARM = Sampling(1.0)
+
+
+def play(target, script, proposer, prompts=(PROMPTS[0],), new=12, seed=0, **changes):
+    """A group under a scripted controller, decoded; what ``script`` is may depend on the request."""
+    bound = Binding(Controlled(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
+    wanted = [Request(number, f"p{number}", prompt, WARM, new) for number, prompt in enumerate(prompts)]
+    return Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+
+
+def results(group):
+    return [(s.request.name, s.lineage, s.emitted, s.finish) for s in group.sequences]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def test_forks_share_the_cells_of_their_past_and_nothing_moves(target):
+    cells = target.lm.cells
+    group = play(target, lambda r: after(3, [Branch(), Branch(1), Branch()]), draft_model())
+    before, shared = {}, 0
+    for _ in group:
+        live = [s for s in group.sequences if s.finish is None]
+        if not live:
+            break
+        used = set()
+        for one in live:
+            for place, slot in enumerate(one.path.slots.tolist()):
+                key = cells.keys[0][one.path.span][0, :, slot].clone()
+                text = tuple(one.tokens[: place + 1])
+                assert torch.equal(key, before.setdefault((slot, text), key))
+                used.add(slot)
+        if len(live) == 3:
+            first = cells.references[live[0].path.span]
+            past = len(PROMPTS[0])
+            assert all(one.path.slots[:past].tolist() == live[0].path.slots[:past].tolist() for one in live)
+            assert (first[live[0].path.slots[:past]] == 3).all()
+            assert len(used) == (first > 0).sum() < sum(len(one.path) for one in live)
+            shared += 1
+    assert shared and len(group.sequences) == 3
+    assert not cells.references.any()
+
+
+def test_forks_at_the_start_compute_the_prompt_once(target):
+    group = play(target, lambda r: at(0, [Branch(), Branch()]), Null())
+    rounds = list(group)
+    assert [len(r.sequences) for r in rounds[:2]] == [1, 2]
+    assert [p for r in rounds for p, is_prompt in zip(r.pending, r.prefill, strict=True) if is_prompt] == [
+        len(PROMPTS[0])
+    ]
+
+
+def test_forks_after_a_forced_beginning_compute_the_prompt_once(target):
+    script = at(0, [Branch(allow=None, ff=((7,),))], at(1, [Branch(), Branch()]))
+    bound = Binding(Controlled(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
+    group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
+    rounds = list(group)
+    assert sum(sum(r.prefill) for r in rounds) == 1
+    assert [s.emitted[0] for s in group.sequences] == [7, 7]
+    assert not target.lm.cells.references.any()
+
+
+@dataclass
+class Alone:
+    """Cannot be forked."""
+
+    events: list = field(default_factory=list)
+
+    def step(self, event):
+        self.events.append(event)
+        return [Branch(backtrack=1, allow=set(range(30)))] if len(self.events) == 4 else GO
+
+    def fork(self):
+        raise NotImplementedError("it holds a connection")
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_a_controller_that_cannot_be_forked_has_the_same_law(target, peeks):
+    def decode(proposer):
+        bound = Binding(Controlled(lambda r: Alone(), V, peeks=peeks))
+        return decoded(Instance(FEW, "1x1", 3, binding=bound), proposer, Token())
+
+    assert distance(decode("iid"), decode(Null())) < 1e-12
+
+
+def test_a_controller_that_cannot_be_forked_is_decoded_without_drafts(target):
+    bound = Binding(Controlled(lambda r: Alone(), VOCABULARY, peeks=False))
+    group = Group(target, draft_model(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    assert all(done.draft.shape.nodes == 0 for done in group)
+    assert not group.errors and len(group.sequences[0].emitted) == 9
+
+
+def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
+    class Forking(Alone):
+        def step(self, event):
+            return [Branch(), Branch()] if event.append else GO
+
+    bound = Binding(Controlled(lambda r: Forking(), VOCABULARY, "forking", peeks=False))
+    group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    list(group)
+    assert "controller 'forking' at Event(" in group.errors["p"]
+    assert "NotImplementedError: it holds a connection" in group.errors["p"]
+
+
+def test_the_committed_controller_sees_every_event_once_whatever_was_tried_on_forks(target):
+    made = []
+
+    def make(request):
+        made.append(Scripted(lambda events: [Branch(int(len(events) == 4), ANY, ((5, 6, 7),))]))
+        return made[-1]
+
+    bound = Binding(Controlled(make, VOCABULARY))
+    group = Group(
+        target,
+        draft_model("2x1x1", "without"),
+        Token(),
+        [Request(0, "p", PROMPTS[0], WARM, 20)],
+        CounterDraws(2),
+        bound,
+    )
+    drafted = sum(done.draft.shape.nodes for done in group)
+    (events,) = [one.events for one in made]
+    assert drafted > 20 and events[0] == Event()
+    assert list(text_after(events))[:20] == group.sequences[0].emitted
+    assert [event.backtrack for event in events].count(1) == 1
+
+
+BAD = {
+    "returns nothing": (at(3, None), "step must return a list of Branch, not None"),
+    "is no branch": (at(2, [(0, "any", ())]), "step must return a list of Branch"),
+    "names a token that is none": (at(2, [Branch(allow={3, 61})]), "names token 61; there are tokens 0 to 60"),
+    "takes back the prompt": (at(3, [Branch(4)]), "takes back 4 tokens; 3 have been emitted"),
+    "takes back the prompt in a fork": (at(3, [Branch(), Branch(9)]), "takes back 9 tokens; 3 have been emitted"),
+    "forks without end": (lambda events: [Branch(), Branch()], "forked it into more than 256 sequences"),
+    "puts nothing": (lambda events: [Branch(allow=None, ff=((),))] if len(events) == 3 else GO, "an empty list"),
+    "allows a word": (at(1, [Branch(allow="all")]), "allows 'all'"),
+    "packs its mask badly": (at(1, [Branch(allow=pack(np.ones(100, dtype=bool)))]), "a packed mask is [2] uint32"),
+    "divides by zero": (lambda events: GO if len(events) < 3 else 1 // 0, "ZeroDivisionError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("proposer", [Null(), draft_model("2x1")], ids=["alone", "drafted"])
+@pytest.mark.parametrize("what", BAD)
+def test_a_controller_that_breaks_ends_its_own_request_by_name_and_no_other(target, what, proposer):
+    script, message = BAD[what]
+    new = 12 if "without end" in what else 8
+    scripts = {"p0": after(2, [Branch(1)]), "p1": script, "p2": at(1, [Branch(), Branch()])}
+    group = play(target, lambda r: scripts[r.name], proposer, PROMPTS, new)
+    list(group)
+    assert set(group.errors) == {"p1"}
+    assert message in group.errors["p1"] and group.errors["p1"].startswith("request 'p1', step ")
+    assert "stuck" in [s.finish for s in group.sequences if s.request.name == "p1"]
+    mates = [one for one in results(group) if one[0] != "p1"]
+    well = play(target, lambda r: scripts[r.name] if r.name != "p1" else at(0, []), proposer, PROMPTS, new)
+    list(well)
+    assert mates == [one for one in results(well) if one[0] != "p1"]
+    assert not target.lm.cells.references.any()
+
+
+def test_what_a_controller_raises_is_named_with_the_event(target):
+    script = lambda events: GO if len(events) < 3 else 1 // 0  # noqa: E731
+    group = play(target, lambda r: script, Null())
+    list(group)
+    error = group.errors["p0"]
+    assert "controller 'scripted' at Event(branch=0, backtrack=0, append=(" in error
+    assert "ZeroDivisionError" in error and "2 tokens emitted" in error
+
+
+def test_a_controller_that_cannot_be_made_is_named(target):
+    bound = Binding(Controlled(lambda request: {}[request.name], VOCABULARY, "absent"))
+    group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    assert list(group) == [] and group.sequences[0].finish == "stuck"
+    assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors["p"]
+
+
+def test_taking_back_without_end_is_ended(target):
+    group = play(target, lambda r: lambda events: [Branch(int(len(events) > 1))], draft_model(), new=4)
+    list(group)
+    (one,) = group.sequences
+    assert one.finish == "runaway" and one.spent == 4 * 32 and not target.lm.cells.references.any()
+
+
+def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
+    def group_of(**changes):
+        group = play(target, lambda r: at(0, [Branch(), Branch(), Branch()]), Null(), new=5, **changes)
+        list(group)
+        return group
+
+    assert [s.kept for s in group_of().sequences] == [True] * 3
+    seen = []
+    group = group_of(keep=lambda ended: seen.extend(ended) or [1], wants_logprobs=True)
+    assert {s.lineage: s.kept for s in group.sequences} == {(): False, (0, 1): True, (0, 2): False}
+    assert [one.lineage for one in seen] == [(), (0, 1), (0, 2)]
+    assert all(len(one.logprobs) == len(one.tokens) == 5 and one.finish == "length" for one in seen)
+    both = Together([Controlled(lambda r: Scripted(at(9, [])), V, keep=len, wants_logprobs=True), AtLeast(1, V)])
+    assert both.keep is len and both.wants_logprobs
+    group = group_of(keep=lambda ended: [3])
+    assert [s.kept for s in group.sequences] == [True] * 3 and "there are sequences 0 to 2" in group.errors["p0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(allow=None), "exactly one list"),
+        (dict(allow=None, ff=((1,), (2,))), "exactly one list"),
+        (dict(ff=((1, 2), (1, 3))), "begin with the same token"),
+        (dict(ff=((),)), "an empty list"),
+        (dict(backtrack=-1), "takes back -1"),
+    ],
+)
+def test_a_branch_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(Stuck, match=message):
+        Branch(**fields)

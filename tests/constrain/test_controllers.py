@@ -1,0 +1,294 @@
+"""The controllers that come with the package do what they say, with drafts as without."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
+
+from spec_lab.batch import Ended, Request
+from spec_lab.certify.constrained import decoded, truth
+from spec_lab.certify.exact import Instance
+from spec_lab.certify.worlds import Random
+from spec_lab.constrain import Binding
+from spec_lab.constrain.banned import Banned
+from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
+from spec_lab.constrain.load import regex
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.decode import Group
+from spec_lab.law import CounterDraws, Sampling
+from spec_lab.propose import Null
+from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.verify import Token, Traversal
+from tests.constrain.narrow import FEW
+from tests.constrain.toys import Table, distance, uneven
+from tests.propose.lab import PROMPTS, draft_model, plain_logits
+from tests.tiny import VOCABULARY, tiny_model, tiny_target
+
+CONF = Path(__file__).parents[2] / "conf" / "constraint"
+ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo" / "target"
+COLD, WARM = Sampling(), Sampling(1.0)
+WORDS = ["ab", "the ", "an", "cat", "ca", "\n\n", "x\n", "\nN", "er", "in", "on", "re", ": ", "12"]
+PIECES = [chr(97 + letter).encode() for letter in range(26)] + [
+    word.encode() for word in (*WORDS, *"0123456789 :\nNA.,-")
+]
+END = VOCABULARY - 1
+PIECES += [b"\xc3", b"\xa9"] + [b""] * (END - len(PIECES) - 1)
+LETTERS = Vocabulary.plain(PIECES[:VOCABULARY], END)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def play(target, constraint, proposer, sampling=COLD, new=24, seed=0, stop=frozenset({END}), fast_forward=True):
+    bound = Binding(constraint, fast_forward=fast_forward)
+    wanted = [Request(number, f"p{number}", prompt, sampling, new, stop) for number, prompt in enumerate(PROMPTS)]
+    group = Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    list(group)
+    assert not group.errors and not target.lm.cells.references.any()
+    return group
+
+
+def texts(group):
+    return [b"".join(LETTERS.bytes[t] for t in s.emitted).decode("utf-8", "replace") for s in group.sequences]
+
+
+def results(group):
+    return sorted((s.request.id, s.lineage, s.emitted, s.finish, s.kept) for s in group.sequences)
+
+
+MADE = {
+    "choices": lambda: choices.load(LETTERS, ["cat", "cab", "cat and dog", "another one", "re"]),
+    "pattern": lambda: pattern.load(LETTERS, r"[a-n]{3,6}(: )?[0-9]+\.", engine="automaton"),
+    "candidates": lambda: candidates.load(LETTERS, 3),
+    "banned": lambda: banned.load(LETTERS, ["a", "in", "\n", "er", "c"]),
+    "template": lambda: template.load(
+        LETTERS, ["Na: ", {"most": 6, "stop": "e"}, "\nA: ", {"most": 3}, "\n", {"most": 4}]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_greedy_output_with_drafts_is_greedy_output(target, name):
+    alone = play(target, MADE[name](), Null())
+    for proposer in (
+        Ngram(4, 3, 1),
+        NgramTree(8, 4, 3, 1),
+        draft_model("2x1x1", "point"),
+        draft_model("1x1x1", temperature=1.0),
+    ):
+        assert results(play(target, MADE[name](), proposer)) == results(alone)
+    assert results(play(target, MADE[name](), draft_model("2x1x1", "point"), fast_forward=False)) == results(alone)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_its_config_loads_it(name):
+    config = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert config.pop("_target_") == f"spec_lab.constrain.controllers.{name}.load"
+    needed = {"choices": ["a"], "pattern": "a+", "strings": ["a"], "parts": ["Na", {"most": 2}]}
+    for option in ("placement", "draft_budget", "fast_forward"):
+        config.pop(option)
+    options = {key: needed[key] if value == "???" else value for key, value in config.items()}
+    module = {"choices": choices, "pattern": pattern, "candidates": candidates, "banned": banned, "template": template}[
+        name
+    ]
+    made = module.load(vocabulary=LETTERS, **options)
+    assert made.name == name and made.vocabulary == VOCABULARY and Binding(made).facts["name"] == name
+
+
+# Choices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [frozenset({END}), frozenset()])
+def test_the_output_is_one_of_the_choices(target, stop):
+    wanted = ["cat", "cab", "cat and dog", "another one", "re"]
+    found = set()
+    for seed in range(6):
+        group = play(target, choices.load(LETTERS, wanted), draft_model(), WARM, seed=seed, stop=stop)
+        assert {s.finish for s in group.sequences} <= {"constraint", "stop"}
+        found |= set(texts(group))
+    assert found <= set(wanted) and len(found) > 1
+
+
+def test_what_leaves_no_choice_comes_at_once():
+    one = choices.Choices([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
+    assert one.step(Event()) == [Branch(allow={1, 6}, ff=((1, 2), (6, 7)))]
+    assert one.fork().step(Event(0, 0, (6, 7))) == []
+    assert one.step(Event(0, 0, (1, 2))) == [Branch(allow={3, 5}, ff=((3, 4), (5,)))]
+
+
+def test_an_end_tells_a_choice_from_a_longer_one():
+    one = choices.Choices([(1,), (1, 2, 3)], (9,))
+    assert one.step(Event()) == [Branch(allow=None, ff=((1,),))]
+    assert one.step(Event(0, 0, (1,))) == [Branch(allow={2, 9}, ff=((2, 3),))]
+    assert one.fork().step(Event(0, 0, (9,))) == [] == one.step(Event(0, 0, (2, 3)))
+
+
+# Pattern -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+@pytest.mark.parametrize("proposer", [Null(), Ngram(4, 3, 1), draft_model()], ids=["alone", "ngram", "drafted"])
+def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, engine, proposer):
+    source = r"[a-n]{3,6}(: )?[0-9]{1,2}\."
+    group = play(target, pattern.load(LETTERS, source, engine=engine), proposer, WARM)
+    assert all(re.fullmatch(source, text) for text in texts(group))
+    plain = play(target, regex(LETTERS, source, engine=engine), proposer, WARM)
+    if proposer.name == "none":
+        assert results(group) == results(plain)
+
+
+def test_a_state_behind_a_controller_has_its_own_law():
+    table = Table(uneven)
+    wrapped = Controlled(lambda request: pattern.Pattern(table.start(request)), 4, "wrapped")
+    of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
+    law = truth(Instance(**of, binding=Binding(table)))
+    assert distance(decoded(Instance(**of, binding=Binding(wrapped)), "iid", Traversal()), law) < 1e-12
+
+
+def test_where_the_request_does_not_stop_the_controller_ends_with_the_text(target):
+    group = play(target, pattern.load(LETTERS, "cat"), Null(), stop=frozenset())
+    assert texts(group) == ["cat"] * 3 and {s.finish for s in group.sequences} == {"constraint"}
+
+
+# Candidates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("proposer", [Null(), draft_model("2x1", "without")], ids=["alone", "drafted"])
+def test_the_likeliest_of_several_different_texts_is_kept(target, proposer):
+    group = play(target, candidates.load(LETTERS, 4), proposer, WARM, new=8)
+    model = tiny_model()
+    for number, prompt in enumerate(PROMPTS):
+        own = [s for s in group.sequences if s.request.id == number]
+        assert len({tuple(s.emitted) for s in own}) == 4
+        totals = []
+        for one in own:
+            laws = [plain_logits(model, [*prompt, *one.emitted[:n]]).log_softmax(-1) for n in range(len(one.emitted))]
+            by_hand = [float(law[token]) for law, token in zip(laws, one.emitted, strict=True)]
+            assert one.logprobs == pytest.approx(by_hand, abs=1e-9)
+            totals.append(sum(by_hand))
+        assert [s.kept for s in own] == [total == max(totals) for total in totals]
+
+
+def test_the_mean_is_another_measure_and_a_broken_text_never_wins():
+    ended = [
+        Ended((), (1, 2), (-1.0, -1.0), "stop"),
+        Ended((0, 1), (1, 2, 3), (-0.7, -0.7, -0.7), "length"),
+        Ended((0, 2), (), (), "stuck"),
+    ]
+    assert candidates.likeliest(ended) == [0] and candidates.likeliest(ended, "mean") == [1]
+
+
+# Banned --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drawn", [Null(), "iid"], ids=["alone", "drafted"])
+def test_banning_by_branches_and_by_states_are_one_law(drawn):
+    pieces = [b"a", b"b", b"ab", b"c"]
+    for strings in (("ab",), ("b", "cc"), ("aa", "bab")):
+        of = {"tree": "1x1", "tokens": 2, "world": FEW}
+        states, branches = Binding(Banned(strings, pieces)), Binding(banned.by_pieces(pieces, strings))
+        law = truth(Instance(**of, binding=states))
+        assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in law for s in strings)
+        assert distance(truth(Instance(**of, binding=branches)), law) < 1e-12
+        assert distance(decoded(Instance(**of, binding=branches), drawn, Token()), law) < 1e-12
+
+
+def test_banned_strings_do_not_appear(target):
+    strings = ["a", "in", "\n", "er", "c"]
+    free = play(target, banned.load(LETTERS, ["no such text"]), draft_model(), WARM, new=40)
+    assert any(string in text for text in texts(free) for string in strings)
+    for proposer in (draft_model(), Ngram(4, 3, 1)):
+        group = play(target, banned.load(LETTERS, strings), proposer, WARM, new=40)
+        assert not any(string in text for text in texts(group) for string in strings)
+        assert sum(s.spent - len(s.emitted) for s in group.sequences) > 0
+
+
+# Template ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("proposer", [Null(), draft_model(), Ngram(4, 3, 1)], ids=["alone", "drafted", "ngram"])
+def test_a_template_is_filled_in(target, proposer):
+    form = template.load(LETTERS, ["Na: ", {"most": 5, "stop": "r"}, "\nA: ", {"most": 2}, ".", {"most": 4}])
+    ended_early = 0
+    for seed in range(4):
+        group = play(target, form, proposer, WARM, new=60, seed=seed)
+        for one in group.sequences:
+            first, rest = b"".join(LETTERS.bytes[t] for t in one.emitted).split(b"\nA: ", 1)
+            assert first.startswith(b"Na: ") and b"r" not in first and b"." in rest
+            assert one.finish in ("constraint", "stop") and len(one.emitted) < 60
+            ended_early += len(first) - 4 < 5
+    assert ended_early
+
+
+def test_what_a_token_holds_before_the_stop_is_written_again():
+    one = template.Template(LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(()))))
+    tokens = {piece: token for token, piece in enumerate(LETTERS.bytes)}
+    forced = one.step(Event())
+    assert forced == [Branch(allow=None, ff=(LETTERS.encode("Na: "),))]
+    one.step(Event(0, 0, tuple(forced[0].ff[0])))
+    one.step(Event(0, 0, (tokens[b"x"],)))
+    (branch,) = one.step(Event(0, 0, (tokens[b"re"],)))
+    assert (branch.backtrack, branch.allow) == (1, None)
+    assert b"".join(LETTERS.bytes[t] for t in branch.ff[0]) == b"r\nA"
+
+
+def test_a_free_part_that_ends_by_its_stop_ends_the_text_as_well():
+    one = template.Template(LETTERS, ((5, template.Strings(("e",))),))
+    one.step(Event())
+    (branch,) = one.step(Event(0, 0, (4,)))
+    assert (branch.backtrack, branch.allow, tuple(branch.ff[0])) == (1, None, (END,))
+    assert one.step(Event(0, 1, (END,))) == []
+
+
+# The bundled tokenizer ------------------------------------------------------------------------------------------------
+
+
+def test_with_the_tokenizer_of_the_bundled_target():
+    tokenizer = AutoTokenizer.from_pretrained(ZOO)
+    words = Vocabulary(4096, (0,), from_tokenizer(tokenizer, n_vocab=4096, eos_token=[0]))
+    target = tiny_target(vocab_size=4096, num_hidden_layers=1)
+    texts = ["return None", "return self.value", "raise ValueError"]
+    forms = {
+        "choices": (choices.load(words, texts), lambda text: text in texts),
+        "pattern": (pattern.load(words, "(def|class) [a-z_]{2,9}:"), re.compile("(def|class) [a-z_]{2,9}:").fullmatch),
+        "banned": (banned.load(words, ["e", "\n"]), lambda text: "e" not in text and "\n" not in text),
+        "template": (
+            template.load(words, ["né: ", {"most": 6, "stop": "e"}, "\nAge: ", {"most": 3}]),
+            lambda text: re.match("né: [^e]*\nAge: ", text),
+        ),
+    }
+    request = Request(0, "p", tuple(words.encode("def f(x):")), WARM, 20, frozenset({0}))
+    for name, (constraint, fits) in forms.items():
+        for proposer in (Null(), Ngram(4, 3, 1)):
+            group = Group(target, proposer, Token(), [request], CounterDraws(1), Binding(constraint, fast_forward=True))
+            list(group)
+            text = b"".join(words.bytes[token] for token in group.sequences[0].emitted).decode("utf-8", "replace")
+            assert not group.errors and fits(text), (name, text)
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda: choices.load(LETTERS, []), "constraint.choices is empty"),
+        (lambda: choices.load(LETTERS, "cat"), "constraint.choices must be a list of texts"),
+        (lambda: candidates.load(LETTERS, 0), "constraint.count must be a whole number of 1 or more"),
+        (lambda: candidates.load(LETTERS, 65), "constraint.count must be at most 64, not 65"),
+        (lambda: candidates.load(LETTERS, by="best"), "constraint.by must be one of sum, mean"),
+        (lambda: banned.load(LETTERS, []), "constraint.strings is empty"),
+        (lambda: template.load(LETTERS, ["a", {"stop": "b"}]), r"constraint.parts\[1\] must be a text or {most"),
+        (lambda: template.load(LETTERS, [{"most": 0}]), r"constraint.parts\[0\].most must be a whole number"),
+        (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"constraint.parts\[0\].stop must be"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_by_name(load, message):
+    with pytest.raises(ValueError, match=message):
+        load()

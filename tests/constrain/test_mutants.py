@@ -1,0 +1,107 @@
+"""Faults that engines have had with constraints, put in on purpose: enumeration finds every one."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import spec_lab.commit
+import spec_lab.constrain.binding
+import spec_lab.decode
+from spec_lab.certify.constrained import bound, examine
+from spec_lab.certify.enumerate import Reused
+from spec_lab.constrain.binding import Bound, Guide
+from spec_lab.constrain.state import Masks, State, allows, by_forks, everything
+from spec_lab.verify import Token
+
+
+@contextmanager
+def masks_changed(change):
+    """Every forest's masks as ``change(masks, shape)`` has them; the constraints' fast ways are not used."""
+
+    def changed(self, states: list[State | None], shape, token) -> Masks:
+        return change(by_forks(states, shape, token, self.constraint.vocabulary), shape)
+
+    with mock.patch.object(Bound, "_of", changed):
+        yield
+
+
+def leaves_are_free(masks, shape):
+    """The token after the accepted ones is drawn from the bare law: "trim the draft, then add a bonus"."""
+    leaf = np.array([not len(children) for children in shape.children])
+    return replace(masks, bits=np.where((leaf & masks.legal & ~masks.barrier)[:, None], everything(5), masks.bits))
+
+
+def parents_mask(masks, shape):
+    """Each node is masked by its parent's state: masks lag one token behind."""
+    above = np.concatenate([np.arange(shape.heads), shape.parent])
+    return replace(masks, bits=np.where(masks.bits.any(-1, keepdims=True), masks.bits[above], masks.bits))
+
+
+def barriers_are_not_seen(masks, shape):
+    """What an action would take back is built upon."""
+    bits = np.where(masks.barrier[:, None], everything(5), masks.bits)
+    return Masks(bits, masks.legal, np.zeros_like(masks.barrier))
+
+
+def _first_allowed(state):
+    mask = state.mask()
+    return None if mask is None else next((token for token in range(5) if allows(mask, token)), None)
+
+
+def _same_stream(batch, sequence, number, fork=spec_lab.commit.fork):
+    return replace(fork(batch, sequence, number), lineage=sequence.lineage)
+
+
+def _one_less(batch, sequence, count, rewind=spec_lab.commit.rewind):
+    return rewind(batch, sequence, max(count - 1, 0))
+
+
+def _never_a_b(self, shape, rows, token, call=Guide.__call__):
+    """The draft may not draw "b" anywhere, and anything else where nothing is left of that."""
+    allowed = call(self, shape, rows, token)
+    allowed[:, 1] = False
+    return allowed
+
+
+MUTANTS = {
+    "leaves are free": lambda: masks_changed(leaves_are_free),
+    "masks lag behind": lambda: masks_changed(parents_mask),
+    "barriers are not seen": lambda: masks_changed(barriers_are_not_seen),
+    "the target is not masked": lambda: masks_changed(
+        lambda masks, shape: replace(masks, bits=np.where(masks.barrier[:, None], masks.bits, everything(5)))
+    ),
+    "forced means first allowed": lambda: mock.patch.object(spec_lab.commit, "forced_token", _first_allowed),
+    "forks share their noise": lambda: mock.patch.object(spec_lab.commit, "fork", _same_stream),
+    "a token too few is taken back": lambda: mock.patch.object(spec_lab.commit, "rewind", _one_less),
+}
+
+
+def found() -> list[str]:
+    """The instances whose law, or whose keys, are wrong."""
+    wrong = []
+    for instance in bound():
+        try:
+            if examine(instance, "iid", Token()).wrong:
+                wrong.append(instance.name)
+        except (Reused, AssertionError, ValueError, IndexError, KeyError) as error:
+            wrong.append(f"{instance.name}: {error!r}")
+    return wrong
+
+
+def test_without_a_fault_nothing_is_found():
+    assert found() == []
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_fault_is_found(name):
+    with MUTANTS[name]():
+        assert found()
+
+
+def test_what_the_draft_alone_does_wrong_changes_no_law():
+    """Masks on the draft are a help: however wrong they are, the output's law stays."""
+    with mock.patch.object(Guide, "__call__", _never_a_b):
+        assert found() == []
