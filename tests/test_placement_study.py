@@ -69,8 +69,8 @@ def walk(kind, text):
     return None, forced / len(rest)
 
 
-def prompts(name):
-    return [json.loads(line) for line in (PROMPTS / f"{name}.jsonl").read_text().splitlines()]
+def prompts(name, folder="prompts"):
+    return [json.loads(line) for line in Path(zoo(folder), f"{name}.jsonl").read_text().splitlines()]
 
 
 # 1. Records
@@ -135,7 +135,7 @@ def test_the_bundled_prompts_begin_what_is_allowed_but_json_lines_are_no_json(ki
 def test_every_prompt_of_the_patterns_has_one_that_both_engines_read_alike():
     held_out = {one["prompt"].rstrip("\n") for name in ("code", "json", "prose") for one in prompts(name)}
     rng, free = np.random.default_rng(0), regex(bundled(), None)
-    for prompt in prompts("patterns"):
+    for prompt in prompts("patterns", "constraints"):
         assert prompt["prompt"].rstrip("\n") in held_out
         for _ in range(2):
             state, tokens = free.start(Request(0, prompt["id"], (1,), constraint=prompt["constraint"])), []

@@ -14,8 +14,8 @@ from spec_lab.lab import requests_of
 from spec_lab.law import Sampling
 from spec_lab.metrics import interval
 from spec_lab.peers import Bare
-from spec_lab.target import Target
 from spec_lab.prompts import jsonl
+from spec_lab.target import Target
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 

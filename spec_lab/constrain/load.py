@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -25,7 +26,9 @@ def none(vocabulary: Vocabulary) -> None:
     """Nothing binds."""
 
 
-def regex(vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, engine: str = "llguidance") -> Constraint:
+def regex(
+    vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, engine: str = "llguidance", **options: Any
+) -> Constraint:
     """The output matches a regular expression as a whole.
 
     Args:
@@ -33,17 +36,18 @@ def regex(vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, engin
         pattern: the expression; empty where every prompt brings its own.
         prompt: whether the matched text begins with the prompt.
         engine: "llguidance"; "automaton", plain Python and the others' oracle; or "xgrammar", an optional extra.
+        options: of the engine, such as llguidance's ``threads`` and ``limits``.
 
     Raises:
         ValueError: an expression that cannot be compiled, an unknown engine.
     """
-    made: Constraint = _engine(engine).regex(vocabulary, pattern, prompt=prompt)
+    made: Constraint = _engine(engine).regex(vocabulary, pattern or None, prompt=prompt, **options)
     return made
 
 
 def json_schema(
     vocabulary: Vocabulary,
-    schema: str | Mapping[str, Any] = "",
+    schema: str | Mapping[str, Any] | None = None,
     path: str | None = None,
     prompt: bool = False,
     engine: str = "llguidance",
@@ -57,13 +61,14 @@ def json_schema(
         path: the file it stands in.
         prompt: as in ``regex``.
         engine: as in ``regex``.
-        options: of the engine, such as ``whitespace_flexible``.
+        options: of the engine, such as llguidance's ``whitespace_flexible``, ``threads`` and ``limits``.
 
     Raises:
         ValueError: a schema that is none or cannot be compiled, an unknown engine.
         OSError: no such file.
     """
-    made: Constraint = _engine(engine).json_schema(vocabulary, schema, path=path, prompt=prompt, **options)
+    text = schema if isinstance(schema, str) or schema is None else json.dumps(schema)
+    made: Constraint = _engine(engine).json_schema(vocabulary, text or None, path=path, prompt=prompt, **options)
     return made
 
 
@@ -73,17 +78,24 @@ def lark(
     path: str | None = None,
     prompt: bool = False,
     engine: str = "llguidance",
+    **options: Any,
 ) -> Constraint:
     """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``."""
-    made: Constraint = _engine(engine).lark(vocabulary, grammar, path=path, prompt=prompt)
+    made: Constraint = _engine(engine).lark(vocabulary, grammar or None, path=path, prompt=prompt, **options)
     return made
 
 
 def choice(
-    vocabulary: Vocabulary, choices: Sequence[str] = (), prompt: bool = False, engine: str = "llguidance"
+    vocabulary: Vocabulary,
+    choices: Sequence[str] = (),
+    prompt: bool = False,
+    engine: str = "llguidance",
+    **options: Any,
 ) -> Constraint:
     """The output is one of some texts. Arguments and errors as in ``regex``."""
-    made: Constraint = _engine(engine).choice(vocabulary, strings("constraint.choices", choices), prompt=prompt)
+    made: Constraint = _engine(engine).choice(
+        vocabulary, strings("constraint.choices", choices) or None, prompt=prompt, **options
+    )
     return made
 
 

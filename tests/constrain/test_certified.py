@@ -3,7 +3,7 @@
 The truth is autoregressive decoding by hand from the masked law. Tokens are a few letters and an end token.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from spec_lab.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
 from spec_lab.certify.exact import Instance
 from spec_lab.constrain import Binding, automaton, grammar
+from spec_lab.constrain.healing import Prefix
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import distance
@@ -91,3 +92,29 @@ def test_a_loop_that_forgets_the_mask_on_the_target_is_found():
     bare = Instance(WORLD, "1x1", 2, END, binding=replace(bound()[0].binding, placement="none"))
     wanted = truth(bound()[0])
     assert distance(decoded(bare, "iid", Token()), wanted) > 0.1
+
+
+@dataclass(frozen=True)
+class Healed:
+    """Healing with bytes of its own."""
+
+    cut: bytes
+    name: str = "healed"
+    vocabulary: int = 5
+    acts: bool = False
+
+    def start(self, request):
+        return Prefix(PIECES, self.cut)
+
+
+@pytest.mark.parametrize("placement", ["target", "both"])
+@pytest.mark.parametrize(("tree", "drawn", "tokens"), [CHAIN, TREE])
+@pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
+def test_healing_has_the_masked_law(placement, tree, drawn, tokens, verifier):
+    for cut in (b"a", b"abb", b"ca"):
+        instance = Instance(WORLD, tree, tokens, END, binding=Binding(Healed(cut), placement))
+        wanted = truth(instance)
+        assert distance(decoded(instance, drawn, verifier), wanted) < 1e-12
+        for ((text, _),) in wanted:
+            said = b"".join(PIECES[token] for token in text)
+            assert said.startswith(cut) or cut.startswith(said)

@@ -1,0 +1,66 @@
+"""Constraints as configs name them."""
+
+import json
+
+import pytest
+
+from spec_lab.batch import Request
+from spec_lab.constrain import Stuck, load
+from spec_lab.constrain.binding import Binding
+from spec_lab.constrain.state import unpack
+from tests.constrain.parts import A, B, toy
+
+PLACE = dict(placement="both", draft_budget=None, fast_forward=True, beside=False)
+
+
+def first(constraint, source: str = "") -> list[int]:
+    state = constraint.start(Request(0, "r", (1,), constraint=source))
+    return unpack(state.mask(), toy().size).nonzero()[0].tolist()
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+def test_a_source_left_empty_is_each_requests_own(engine):
+    for made, source in (
+        (load.regex(toy(), engine=engine), "b+"),
+        (load.choice(toy(), engine=engine), '["b", "ba"]'),
+        (load.lark(toy(), engine=engine), 'start: "b" "a"'),
+    ):
+        assert first(made, source) == [B]
+        with pytest.raises(Stuck, match="r"):
+            made.start(Request(0, "r", (1,)))
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+def test_a_requests_own_source_goes_before_the_constraints(engine):
+    made = load.regex(toy(), "a", engine=engine)
+    assert first(made) == [A] and first(made, "b") == [B]
+
+
+def test_a_schema_may_be_text_or_a_mapping():
+    schema = {"enum": [1]}
+    text, mapping = load.json_schema(toy(), json.dumps(schema)), load.json_schema(toy(), schema)
+    assert first(text) == first(mapping) != []
+
+
+def test_unknown_engines_and_controllers_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"constraint.engine must be one of llguidance, automaton, xgrammar"):
+        load.regex(toy(), "a", engine="outlines")
+    for name in ("nowhere.make", "make", "json.nothing"):
+        with pytest.raises(ValueError, match=f"constraint.make={name}"):
+            load.controller(toy(), name)
+
+
+def test_text_options_join_what_binds():
+    assert load.together(None, None, PLACE) is None
+    alone = load.together(load.regex(toy(), "a+"), toy(), PLACE)
+    assert isinstance(alone, Binding) and alone.constraint.name == "regex"
+    all_of_them = load.together(load.regex(toy(), "a+"), toy(), PLACE, healing=True, banned=["aaa"], at_least=2)
+    assert all_of_them.constraint.name == "regex + healing + banned + at least" and all_of_them.constraint.acts
+    with pytest.raises(ValueError, match="both take tokens back or fork"):
+        load.together(load.controller(toy(), "tests.constrain.test_load.steered"), toy(), PLACE, banned=["a"])
+    with pytest.raises(ValueError, match="bytes are known"):
+        load.together(None, None, PLACE, healing=True)
+
+
+def steered(vocabulary):
+    return lambda request: None
