@@ -165,6 +165,11 @@ class Ended:
 class Guide(Protocol):
     """What may be drafted below nodes under a constraint."""
 
+    @property
+    def forces(self) -> bool:
+        """Whether what is forced costs nothing: it is fast-forwarded in the output, and should be in drafts."""
+        ...
+
     def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:
         """What may be drawn below ``rows`` ``[n]`` of a forest that holds ``token`` ``[M]`` so far: ``[n, V]`` bool.
 

@@ -265,8 +265,10 @@ def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors:
         own = len(sequence.tokens) - sequence.born
         final = next((one for one in reversed(rounds) if sequence in one.sequences), None)
         first = 0
-        if rounds and sequence in rounds[0].sequences:
-            first = min(own, rounds[0].committed[rounds[0].sequences.index(sequence)].emitted_kept)
+        if rounds and sequence in rounds[0].sequences:  # what was forced before it is computed by the prefill too
+            head = rounds[0].sequences.index(sequence)
+            before = rounds[0].context[head] - len(sequence.request.tokens)
+            first = min(own, before + rounds[0].committed[head].emitted_kept)
         number, parent = place[sequence]
         found.append(
             Outcome(

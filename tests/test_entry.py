@@ -32,7 +32,7 @@ TASKS = {
     "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
 }
 """Experiments whose task is another one: what it leaves, and how to keep it short."""
-EXPERIMENTS = sorted([*RUNS, *TASKS, "stream"])  # tests/test_generate.py runs the last
+EXPERIMENTS = sorted([*RUNS, *TASKS, "constraint_placement", "stream"])
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the entry passes by call."""
 
@@ -153,6 +153,16 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert summary["speedup"]["mean"] > 0
         tree = manifest["proposers"]["speculative"].get("tree")  # calibrated: none where none pays on this machine
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
+
+
+def test_the_constraint_experiment_runs_on_the_bundled_models(cli, tmp_path):
+    short = ["target.dtype=float64", "max_new_tokens=8", "warmup=0", "prompts.limit=2", "~beside.medusa", "out=here"]
+    code, said, errors = cli("+experiment=constraint_placement", *short)
+    assert code == 0, errors
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert summary["constraint"] == "json_schema" and summary["constraint_facts"]["placement"] == "both"
+    assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
+    assert summary["legal_share"] == 1 and 0 < summary["mask_exposed_share"] < 1
 
 
 @pytest.mark.usefixtures("tiny_zoo")

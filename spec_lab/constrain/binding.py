@@ -112,6 +112,7 @@ class Guide:
 
     def __init__(self, states: Sequence[State | None], binding: Binding) -> None:
         self.vocabulary = binding.constraint.vocabulary
+        self.forces = binding.fast_forward
         most, self.seconds_left = binding.budget()
         self.left = [most] * len(states)
         self.states = states

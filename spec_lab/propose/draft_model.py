@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import torch
 
-from spec_lab.batch import Batch, Sequence
+from spec_lab.batch import Batch, Guide, Sequence
 from spec_lab.draft import Draft, Drawn, forest
 from spec_lab.draft import tree as shape_of
 from spec_lab.law import Sampling
 from spec_lab.model import CausalLM
 from spec_lab.options import one_of, share, temperature_or_none, whole
+from spec_lab.propose.forced import ForcedChains
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.trail import Trail
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths, write
@@ -147,8 +148,21 @@ class DraftModel:
             shapes.append(self._shapes[max(0, deepest)])
             trails.append(self.trail(sequence) if deepest > 0 else None)
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
+        if self._fast_forwards(batch, samplings):
+            depths = [shape.nodes for shape in shapes]
+            limits = [
+                min(r, self.context + 1 - len(s.tokens)) for r, s in zip(batch.room(), batch.sequences, strict=True)
+            ]
+            guide = cast(Guide, batch.guide)
+            own = self.drawn, batch, guide, depths, samplings, trails, limits, self.confidence
+            return ForcedChains(self.lm, *own).run()
         growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails, self.confidence)
         return growth.run()
+
+    def _fast_forwards(self, batch: Batch, samplings: list[Sampling]) -> bool:
+        """Whether forced tokens are drafted for nothing: in chains, if a constraint fast-forwards."""
+        plain = self.drawn != "gumbel" and all(one.repetition_penalty == 1 for one in samplings)
+        return plain and width_of(self.tree) <= 1 and batch.guide is not None and batch.guide.forces
 
     def trail(self, sequence: Sequence) -> Trail:
         """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""

@@ -1,0 +1,404 @@
+"""Where should a constraint bind? Every placement, proposer and workload in turns in one process, on the same prompts.
+
+Writes ``results.csv`` and ``placement.png`` beside itself, and the tables into its README. What is finished is kept
+under ``--out``: the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from hydra import compose, initialize_config_dir
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from spec_lab import entry, metrics
+from spec_lab.constrain import Binding, Stuck
+from spec_lab.figures import COLOURS, GREY, STYLE
+from spec_lab.lab import Lab, Loop, Settings, requests_of
+from spec_lab.manifest import begun
+from spec_lab.propose import Null
+from spec_lab.run import run
+from spec_lab.verify import Match
+
+HERE = Path(__file__).resolve().parent
+PLACES = (("none", False), ("draft", False), ("target", False), ("both", False), ("target", True), ("both", True))
+"""Where the constraint binds, and whether tokens that it leaves no choice for are appended at once."""
+WORKLOADS = {
+    "records": ("JSON of a schema, white space free", ["constraint=records", "prompts=json"]),
+    "records_exact": ("the same records as json.dumps lays them out", ["constraint=records_exact", "prompts=json"]),
+    "patterns": ("a regular expression of each prompt's own", ["constraint=regex", "prompts=patterns"]),
+}
+PROPOSERS = {
+    "ngram_chain": "n-gram chain",
+    "ngram_tree": "n-gram tree",
+    "draft_chain": "draft chain",
+    "draft_tree": "draft tree",
+    "medusa": "Medusa tree",
+}
+NULL = "autoregressive"
+TEMPERATURES = {0: tuple(PROPOSERS), 1: ("draft_chain",)}
+"""Temperatures, and the proposers measured at each."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode: who drafts (or nobody, ``NULL``), and where the constraint binds."""
+
+    proposer: str
+    placement: str
+    fast_forward: bool = False
+
+    @property
+    def arm(self) -> str:
+        """The arm's name; that of the run's own baseline for autoregressive decoding without a constraint."""
+        if self.proposer == NULL and self.placement == "none":
+            return "baseline"
+        return f"{self.proposer}:{self.placement}{':forward' if self.fast_forward else ''}"
+
+    @property
+    def plain(self) -> Way:
+        """Autoregressive decoding of the same law, step by step."""
+        return Way(NULL, "target" if self.placement in ("target", "both") else "none")
+
+    @property
+    def best(self) -> Way:
+        """Likewise, the fastest there is: with tokens appended at once, where the constraint binds the output."""
+        return replace(self.plain, fast_forward=self.plain.placement == "target")
+
+
+def ways(temperature: int) -> list[Way]:
+    """All that is measured at a temperature."""
+    drafted = [Way(name, *place) for name in TEMPERATURES[temperature] for place in PLACES]
+    return [*drafted, Way(NULL, "none"), Way(NULL, "target"), Way(NULL, "target", True)]
+
+
+# Measuring ---------------------------------------------------------------------------------------------------------
+
+
+def configured(workload: str, temperature: int, options: Sequence[str]) -> DictConfig:
+    """The experiment's config for one run."""
+    sampling = "greedy" if temperature == 0 else "temperature_1"
+    overrides = ["+experiment=constraint_placement", *WORKLOADS[workload][1], f"sampling={sampling}", *options]
+    with initialize_config_dir(entry.conf(), version_base="1.3"):
+        return compose("config", overrides)
+
+
+def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
+    """One workload at one temperature, all ways in turns. Returns the exit code of ``run``."""
+    if tree := chosen_tree(out.parent):
+        OmegaConf.update(config, "beside.medusa.tree", tree)
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})
+    settings.use_threads()
+    target = entry.build(config, "target")
+    names = TEMPERATURES[temperature]
+    parts = {"draft_chain": "proposer"} | {name: f"beside.{name}" for name in names if name != "draft_chain"}
+    proposers = {name: entry.build(config, parts[name], target=target) for name in names}
+    verifier, sampling = entry.build(config, "verifier"), entry.build(config, "sampling")
+    binding = entry.bind(config, settings, target)[0]
+    arms = {}
+    for way in ways(temperature):
+        own = replace(binding, placement=way.placement, fast_forward=way.fast_forward)
+        if way.proposer != NULL:
+            arms[way.arm] = Loop(target, proposers[way.proposer], verifier, settings.seed, own)
+        elif way.arm != "baseline":  # that one every run has
+            arms[way.arm] = Loop(target, Null.load(target), Match(), settings.seed, own)
+    prompts = [prompt for prompt in entry.build(config, "prompts") if follows(binding, target, prompt, sampling)]
+    tracker = entry.build(config, "tracker")
+    lab = Lab(target, Null.load(target), Match(), sampling, prompts[:limit], tracker, peers=arms)
+    resolved["limit"] = limit
+    if "medusa" in proposers:
+        resolved["beside"]["medusa"]["tree"] = proposers["medusa"].facts["tree"]
+    return run(lab, settings, resolved, Console(quiet=True))
+
+
+def chosen_tree(out: Path) -> str | None:
+    """Medusa's tree, chosen by timing: of all runs under ``out`` that of the first, so that they can be compared."""
+    there = [begun(run) for run in sorted(out.glob("*"), key=lambda run: run.stat().st_mtime)]
+    trees = [one["config"]["beside"]["medusa"]["tree"] for one in there if one]
+    return next((tree for tree in trees if tree != "calibrated"), None)
+
+
+def follows(binding: Binding, target: Any, prompt: Any, sampling: Any) -> bool:
+    """Whether the constraint can begin with the prompt: JSON Lines are no JSON."""
+    try:
+        binding.constraint.start(requests_of(target, [prompt], sampling, 1)[0])
+    except Stuck:
+        return False
+    return True
+
+
+# Results -----------------------------------------------------------------------------------------------------------
+
+
+def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator[dict[str, Any]]:
+    """One row for each way to decode."""
+    for way in ways(temperature):
+        steps = metrics.decode_steps(tables.steps, way.arm)
+        seconds = metrics.decode_seconds(tables.rounds, way.arm)
+        busy, waited = metrics.mask_seconds(tables.rounds, way.arm)
+        own, free = steps["emitted_kept"] - steps["forced_emitted_kept"], steps["nodes"] - steps["forced"]
+        accepted = steps["accepted"] - steps["forced_accepted"]
+        requests, judged = steps["request"], steps[(steps["nodes"] > 0) & lawful(steps, tables.requests, way.arm)]
+        one = pd.Series(1, index=steps.index)
+        yield {
+            "workload": workload,
+            "temperature": temperature,
+            "proposer": way.proposer,
+            "placement": way.placement,
+            "fast_forward": way.fast_forward,
+            "requests": tables.requests["request"].nunique(),
+            "tokens_per_second": metrics.tokens_per_second(tables.requests, way.arm),
+            **spread("speedup", speedup(tables.requests, way, way.plain)),
+            **spread("speedup_over_best", speedup(tables.requests, way, way.best)),
+            **spread("tau", pooled(own, one, requests)),
+            **spread("tau_with_forced", pooled(steps["emitted_kept"], one, requests)),
+            "nodes_per_step": float(steps["nodes"].mean()),
+            **spread("legal_share", pooled(judged["legal"], judged["nodes"], judged["request"])),
+            **spread("accepted_forced", pooled(steps["forced_accepted"], steps["forced"], requests)),
+            **spread("accepted_free", pooled(accepted, free, requests)),
+            "mask_share": busy / seconds if seconds else float("nan"),
+            "mask_wait_share": waited / seconds if seconds else float("nan"),
+            "overhead": metrics.overhead(tables.rounds, way.arm),
+            "identical_outputs": metrics.identical_outputs(tables.requests, way.arm, way.plain.arm),
+            "repeated_8gram_share": metrics.repeated_8gram_share(
+                tables.requests.loc[tables.requests["arm"] == way.arm, "tokens"]
+            ),
+            "violated": float((tables.requests.loc[tables.requests["arm"] == way.arm, "violated"] >= 0).mean()),
+            "broken_groups": len(metrics.broken_groups(tables.requests)),
+        }
+
+
+def lawful(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Series:
+    """Steps that began before the output broke the constraint: later ones have nothing to judge nodes by."""
+    own = requests[requests["arm"] == arm].set_index("request")
+    emitted = steps["context"] - steps["request"].map(own["prompt_tokens"])
+    violated = steps["request"].map(own["violated"])
+    return (violated < 0) | (emitted <= violated)
+
+
+def speedup(requests: pd.DataFrame, way: Way, baseline: Way) -> metrics.Interval:
+    """The mean over prompts of a way's speed over another's on the same prompt."""
+    return metrics.interval(metrics.walltime_speedup_paired(requests, way.arm, baseline.arm))
+
+
+def spread(name: str, value: metrics.Interval) -> dict[str, float]:
+    """A value and its ends, as columns."""
+    return {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}
+
+
+def pooled(part: pd.Series, whole: pd.Series, requests: pd.Series, resamples: int = 2000) -> metrics.Interval:
+    """Sum of ``part`` / sum of ``whole``, and its 95 % bootstrap interval over requests."""
+    each = pd.DataFrame({"part": part, "whole": whole}).groupby(requests).sum()
+    nothing = float("nan")
+    if not len(each) or each["whole"].sum() == 0:
+        return metrics.Interval(nothing, nothing, nothing)
+    mean = float(each["part"].sum() / each["whole"].sum())
+    drawn = each.to_numpy(dtype=float)[np.random.default_rng(0).integers(0, len(each), (resamples, len(each)))].sum(1)
+    drawn = drawn[drawn[:, 1] > 0]
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
+    return metrics.Interval(mean, float(low), float(high))
+
+
+# Figure ------------------------------------------------------------------------------------------------------------
+
+PANELS = (
+    ("speedup", None, "times autoregressive decoding\nof the same law, step by step"),
+    ("tau", "tau_with_forced", "tokens per step, forced ones left out\n(hollow: counted in)"),
+    ("legal_share", None, "share of drafted nodes\nthat the constraint allows"),
+    (
+        "accepted_free",
+        "accepted_forced",
+        "accepted / drafted nodes where there\nis a choice (hollow: where there is none)",
+    ),
+    ("mask_share", None, "share of decode time\nspent on masks"),
+)
+"""Column, the column drawn hollow, label."""
+
+
+def place_name(placement: str, fast_forward: bool) -> str:
+    """As tables and axes call it."""
+    return f"{placement}, forward" if fast_forward else placement
+
+
+def draw(table: pd.DataFrame) -> Figure:
+    """Greedy decoding: a row of panels for each workload; placements down, proposers by colour."""
+    table = table[table["temperature"] == 0]
+    workloads = [name for name in WORKLOADS if name in set(table["workload"])]
+    names = [*PROPOSERS, NULL]
+    colour = dict(zip(PROPOSERS, COLOURS, strict=False)) | {NULL: GREY}
+    label = PROPOSERS | {NULL: "no draft"}
+    figure = Figure(figsize=(17, 4.3 * len(workloads) + 0.6))
+    grid = figure.subplots(len(workloads), len(PANELS), squeeze=False, sharey=True)
+    for line, workload in zip(grid, workloads, strict=True):
+        for axes, (column, hollow, title) in zip(line, PANELS, strict=True):
+            for number, name in enumerate(names):
+                for down, place in enumerate(PLACES):
+                    row = _row(table, workload, name, place)
+                    if row is None or (column != "speedup" and name == NULL):
+                        continue
+                    height = down + (number - (len(names) - 1) / 2) * 0.125
+                    known = label[name] if down == 2 and column == "speedup" else None
+                    _point(axes, row, column, height, {"color": colour[name], "label": known})
+                    if hollow and np.isfinite(row[hollow]):
+                        _point(axes, row, hollow, height, {"color": colour[name], "markerfacecolor": "white"})
+            for border in range(1, len(PLACES)):
+                axes.axhline(border - 0.5, color="#d0d0d0", linewidth=0.8)
+            axes.set_xlabel(title)
+            axes.set_yticks(range(len(PLACES)), [place_name(*place) for place in PLACES])
+            axes.set_ylim(len(PLACES) - 0.5, -0.5)
+            axes.set_xlim(0, None if column in ("speedup", "tau", "mask_share") else 1.04)
+            axes.grid(axis="y", visible=False)
+            if column == "speedup":
+                axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
+        line[0].set_ylabel(f"{workload}\nwhere the constraint binds")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=len(names), fontsize=10)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
+    return figure
+
+
+def _point(axes: Any, row: pd.Series, column: str, height: float, look: Mapping[str, Any]) -> None:
+    whiskers = None
+    if f"{column}_low" in row and np.isfinite(row[f"{column}_low"]):
+        whiskers = [[row[column] - row[f"{column}_low"]], [row[f"{column}_high"] - row[column]]]
+    axes.errorbar(row[column], height, xerr=whiskers, fmt="o", markersize=4.5, capsize=2, elinewidth=1, **look)
+
+
+def _row(table: pd.DataFrame, workload: str, proposer: str, place: tuple[str, bool]) -> pd.Series | None:
+    found = table[
+        (table["workload"] == workload)
+        & (table["proposer"] == proposer)
+        & (table["placement"] == place[0])
+        & (table["fast_forward"] == place[1])
+    ]
+    return None if found.empty else found.iloc[0]
+
+
+# README ------------------------------------------------------------------------------------------------------------
+
+
+def shown(row: pd.Series | None, column: str) -> str:
+    """A value with its interval."""
+    if row is None or not np.isfinite(row[column]):
+        return "-"
+    low, high = row[f"{column}_low"], row[f"{column}_high"]
+    return f"{row[column]:.2f}" + (f" [{low:.2f}, {high:.2f}]" if np.isfinite(low) else "")
+
+
+def share(row: pd.Series, column: str) -> str:
+    """Per cent."""
+    return f"{row[column]:.0%}".replace("%", " %") if np.isfinite(row[column]) else "-"
+
+
+def lines(rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, its head first."""
+    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])
+
+
+def written(table: pd.DataFrame) -> str:
+    """The tables, as Markdown: two for each workload and temperature."""
+    parts = []
+    for (temperature, workload), rows in table.groupby(["temperature", "workload"], sort=False):
+        names = [name for name in (*PROPOSERS, NULL) if name in set(rows["proposer"])]
+        parts += [
+            f"**{workload}**: {WORKLOADS[workload][0]}; temperature {temperature}, {rows['requests'].iloc[0]} prompts.",
+            lines(
+                [["speed-up", *(place_name(*place) for place in PLACES)], *(_speeds(rows, workload, n) for n in names)]
+            ),
+            lines([list(DETAILS), *(_details(rows, workload, name) for name in names if name != NULL)]),
+        ]
+    return "\n\n".join(parts)
+
+
+def _speeds(table: pd.DataFrame, workload: str, name: str) -> list[str]:
+    cells = [shown(_row(table, workload, name, place), "speedup") for place in PLACES]
+    return [(PROPOSERS | {NULL: "no draft"})[name], *cells]
+
+
+DETAILS = {
+    "": None,
+    "both, forward, over the best without a draft": (("both", True), "speedup_over_best"),
+    "tau: none": (("none", False), "tau"),
+    "target": (("target", False), "tau"),
+    "both": (("both", False), "tau"),
+    "both, forward, with forced": (("both", True), "tau_with_forced"),
+    "legal: none": (("none", False), "legal_share"),
+    "target ": (("target", False), "legal_share"),
+    "accepted, choice: target": (("target", False), "accepted_free"),
+    "both ": (("both", False), "accepted_free"),
+    "accepted, forced: both": (("both", False), "accepted_forced"),
+    "time on masks: both": (("both", False), "mask_share"),
+}
+"""Columns of the second table: where the constraint binds, and what is shown."""
+
+
+def _details(table: pd.DataFrame, workload: str, name: str) -> list[str]:
+    cells = [PROPOSERS[name]]
+    for place, column in filter(None, DETAILS.values()):
+        row = _row(table, workload, name, place)
+        assert row is not None, "every place is measured"
+        plain = f"{row[column]:.2f}" if column.startswith("tau") else share(row, column)
+        cells.append(shown(row, column) if column == "speedup_over_best" else plain)
+    return cells
+
+
+def fill(readme: Path, name: str, text: str) -> None:
+    """Put ``text`` between the README's marks of that name.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    old = readme.read_text()
+    if begin not in old or end not in old:
+        raise ValueError(f"{readme} needs the lines {begin} and {end}, between which the tables go")
+    readme.write_text(re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{text}\n{end}", old, flags=re.DOTALL))
+
+
+def report(out: Path, folder: Path) -> pd.DataFrame:
+    """Results, figure and tables of all runs under ``out``."""
+    rows: list[dict[str, Any]] = []
+    for temperature in TEMPERATURES:
+        for workload in WORKLOADS:
+            there = out / f"{workload}-{temperature}"
+            if (there / "summary.json").is_file():
+                rows += results(metrics.load(there), workload, temperature)
+    table = pd.DataFrame(rows)
+    table.to_csv(folder / "results.csv", index=False, float_format="%.4g")
+    with rc_context(STYLE):
+        draw(table).savefig(folder / "placement.png", bbox_inches="tight", dpi=110)
+    fill(folder / "README.md", "results", written(table))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what is not measured yet, and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("outputs/constraint_placement"), help="where the rows go")
+    parser.add_argument("--folder", type=Path, default=HERE, help="where results, figure and README are")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of each workload")
+    parser.add_argument("options", nargs="*", help="of the runs, as on spec_lab's command line: threads=1")
+    chosen = parser.parse_args(arguments)
+    for temperature in TEMPERATURES:
+        for workload in WORKLOADS:
+            config = configured(workload, temperature, chosen.options)
+            code = measure(config, chosen.out / f"{workload}-{temperature}", chosen.prompts, temperature)
+            if code:
+                raise SystemExit(code)
+    report(chosen.out, chosen.folder)
+
+
+if __name__ == "__main__":
+    main()

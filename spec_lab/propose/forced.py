@@ -1,0 +1,164 @@
+"""Chains under a constraint that leaves no choice here and there: what is forced costs neither depth nor a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.batch import Batch, Guide, by_row, healed
+from spec_lab.draft import Draft, Drawn, chain, empty, forest
+from spec_lab.law import Key, Purpose, Sampling, law, law_dtype
+from spec_lab.model import CausalLM
+from spec_lab.propose.trail import Held, Trail
+
+RUN = 24
+"""Most forced tokens of one chain."""
+
+
+class ForcedChains:
+    """One chain below each head: tokens drawn from the draft model's masked law, and after each those that are forced.
+
+    A forced token follows with certainty, so its law q is one-hot. The draft model computes it together with the drawn
+    token before it, when it is asked for the law of the next free one; so ``depths`` counts drawn tokens only.
+
+    Args:
+        lm: the draft model.
+        drawn: "iid", "without" or "point".
+        batch: what is drafted for, with a guide.
+        depths: ``[B]`` most tokens drawn.
+        samplings: ``[B]`` how the draft samples; no repetition penalty.
+        trails: ``[B]`` the draft's cells; None where nothing is drafted.
+        limits: ``[B]`` most nodes.
+        confidence: see ``Growth``.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        drawn: Drawn,
+        batch: Batch,
+        guide: Guide,
+        depths: Sequence[int],
+        samplings: Sequence[Sampling],
+        trails: Sequence[Trail | None],
+        limits: Sequence[int],
+        confidence: float = 0.0,
+    ) -> None:
+        self.lm, self.drawn, self.batch, self.guide = lm, drawn, batch, guide
+        self.samplings, self.trails, self.depths, self.confidence = samplings, trails, depths, confidence
+        lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
+        self.shape = forest(tuple(map(chain, lengths)))
+        self.rows = [tree.tolist() for tree in self.shape.trees]  # each head's, itself first
+        self.ends = [0] * len(trails)  # of its rows, the last one there is
+        self.token = np.zeros(self.shape.nodes, dtype=np.int64)
+        self.slots = np.full(self.shape.rows, -1, dtype=np.int64)
+        self.q: list[Tensor] = []
+        self.q_row = np.full(self.shape.rows, -1, dtype=np.int64)
+        self.allowed: dict[int, np.ndarray] = {}  # by head, after its last row
+
+    def run(self) -> Draft:
+        """Draw all chains. Afterwards the trails hold the cells of the computed nodes."""
+        active = [head for head, trail in enumerate(self.trails) if trail is not None]
+        if active:
+            pending = [self._trail(head).follow() for head in active]
+            paths = [self._trail(head).path for head in active]
+            output = self.lm.forward(paths, pending, empty(len(active), self.lm.device))
+            self.batch.marks += output.marks
+            logits = output.logits
+            for head in active:
+                self.allowed[head] = self._ask(head)
+        level = 0
+        while active:
+            level += 1
+            grown, unsure = self._draw(active, logits)
+            fresh = {head: [self.rows[head][self.ends[head]]] for head in grown}
+            for head in grown:
+                fresh[head] += self._forced(head)
+            full = {head for head in grown if self.ends[head] + 1 == len(self.rows[head])}
+            active = [h for h in grown if h not in full and h not in unsure and level < self.depths[h]]
+            active = [head for head in active if self.allowed[head].any()]
+            if active:
+                logits = self._compute(active, fresh)
+        return self._draft()
+
+    def _trail(self, head: int) -> Trail:
+        trail = self.trails[head]
+        assert trail is not None
+        return trail
+
+    def _ask(self, head: int) -> np.ndarray:  # [V]
+        """What may come after the head's last row."""
+        return self.guide(self.shape, np.array([self.rows[head][self.ends[head]]]), self.token)[0]
+
+    def _append(self, head: int, token: int) -> None:
+        self.ends[head] += 1
+        self.token[self.rows[head][self.ends[head]] - self.shape.heads] = token
+
+    def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
+        """One more token for each, from logits ``[n, V]``: for whom there was one, and of these the unsure."""
+        rows = np.array([self.rows[head][self.ends[head]] for head in active])
+        own = healed(self.batch, np.array(active), logits.to(law_dtype(logits), copy=True), "draft")
+        mask = torch.from_numpy(~np.stack([self.allowed[head] for head in active])).to(own.device)
+        own = own.masked_fill_(mask, -torch.inf)
+        possible = own.amax(-1) > -torch.inf
+        active = [head for head, well in zip(active, possible.tolist(), strict=True) if well]
+        if not active:
+            return [], set()
+        own, rows = own[possible], rows[possible.cpu().numpy()]
+        sure = own.softmax(-1).amax(-1) >= self.confidence if self.confidence else torch.ones(len(active))
+        if self.drawn == "point":
+            picked = own.argmax(-1).cpu().numpy()
+        else:
+            q = law(own, by_row(self.samplings, np.array(active)), scratch=own)
+            self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
+            self.q.append(q)
+            keys = [Key(*self.batch.sequences[head].who, Purpose.DRAFT, self.ends[head]) for head in active]
+            picked = self.batch.draws.pick(q, keys)
+        for head, token in zip(active, picked.tolist(), strict=True):
+            self._append(head, token)
+        return active, {head for head, well in zip(active, sure.tolist(), strict=True) if not well}
+
+    def _forced(self, head: int) -> list[int]:
+        """Append what follows with certainty; returns its rows. What may come then is in ``allowed``."""
+        appended = []
+        while self.ends[head] + 1 < len(self.rows[head]):
+            allowed = self._ask(head)
+            self.allowed[head] = allowed
+            if allowed.sum() != 1:
+                break
+            token, row = int(allowed.argmax()), self.rows[head][self.ends[head]]
+            if self.drawn != "point":
+                self.q_row[row] = sum(map(len, self.q))
+                dtype = law_dtype(torch.empty(0, dtype=self.lm.dtype))
+                self.q.append(torch.from_numpy(allowed)[None].to(self.lm.device, dtype))
+            self._append(head, token)
+            appended.append(self.rows[head][self.ends[head]])
+        return appended
+
+    def _compute(self, active: list[int], fresh: dict[int, list[int]]) -> Tensor:  # [n, V]
+        """The draft's logits after the last row of each, with all its new rows computed."""
+        rows = np.array([row for head in active for row in fresh[head]])
+        paths = [None if trail is None else trail.path for trail in self.trails]
+        ids = torch.from_numpy(self.token[rows - self.shape.heads]).to(self.lm.device)
+        output = self.lm.extend(paths, self.shape, rows, ids, self.slots)
+        self.batch.marks += output.marks
+        return output.logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
+
+    def _draft(self) -> Draft:
+        shape = self.shape
+        for head, trail in enumerate(self.trails):
+            if trail is not None:
+                trail.held = Held(shape, head, self.token, self.slots)
+        live = np.zeros(shape.rows, dtype=bool)
+        for rows, end in zip(self.rows, self.ends, strict=True):
+            live[rows[: end + 1]] = True
+        smaller, kept = shape.keep(live)
+        token = torch.from_numpy(self.token[kept]).to(self.batch.device)
+        if self.drawn == "point":
+            return Draft(smaller, token)
+        q_row = np.concatenate([self.q_row[: shape.heads], self.q_row[shape.heads :][kept]])
+        nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
+        return Draft(smaller, token, self.drawn, torch.cat(self.q) if self.q else nothing, q_row)
