@@ -5,9 +5,11 @@ An arm is one way to decode. The baseline is the null proposer in the same loop.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from spec_lab.prompts import Prompt, encode
 from spec_lab.propose import Null, Proposer
 from spec_lab.record import Outcome
 from spec_lab.target import Target
+from spec_lab.text import Rules, plain
 from spec_lab.track import Tracker
 from spec_lab.verify import Match, Verifier, check_pair
 
@@ -202,6 +205,13 @@ class Lab:
         text = dict(stop_strings=stop, banned_strings=tuple(settings.banned), min_new_tokens=settings.min_new_tokens)
         return [replace(one, **text) for one in healed]  # type: ignore[arg-type]
 
+    def shown(self, request: Request, tokens: Sequence[int]) -> str:
+        """An output as text: without special tokens, without what was healed, cut where a stop string begins."""
+        if self.pieces is not None and (request.healed or request.stop_strings):
+            rules = Rules(request.stop, request.stop_strings, (), request.min_new_tokens)
+            return plain(self.pieces, tokens, rules, request.healed)
+        return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
+
     def facts(self) -> dict[str, Any]:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
         own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
@@ -211,9 +221,14 @@ class Lab:
         }
 
     def weights(self) -> dict[str, str]:
-        """SHA-256 of the weights of each part that has some; empty for weights from the hub."""
+        """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.beside, **self.peers}
-        return {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
+        found = {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
+        if self.binding is not None:  # its source may stand in a file
+            found["constraint"] = sha256(
+                json.dumps(self.binding.facts, sort_keys=True, default=str).encode()
+            ).hexdigest()
+        return found
 
 
 def requests_of(target: Target, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int) -> list[Request]:

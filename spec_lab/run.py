@@ -108,7 +108,7 @@ def _decode_group(
         steps += record.step_rows(decoded.rounds, number, name)
         for outcome in decoded.outcomes:
             prompt = lab.prompts[outcome.request.id]
-            shown = lab.target.tokenizer.decode(outcome.tokens, skip_special_tokens=True)
+            shown = lab.shown(outcome.request, outcome.tokens)
             requests.append(record.request_row(outcome, prompt, shown, settings.seed, number, name, order))
             if outcome.error:
                 bar.write(f"{name}: {outcome.error}", file=sys.stderr)

@@ -155,16 +155,6 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
-def test_the_constraint_experiment_runs_on_the_bundled_models(cli, tmp_path):
-    short = ["target.dtype=float64", "max_new_tokens=8", "warmup=0", "prompts.limit=2", "~beside.medusa", "out=here"]
-    code, said, errors = cli("+experiment=constraint_placement", *short)
-    assert code == 0, errors
-    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert summary["constraint"] == "json_schema" and summary["constraint_facts"]["placement"] == "both"
-    assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
-    assert summary["legal_share"] == 1 and 0 < summary["mask_exposed_share"] < 1
-
-
 @pytest.mark.usefixtures("tiny_zoo")
 def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
     drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spec_lab import metrics, text
+from spec_lab import metrics
 from spec_lab.attention import SPANS
 from spec_lab.lab import Lab
 from spec_lab.law import Sampling
 from spec_lab.peers import Bare, Generate
+from spec_lab.prompts import jsonl
 from spec_lab.run import run
 from spec_lab.target import Target, weights_hash
 from spec_lab.track import Files
@@ -38,7 +39,7 @@ def build(folder, sampling: Sampling) -> Lab:
         "assisted_same": Generate.assisted(target, sampling, 0, str(folder / "draft"), tokens=4),
         "prompt_lookup": Generate.lookup(target, sampling, 0),
     }
-    prompts = text.jsonl(str(folder / "prompts.jsonl"))
+    prompts = jsonl(str(folder / "prompts.jsonl"))
     return Lab(target, Repeat(), Token(), sampling, prompts, Files(), peers=peers)
 
 

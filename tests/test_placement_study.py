@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from spec_lab.batch import Request
 from spec_lab.constrain.load import json_schema, lark, regex
 from spec_lab.constrain.state import Stuck, allows, the_only, unpack
-from spec_lab.entry import conf, zoo
+from spec_lab.entry import conf, main, zoo
 from spec_lab.train.records import HELD_OUT_SEED, record
 from tests import checkpoints
 from tests.constrain.parts import bundled
@@ -239,3 +239,14 @@ def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, t
     monkeypatch.setattr(measure.Loop, "decode", never)
     measure.main(arguments)
     assert pd.read_csv(tmp_path / "results.csv").equals(table)
+
+
+def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
+    short = ["target.dtype=float64", "max_new_tokens=20", "warmup=0", "prompts.limit=2", "~beside.medusa", "out=here"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=constraint_placement", *short])
+    main()
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert summary["constraint"] == "json_schema" and summary["constraint_facts"]["placement"] == "both"
+    assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
+    assert summary["legal_share"] == 1 and 0 < summary["mask_exposed_share"] < 1

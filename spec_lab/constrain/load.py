@@ -152,6 +152,11 @@ def together(
         parts += [AtLeast(at_least, vocabulary.size)] if at_least else []
     if not parts:
         return None
+    if len(parts) > (constraint is not None) and options.get("placement", "both") not in ("target", "both"):
+        raise ValueError(
+            "heal, banned and min_new_tokens bind the output, which "
+            f"constraint.placement={options['placement']} leaves alone: set it to target or both, or leave them out"
+        )
     return Binding(parts[0] if len(parts) == 1 else Together(parts), **options)
 
 

@@ -88,7 +88,7 @@ def test_greedy_output_with_drafts_is_greedy_output(target, name):
 
 @pytest.mark.parametrize("name", MADE)
 def test_its_config_loads_it(name):
-    config = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    config = yaml.safe_load((CONF / f"controller_{name}.yaml").read_text())
     assert config.pop("_target_") == f"spec_lab.constrain.controllers.{name}.load"
     needed = {"choices": ["a"], "pattern": "a+", "strings": ["a"], "parts": ["Na", {"most": 2}]}
     for option in ("placement", "draft_budget", "fast_forward"):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import spec_lab.batch
+import spec_lab.commit
 import spec_lab.propose.growth
 from spec_lab.batch import Batch
 from spec_lab.certify import exact
@@ -335,14 +336,18 @@ def standing_still() -> AbstractContextManager[Any]:
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
     """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
-    right = spec_lab.batch._cut
+    right = spec_lab.commit._commit
 
-    def cut(sequence: Any, emitted: list[int], context: int) -> tuple[int, str | None]:
-        blind = replace(sequence, request=replace(sequence.request, stop=frozenset()))
-        kept, finish = right(blind, emitted, context)
-        return kept, "stop" if sequence.request.stop.intersection(emitted[:kept][first:]) else finish
+    def late(batch: Any, tree: int, sequence: Any, *rest: Any) -> Any:
+        asked, before = sequence.request, len(sequence.tokens)
+        sequence.request = replace(asked, stop=frozenset())
+        done = right(batch, tree, sequence, *rest)
+        sequence.request = asked
+        if asked.stop.intersection(sequence.tokens[before:][first:]):
+            sequence.finish = "stop"
+        return done
 
-    return mock.patch.object(spec_lab.batch, "_cut", cut)
+    return mock.patch.object(spec_lab.commit, "_commit", late)
 
 
 # The table
