@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spec_lab import record
+from spec_lab import columns, record
 from spec_lab.lab import Loop
 from spec_lab.record import Recorder, load
 from spec_lab.verify import Match
@@ -25,8 +25,8 @@ def decoded(tmp_path_factory):
 
 def test_columns_are_those_of_the_schema(decoded):
     _, _, rounds, steps = decoded
-    assert set(rounds[0]) == set(record.ROUNDS)
-    assert set(steps[0]) == set(record.STEPS)
+    assert set(rounds[0]) == set(columns.ROUNDS)
+    assert set(steps[0]) == set(columns.STEPS)
 
 
 def test_steps_tell_the_whole_output(decoded):
@@ -135,7 +135,7 @@ def test_a_group_without_its_requests_never_finished(tmp_path):
 def test_nothing_there_is_empty_tables(tmp_path):
     tables = load(tmp_path / "nowhere")
     assert len(tables.rounds) == len(tables.steps) == len(tables.requests) == 0
-    assert list(tables.steps.columns) == list(record.STEPS)
+    assert list(tables.steps.columns) == list(columns.STEPS)
 
 
 def test_a_broken_file_is_named(tmp_path):

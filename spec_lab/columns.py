@@ -1,0 +1,94 @@
+"""The columns of a run's three tables, with their types and meanings."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+_TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+
+ROUNDS = {
+    "id": (_TEXT, "group/arm/round"),
+    "group": (_WHOLE, "number of the group of prompts decoded together"),
+    "arm": (_TEXT, "'speculative', 'baseline', or the name of what is measured beside them"),
+    "round": (_WHOLE, "number of the forward in its group and arm, from 0"),
+    "prefill": (_FLAG, "whether this forward computed the prompts; decode time and tau start after it"),
+    "live": (_WHOLE, "sequences that took part"),
+    "nodes": (_WHOLE, "drafted nodes of all trees"),
+    "cells": (_WHOLE, "attended cells of all sequences"),
+    "start": (_REAL, "seconds from the start of the arm's round 0 to the start of this one"),
+    "propose": (_REAL, "seconds of drafting"),
+    "propose_forward": (_REAL, "of these, seconds inside module calls of a draft model or heads"),
+    "mask_busy": (_REAL, "seconds spent on constraint masks, wherever they ran"),
+    "mask_wait": (_REAL, "of these, seconds the loop waited for them"),
+    "target": (_REAL, "seconds of the target, packing and bookkeeping of cells included"),
+    "target_forward": (_REAL, "of these, seconds inside its module calls"),
+    "law": (_REAL, "seconds of turning logits into laws"),
+    "verify": (_REAL, "seconds of verification and choice"),
+    "commit": (_REAL, "seconds of committing"),
+    "whole": (_REAL, "seconds of the whole round"),
+}
+"""One row for each forward of a batch."""
+
+STEPS = {
+    "id": (_TEXT, "request/arm/sequence/round"),
+    "group": (_WHOLE, "as in rounds"),
+    "arm": (_TEXT, "as in rounds"),
+    "request": (_WHOLE, "number of the prompt in its run"),
+    "sequence": (_WHOLE, "number of the sequence in its request; 0 is the first, its forks follow"),
+    "parent_sequence": (_WHOLE, "the branch it was forked from; -1 for none"),
+    "round": (_WHOLE, "as in rounds"),
+    "prefill": (_FLAG, "as in rounds"),
+    "pending": (_WHOLE, "tokens committed and not yet computed when the round began"),
+    "forced": (_WHOLE, "of the drafted nodes, those that the constraint left no choice for"),
+    "nodes": (_WHOLE, "drafted nodes, forced ones included"),
+    "legal": (_WHOLE, "of the drafted nodes, those that the constraint allows; all without one"),
+    "depth": (_WHOLE, "drafted depth"),
+    "path": (pa.list_(pa.int64()), "the accepted path as child ranks, before cuts"),
+    "stop_had_children": (_FLAG, "whether the node where the path ended had children, all of them rejected"),
+    "accepted": (_WHOLE, "drafted tokens accepted, before cuts, forced ones included"),
+    "emitted": (_WHOLE, "tokens emitted, before cuts: accepted, the one after them, and those appended as forced"),
+    "accepted_kept": (_WHOLE, "accepted tokens left after stop tokens and limits"),
+    "emitted_kept": (_WHOLE, "emitted tokens left after stop tokens and limits"),
+    "forced_accepted": (_WHOLE, "of accepted, tokens that were forced"),
+    "forced_accepted_kept": (_WHOLE, "of accepted_kept, tokens that were forced"),
+    "forced_emitted": (_WHOLE, "of emitted, tokens that were forced"),
+    "forced_emitted_kept": (_WHOLE, "of emitted_kept, tokens that were forced"),
+    "taken_back": (_WHOLE, "tokens that the constraint took back after this step"),
+    "forks": (_WHOLE, "sequences that the constraint forked off after this step"),
+    "expected_accepted": (_REAL, "expected accepted tokens given the draft, before cuts, forced ones left out"),
+    "expected_emitted": (_REAL, "expected emitted tokens given the draft, likewise"),
+    "expected_kind": (_TEXT, "'exact': given the draft; 'noise': given its noise as well; empty: a broken step"),
+    "empty_residual": (_FLAG, "whether rounding left nothing of the residual, so that the token came from p itself"),
+    "finish": (_TEXT, "why the sequence ended with this step (batch.FINISHES); empty while it lives"),
+    "context": (_WHOLE, "tokens of the sequence when the round began, prompt included"),
+}
+"""One row for each sequence in each round."""
+
+REQUESTS = {
+    "id": (_TEXT, "request/arm/sequence"),
+    "group": (_WHOLE, "as in rounds"),
+    "arm": (_TEXT, "as in rounds"),
+    "request": (_WHOLE, "number of the prompt in its run; keys its randomness"),
+    "sequence": (_WHOLE, "as in steps"),
+    "parent_sequence": (_WHOLE, "as in steps"),
+    "name": (_TEXT, "the prompt's id"),
+    "workload": (_TEXT, "the prompt's workload"),
+    "source": (_TEXT, "where the prompt comes from"),
+    "seed": (_WHOLE, "the run's seed"),
+    "order": (_WHOLE, "the arm's place in its group's order, from 0"),
+    "prompt": (_TEXT, "the prompt"),
+    "prompt_tokens": (_WHOLE, "its length in tokens"),
+    "text": (_TEXT, "the output as text, special tokens left out"),
+    "tokens": (pa.list_(pa.int64()), "the output's token ids, after cuts; of a fork, those before the fork as well"),
+    "prefill_tokens": (_WHOLE, "of them, those emitted by the prefill's forward"),
+    "decode_tokens": (_WHOLE, "of them, the others; of a fork, those that it did not share"),
+    "prefill_seconds": (_REAL, "seconds of the prefill's round, shared by the group"),
+    "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last round"),
+    "finish": (_TEXT, "why the sequence ended (batch.FINISHES)"),
+    "kept": (_FLAG, "whether its constraint, asked once the request had finished, kept this sequence"),
+    "violated": (_WHOLE, "tokens emitted before the first that an observing constraint does not allow; -1 for none"),
+    "error": (_TEXT, "what broke the request; empty for nothing"),
+}
+"""One row for each sequence of a request, in each arm: just one unless a constraint forked it."""
+
+SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}
