@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -101,6 +102,7 @@ class Sequence:
         born: tokens it had when it was forked (of the prompt, if it was not), less what was taken back of them since.
         spent: tokens it has emitted, those taken back included.
         forks: how often it was forked.
+        unwatched: why an observing constraint could not go on; the output goes on without it. Empty for nothing.
         violated: tokens emitted when the first one came that an observing constraint does not allow; None for none.
         logprobs: of each emitted token, where the request wants them.
         origins: where each emitted token came from (``ORIGINS``), where a stream reads it.
@@ -120,10 +122,15 @@ class Sequence:
     born: int = 0
     spent: int = 0
     forks: int = 0
+    unwatched: str = ""
     violated: int | None = None
     logprobs: list[float] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     kept: bool = True
+
+    def unwatch(self, why: str) -> None:
+        """Its constraint, which only observes or helps to draft, cannot go on."""
+        self.constraint, self.unwatched = None, why
 
     @property
     def pending(self) -> list[int]:
@@ -185,6 +192,8 @@ class Batch:
     target: Target
     sequences: list[Sequence]
     draws: Draws
+    made: Counter[int] = field(default_factory=Counter)
+    """Forks made so far, by the request's id."""
     broken: dict[int, str] = field(default_factory=dict)
     """Trees of this round that must end, by head, each with what broke; filled by whoever sees it first."""
     guide: Guide | None = None

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.batch import Batch, Request, Sequence
+from spec_lab.batch import Batch, Sequence
 from spec_lab.constrain import Binding, Masks, Stuck
 from spec_lab.constrain.binding import forced_token
 from spec_lab.constrain.state import allows
 from spec_lab.draft import Draft
 
 MOST_FORKS = 256
-"""Sequences that one request may have."""
+"""Forks that one request may make in all; one more breaks it."""
 
 MOST_ACTIONS = 1000
 """Actions in a row, without a token between them."""
@@ -128,7 +128,9 @@ def _commit(
                 legal = bool(masks.legal[at]) and (own or allows(masks.bits[at], token))
                 _observe(sequence, legal)
             logprob = step.logprobs[tree][place] if step.logprobs is not None else float("nan")
-            _append(batch, tree, sequence, token, logprob, "forced" if forced else "accepted" if own else "emitted")
+            origin = "forced" if forced else "accepted" if own else "emitted"
+            binds = binding is None or binding.on_target
+            _append(batch, tree, sequence, token, logprob, origin, binds)
             done.emitted_kept += 1
             done.accepted_kept += own
             done.forced_accepted_kept += forced and own
@@ -176,8 +178,9 @@ def settle(batch: Batch, tree: int, sequence: Sequence, binding: Binding, done: 
                     # Nothing is done before all of it can be: no fork is left without what binds it.
                     for onward in action:
                         _check(one, onward.backtrack)
-                    if _relatives(batch, done, one.request) + len(action) - 1 > MOST_FORKS:
-                        raise Stuck(f"its constraint forked it into more than {MOST_FORKS} sequences")
+                    batch.made[one.request.id] += len(action) - 1
+                    if batch.made[one.request.id] > MOST_FORKS:
+                        raise Stuck(f"its constraint made more than {MOST_FORKS} forks of the request")
                     children = [fork(batch, one, number) for number in range(1, len(action))]
                     done.children += children
                     fresh += children
@@ -238,8 +241,10 @@ def _check(sequence: Sequence, count: int) -> int:
     return emitted
 
 
-def _append(batch: Batch, tree: int, sequence: Sequence, token: int, logprob: float, origin: str) -> None:
-    """One more token; perhaps it ends the sequence, else the constraint moves on."""
+def _append(
+    batch: Batch, tree: int, sequence: Sequence, token: int, logprob: float, origin: str, binds: bool = True
+) -> None:
+    """One more token; perhaps it ends the sequence, else the constraint moves on, which may bind the output or not."""
     request = sequence.request
     sequence.tokens.append(token)
     sequence.spent += 1
@@ -257,8 +262,10 @@ def _append(batch: Batch, tree: int, sequence: Sequence, token: int, logprob: fl
             if sequence.constraint.action() is not None:
                 return  # it may take tokens back: limits count afterwards
         except Stuck as error:
-            _stuck(batch, tree, sequence, str(error))
-            return
+            if binds:
+                _stuck(batch, tree, sequence, str(error))
+                return
+            sequence.unwatch(str(error))
     _limit(batch, sequence)
 
 
@@ -282,10 +289,6 @@ def _observe(sequence: Sequence, legal: bool) -> None:
 def _stuck(batch: Batch, tree: int, sequence: Sequence, why: str) -> None:
     sequence.finish = "stuck"
     batch.broken[tree] = why
-
-
-def _relatives(batch: Batch, done: Committed, request: Request) -> int:
-    return sum(one.request is request for one in [*batch.sequences, *done.children])
 
 
 def _keep_cells(batch: Batch, tree: int, sequence: Sequence, step: Step, done: Committed) -> None:

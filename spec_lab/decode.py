@@ -16,6 +16,7 @@ from spec_lab.commit import Committed, Step, commit, settle
 from spec_lab.constrain import Binding, Bound, Masks, Stuck
 from spec_lab.constrain.binding import open_mask
 from spec_lab.draft import Draft, Shape
+from spec_lab.draft import empty as no_draft
 from spec_lab.law import Draws, law, law_dtype, one_hot_
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
@@ -150,7 +151,10 @@ class Group:
             try:
                 sequence.constraint = self._bound.start(sequence.request)
             except Stuck as error:
-                sequence.finish, batch.broken[head] = "stuck", str(error)
+                if self._bound.binding.on_target:
+                    sequence.finish, batch.broken[head] = "stuck", str(error)
+                else:
+                    sequence.unwatch(str(error))
                 continue
             # An action waits for the first round, which computes the prompt: forks then share its cells.
             if self._bound.binding.on_target and sequence.constraint.action() is None:
@@ -170,7 +174,10 @@ class Group:
         marks = [clock.mark()]
         if bound is not None:
             bound.begin(batch)
-        draft = self.proposer.propose(batch).cut(batch.room())
+        if bound is None or bound.peeks:
+            draft = self.proposer.propose(batch).cut(batch.room())
+        else:
+            draft = no_draft(len(sequences), batch.device)
         marks.append(clock.mark())
         masks = None
         if bound is not None:

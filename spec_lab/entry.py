@@ -178,7 +178,7 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     """
     named = named_by(config, part)
     try:
-        made = instantiate(named, _partial_=True)(**live)
+        made = instantiate(named, _partial_=True, _convert_="all")(**live)
         if made is None and part == "constraint":
             return None
     except (InstantiationException, OSError, TypeError, ValueError) as error:

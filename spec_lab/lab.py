@@ -197,6 +197,15 @@ class Lab:
     def requests(self, settings: Settings) -> list[Request]:
         """The prompts as requests. Errors as in ``requests_of``."""
         requests = requests_of(self.target, self.prompts, self.sampling, settings.max_new_tokens)
+        bare = next((one.name for one in requests if not one.constraint), None)
+        constraint = None if self.binding is None else self.binding.constraint
+        parts: Sequence[Any] = getattr(constraint, "parts", (constraint,))
+        for part in parts:
+            if getattr(part, "source", "") is None and bare is not None:
+                raise ValueError(
+                    f"constraint={part.name} has no source, and prompt '{bare}' brings none: give one on the command "
+                    "line, or a field 'constraint' in the prompt's line"
+                )
         stop, pieces = tuple(settings.stop), self.pieces
         if settings.heal and pieces is None:
             raise ValueError("heal=true needs a target whose tokens' bytes are known")

@@ -191,7 +191,7 @@ def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors:
                 decode_tokens=own - first,
                 prefill_seconds=prefill,
                 decode_seconds=clock.seconds(rounds[0].marks[-1], final.marks[-1]) if final is not None else 0.0,
-                error=errors.get(sequence.request.name, "") if sequence.finish in BROKEN else "",
+                error=errors.get(sequence.request.name, "") if sequence.finish in BROKEN else unwatched(sequence),
                 sequence=number,
                 parent=parent,
                 violated=-1 if sequence.violated is None else sequence.violated,
@@ -199,6 +199,13 @@ def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors:
             )
         )
     return found
+
+
+def unwatched(sequence: Sequence) -> str:
+    """That an observing constraint gave up, in words; empty where it did not."""
+    if not sequence.unwatched:
+        return ""
+    return f"request '{sequence.request.name}' went on without the constraint that observed it: {sequence.unwatched}"
 
 
 def request_row(

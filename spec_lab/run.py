@@ -160,4 +160,4 @@ def _parts(arm: Arm) -> dict[str, Any]:
     if not isinstance(arm, Loop):
         return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
     parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
-    return parts | in_short(arm.proposer, arm.verifier)
+    return parts | in_short(arm.proposer, arm.verifier, arm.binding is not None)

@@ -93,6 +93,33 @@ def test_every_constraint_says_how_it_binds():
         assert set(vars_of(Binding)) - ({"beside"} if acts else set()) <= named, file
 
 
+GIVEN_BY_USERS = {
+    "choice": ['constraint.choices=["a","b"]'],
+    "controller": [
+        "constraint.make=spec_lab.constrain.controllers.choices.load",
+        'constraint.options={choices: ["a"]}',
+    ],
+    "controller_banned": ['constraint.strings=["x"]'],
+    "controller_choices": ['constraint.choices=["a","b"]'],
+    "controller_pattern": ['constraint.pattern="a+"'],
+    "controller_template": ['constraint.parts=["a",{most: 2},"b"]'],
+    "json_schema": ["constraint.schema={type: integer}"],
+    "lark": ["constraint.grammar='start: \"a\"'"],
+    "regex": ['constraint.pattern="a+"'],
+}
+"""What the command line must say."""
+
+
+@pytest.mark.parametrize("file", [file for file in options() if file.parent.name == "constraint"], ids=lambda f: f.stem)
+def test_every_constraint_can_be_named_on_the_command_line(cli, file):
+    given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
+    prompts = "prompts=json" if file.stem == "records" else "prompts=code"
+    heal = "heal=false"
+    command = [*given, prompts, heal, f"target.path={zoo('target')}", "proposer=ngram", "prompts.limit=1", "warmup=0"]
+    code, _, errors = cli(*command, "max_new_tokens=2", "baseline=false", "out=here")
+    assert code == 0, errors
+
+
 def test_the_experiments_are_these():
     assert sorted(file.stem for file in Path(conf(), "experiment").glob("*.yaml")) == EXPERIMENTS
 

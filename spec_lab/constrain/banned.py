@@ -17,7 +17,8 @@ from spec_lab.strings import Match, Strings, Watcher
 class Banned:
     """Takes back every string of ``strings`` that the output completes. See ``Constraint``.
 
-    The text goes back to before the token in which the string began, and that token is not allowed there again. This
+    They are looked for until the text ends, a stop string that waits for another around it included. The text goes back
+    to before the token in which the string began, and that token is not allowed there again. This
     procedure is the law: it is not the model's law given that no string appears.
 
     Args:

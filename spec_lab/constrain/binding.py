@@ -35,7 +35,7 @@ class Binding:
         draft_budget: masks that the draft may use for each sequence in each step; after them it drafts unmasked. Or a
             time for it, such as "200us", with which runs cannot be reproduced. None: no limit.
         fast_forward: tokens that the masks leave no choice for are appended at once, as certain as they are, and
-            computed with the next draft.
+            computed with the next draft. None: where the target is bound.
         beside: the masks are computed beside the target's forward, in a thread, where nothing waits for them earlier.
 
     Raises:
@@ -46,22 +46,26 @@ class Binding:
     constraint: Constraint
     placement: str = "both"
     draft_budget: int | str | None = None
-    fast_forward: bool = False
+    fast_forward: bool | None = False
     beside: bool = False
 
     def __post_init__(self) -> None:
         one_of("constraint.placement", self.placement, PLACES)
         self.budget()
+        if self.fast_forward is None:
+            object.__setattr__(self, "fast_forward", self.on_target)
         for name in ("fast_forward", "beside"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
-        if not self.on_target and (self.constraint.acts or self.fast_forward):
-            what = (
-                f"'{self.constraint.name}' acts on the output" if self.constraint.acts else "fast_forward forces tokens"
-            )
+        if not self.on_target and self.constraint.acts:
             raise ValueError(
-                f"constraint.placement={self.placement} leaves the output alone, but {what}: "
-                "set constraint.placement to target or both"
+                f"constraint.placement={self.placement} leaves the output alone, but '{self.constraint.name}' acts on "
+                "the output: set constraint.placement to target or both"
+            )
+        if not self.on_target and self.fast_forward:
+            raise ValueError(
+                f"constraint.placement={self.placement} leaves the output alone, but fast_forward forces tokens: set "
+                "constraint.placement to target or both, or constraint.fast_forward=false"
             )
 
     @property
@@ -112,7 +116,7 @@ class Guide:
 
     def __init__(self, states: Sequence[State | None], binding: Binding) -> None:
         self.vocabulary = binding.constraint.vocabulary
-        self.forces = binding.fast_forward
+        self.forces = bool(binding.fast_forward)
         most, self.seconds_left = binding.budget()
         self.left = [most] * len(states)
         self.states = states
@@ -176,6 +180,11 @@ class Bound:
         self._thread: ThreadPoolExecutor | None = None
         self._coming: Future[Masks] | None = None
 
+    @property
+    def peeks(self) -> bool:
+        """Whether anything can be drafted: states that cannot be forked are decoded token by token."""
+        return bool(getattr(self.constraint, "peeks", True))
+
     def start(self, request: Request) -> State:
         """See ``Constraint.start``."""
         return self.constraint.start(request)
@@ -184,7 +193,7 @@ class Bound:
         """A round begins: proposers that can draft under masks find a guide."""
         self.busy = self.guided = 0.0
         self.guide = batch.guide = None
-        if self.binding.on_draft:
+        if self.binding.on_draft and self.peeks:
             self.guide = batch.guide = Guide([s.constraint for s in batch.sequences], self.binding)
 
     def narrow(self, batch: Batch, draft: Draft) -> tuple[Draft, Masks | None]:
@@ -194,8 +203,6 @@ class Bound:
         go: whether a node is legal follows from the text, not from a drawn value.
         """
         prunes = self.guide is not None and not self.guide.used and draft.drawn == "point" and draft.shape.nodes > 0
-        if not getattr(self.constraint, "peeks", True):
-            draft = draft.cut([0] * draft.shape.heads)
         if prunes and self.binding.draft_budget is not None:
             draft, prunes = self._pruned(draft), False
         if self.guide is not None:
@@ -250,7 +257,10 @@ class Bound:
             one = [state if number == head else None for number, state in enumerate(states)]
             return by_forks(one, shape, token, vocabulary)
         except Stuck as error:
-            batch.broken[head], batch.sequences[head].finish = str(error), "stuck"
+            if self.binding.on_target:
+                batch.broken[head], batch.sequences[head].finish = str(error), "stuck"
+            else:
+                batch.sequences[head].unwatch(str(error))
             return by_forks([None] * len(states), shape, token, vocabulary)
 
     def _of(self, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:

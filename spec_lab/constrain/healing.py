@@ -59,18 +59,19 @@ class Healing:
 
     def start(self, request: Request) -> Prefix:
         """See ``Constraint``."""
-        return Prefix(self.pieces, request.healed)
+        return Prefix(self.pieces, request.healed, {})
 
 
 class Prefix:
     """The bytes that must still come first. See ``State``."""
 
-    def __init__(self, pieces: Sequence[bytes], rest: bytes) -> None:
+    def __init__(self, pieces: Sequence[bytes], rest: bytes, masks: dict[bytes, np.ndarray] | None = None) -> None:
         self.pieces, self.rest = pieces, rest
+        self.masks = {} if masks is None else masks  # by the rest, shared by forks
 
     def fork(self) -> Prefix:
         """See ``State``."""
-        return Prefix(self.pieces, self.rest)
+        return Prefix(self.pieces, self.rest, self.masks)
 
     def advance(self, token: int) -> None:
         """See ``State``."""
@@ -79,12 +80,13 @@ class Prefix:
     def mask(self) -> np.ndarray | None:
         """Tokens that begin the bytes still wanted, or begin with them."""
         rest = self.rest
-        if not rest:
-            return None
+        if not rest or rest in self.masks:
+            return self.masks.get(rest)
         allowed = np.fromiter((bool(p) and (p.startswith(rest) or rest.startswith(p)) for p in self.pieces), dtype=bool)
         if not allowed.any():
             raise Stuck(f"no token begins the bytes {rest[:8]!r} that were taken off the prompt's end")
-        return pack(allowed)
+        self.masks[rest] = pack(allowed)
+        return self.masks[rest]
 
     def action(self) -> None:
         """None is ever wanted."""

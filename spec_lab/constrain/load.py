@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -41,8 +42,7 @@ def regex(
     Raises:
         ValueError: an expression that cannot be compiled, an unknown engine.
     """
-    made: Constraint = _engine(engine).regex(vocabulary, pattern or None, prompt=prompt, **options)
-    return made
+    return _compile(engine, "regex", vocabulary, pattern or None, prompt=prompt, **options)
 
 
 def json_schema(
@@ -68,8 +68,7 @@ def json_schema(
         OSError: no such file.
     """
     text = schema if isinstance(schema, str) or schema is None else json.dumps(schema)
-    made: Constraint = _engine(engine).json_schema(vocabulary, text or None, path=path, prompt=prompt, **options)
-    return made
+    return _compile(engine, "json_schema", vocabulary, text or None, path=path, prompt=prompt, **options)
 
 
 def lark(
@@ -81,8 +80,7 @@ def lark(
     **options: Any,
 ) -> Constraint:
     """The output follows a context-free grammar in Lark's syntax. Arguments and errors as in ``json_schema``."""
-    made: Constraint = _engine(engine).lark(vocabulary, grammar or None, path=path, prompt=prompt, **options)
-    return made
+    return _compile(engine, "lark", vocabulary, grammar or None, path=path, prompt=prompt, **options)
 
 
 def choice(
@@ -93,10 +91,8 @@ def choice(
     **options: Any,
 ) -> Constraint:
     """The output is one of some texts. Arguments and errors as in ``regex``."""
-    made: Constraint = _engine(engine).choice(
-        vocabulary, strings("constraint.choices", choices) or None, prompt=prompt, **options
-    )
-    return made
+    source = strings("constraint.choices", choices) or None
+    return _compile(engine, "choice", vocabulary, source, prompt=prompt, **options)
 
 
 def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | None = None) -> Constraint:
@@ -116,7 +112,10 @@ def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | N
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"constraint.make={make} names nothing that can be imported: {error}") from error
-    made: Any = found(vocabulary, **(options or {}))
+    try:
+        made: Any = found(vocabulary, **(options or {}))
+    except TypeError as error:
+        raise ValueError(f"constraint.make={make} cannot be called with (vocabulary, **options): {error}") from error
     return made if hasattr(made, "start") else Controlled(made, vocabulary.size, name)
 
 
@@ -152,6 +151,11 @@ def together(
         parts += [AtLeast(at_least, vocabulary.size)] if at_least else []
     if not parts:
         return None
+    if healing and constraint is not None and not getattr(constraint, "prompt", False):
+        raise ValueError(
+            f"heal=true lets the output begin with the prompt's last bytes, which '{constraint.name}' does not expect: "
+            "set heal=false, or constraint.prompt=true where it has that option"
+        )
     if len(parts) > (constraint is not None) and options.get("placement", "both") not in ("target", "both"):
         raise ValueError(
             "heal, banned and min_new_tokens bind the output, which "
@@ -160,13 +164,28 @@ def together(
     return Binding(parts[0] if len(parts) == 1 else Together(parts), **options)
 
 
+def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **options: Any) -> Constraint:
+    """``source`` by an engine.
+
+    Raises:
+        ValueError: an unknown engine, an option it does not know, a source that does not compile.
+    """
+    load = getattr(_engine(engine), kind)
+    unknown = sorted(options.keys() - signature(load).parameters.keys())
+    if unknown:
+        raise ValueError(f"constraint.{unknown[0]} is no option of {kind} with the engine {engine}")
+    made: Constraint = load(vocabulary, source, **options)
+    return made
+
+
 def _engine(name: str) -> ModuleType:
     one_of("constraint.engine", name, ENGINES)
     if name == "xgrammar":
         try:
-            return import_module("spec_lab.constrain.xgrammar")
+            import_module("xgrammar")
         except ImportError as error:
             raise ValueError(
                 f"constraint.engine=xgrammar needs the extra of that name: pip install 'spec-lab[xgrammar]' ({error})"
             ) from error
+        return import_module("spec_lab.constrain.xgrammar")
     return grammar if name == "llguidance" else automaton

@@ -148,7 +148,7 @@ class DraftModel:
             shapes.append(self._shapes[max(0, deepest)])
             trails.append(self.trail(sequence) if deepest > 0 else None)
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
-        if self._fast_forwards(batch, samplings):
+        if self._fast_forwards(batch):
             depths = [shape.nodes for shape in shapes]
             limits = [
                 min(r, self.context + 1 - len(s.tokens)) for r, s in zip(batch.room(), batch.sequences, strict=True)
@@ -159,10 +159,10 @@ class DraftModel:
         growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails, self.confidence)
         return growth.run()
 
-    def _fast_forwards(self, batch: Batch, samplings: list[Sampling]) -> bool:
+    def _fast_forwards(self, batch: Batch) -> bool:
         """Whether forced tokens are drafted for nothing: in chains, if a constraint fast-forwards."""
-        plain = self.drawn != "gumbel" and all(one.repetition_penalty == 1 for one in samplings)
-        return plain and width_of(self.tree) <= 1 and batch.guide is not None and batch.guide.forces
+        chains = self.drawn != "gumbel" and width_of(self.tree) <= 1
+        return chains and batch.guide is not None and batch.guide.forces
 
     def trail(self, sequence: Sequence) -> Trail:
         """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""

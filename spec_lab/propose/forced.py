@@ -29,7 +29,7 @@ class ForcedChains:
         drawn: "iid", "without" or "point".
         batch: what is drafted for, with a guide.
         depths: ``[B]`` most tokens drawn.
-        samplings: ``[B]`` how the draft samples; no repetition penalty.
+        samplings: ``[B]`` how the draft samples.
         trails: ``[B]`` the draft's cells; None where nothing is drafted.
         limits: ``[B]`` most nodes.
         confidence: see ``Growth``.
@@ -109,10 +109,13 @@ class ForcedChains:
             return [], set()
         own, rows = own[possible], rows[possible.cpu().numpy()]
         sure = own.softmax(-1).amax(-1) >= self.confidence if self.confidence else torch.ones(len(active))
+        samplings, seen = by_row(self.samplings, np.array(active)), self._seen(active)
         if self.drawn == "point":
+            if seen is not None:
+                own = law(own, [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings], seen)
             picked = own.argmax(-1).cpu().numpy()
         else:
-            q = law(own, by_row(self.samplings, np.array(active)), scratch=own)
+            q = law(own, samplings, seen, scratch=own)
             self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
             self.q.append(q)
             keys = [Key(*self.batch.sequences[head].who, Purpose.DRAFT, self.ends[head]) for head in active]
@@ -120,6 +123,17 @@ class ForcedChains:
         for head, token in zip(active, picked.tolist(), strict=True):
             self._append(head, token)
         return active, {head for head, well in zip(active, sure.tolist(), strict=True) if not well}
+
+    def _seen(self, active: list[int]) -> Tensor | None:  # [n, V] bool
+        """What has come before each next token, where a repetition penalty needs it."""
+        if all(one.repetition_penalty == 1 for one in self.samplings):
+            return None
+        seen = torch.zeros(len(active), self.batch.target.vocabulary, dtype=torch.bool)
+        for place, head in enumerate(active):
+            rows = np.array(self.rows[head][1 : self.ends[head] + 1], dtype=np.int64)
+            seen[place, self.batch.sequences[head].tokens] = True
+            seen[place, self.token[rows - self.shape.heads].tolist()] = True
+        return seen.to(self.lm.device)
 
     def _forced(self, head: int) -> list[int]:
         """Append what follows with certainty; returns its rows. What may come then is in ``allowed``."""

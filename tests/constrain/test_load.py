@@ -54,7 +54,8 @@ def test_text_options_join_what_binds():
     assert load.together(None, None, PLACE) is None
     alone = load.together(load.regex(toy(), "a+"), toy(), PLACE)
     assert isinstance(alone, Binding) and alone.constraint.name == "regex"
-    all_of_them = load.together(load.regex(toy(), "a+"), toy(), PLACE, healing=True, banned=["aaa"], at_least=2)
+    whole = load.regex(toy(), "a+", prompt=True)
+    all_of_them = load.together(whole, toy(), PLACE, healing=True, banned=["aaa"], at_least=2)
     assert all_of_them.constraint.name == "regex + healing + banned + at least" and all_of_them.constraint.acts
     with pytest.raises(ValueError, match="both take tokens back or fork"):
         load.together(load.controller(toy(), "tests.constrain.test_load.steered"), toy(), PLACE, banned=["a"])
@@ -64,3 +65,28 @@ def test_text_options_join_what_binds():
 
 def steered(vocabulary):
     return lambda request: None
+
+
+def test_text_options_that_could_not_hold_are_refused():
+    for placement in ("draft", "none"):
+        place = PLACE | dict(placement=placement, fast_forward=None)
+        for option in (dict(healing=True), dict(banned=["a"]), dict(at_least=2)):
+            with pytest.raises(ValueError, match=f"constraint.placement={placement} leaves alone"):
+                load.together(load.regex(toy(), "a+", prompt=True), toy(), place, **option)
+    with pytest.raises(ValueError, match="'regex' does not expect"):
+        load.together(load.regex(toy(), "a+"), toy(), PLACE, healing=True)
+
+
+def test_forcing_follows_the_placement_where_nothing_else_is_said():
+    made = load.regex(toy(), "a+")
+    for placement in ("target", "draft", "both", "none"):
+        binding = Binding(made, placement, fast_forward=None)
+        assert binding.fast_forward is (placement in ("target", "both"))
+
+
+def test_options_that_an_engine_does_not_know_are_refused_by_name():
+    for engine in ("llguidance", "automaton"):
+        with pytest.raises(ValueError, match=f"constraint.nonsense is no option of regex with the engine {engine}"):
+            load.regex(toy(), "a", engine=engine, nonsense=1)
+    with pytest.raises(ValueError, match="cannot be called with"):
+        load.controller(toy(), "os.getcwd")
