@@ -215,7 +215,7 @@ BAD = {
     "names a token that is none": (at(2, [Branch(allow={3, 61})]), "names token 61; there are tokens 0 to 60"),
     "takes back the prompt": (at(3, [Branch(4)]), "takes back 4 tokens; 3 have been emitted"),
     "takes back the prompt in a fork": (at(3, [Branch(), Branch(9)]), "takes back 9 tokens; 3 have been emitted"),
-    "forks without end": (lambda events: [Branch(), Branch()], "forked it into more than 256 sequences"),
+    "forks without end": (lambda events: [Branch(), Branch()], "made more than 256 forks of the request"),
     "puts nothing": (lambda events: [Branch(allow=None, ff=((),))] if len(events) == 3 else GO, "an empty list"),
     "allows a word": (at(1, [Branch(allow="all")]), "allows 'all'"),
     "packs its mask badly": (at(1, [Branch(allow=pack(np.ones(100, dtype=bool)))]), "a packed mask is [2] uint32"),
