@@ -7,7 +7,6 @@ come next if its bytes can still be completed to a text of the language, however
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,6 +15,7 @@ import numpy as np
 from spec_lab.batch import Request
 from spec_lab.constrain import languages
 from spec_lab.constrain.nfa import STATES, Language
+from spec_lab.constrain.source import missing, read_source, shown
 from spec_lab.constrain.state import Stuck, only
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.options import one_of, whole
@@ -202,6 +202,7 @@ class Automaton:
         self.name = kind
         self.vocabulary = tokens.size
         self.trie = Trie(tokens.bytes)
+        self.source = source or None
         self.reader = self._reader(source) if source else None
         self.own: WeakValueDictionary[str, Reader] = WeakValueDictionary()  # of sources of requests that live
 
@@ -215,7 +216,7 @@ class Automaton:
         except ValueError as error:
             raise Stuck(f"request '{request.name}': {error}") from error
         if reader is None:
-            raise Stuck(f"request '{request.name}' brings no {self.kind} of its own, and the constraint has none")
+            raise missing(self.kind, request)
         at: Set | None = reader.start
         if self.prompt:
             at = reader.run(reader.start, b"".join(self.tokens.bytes[token] for token in request.tokens))
@@ -227,7 +228,13 @@ class Automaton:
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         size = None if self.reader is None else self.reader.language.size
-        return {"engine": "automaton", "kind": self.kind, "prompt": self.prompt, "automaton_states": size}
+        return {
+            "engine": "automaton",
+            "kind": self.kind,
+            **shown(self.source),
+            "prompt": self.prompt,
+            "automaton_states": size,
+        }
 
     def _reader(self, source: Any) -> Reader:
         return Reader(self.read(source, self.states), self.tokens, self.trie, self.kept)
@@ -273,7 +280,7 @@ def json_schema(
     """
     if whitespace_flexible:
         raise ValueError("constraint.whitespace_flexible must be false: the automaton knows no whitespace")
-    return Automaton("json_schema", _read("schema", schema, path), vocabulary, prompt)
+    return Automaton("json_schema", read_source("schema", schema or None, path), vocabulary, prompt)
 
 
 def lark(
@@ -284,13 +291,4 @@ def lark(
     Raises:
         ValueError: the grammar is not in the subset; says why.
     """
-    return Automaton("lark", _read("grammar", grammar, path), vocabulary, prompt)
-
-
-def _read(name: str, source: Any, path: str | None) -> Any:
-    if source and path is not None:
-        raise ValueError(f"give constraint.{name} or constraint.path, not both")
-    try:
-        return source if path is None else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"constraint.path={path} cannot be read: {error}") from None
+    return Automaton("lark", read_source("grammar", grammar or None, path), vocabulary, prompt)

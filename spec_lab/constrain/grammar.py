@@ -6,14 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from spec_lab.batch import Request
+from spec_lab.constrain.source import as_text, missing, read_source, shown
 from spec_lab.constrain.state import Masks, Stuck, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.constrain.walk import NOWHERE, Matched, brief, masks
@@ -96,12 +95,9 @@ class Grammar:
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep: the source itself where it is short, its hash where it is not."""
-        source: dict[str, Any] = {"source": self.source}
-        if self.source is not None and len(self.source) > 200:
-            source = {"source_sha256": sha256(self.source.encode("utf-8", "surrogatepass")).hexdigest()}
         return {
             "kind": self.kind,
-            **source,
+            **shown(self.source),
             "prompt": self.prompt,
             "schema_options": dict(self.schema_options),
             "limits": self._limits,
@@ -114,11 +110,11 @@ class Grammar:
             Stuck: the request's own source does not compile; it brings none where it must; its prompt does not follow
                 the grammar.
         """
-        source = request.constraint or self.source
-        if source is None:
-            raise Stuck(f"request '{request.name}' brings no {self.kind} of its own, and the constraint has none")
+        own = request.constraint or self.source
+        if own is None:
+            raise missing(self.kind, request)
         try:
-            matcher, rolls = self._matcher(source)
+            matcher, rolls = self._matcher(own)
         except ValueError as error:
             raise Stuck(f"request '{request.name}': its {self.kind}: {error}") from None
         if self.prompt:
@@ -240,7 +236,7 @@ def regex(
 
     Without a pattern each request brings its own; so it is with the other kinds. See ``Grammar`` for the options.
     """
-    return Grammar(vocabulary, "regex", _text("pattern", pattern), prompt, {}, limits or {}, threads)
+    return Grammar(vocabulary, "regex", as_text("pattern", pattern), prompt, {}, limits or {}, threads)
 
 
 def json_schema(
@@ -277,7 +273,7 @@ def json_schema(
         "lenient": lenient,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    source = _read("schema", schema, path)
+    source = as_text("schema", read_source("schema", schema, path))
     return Grammar(vocabulary, "json_schema", source, prompt, given, limits or {}, threads)
 
 
@@ -294,7 +290,8 @@ def lark(
     Raises:
         ValueError: both grammar and path; a file that cannot be read; otherwise as ``Grammar``.
     """
-    return Grammar(vocabulary, "lark", _read("grammar", grammar, path), prompt, {}, limits or {}, threads)
+    source = as_text("grammar", read_source("grammar", grammar, path))
+    return Grammar(vocabulary, "lark", source, prompt, {}, limits or {}, threads)
 
 
 def choice(
@@ -307,20 +304,3 @@ def choice(
     """The text is one of ``choices``, to the letter."""
     source = None if choices is None else json.dumps(list(choices), ensure_ascii=False)
     return Grammar(vocabulary, "choice", source, prompt, {}, limits or {}, threads)
-
-
-def _text(name: str, text: Any) -> str | None:
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"constraint.{name} must be text, not {text!r}: put it in quotes")
-    return text
-
-
-def _read(name: str, text: str | None, path: str | None) -> str | None:
-    if text is not None and path is not None:
-        raise ValueError(f"give constraint.{name} or constraint.path, not both")
-    if path is None:
-        return _text(name, text)
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"constraint.path={path} cannot be read: {error}") from None

@@ -13,9 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from hashlib import sha256
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ import xgrammar
 
 from spec_lab.batch import Request
 from spec_lab.constrain.dialect import check_exact, either, pattern_for
+from spec_lab.constrain.source import as_text, missing, read_source, shown
 from spec_lab.constrain.state import Masks, Stuck, everything, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.draft import Shape
@@ -136,14 +135,11 @@ class XGrammar:
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep: the source itself where it is short, its hash where it is not."""
-        source: dict[str, Any] = {"source": self.source}
-        if self.source is not None and len(self.source) > 200:
-            source = {"source_sha256": sha256(self.source.encode()).hexdigest()}
         return {
             "engine": "xgrammar",
             "version": version("xgrammar"),
             "kind": self.kind,
-            **source,
+            **shown(self.source),
             "prompt": self.prompt,
             "schema_options": dict(self.schema_options),
             "lenient": self.lenient,
@@ -156,11 +152,11 @@ class XGrammar:
             Stuck: the request's own source does not compile; it brings none where it must; its prompt does not follow
                 the grammar.
         """
-        source = request.constraint or self.source
-        if source is None:
-            raise Stuck(f"request '{request.name}' brings no {self.kind} of its own, and the constraint has none")
+        own = request.constraint or self.source
+        if own is None:
+            raise missing(self.kind, request)
         try:
-            matcher = self._matcher(source)
+            matcher = self._matcher(own)
         except ValueError as error:
             raise Stuck(f"request '{request.name}': its {self.kind}: {error}") from None
         if self.prompt:
@@ -270,7 +266,7 @@ def regex(vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, threa
 
     Without a pattern each request brings its own; so it is with the other kinds. See ``XGrammar`` for the options.
     """
-    return XGrammar(vocabulary, "regex", _text("pattern", pattern), prompt, threads=threads)
+    return XGrammar(vocabulary, "regex", as_text("pattern", pattern) or None, prompt, threads=threads)
 
 
 def json_schema(
@@ -299,22 +295,16 @@ def json_schema(
     for name, value in (("whitespace_flexible", whitespace_flexible), ("strict", strict)):
         if not isinstance(value, bool):
             raise ValueError(f"constraint.{name} must be true or false, not {value!r}")
-    source = json.dumps(dict(schema)) if isinstance(schema, Mapping) else schema
-    if source and path is not None:
-        raise ValueError("give constraint.schema or constraint.path, not both")
-    if path is not None:
-        try:
-            source = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"constraint.path={path} cannot be read: {error}") from None
+    given = json.dumps(dict(schema)) if isinstance(schema, Mapping) else schema
+    found = as_text("schema", read_source("schema", given or None, path))
     options = {"any_whitespace": whitespace_flexible, "strict_mode": strict, "separators": (",", ":")}
-    return XGrammar(vocabulary, "json_schema", _text("schema", source), prompt, options, lenient, threads)
+    return XGrammar(vocabulary, "json_schema", found or None, prompt, options, lenient, threads)
 
 
 def choice(vocabulary: Vocabulary, choices: Sequence[str] = (), prompt: bool = False, threads: int = 1) -> XGrammar:
     """The text is one of ``choices``, to the letter."""
-    source = json.dumps(list(choices), ensure_ascii=False) if choices else None
-    return XGrammar(vocabulary, "choice", source, prompt, threads=threads)
+    listed = json.dumps(list(choices), ensure_ascii=False) if choices else None
+    return XGrammar(vocabulary, "choice", listed, prompt, threads=threads)
 
 
 def lark(vocabulary: Vocabulary, grammar: str = "", path: str | None = None, prompt: bool = False) -> XGrammar:
@@ -326,9 +316,3 @@ def lark(vocabulary: Vocabulary, grammar: str = "", path: str | None = None, pro
     raise ValueError(
         "constraint.engine=xgrammar takes no Lark grammar: use engine=llguidance, or engine=automaton for small ones"
     )
-
-
-def _text(name: str, text: Any) -> str | None:
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"constraint.{name} must be text, not {text!r}: put it in quotes")
-    return text or None

@@ -419,7 +419,9 @@ def test_a_request_may_bring_its_own_source():
 def test_what_it_says_of_itself():
     constraint = automaton.lark(toy(), 'start: "a"')
     assert (constraint.name, constraint.vocabulary, constraint.acts) == ("lark", len(TOKENS), False)
-    assert constraint.facts == {"engine": "automaton", "kind": "lark", "prompt": False, "automaton_states": 3}
+    assert constraint.facts == {
+        "engine": "automaton", "kind": "lark", "source": 'start: "a"', "prompt": False, "automaton_states": 3,
+    }  # fmt: skip
 
 
 REFUSED = [

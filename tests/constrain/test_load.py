@@ -1,6 +1,7 @@
 """Constraints as configs name them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from spec_lab.constrain import Stuck, load
 from spec_lab.constrain.binding import Binding
 from spec_lab.constrain.state import unpack
 from tests.constrain.parts import A, B, toy
+from tests.labs import lab, settings
 
 PLACE = dict(placement="both", draft_budget=None, fast_forward=True, beside=False)
 
@@ -90,3 +92,19 @@ def test_options_that_an_engine_does_not_know_are_refused_by_name():
             load.regex(toy(), "a", engine=engine, nonsense=1)
     with pytest.raises(ValueError, match="cannot be called with"):
         load.controller(toy(), "os.getcwd")
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(engine, tmp_path):
+    file, facts = tmp_path / "schema.json", []
+    for most in (300, 301):
+        file.write_text(json.dumps({"enum": [1], "description": "x" * most}))
+        facts.append(load.json_schema(toy(), path=str(file), engine=engine, whitespace_flexible=False).facts)
+    assert facts[0]["source_sha256"] != facts[1]["source_sha256"]
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(engine, tmp_path):
+    binding = Binding(load.regex(toy(), engine=engine))
+    with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
+        replace(lab(), binding=binding).requests(settings(tmp_path))
