@@ -325,7 +325,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         return interval([] if arm == baseline else paired)._asdict()
 
     return {
-        "requests": len(own),
+        "requests": int(own["request"].nunique()),
+        "sequences": len(own),
         "tokens": int((own["prefill_tokens"] + own["decode_tokens"]).sum()),
         "steps": len(steps),
         "nodes_per_step": _ratio(steps["nodes"].sum(), len(steps)),

@@ -289,6 +289,10 @@ def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
     assert summary["speedup_with_prefill"]["mean"] == pytest.approx((5 / 3 + 2) / 2)
     assert summary["prefill_seconds"] == 2.0
     assert summary["finish"] == {"length": 4}
+    assert summary["sequences"] == 4
+    forked = pd.concat([both, both[both["request"] == 0].assign(sequence=1)])
+    again = metrics.summarise(metrics.Tables(twice, chain, forked), "speculative")
+    assert (again["requests"], again["sequences"]) == (4, 5), "a fork is no prompt"
     alone = metrics.summarise(metrics.Tables(twice, chain, both), "baseline")
     assert math.isnan(alone["speedup"]["mean"])
     assert metrics.arms(metrics.Tables(twice, chain, both)) == ["speculative", "baseline"]
