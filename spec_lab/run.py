@@ -25,10 +25,8 @@ from spec_lab.manifest import claim, finite, manifest, write_json
 from spec_lab.prompts import digest
 from spec_lab.propose import Null
 from spec_lab.record import Recorder
+from spec_lab.sweep import INTERRUPTED
 from spec_lab.verify import Match
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:

@@ -22,13 +22,12 @@ from spec_lab.decode import Group, Round
 from spec_lab.generation import Said, Share, listening, rounds
 from spec_lab.lab import Lab, Settings
 from spec_lab.prompts import Prompt
+from spec_lab.sweep import INTERRUPTED
 from spec_lab.text import Finish, Text, Withdrawn
 
 BROKE = 1
 """Exit code where the request broke."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 SHADES = {
     "accepted": (Style.parse("black on #b7e4b0"), Style.parse("black on #94d38c")),

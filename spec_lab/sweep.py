@@ -33,6 +33,9 @@ State = Literal["done", "running", "failed", "waiting"]
 PLACES = ("out", "tracker", "retry")
 """Options that say where results go, or whether to try again: they do not make another run."""
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: the run has not ended, and the same command goes on."""
+
 BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_acceptance")
 """Figures that are lists, one value for each depth from 1."""
 

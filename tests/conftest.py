@@ -1,6 +1,7 @@
 """One thread per test process (tests run side by side, and tiny models are fastest so), fixed seeds, no network."""
 
 import os
+import sys
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -20,3 +21,37 @@ settings.load_profile("spec_lab")
 def one_thread_and_a_fixed_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
+    from spec_lab.entry import main
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as left:
+            if isinstance(left.code, str):  # what the interpreter would print
+                print(left.code, file=sys.stderr)
+            code = 1 if isinstance(left.code, str) else left.code or 0
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def flat_cli(cli, monkeypatch):
+    """As ``cli``, on a wide terminal, each output as one line."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code, *said = cli(*arguments)
+        out, errors = (" ".join(one.split()) for one in said)
+        return code, out, errors
+
+    return call

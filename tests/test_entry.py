@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from spec_lab import metrics
 from spec_lab.certify.certificate import QUICK, prove
 from spec_lab.constrain import Binding
-from spec_lab.entry import conf, known, main, vars_of, zoo
+from spec_lab.entry import conf, known, vars_of, zoo
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -52,26 +52,6 @@ def tiny(tmp_path_factory):
         f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
         "proposer=ngram", "max_new_tokens=8", "warmup=0",
     ]  # fmt: skip
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as left:
-            if isinstance(left.code, str):  # what the interpreter would print
-                print(left.code, file=sys.stderr)
-            code = 1 if isinstance(left.code, str) else left.code or 0
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
 
 
 def options() -> list[Path]:

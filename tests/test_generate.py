@@ -17,7 +17,7 @@ from spec_lab.constrain import Binding
 from spec_lab.constrain.control import Branch, Controlled
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.entry import literal, main
+from spec_lab.entry import literal
 from spec_lab.generation import Dropped, net
 from spec_lab.lab import Lab
 from spec_lab.law import Sampling
@@ -359,23 +359,6 @@ def test_a_prompt_means_what_it_says(text):
 def test_options_other_than_the_prompt_are_left_to_hydra():
     for option in ("prompts.limit=2", "stop=[a,b]", "+experiment=stream", "prompt='a \"b\"'", "prompt=null"):
         assert literal(option) == option
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as left:
-            code = left.code or 0
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize(

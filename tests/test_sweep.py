@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from spec_lab import record, sweep
 from spec_lab.commands import command
-from spec_lab.entry import main
 from spec_lab.lab import Loop
 from spec_lab.record import load
 from tests import checkpoints
@@ -399,26 +398,13 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
+def cli(cli, monkeypatch, tmp_path):
+    """The command line in this process, on a wide terminal and without what is slow and proved elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
-    monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})  # slow, and proved elsewhere
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as left:
-            if isinstance(left.code, str):  # what the interpreter would print
-                print(left.code, file=sys.stderr)
-            code = 1 if isinstance(left.code, str) else left.code or 0
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+    monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
+    return cli
 
 
 def states(folder: Path) -> dict[str, tuple[str, int]]:

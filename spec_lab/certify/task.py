@@ -29,13 +29,12 @@ from spec_lab.manifest import claim, manifest, write_json
 from spec_lab.options import whole
 from spec_lab.prompts import digest
 from spec_lab.propose import Proposer
+from spec_lab.sweep import INTERRUPTED
 from spec_lab.verify import Verifier, check_pair
 
 FAILED = 1
 """Exit code where a verifier that declares itself lossless is not, or a lossy one misses the law it aims at."""
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 JOINT_LAW = "joint law of four tokens"
 

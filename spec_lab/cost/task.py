@@ -17,9 +17,7 @@ from spec_lab.lab import Lab, Loop, Settings
 from spec_lab.manifest import claim, finite, manifest, write_json
 from spec_lab.options import whole
 from spec_lab.prompts import digest, encode
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+from spec_lab.sweep import INTERRUPTED
 
 
 def measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab import sweep
 from spec_lab.entry.parts import Refused, build, reason, start
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+from spec_lab.files import read_json
 
 
 def job(config: DictConfig) -> None:
@@ -58,7 +56,7 @@ def one_of_many(config: DictConfig) -> None:
         with sweep.holding(out):
             how = sweep.ended(out)
             done = how is not None and how["state"] == "done"
-            if how and done and how["config_sha256"] == identity(config):
+            if how and done and unchanged(config, out, how):
                 return say("done before")
             if how and not done and not config.get("retry"):
                 return say(f"failed before ({how['error']}); retry=true tries again")
@@ -75,7 +73,7 @@ def one_of_many(config: DictConfig) -> None:
                 except OSError as full:
                     said += f"; that could not be noted in {out} ({full.strerror})"
                 return say(f"failed: {said}")
-            if code == INTERRUPTED:
+            if code == sweep.INTERRUPTED:
                 sys.exit(code)
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
     except sweep.Held:
@@ -92,15 +90,24 @@ def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = N
     """
     began = time.perf_counter()
     code = start(config, out, overrides)
-    if code != INTERRUPTED and any(one.name != ".lock" for one in out.iterdir()):  # some tasks leave nothing
+    if code != sweep.INTERRUPTED and any(one.name != ".lock" for one in out.iterdir()):  # some tasks leave nothing
         sweep.end(out, overrides or (), identity(config), code, time.perf_counter() - began)
     return code
 
 
 def identity(config: DictConfig) -> str:
-    """What tells a run's configuration and prompts from others', but for where results go."""
-    from spec_lab import prompts
+    """What tells a configuration from others, but for where results go."""
     from spec_lab.manifest import digest
 
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return digest(resolved | {"prompts_sha256": prompts.digest(build(config, "prompts"))})
+    return digest(resolved)
+
+
+def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
+    """Whether the run that is done, and how it ended, is the one asked for: its configuration and its prompts."""
+    from spec_lab.prompts import digest
+
+    begun = read_json(out / "manifest.json") or {}
+    return how.get("config_sha256") == identity(config) and (
+        "prompts_sha256" not in begun or begun["prompts_sha256"] == digest(build(config, "prompts"))
+    )

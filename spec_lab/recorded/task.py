@@ -19,9 +19,7 @@ from spec_lab.record import Rows
 from spec_lab.recorded import pooled, show
 from spec_lab.recorded.judging import of_prompt, pairs, proposers_of
 from spec_lab.recorded.tables import gather, load, write
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+from spec_lab.sweep import INTERRUPTED
 
 
 def judge(

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from spec_lab.certify.certificate import QUICK, every, prove
 from spec_lab.certify.exact import LOOPS
 from spec_lab.certify.task import _Work
-from spec_lab.entry import main, zoo
+from spec_lab.entry import zoo
 from spec_lab.verify import Gumbel, Token
 from tests import checkpoints
 
@@ -42,25 +42,6 @@ def thorough(monkeypatch, quick):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line in this process: (exit code, stdout, stderr), each as one line."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as left:
-            code = left.code or 0
-        said = capsys.readouterr()
-        return code, " ".join(said.out.split()), " ".join(said.err.split())
-
-    return call
-
-
-@pytest.fixture
 def certificate(tmp_path):
     return lambda: json.loads((tmp_path / "here" / "certificate.json").read_text())
 
@@ -69,8 +50,8 @@ def certificate(tmp_path):
 
 
 @pytest.mark.usefixtures("thorough")
-def test_a_lossless_pair_is_certified(cli, certificate, tmp_path):
-    code, said, errors = cli(*NGRAM, "task.samples=600")
+def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
+    code, said, errors = flat_cli(*NGRAM, "task.samples=600")
     assert code == 0, errors
     found = certificate()
     assert found["complete"] is True and found["certified"] is True and found["failed"] == []
@@ -93,21 +74,21 @@ def test_a_lossless_pair_is_certified(cli, certificate, tmp_path):
     assert f"Certificate and figure: {tmp_path / 'here'}" in said
 
 
-def test_the_picture_shows_something(cli, tmp_path):
-    cli(*NGRAM, "task.tokens=0")
+def test_the_picture_shows_something(flat_cli, tmp_path):
+    flat_cli(*NGRAM, "task.tokens=0")
     picture = imread(tmp_path / "here" / "figures" / "convergence.png")
     assert picture.shape[0] > 300 and picture.shape[1] > 500
     assert len({tuple(colour) for colour in (picture[::3, ::3, :3] * 255).astype(int).reshape(-1, 3)}) > 10
     assert 0.01 < (picture[..., :3].min(-1) < 0.9).mean() < 0.5
 
 
-def test_without_tokens_the_real_target_is_left_alone(cli, certificate):
-    assert cli(*NGRAM, "task.tokens=0")[0] == 0
+def test_without_tokens_the_real_target_is_left_alone(flat_cli, certificate):
+    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
     assert [check["name"] for check in certificate()["pairs"][0]["sampled"]] == ["joint law of four tokens"]
 
 
-def test_the_experiment_as_it_stands_certifies_the_draft_model(cli, certificate):
-    code, said, errors = cli(*SHORT)
+def test_the_experiment_as_it_stands_certifies_the_draft_model(flat_cli, certificate):
+    code, said, errors = flat_cli(*SHORT)
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert (pair["proposer"], pair["drawn"], pair["certified"]) == ("draft_chain", "iid", "exact")
@@ -117,25 +98,25 @@ def test_the_experiment_as_it_stands_certifies_the_draft_model(cli, certificate)
 
 
 @pytest.mark.usefixtures("thorough")
-def test_the_run_s_own_sampling_counts_where_it_is_random(cli, certificate):
-    assert cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
+def test_the_run_s_own_sampling_counts_where_it_is_random(flat_cli, certificate):
+    assert flat_cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
     found = certificate()
     assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.7, 2)
     assert found["pairs"][0]["exact"]["instances"] == len(every()) + len(LOOPS)
     assert found["certified"] is True
 
 
-def test_at_temperature_0_there_is_no_law_and_temperature_1_is_tested(cli, certificate):
-    assert cli(*NGRAM, "sampling=greedy")[0] == 0
+def test_at_temperature_0_there_is_no_law_and_temperature_1_is_tested(flat_cli, certificate):
+    assert flat_cli(*NGRAM, "sampling=greedy")[0] == 0
     assert certificate()["sampling"]["temperature"] == 1
 
 
 # Many pairs
 
 
-def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(cli, certificate):
+def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cli, certificate):
     more = ["+proposer@beside.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
-    code, said, errors = cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
+    code, said, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
     assert code == 0, errors
     pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]
     assert pairs == [("ngram", "token"), ("ngram", "match"), ("none", "token"), ("none", "match")]
@@ -144,8 +125,8 @@ def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(cli, ce
     assert "none point match lossless" in said
 
 
-def test_lossy_verifiers_get_their_distance_and_no_certificate(cli, certificate):
-    code, said, errors = cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
+def test_lossy_verifiers_get_their_distance_and_no_certificate(flat_cli, certificate):
+    code, said, errors = flat_cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
     assert code == 0, errors
     found = certificate()
     assert found["certified"] is None and found["worst_tv"] is None, "nothing here declares itself lossless"
@@ -155,15 +136,15 @@ def test_lossy_verifiers_get_their_distance_and_no_certificate(cli, certificate)
     assert "relaxed lossy" in said and "typical lossy" in said and "FAILS" not in said
 
 
-def test_a_cascade_is_held_to_its_aim(cli, certificate):
-    code, said, errors = cli(*SHORT, "verifier=cascade")
+def test_a_cascade_is_held_to_its_aim(flat_cli, certificate):
+    code, said, errors = flat_cli(*SHORT, "verifier=cascade")
     assert code == 0, errors
     assert certificate()["pairs"][0]["exact"]["aimed_tv"] < 1e-12
     assert "cascade lossy, exact against its aim" in said
 
 
-def test_a_race_is_certified_by_samples_and_the_reason_printed(cli, certificate):
-    code, said, errors = cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
+def test_a_race_is_certified_by_samples_and_the_reason_printed(flat_cli, certificate):
+    code, said, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] == "sampled" and pair["exact"]["instances"] == 0
@@ -185,14 +166,14 @@ def test_a_race_is_certified_by_samples_and_the_reason_printed(cli, certificate)
         ("verifier=kseq", "verifier 'kseq' judges drafts drawn iid; proposer 'ngram' draws 'point'"),
     ],
 )
-def test_wrong_options_and_pairs_are_refused_by_name(cli, tmp_path, override, said):
-    code, _, errors = cli(*NGRAM, override)
+def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, override, said):
+    code, _, errors = flat_cli(*NGRAM, override)
     assert code == 1
     assert said in errors and "Traceback" not in errors
     assert not (tmp_path / "here").exists()
 
 
-def test_an_interrupt_keeps_the_finished_pairs(cli, certificate, monkeypatch):
+def test_an_interrupt_keeps_the_finished_pairs(flat_cli, certificate, monkeypatch):
     plain, begun = _Work.examine, []
 
     def impatient(self, proposer, verifier, tick):
@@ -202,25 +183,25 @@ def test_an_interrupt_keeps_the_finished_pairs(cli, certificate, monkeypatch):
         return plain(self, proposer, verifier, tick)
 
     monkeypatch.setattr(_Work, "examine", impatient)
-    code, _, errors = cli(*NGRAM, "task.tokens=0", "+verifier@verifiers.match=match")
+    code, _, errors = flat_cli(*NGRAM, "task.tokens=0", "+verifier@verifiers.match=match")
     assert code == 130 and begun == ["token", "match"]
     assert "Interrupted: what is known of 1 pairs of 2 is in" in errors
     assert certificate()["complete"] is False
     assert [pair["verifier"] for pair in certificate()["pairs"]] == ["token"]
 
 
-def test_an_interrupt_while_a_rejection_is_confirmed_leaves_no_complete_certificate(cli, certificate, monkeypatch):
+def test_an_interrupt_while_a_rejection_is_confirmed_leaves_no_complete_certificate(flat_cli, certificate, monkeypatch):
     def impatient(self, pairs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_Work, "confirm", impatient)
-    assert cli(*NGRAM, "task.tokens=0")[0] == 130
+    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 130
     assert certificate()["complete"] is False and len(certificate()["pairs"]) == 1
 
 
-def test_another_run_s_directory_is_refused(cli):
-    assert cli(*NGRAM, "task.tokens=0")[0] == 0
-    code, _, errors = cli(*NGRAM, "task.tokens=0", "seed=1")
+def test_another_run_s_directory_is_refused(flat_cli):
+    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
+    code, _, errors = flat_cli(*NGRAM, "task.tokens=0", "seed=1")
     assert code == 1 and "already holds another run" in errors
 
 
@@ -281,15 +262,15 @@ def mine(tmp_path, monkeypatch):
     return ["--config-dir", str(tmp_path / "conf")]
 
 
-def test_an_honest_verifier_of_one_s_own_is_certified(cli, certificate, mine):
-    code, said, errors = cli(*mine, *NGRAM, "verifier=mine")
+def test_an_honest_verifier_of_one_s_own_is_certified(flat_cli, certificate, mine):
+    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine")
     assert code == 0, errors
     assert certificate()["pairs"][0]["certified"] == "exact"
     assert "ngram point mine lossless, proved" in said
 
 
-def test_one_that_claims_to_be_lossless_and_is_not_fails_where_it_first_goes_wrong(cli, certificate, mine):
-    code, said, errors = cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
+def test_one_that_claims_to_be_lossless_and_is_not_fails_where_it_first_goes_wrong(flat_cli, certificate, mine):
+    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
     assert code == 1, errors
     found = certificate()
     assert found["complete"] is True and found["certified"] is False
@@ -299,8 +280,8 @@ def test_one_that_claims_to_be_lossless_and_is_not_fails_where_it_first_goes_wro
     assert "Traceback" not in errors
 
 
-def test_one_that_declares_itself_lossy_gets_its_distance(cli, certificate, mine):
-    code, said, errors = cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
+def test_one_that_declares_itself_lossy_gets_its_distance(flat_cli, certificate, mine):
+    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.05
@@ -308,8 +289,8 @@ def test_one_that_declares_itself_lossy_gets_its_distance(cli, certificate, mine
 
 
 @pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
-def test_a_proposer_of_one_s_own_is_enumerated_itself(cli, certificate, mine, skew, failed):
-    code, said, errors = cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
+def test_a_proposer_of_one_s_own_is_enumerated_itself(flat_cli, certificate, mine, skew, failed):
+    code, said, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
     assert code == (1 if failed else 0), errors
     (pair,) = certificate()["pairs"]
     assert pair["exact"]["drafts"] == "proposer"
@@ -317,7 +298,7 @@ def test_a_proposer_of_one_s_own_is_enumerated_itself(cli, certificate, mine, sk
     assert ("uniform (iid), token FAILS: after [] token" in said) is failed
 
 
-def test_what_only_samples_show_is_confirmed_and_fails(cli, certificate, monkeypatch):
+def test_what_only_samples_show_is_confirmed_and_fails(flat_cli, certificate, monkeypatch):
     """A race is not enumerated. A verifier that reads its noise again is rejected twice, then with more samples."""
 
     def leaky(self, draft, p):
@@ -328,7 +309,7 @@ def test_what_only_samples_show_is_confirmed_and_fails(cli, certificate, monkeyp
     monkeypatch.setattr(Gumbel, "__call__", leaky)
     tree = ["proposer=draft_tree", "proposer.tree=2x1", "proposer.drawn=gumbel"]
     options = [*tree, "verifier=gumbel", "task.tokens=0", "task.samples=800"]
-    code, said, errors = cli(*SHORT, *options)
+    code, said, errors = flat_cli(*SHORT, *options)
     assert code == 1, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] is None
@@ -338,9 +319,9 @@ def test_what_only_samples_show_is_confirmed_and_fails(cli, certificate, monkeyp
     assert "draft_tree (gumbel), gumbel FAILS: joint law of four tokens: rejected twice" in said
 
 
-def test_too_few_samples_certify_nothing(cli, certificate):
+def test_too_few_samples_certify_nothing(flat_cli, certificate):
     """The control, a broken verifier, is not found either: the run says so and fails."""
-    code, said, _ = cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
+    code, said, _ = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
     assert code == 1
     found = certificate()
     assert found["certified"] is False and found["pairs"][0]["certified"] is None

@@ -20,7 +20,6 @@ from spec_lab.certify.exact import Instance
 from spec_lab.constrain import Binding
 from spec_lab.constrain.binding import PLACES
 from spec_lab.draft import Draft, tree
-from spec_lab.entry import main
 from spec_lab.verify import Match, Token
 
 PACKAGE = Path(__file__).parent / "package"
@@ -46,25 +45,6 @@ def part(module: str, name: str):
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys, tmp_path):
-    """Run the command line in this process: (exit code, stdout, stderr), each as one line."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as left:
-            code = left.code or 0
-        said = capsys.readouterr()
-        return code, " ".join(said.out.split()), " ".join(said.err.split())
-
-    return call
-
-
-@pytest.fixture
 def left_behind(tmp_path):
     """What a file of the run's directory says."""
     return lambda file: json.loads((tmp_path / "here" / file).read_text())
@@ -83,9 +63,9 @@ def left_behind(tmp_path):
         (BY_FOLDER, "draft_chain", "agree", "apart", ["constraint.placement=target"]),
     ],
 )
-def test_its_parts_compose_with_all_others(cli, left_behind, found, proposer, verifier, constraint, options):
+def test_its_parts_compose_with_all_others(flat_cli, left_behind, found, proposer, verifier, constraint, options):
     chosen = [f"proposer={proposer}", f"verifier={verifier}", f"constraint={constraint}", "sampling=temperature_1"]
-    code, _, errors = cli(*found, *SHORT, *chosen, *options, "baseline=false")
+    code, _, errors = flat_cli(*found, *SHORT, *chosen, *options, "baseline=false")
     assert code == 0, errors
     summary = left_behind("summary.json")
     assert (summary["proposer"], summary["verifier"], summary["constraint"]) == (proposer, verifier, constraint)
@@ -93,8 +73,8 @@ def test_its_parts_compose_with_all_others(cli, left_behind, found, proposer, ve
     assert summary["nodes_per_step"] > 0 and summary["tokens"] > 10
 
 
-def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(cli, tmp_path):
-    code, _, errors = cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=agree", "constraint=apart")
+def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_path):
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=agree", "constraint=apart")
     assert code == 0, errors
     requests = pd.read_parquet(tmp_path / "here" / "requests.parquet")
     tokens = {arm: rows.sort_values("request")["tokens"].map(list).tolist() for arm, rows in requests.groupby("arm")}
@@ -102,14 +82,14 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(cli, tmp_path)
     assert all(a != b for one in tokens["speculative"] for a, b in pairwise(one))
 
 
-def test_a_verifier_that_cannot_judge_its_drafts_is_refused_by_name(cli):
-    code, _, errors = cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=kseq")
+def test_a_verifier_that_cannot_judge_its_drafts_is_refused_by_name(flat_cli):
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=kseq")
     assert code == 1
     assert "verifier 'kseq' judges drafts drawn iid; proposer 'bigram' draws 'point'" in errors
 
 
-def test_its_options_are_checked_at_the_door(cli):
-    code, _, errors = cli(*BY_NAME, *SHORT, "proposer=bigram", "proposer.depth=0")
+def test_its_options_are_checked_at_the_door(flat_cli):
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "proposer.depth=0")
     assert code == 1
     assert "proposer.depth must be a whole number of 1 or more, not 0" in errors
 
@@ -147,26 +127,26 @@ def test_the_verifier_has_the_law_of_sampling_and_matching():
 # Certified
 
 
-def test_an_honest_pair_is_certified_whole(cli, left_behind):
-    code, said, errors = cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
+def test_an_honest_pair_is_certified_whole(flat_cli, left_behind):
+    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 1000
     assert "bigram point agree lossless, proved" in said
 
 
-def test_a_verifier_that_only_says_that_it_is_lossless_fails(cli, left_behind, monkeypatch):
+def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.certify.task.prove", partial(prove, instances=QUICK))
-    code, said, errors = cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
+    code, said, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
     assert "bigram (point), careless FAILS: after [" in said
 
 
-def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(cli, left_behind, monkeypatch):
+def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.certify.task.prove", partial(prove, instances=QUICK))
     options = ["proposer=bigram", "verifier=agree", "constraint=apart", "task.tokens=64", "max_new_tokens=16"]
-    code, _, errors = cli(*BY_NAME, *CERTIFY, *options)
+    code, _, errors = flat_cli(*BY_NAME, *CERTIFY, *options)
     assert code == 0, errors
     found = left_behind("certificate.json")
     assert found["constraint"]["name"] == "apart" and found["constraint"]["enumerated"] is True
@@ -176,10 +156,10 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(cli, 
     assert [check["name"] for check in found["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
 
 
-def test_a_constraint_whose_states_are_no_copies_fails(cli, monkeypatch):
+def test_a_constraint_whose_states_are_no_copies_fails(flat_cli, monkeypatch):
     monkeypatch.setattr("spec_lab.certify.task.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
-    code, said, errors = cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
+    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors
     assert "draft_chain (iid), agree FAILS: outputs are" in said and ", apart on " in said
 
