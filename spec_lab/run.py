@@ -6,18 +6,19 @@ drifts for all of them. Rows are built and written between groups, never while t
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from multiprocessing import current_process
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab import figures, metrics, record, show, track
+from spec_lab import metrics, record, show, track
 from spec_lab.batch import Request
 from spec_lab.certify.certificate import in_short
 from spec_lab.lab import Arm, Lab, Loop, Settings
@@ -71,9 +72,9 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 lab.tracker.group(number, seen)
                 bar.set_postfix({name: f"{value:.3g}" for name, value in seen.items()})
         tables = recorder.gather()
-        summary = _summary(lab, settings, arms, tables)
+        summary = _summary(lab, settings, arms, tables, config)
         write_json(settings.out / "summary.json", summary)
-        drawn = [] if many else figures.draw(tables, settings.out / "figures")
+        drawn = [] if many else _draw(tables, settings.out / "figures")
         lab.tracker.finish(summary, drawn, tables)
     except KeyboardInterrupt:
         done = recorder.gather().requests["group"].nunique()
@@ -137,9 +138,20 @@ def _order(names: list[str], number: int) -> list[str]:
     return order[::-1] if len(names) > 2 and number // len(names) % 2 else order
 
 
-def _summary(lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metrics.Tables) -> dict[str, Any]:
+def _draw(tables: metrics.Tables, folder: Path) -> list[Path]:
+    from spec_lab import figures  # a sweep's jobs draw nothing, and matplotlib takes a while to import
+
+    return figures.draw(tables, folder)
+
+
+def _summary(
+    lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metrics.Tables, config: Mapping[str, Any]
+) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms"."""
-    each = {name: _parts(arms[name]) | metrics.summarise(tables, name) for name in metrics.arms(tables)}
+    made_of = [{part: config.get(part) for part in ("proposer", "beside", "verifier")}, lab.weights(), lab.facts()]
+    each = {
+        name: _parts(arms[name], [name, *made_of]) | metrics.summarise(tables, name) for name in metrics.arms(tables)
+    }
     main = next(iter(each.values()))
     summary = {
         "experiment": settings.name,
@@ -168,18 +180,27 @@ def _named(lab: Lab, main: Arm) -> dict[str, Any]:
     return named
 
 
-def _parts(arm: Arm) -> dict[str, Any]:
-    """Who drafts and who decides in an arm, and whether the pair is lossless; None where it is not the project's."""
+def _parts(arm: Arm, made_of: Any) -> dict[str, Any]:
+    """Who drafts and who decides in an arm, and whether the pair is lossless; None where it is not the project's.
+
+    Args:
+        arm: one of the run's.
+        made_of: its name, and the options, weights and facts of all the run's pairs: what tells its pair from others.
+    """
     if not isinstance(arm, Loop):
         return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
     parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
+    return parts | _in_short(arm, made_of)
+
+
+_ENUMERATED: dict[str, dict[str, Any]] = {}
+"""What ``in_short`` found in this process, by what the pair is made of: a sweep's next job need not enumerate again."""
+
+
+def _in_short(arm: Loop, made_of: Any) -> dict[str, Any]:
     constrained = arm.binding is not None
-    if isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match):
-        return parts | _baseline_in_short(constrained)
-    return parts | in_short(arm.proposer, arm.verifier, constrained)
-
-
-@cache
-def _baseline_in_short(constrained: bool) -> dict[str, Any]:
-    """``in_short`` of the baseline, which is the same in every run of a process."""
-    return in_short(Null(), Match(), constrained)
+    baseline = isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match)
+    key = json.dumps(["baseline", constrained] if baseline else [made_of, constrained], sort_keys=True, default=str)
+    if key not in _ENUMERATED:
+        _ENUMERATED[key] = in_short(arm.proposer, arm.verifier, constrained)
+    return _ENUMERATED[key]

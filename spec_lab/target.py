@@ -106,9 +106,10 @@ class Target:
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= own
         ):
             raise ValueError(f"target.context must lie between 1 and the model's own {own}, not {context!r}")
-        error = self_check(model, attention)
+        sha256 = weights_hash(path)
+        error = checked(model, attention, sha256)
         lm = CausalLM(model, attention, chunk=chunk)
-        return Target(lm, tokenizer, path, context or own, weights_hash(path), error)
+        return Target(lm, tokenizer, path, context or own, sha256, error)
 
 
 def load_model(path: str, device: str, dtype: str) -> tuple[Any, Any]:
@@ -246,6 +247,18 @@ def self_check(model: nn.Module, attention: Attention) -> float:
             f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}"
         )
     return error
+
+
+_CHECKED: dict[tuple[str, ...], float] = {}
+"""What ``self_check`` found of checkpoints in this process, so that a sweep's next job need not check them again."""
+
+
+def checked(model: Any, attention: Attention, sha256: str) -> float:
+    """``self_check``, once in a process for the same weights (by their ``weights_hash``) in the same setting."""
+    setting = (sha256, model.config.to_json_string(), str(model.dtype), str(model.device), attention)
+    if not sha256 or setting not in _CHECKED:
+        _CHECKED[setting] = self_check(model, attention)
+    return _CHECKED[setting]
 
 
 def _forest_error(model: Any, attention: Attention) -> float:

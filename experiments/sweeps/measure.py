@@ -23,11 +23,20 @@ JOB = ["proposer=draft_chain", "threads=1", "warmup=0"]
 HERE = Path(__file__).parent
 
 
+LEAST = "import torch; from transformers import LlamaForCausalLM"
+"""What no job in a process of its own can do without."""
+
+
+def python(*options: str) -> float:
+    """Seconds of a Python process."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *options], check=True, capture_output=True, cwd=HERE.parents[1])
+    return time.perf_counter() - began
+
+
 def command(*options: str) -> float:
     """Seconds of a spec-lab command in a process of its own."""
-    began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "spec_lab", *options], check=True, capture_output=True, cwd=HERE.parents[1])
-    return time.perf_counter() - began
+    return python("-m", "spec_lab", *options)
 
 
 def decoding(run: Path) -> float:
@@ -64,7 +73,8 @@ def overhead(folder: Path, jobs: int, prompts: int) -> dict:
         [rest(f"fresh-{turn}", 1) for turn in range(3)],
         [rest(f"reused-{turn}", 1 + jobs) for turn in range(3)],
     )
-    return {"fresh": fresh, "reused": [(many - one) / jobs for one, many in zip(fresh, more, strict=True)]}
+    reused = [(many - one) / jobs for one, many in zip(fresh, more, strict=True)]
+    return {"fresh": fresh, "least": [python("-c", LEAST) for _ in range(3)], "reused": reused}
 
 
 def thousand(folder: Path, count: int) -> dict:

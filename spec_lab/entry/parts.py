@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,13 @@ def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
     return config
 
 
+@cache
 def known() -> set[str]:
     """The top-level options: those of the default config."""
     return groups() | OmegaConf.load(Path(conf(), "config.yaml")).keys() - {"defaults", "hydra"}
 
 
+@cache
 def groups() -> set[str]:
     """The parts that the default config chooses among files."""
     config: Any = OmegaConf.to_container(OmegaConf.load(Path(conf(), "config.yaml")))

@@ -21,7 +21,7 @@ from spec_lab.propose.forced import ForcedChains
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.trail import Trail
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths, write
-from spec_lab.target import Target, load_model, model_context, self_check, weights_hash
+from spec_lab.target import Target, checked, load_model, model_context, weights_hash
 
 
 class DraftModel:
@@ -110,11 +110,12 @@ class DraftModel:
         check_same_tokens(target, model, tokenizer, path)
         if width_of(choices) > target.vocabulary:
             raise ValueError(f"a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary} tokens")
-        self_check(model, target.lm.attention)
+        sha256 = weights_hash(path)
+        checked(model, target.lm.attention, sha256)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
         context, least = model_context(model.config), share("proposer.confidence", confidence)
-        return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, weights_hash(path))
+        return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256)
 
     def check(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
-from spec_lab import figures
 from spec_lab.metrics import Tables
 from spec_lab.track import view
 
@@ -117,7 +116,11 @@ def replay(
         frame = frame.where(frame.notna(), None)
         run.log({f"tables/{name}": wandb.Table(columns=list(frame.columns), data=frame.to_numpy().tolist())})
     with TemporaryDirectory() as drawn:
-        show(run, summary, pictures or figures.draw(tables, Path(drawn)))
+        if not pictures:
+            from spec_lab import figures  # matplotlib takes a while to import
+
+            pictures = figures.draw(tables, Path(drawn))
+        show(run, summary, pictures)
     run.summary.update({"rows_per_point": view.averaged(tables), "groups_of": manifest.get("groups")})
 
 
