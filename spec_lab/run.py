@@ -180,7 +180,7 @@ def _named(lab: Lab, main: Arm) -> dict[str, Any]:
     return named
 
 
-def _parts(arm: Arm, made_of: Any) -> dict[str, Any]:
+def _parts(arm: Arm, made_of: Sequence[Any]) -> dict[str, Any]:
     """Who drafts and who decides in an arm, and whether the pair is lossless; None where it is not the project's.
 
     Args:
@@ -193,14 +193,16 @@ def _parts(arm: Arm, made_of: Any) -> dict[str, Any]:
     return parts | _in_short(arm, made_of)
 
 
-_ENUMERATED: dict[str, dict[str, Any]] = {}
+_ENUMERATED: dict[tuple[Any, ...], dict[str, Any]] = {}
 """What ``in_short`` found in this process, by what the pair is made of: a sweep's next job need not enumerate again."""
 
 
-def _in_short(arm: Loop, made_of: Any) -> dict[str, Any]:
+def _in_short(arm: Loop, made_of: Sequence[Any]) -> dict[str, Any]:
     constrained = arm.binding is not None
+    proposer = type(arm.proposer), arm.proposer.name, arm.proposer.drawn, arm.proposer.nodes
+    pair = (*proposer, type(arm.verifier), repr(arm.verifier), constrained)
     baseline = isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match)
-    key = json.dumps(["baseline", constrained] if baseline else [made_of, constrained], sort_keys=True, default=str)
+    key = (*pair, "" if baseline else json.dumps(made_of, sort_keys=True, default=str))
     if key not in _ENUMERATED:
         _ENUMERATED[key] = in_short(arm.proposer, arm.verifier, constrained)
     return _ENUMERATED[key]

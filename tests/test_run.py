@@ -390,3 +390,17 @@ def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
 def test_wrong_types_are_refused_by_name(tmp_path, change, said):
     with pytest.raises(ValueError, match=said):
         settings(tmp_path, **change)
+
+
+def test_a_pair_is_enumerated_once_in_a_process_and_another_one_anew(tmp_path, monkeypatch):
+    seen = []
+
+    def counted(proposer, verifier, constrained):
+        seen.append((proposer.drawn, verifier.name))
+        return {"certified": None}
+
+    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
+    monkeypatch.setattr("spec_lab.run.in_short", counted)
+    for number, drawn in enumerate(["iid", "iid", "without"]):
+        certified(tmp_path / str(number), proposer=draft_model("2", drawn))
+    assert seen == [("iid", "token"), ("point", "match"), ("without", "token")]
