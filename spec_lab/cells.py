@@ -146,6 +146,11 @@ class Cells:
             if not self._users[path.span]:  # cells held by a forward that failed go with the span
                 self.references[path.span] = 0
 
+    def reserve(self, spans: int, capacity: int) -> None:
+        """Grow to at least ``spans`` spans of ``capacity`` cells, for somebody else to say which of them are used."""
+        if spans > self.spans or capacity > self.capacity:
+            self._grow(max(spans, self.spans), max(capacity, self.capacity))
+
     # Contents ------------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, key: Tensor, value: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:

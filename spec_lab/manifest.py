@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from spec_lab import files
+from spec_lab import files, ranks
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
@@ -53,6 +53,7 @@ def manifest(
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "machine": machine(),
         "threads": torch.get_num_threads(),
+        "ranks": ranks.size(),
         "arms": list(arms),
         "proposers": dict(proposers),
         "began": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -125,6 +126,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
         "config": _configuration(facts["config"]),
         **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
         "threads": facts["threads"],
+        "ranks": facts.get("ranks", 1),
         "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
         "proposers": {arm: {name: one.get(name) for name in ("name", "drawn", "tree")} for arm, one in proposers},
     }

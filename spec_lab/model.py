@@ -210,9 +210,9 @@ class CausalLM:
         )
         marks.append((start, self.clock.mark()))
         if self._hidden is not None:
-            self.cells.write_hidden(self._hidden, pack.places)
+            self.cells.write_hidden(self._hidden.to(self.device), pack.on(self.device).places)
             self._hidden = None
-        return output.logits[0]
+        return output.logits[0].to(self.device)  # the head of a model on several devices may be on another
 
     def _dense_mask(self, pieces: list[Piece], rows: int) -> Tensor:  # [1, 1, N, S * C]
         """One additive mask over the whole pack and the whole store: quadratic, plain, the oracle."""

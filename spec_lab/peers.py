@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from spec_lab import ranks
 from spec_lab.batch import Request
 from spec_lab.lab import Decoded
 from spec_lab.law import Sampling
@@ -217,7 +218,13 @@ class Bare:
 
 
 def as_transformers_runs_it(target: Target) -> Any:
-    """The target's model with transformers' own attention and cache: modules and settings copied, weights shared."""
+    """The target's model with transformers' own attention and cache: modules and settings copied, weights shared.
+
+    Raises:
+        ValueError: the model is split over ranks, which repeat forwards over the project's cells only.
+    """
+    if ranks.size() > 1:
+        raise ValueError("peers run in one process: leave them out with target.tensor_parallel=true")
     model = target.lm.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)

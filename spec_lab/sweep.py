@@ -4,6 +4,7 @@ What a run's folder holds says where the run stands, so that a kill at any momen
 
 - ``.lock``, held by a living process: running (the kernel lets go of it when the process dies);
 - ``ended.json``: done, or failed with its traceback;
+- ``queued.json``: its last job on a cluster, and what became of that where the job cannot have said so itself;
 - neither: waiting, perhaps with the rows of some finished groups, from which it goes on.
 """
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:  # tables are for those who read them: composing a run imports
 
 State = Literal["done", "running", "failed", "waiting"]
 
-PLACES = ("out", "tracker", "retry")
-"""Options that say where results go, or whether to try again: they do not make another run."""
+PLACES = ("out", "tracker", "retry", "objective")
+"""Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: the run has not ended, and the same command goes on."""
@@ -53,7 +54,8 @@ class Run:
         groups: finished groups on disk.
         of: how many it will have; None while it is not known.
         code: exit code of a run that is done.
-        error: what a failed run failed of, in one line; else empty.
+        error: what a failed run failed of, in one line; what became of the job of one that waits on a cluster, or that
+            was lost there; else empty.
         seconds: that the process which ended it spent on it; None of a run that has not ended.
     """
 
@@ -172,6 +174,25 @@ def begin(folder: Path) -> None:
     (folder / "ended.json").unlink(missing_ok=True)
 
 
+def queue(folder: Path, engine: str, job: str) -> None:
+    """Note that an engine (Slurm, Ray) has taken the run on, as the job that it calls so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "queued.json", {"engine": engine, "job": job, "lost": "", "at": _now()})
+
+
+def lose(folder: Path, why: str) -> None:
+    """Note what became of the run's job, which cannot say so itself: it was cancelled, killed, ran out of time."""
+    write_json(folder / "queued.json", (queued(folder) or {"engine": "", "job": ""}) | {"lost": why, "at": _now()})
+
+
+def queued(folder: Path) -> dict[str, Any] | None:
+    """What is known of the run's last job on a cluster: engine, job, lost (why; or empty); None if there was none."""
+    with suppress(ValueError):  # cut short: of no use, and no harm
+        known = read_json(folder / "queued.json")
+        return known if known and {"engine", "job", "lost"} <= known.keys() else None
+    return None
+
+
 def end(folder: Path, overrides: Sequence[str], config: str, code: int, seconds: float) -> None:
     """Note that the run is done; ``config`` identifies its configuration."""
     facts = {"state": "done", "code": code, "config_sha256": config, "error": "", "traceback": ""}
@@ -189,8 +210,12 @@ def _when(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
     return {
         "overrides": own(overrides),
         "seconds": round(seconds, 3),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": _now(),
     }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def ended(folder: Path) -> dict[str, Any] | None:
@@ -249,8 +274,14 @@ def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
     done = groups or 0 if how and how["state"] == "done" else _groups(folder)
     given = overrides or tuple((how or {}).get("overrides", ())) or own(begun.get("overrides") or ())
     state: State = how["state"] if how else "running" if running else "waiting"
-    known = how or {"code": 0, "error": ""}
+    known = how or {"code": 0, "error": "" if running else _on_cluster(folder)}
     return Run(folder, given, state, done, groups, known["code"], known["error"], known.get("seconds"))
+
+
+def _on_cluster(folder: Path) -> str:
+    known = queued(folder)
+    job = f"{known['engine']} job {known['job']}" if known else ""
+    return f"{job}: {known['lost']}" if known and known["lost"] else job
 
 
 def _groups(folder: Path) -> int:

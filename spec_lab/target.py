@@ -6,9 +6,13 @@ logits differ is refused with the measured error. Kinds known to be wrong are re
 
 from __future__ import annotations
 
+import gc
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path as File
 from typing import Any
 
@@ -17,8 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
+from spec_lab import link, ranks
 from spec_lab.attention import SPANS, Attention
 from spec_lab.draft import Draft, Shape
 from spec_lab.model import CausalLM
@@ -74,33 +80,51 @@ class Target:
     @staticmethod
     def load(
         path: str,
-        device: str = "cpu",
+        device: str | None = None,
         dtype: str = "bfloat16",
         attention: Attention = "spans",
         context: int | None = None,
         chunk: int = 512,
+        device_map: str | Mapping[str, str | int] | None = None,
+        tensor_parallel: bool = False,
     ) -> Target:
         """Load from a local folder or by hub name; safetensors only, no remote code.
 
         Args:
             path: folder of a checkpoint, or a hub name.
-            device: "cpu", "cuda" or "cuda:N".
+            device: "cpu", "cuda" or "cuda:N"; None, the CPU, unless one of the last two arguments decides.
             dtype: "bfloat16", "float16", "float32" or "float64".
             attention: "spans", or "dense" for models that do not use transformers' ``AttentionInterface``: slower, and
                 a request whose logits are NaN then ends its whole batch.
             context: most tokens of a sequence; default the model's own limit, which it may not exceed.
             chunk: longest part of a prompt computed in one forward.
+            device_map: for a model too large for one device, where its layers go: "auto" or "balanced" (accelerate
+                spreads them over the GPUs, or takes the CPU where there is none), or the device of each module by name.
+                Layers run one device after the other. (Tested with every layer on the CPU, and for mixed devices
+                without numbers; not yet seen on several GPUs.)
+            tensor_parallel: for the same, every layer is split over the ranks that torchrun started, by transformers'
+                plan for this kind of model; each takes the GPU of its number, or the CPU where there is none. To be
+                asked for on the first rank, while the others ``follow``. (Tested with gloo on the CPU; not yet seen on
+                several GPUs.)
 
         Raises:
             ValueError: an unknown device or dtype, no GPU, a bad context; weights for another config, or not all of
-                them; an unreadable tokenizer.
+                them; an unreadable tokenizer; a device map that leaves a module out, names none, or puts one on no
+                device; ranks without torchrun, or that cannot share the heads evenly.
             OSError: no checkpoint there, or not as safetensors; a truncated or corrupt file, by its name.
             Unsupported: the model fails the self-check, or is of a kind known to fail.
         """
         if attention not in ("spans", "dense"):
             raise ValueError(f"target.attention must be spans or dense, not {attention!r}")
         whole("target.chunk", chunk)
-        model, tokenizer = load_model(path, device, dtype)
+        if not isinstance(tensor_parallel, bool):
+            raise ValueError(f"target.tensor_parallel must be true or false, not {tensor_parallel!r}")
+        if tensor_parallel and attention == "dense":
+            raise ValueError("target.tensor_parallel knows no dense masks; leave target.attention=dense out")
+        given = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
+        if len(both := [f"target.{name}" for name, value in given.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(both)} both say where the model goes; give one of them")
+        model, tokenizer = load_model(path, "cpu" if device is None else device, dtype, device_map, tensor_parallel)
         own = model_context(model.config)
         if context is not None and (
             isinstance(context, bool) or not isinstance(context, int) or not 0 < context <= own
@@ -112,48 +136,176 @@ class Target:
         return Target(lm, tokenizer, path, context or own, sha256, error)
 
 
-def load_model(path: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """The model in eval mode and its tokenizer. Errors as in ``Target.load``."""
+def follow() -> None:
+    """What every rank but the first does for tensor parallelism (``link.follow``)."""
+    link.follow(_read_weights)
+
+
+def load_model(
+    path: str,
+    device: str,
+    dtype: str,
+    device_map: str | Mapping[str, str | int] | None = None,
+    tensor_parallel: bool = False,
+) -> tuple[Any, Any]:
+    """The model in eval mode and its tokenizer. Arguments and errors as in ``Target.load``."""
     if not isinstance(path, str) or not path:
         raise ValueError(f"path must name a folder of a checkpoint or a model of the hub, not {path!r}")
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"unknown device {device!r}; choose cpu, cuda or cuda:N") from error
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} is not supported; choose cpu, cuda or cuda:N")
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        seen = torch.cuda.device_count()
-        raise ValueError(f"device {device!r} asked for, but this torch sees {seen or 'no'} GPU; use device=cpu")
+    where = _device(device)
     if not File(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
         raise OSError(f"there is no folder {path}, and it is no name of the hub (owner/name){hint}")
     if File(path).exists() and not File(path, "config.json").exists():
         raise OSError(f"{path} holds no config.json: give a folder written by save_pretrained, or a hub name")
-    logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_name(config)
-    model, tokenizer = _read_weights(path, config, DTYPES[dtype]), _read_tokenizer(path)
-    return model.to(where).eval(), tokenizer
+    if device_map is not None:
+        check_device_map(config, device_map)
+        model = _read_weights(path, dtype, device_map=device_map)
+        refuse_offloading(model)
+    elif tensor_parallel:
+        check_ranks(config)
+        gc.collect()  # a model that a run before this one has left must not fill the devices
+        if ranks.size() > 1:
+            how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
+            model = link.join().load(_read_weights, **how)
+        else:
+            model = _read_weights(path, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        model = _read_weights(path, dtype).to(where)
+    return model, _read_tokenizer(path)
 
 
-def _read_weights(path: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model with every tensor from the checkpoint. (transformers would fill gaps with random numbers.)"""
+def _device(name: str | int) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none, or nothing can be computed on it here.
+    """
+    try:
+        where = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {name!r}; choose cpu, cuda or cuda:N") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; choose cpu, cuda or cuda:N")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise ValueError(f"device {name!r} asked for, but this torch sees {seen or 'no'} GPU; use device=cpu")
+    return where
+
+
+def check_device_map(config: Any, device_map: Any) -> None:
+    """Refuse what transformers would overlook: it puts what a map leaves out on the CPU, and skips names of nothing.
+
+    Raises:
+        ValueError: as in ``Target.load``.
+    """
+    if find_spec("accelerate") is None:
+        raise ValueError("target.device_map needs the package accelerate: pip install 'spec-lab[large]'")
+    if device_map in ("auto", "balanced"):
+        return
+    if not isinstance(device_map, Mapping) or not device_map:
+        raise ValueError(f"target.device_map must be auto, balanced or a device for each module, not {device_map!r}")
+    for module, device in device_map.items():
+        if device in ("disk", "meta"):
+            raise ValueError(f"target.device_map puts {module or 'the model'} on {device}: nothing is computed there")
+        try:
+            _device(device)
+        except ValueError as error:
+            raise ValueError(f"target.device_map, {module or 'the whole model'}: {error}") from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if wrong := [module for module in device_map if module not in dict(model.named_modules())]:
+        parts = ", ".join(name for name, _ in [*model.named_children(), *model.base_model.named_children()])
+        raise ValueError(f"target.device_map names {wrong[0]!r}, which is no module of the model (of {parts}, ...)")
+    tensors = [name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind()]
+    bare = [name for name in tensors if not any(f"{name}.".startswith(f"{one}." * bool(one)) for one in device_map)]
+    if bare:
+        raise ValueError(f"target.device_map says not where {bare[0].rpartition('.')[0]} goes")
+
+
+def refuse_offloading(model: Any) -> None:
+    """Refuse a model of which parts would be copied to a GPU for every forward: its timings would measure the copies.
+
+    Raises:
+        ValueError: names such a part.
+    """
+    places = getattr(model, "hf_device_map", None) or {}  # none where all is on one device
+    off = [module for module, device in places.items() if str(device) in ("cpu", "disk")]
+    if off and len({str(device) for device in places.values()}) > 1:
+        raise ValueError(
+            f"target.device_map leaves no GPU for {off[0]} and {len(off) - 1} more modules (they went to "
+            f"{places[off[0]]}); use more GPUs, or a smaller target.dtype"
+        )
+
+
+def check_ranks(config: Any) -> None:
+    """Refuse to split a model that transformers has no plan for, or over ranks that cannot share its heads.
+
+    Raises:
+        ValueError: no torchrun, ranks that do not fit the heads or the GPUs, or this is not the first rank.
+        Unsupported: no plan.
+    """
+    size, local = ranks.size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError("target.tensor_parallel needs ranks: torchrun --nproc-per-node 2 -m spec_lab ... starts two")
+    if ranks.rank():
+        raise ValueError(f"rank {ranks.rank()} cannot lead: only the first rank loads a target, the others follow()")
+    if "tp_size" not in signature(DistributedConfig).parameters:
+        raise ValueError("target.tensor_parallel needs a newer transformers, whose DistributedConfig has a tp_size")
+    if 0 < torch.cuda.device_count() < local:
+        raise ValueError(
+            f"target.tensor_parallel: torchrun started {local} ranks here, but this torch sees "
+            f"{torch.cuda.device_count()} GPU; start as many ranks, or hide it with CUDA_VISIBLE_DEVICES="
+        )
+    if not getattr(config, "base_model_tp_plan", None):
+        raise Unsupported(
+            f"model type '{config.model_type}' cannot be split: transformers has no tensor-parallel plan for it; "
+            "use target.device_map"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None) or size
+        if heads % size:
+            raise ValueError(f"target.tensor_parallel: {heads} heads ({name}) cannot be shared by {size} ranks evenly")
+
+
+def _read_weights(
+    path: str,
+    dtype: str,
+    device_map: str | Mapping[str, str | int] | None = None,
+    over: int = 1,
+    threads: int | None = None,
+) -> Any:
+    """The model with every tensor from the checkpoint. (transformers would fill gaps with random numbers.)
+
+    Args:
+        path, dtype, device_map: as in ``Target.load``.
+        over: number of ranks over which the model is split; this one reads its part.
+        threads: for torch to use, on ranks to which nobody else says so.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    more: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    if over > 1:
+        more["distributed_config"] = DistributedConfig(tp_size=over)
+    logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-            ignore_mismatched_sizes=True, output_loading_info=True,
+            path, dtype=DTYPES[dtype], trust_remote_code=False, use_safetensors=True,
+            ignore_mismatched_sizes=True, output_loading_info=True, **more,
         )  # fmt: skip
     except SafetensorError as error:
         raise OSError(f"{_unreadable(path)} is truncated or corrupt ({error}): copy or download it again") from error
     wrong = {f"{name} is missing" for name in report["missing_keys"]}
     wrong |= {f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]}
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more}")
-    return model
+        more_wrong = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more_wrong}"
+        )
+    return model.eval()
 
 
 def _read_tokenizer(path: str) -> Any:
@@ -255,7 +407,8 @@ _CHECKED: dict[tuple[str, ...], float] = {}
 
 def checked(model: Any, attention: Attention, sha256: str) -> float:
     """``self_check``, once in a process for the same weights (by their ``weights_hash``) in the same setting."""
-    setting = (sha256, model.config.to_json_string(), str(model.dtype), str(model.device), attention)
+    places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
+    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention)
     if not sha256 or setting not in _CHECKED:
         _CHECKED[setting] = self_check(model, attention)
     return _CHECKED[setting]
@@ -293,7 +446,7 @@ def _rotation_error(model: Any) -> float:
     near = torch.arange(4, device=model.device)[None]
     both = torch.cat([near, torch.tensor([[model_context(model.config) - 1]], device=model.device)], dim=1)
     for module in model.modules():
-        if hasattr(module, "inv_freq") and "position_ids" in module.forward.__code__.co_varnames:
+        if hasattr(module, "inv_freq") and "position_ids" in signature(module.forward).parameters:
             like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
             alone, joined = module(like, position_ids=near), module(like, position_ids=both)
             for a, b in zip(alone, joined, strict=True):

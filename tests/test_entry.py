@@ -33,7 +33,7 @@ TASKS = {
 }
 """Experiments whose task is another one: what it leaves, and how to keep it short."""
 STUDIES = [
-    "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "spec_bench", "tree_shapes",
+    "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "spec_bench", "tree_shapes", "tune_tree",
     "verifier_vs_temperature",
 ]  # fmt: skip
 """They are run by their own tests."""

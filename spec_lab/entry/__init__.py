@@ -13,10 +13,10 @@ import hydra
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from spec_lab import sweep
+from spec_lab import ranks, sweep
 from spec_lab.entry.door import Door
 from spec_lab.entry.jobs import job
-from spec_lab.entry.parts import bind, build, conf, groups, known, reason, vars_of, zoo
+from spec_lab.entry.parts import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
 
 __all__ = ["Door", "bind", "build", "conf", "job", "known", "main", "vars_of", "zoo"]
 
@@ -36,7 +36,24 @@ def literal(option: str) -> str:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. Of several ranks of torchrun the first one runs it, and the others do as it says."""
+    if ranks.rank():
+        from spec_lab.target import follow
+
+        return follow()
+    try:
+        command_line()
+    except SystemExit as left:
+        if left.code or ranks.size() == 1:  # torchrun ends the others
+            raise
+    if ranks.size() > 1:
+        from spec_lab.link import join
+
+        join().leave()
+
+
+def command_line() -> None:
+    """What ``sys.argv`` asks for."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
@@ -48,6 +65,7 @@ def main() -> None:
         part, _, value = option.lstrip("+").partition("=")
         if value == "null" and part.partition("@")[0] in groups():
             sys.exit(f"spec_lab: {part} cannot be null: name a file of conf/{part.partition('@')[0]}")
+    sys.path.append(str(PACKAGE / "plugins"))  # where Hydra finds our launcher
     try:
         hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
     except KeyboardInterrupt:

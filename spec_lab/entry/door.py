@@ -16,7 +16,8 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from spec_lab import sweep
+from spec_lab import ranks, sweep
+from spec_lab.entry import search
 from spec_lab.entry.parts import groups, reason
 
 
@@ -41,12 +42,15 @@ class Door(Callback):
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
         for option in sweep.PLACES:
             if len({one for job in jobs for one in job if sweep.key(one) == option}) > 1:
-                raise SystemExit(f"spec_lab: {option} cannot be swept: it says where results go, or to try again")
+                raise SystemExit(f"spec_lab: {option} cannot be swept: another value of it makes no other run")
+        if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
+            raise SystemExit("spec_lab: on ranks of torchrun the runs of a sweep take turns: use hydra/launcher=basic")
         check_writable(config.get("out"))
         chosen = {
             one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in {*groups(), "experiment"}
         }
         try:
+            search.check(config)
             for each in [*chosen.values(), *jobs[:1]]:
                 GlobalHydra.instance().config_loader().load_sweep_config(config, each)
             sweep.plan(out, jobs)
@@ -68,6 +72,7 @@ class Door(Callback):
             code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
             tell_results(out)
             tell_sweep(out)
+            search.tell(config)
         except Exception as error:  # Hydra would only warn, and leave with 0
             code = 1
             print(f"spec_lab: {reason(error)}", file=sys.stderr)

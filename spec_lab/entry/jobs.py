@@ -15,15 +15,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab import sweep
 from spec_lab.entry.parts import Refused, build, reason, start
+from spec_lab.entry.search import result
 from spec_lab.files import read_json
 
 
-def job(config: DictConfig) -> None:
-    """One run, as composed by Hydra: alone, or as one of a sweep."""
+def job(config: DictConfig) -> float | None:
+    """One run, as composed by Hydra: alone, or as one of a sweep; returns what it is worth to a search."""
     if OmegaConf.is_missing(HydraConfig.get().job, "num"):
         alone(config)
-    else:
-        one_of_many(config)
+        return None
+    one_of_many(config)
+    return result(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 def alone(config: DictConfig) -> None:
@@ -54,12 +56,9 @@ def one_of_many(config: DictConfig) -> None:
 
     try:
         with sweep.holding(out):
-            how = sweep.ended(out)
-            done = how is not None and how["state"] == "done"
-            if how and done and unchanged(config, out, how):
-                return say("done before")
-            if how and not done and not config.get("retry"):
-                return say(f"failed before ({how['error']}); retry=true tries again")
+            if known := before(config, out):
+                return say(known)
+            done = (sweep.ended(out) or {"state": ""})["state"] == "done"
             if not done:
                 sweep.begin(out)
             try:
@@ -78,6 +77,16 @@ def one_of_many(config: DictConfig) -> None:
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
     except sweep.Held:
         say("another process is at it; left to that one")
+
+
+def before(config: DictConfig, out: Path) -> str:
+    """Why the run in ``out`` need not be carried out: it is done, or has failed; empty of one that must be."""
+    how = sweep.ended(out)
+    if how is None:
+        return ""
+    if how["state"] == "done":
+        return "done before" if unchanged(config, out, how) else ""
+    return "" if config.get("retry") else f"failed before ({how['error']}); retry=true tries again"
 
 
 def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:

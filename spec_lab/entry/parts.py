@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from spec_lab import sweep
+from spec_lab import ranks, sweep
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -198,9 +198,22 @@ def check_options(config: DictConfig) -> None:
             raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
 
 
+def check_ranks(config: DictConfig) -> None:
+    """Refuse ranks of torchrun that nothing is split over.
+
+    Raises:
+        Refused: says so.
+    """
+    if ranks.size() > 1 and not OmegaConf.select(config, "target.tensor_parallel"):
+        raise Refused(
+            "spec_lab: torchrun started several ranks, and they share no model: give target.tensor_parallel=true"
+        )
+
+
 def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
     """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
     check_options(config)
+    check_ranks(config)
     from spec_lab.lab import Lab, Settings
     from spec_lab.manifest import begun_trees
 

@@ -107,7 +107,7 @@ class Heads:
         for weight, bias in self._later:
             inner = torch.baddbmm(bias, x.transpose(0, 1), weight.transpose(1, 2))  # [K, B, H]
             x = x + silu(inner).transpose(0, 1)
-        return self.unembed(x.reshape(batch * count, width)).view(batch, count, -1)
+        return self.unembed(x.reshape(batch * count, width)).view(batch, count, -1).to(hidden.device)
 
     @cached_property
     def _stacked(self) -> tuple[Tensor, Tensor]:  # [K * H, H], [K * H]

@@ -64,6 +64,7 @@ class Medusa:
         batch_size: int = 1,
         temperature: float = 0.0,
         max_nodes: int = 64,
+        max_depth: int | None = None,
     ) -> Medusa:
         """Read heads, and choose the tree.
 
@@ -77,6 +78,7 @@ class Medusa:
             batch_size: sequences decoded together, for which the tree is calibrated.
             temperature: of the target; the calibration measured nearest to it is taken.
             max_nodes: largest calibrated tree; nodes of the likeliest.
+            max_depth: of the deepest calibrated or likeliest tree; None, or more: as deep as there are heads.
 
         Raises:
             ValueError: heads that do not fit the target; a tree deeper than the heads or wider than the vocabulary;
@@ -85,18 +87,19 @@ class Medusa:
         """
         whole("proposer.batch_size", batch_size)
         whole("proposer.max_nodes", max_nodes)
+        if max_depth is not None:
+            whole("proposer.max_depth", max_depth, otherwise=", or null for as deep as there are heads")
         heads = Heads.read(path, target)
+        depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         if tree in ("calibrated", "likeliest"):
             accuracy = Accuracy.read(path, temperature_or_none("proposer.temperature", temperature) or 0.0)
         if tree == "likeliest":
             ranks = min(target.vocabulary, *map(len, accuracy.accuracy))
-            grown = grow(accuracy.value, max_nodes, min(len(heads), len(accuracy.accuracy)), ranks)
+            grown = grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), ranks)
             return Medusa(heads, parse([node for node, _ in grown]))
         if tree == "calibrated":
             first = lru_cache(heads.first)  # trees of one depth share their heads' memory
-            found = calibrate(
-                target, lambda t: Medusa(first(depth_of(t)), t), len(heads), accuracy, batch_size, max_nodes
-            )
+            found = calibrate(target, lambda t: Medusa(first(depth_of(t)), t), depth, accuracy, batch_size, max_nodes)
             if not found.choices:
                 log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)
             return Medusa(heads, found.choices, found)

@@ -338,6 +338,18 @@ def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp
         assert emitted(decode(target, proposer, requests())[0]) == truth
 
 
+@pytest.mark.parametrize("max_depth", [1, 2, 3, 4, 9])
+def test_the_likeliest_and_the_calibrated_tree_are_at_most_as_deep_as_said(target, tmp_path, monkeypatch, max_depth):
+    folder = saved(tmp_path)
+    Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
+    monkeypatch.setattr(calibration, "time_rounds", lambda target, proposers, *_: dict.fromkeys(proposers, 1.0))
+    for tree in ("likeliest", "calibrated"):  # nodes cost nothing: the largest
+        proposer = Medusa.load(target, str(folder), tree=tree, max_nodes=6, max_depth=max_depth)
+        assert proposer.tree == parse([path for path, _ in grow(by_rank([[0.5, 0.1]] * 4), 6, min(max_depth, 4), 2)])
+        assert len(proposer.heads) == min(max_depth, 4)
+    assert Medusa.load(target, str(folder), tree="1x1x1", max_depth=max_depth).nodes == 3, "a named tree is as named"
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "options", "said"),
     [
@@ -363,6 +375,7 @@ def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp
         ({}, {}, {"tree": "best"}, "a tree is written as"),
         ({}, {}, {"batch_size": 0}, "proposer.batch_size"),
         ({}, {}, {"max_nodes": "many"}, "proposer.max_nodes"),
+        ({}, {}, {"max_depth": 0}, "proposer.max_depth must be a whole number of 1 or more, or null for as deep as"),
     ],
 )
 def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, options, said):

@@ -1,0 +1,348 @@
+"""A real two-node Slurm on this one machine, to try cluster launching and to test it.
+
+    python scripts/local_slurm.py install                  # Debian's packages; needs root
+    eval "$(python scripts/local_slurm.py start DIR)"      # sets SLURM_CONF: sbatch, squeue, sacct ... now work
+    python scripts/local_slurm.py node-down DIR n2         # kill -9 a node, with all that runs on it
+    python scripts/local_slurm.py node-up DIR n2
+    python scripts/local_slurm.py stop DIR
+
+munged, MariaDB, slurmdbd, slurmctld and two slurmd run as the user who starts them; systemd and the system's own
+services and settings stay as they are. Everything they write is under DIR, so several clusters can run side by side.
+Both nodes are in the partitions `batch` (the default), `short` (five minutes at most) and `urgent`, whose jobs preempt
+and requeue those of the others.
+"""
+
+import argparse
+import contextlib
+import os
+import pwd
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PACKAGES = "slurm-wlm slurmdbd slurm-client munge mariadb-server".split()
+PROGRAMS = "munged mariadb-install-db mariadbd slurmdbd slurmctld slurmd sbatch sacct sacctmgr".split()
+DAEMONS = "munged mariadbd slurmdbd slurmctld slurmscriptd slurmd slurmstepd".split()
+NODES = ("n1", "n2")
+SECONDS = 60  # most that a daemon may take to answer
+PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # daemons are there
+
+SLURM_CONF = """\
+ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool/%n
+SlurmctldPidFile={directory}/run/slurmctld.pid
+SlurmdPidFile={directory}/run/%n.pid
+SlurmctldLogFile={directory}/log/slurmctld.log
+SlurmdLogFile={directory}/log/%n.log
+MailProg=/bin/true
+
+# cred_expire is also how long a requeued job waits (120 seconds by default).
+AuthType=auth/munge
+AuthInfo=socket={directory}/run/munge.socket,cred_expire=10
+CredType=cred/munge
+MpiDefault=none
+SwitchType=switch/none
+
+# No cgroups: they are seldom there in a container.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={ports[1]}
+AccountingStoragePass={directory}/run/munge.socket
+
+# A node offers what it is told to, whatever the machine has.
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU={memory_per_cpu}
+
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,default_queue_depth=1000
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+
+# A node that is gone is noticed soon; one that is back is used at once.
+SlurmdTimeout=8
+MessageTimeout=5
+ReturnToService=2
+MinJobAge=300
+KillWait=2
+InactiveLimit=0
+
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory={memory}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs={cpus} RealMemory={memory}
+PartitionName=batch Nodes=n1,n2 Default=YES MaxTime=INFINITE PriorityTier=1
+PartitionName=short Nodes=n1,n2 MaxTime=5 PriorityTier=1
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE PriorityTier=10
+"""
+
+SLURMDBD_CONF = """\
+DbdHost={host}
+DbdAddr=127.0.0.1
+DbdPort={ports[1]}
+SlurmUser={user}
+PidFile={directory}/run/slurmdbd.pid
+LogFile={directory}/log/slurmdbd.log
+AuthType=auth/munge
+AuthInfo=socket={directory}/run/munge.socket
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser={user}
+StorageLoc=slurm
+"""
+
+# By its socket alone, and quick rather than safe: the data are a test cluster's.
+MARIADB = """\
+--datadir={directory}/mariadb --socket={directory}/run/mariadb.sock --pid-file={directory}/run/mariadb.pid --user={user}
+--skip-networking --skip-log-bin --performance-schema=OFF --innodb-flush-log-at-trx-commit=0
+--innodb-buffer-pool-size=32M --innodb-log-file-size=16M --innodb-lock-wait-timeout=900
+"""
+
+
+class Refused(Exception):
+    """What is wrong and what to do about it, in one line or with a log's last lines."""
+
+
+def install() -> None:
+    """Install Debian's packages, and keep Debian from starting their services.
+
+    Raises:
+        Refused: this is not root on a Debian, or apt-get fails.
+    """
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise Refused(f"install needs root and apt-get; otherwise have {' '.join(PACKAGES)} installed")
+    policy = Path("/usr/sbin/policy-rc.d")  # exit code 101: no service may start
+    with contextlib.ExitStack() as undo:
+        if not policy.exists():
+            undo.callback(policy.unlink)
+            policy.write_text("#!/bin/sh\nexit 101\n")
+            policy.chmod(0o755)
+        quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        for step in (["update", "-qq"], ["install", "-qq", "-y", "--no-install-recommends", *PACKAGES]):
+            if code := subprocess.run(["apt-get", *step], env=quiet, stdout=sys.stderr).returncode:
+                raise Refused(f"apt-get {step[0]} failed with exit code {code}: what it printed says why")
+
+
+def start(directory: Path, cpus: int = 4, memory: int = 4000) -> Path:
+    """Start a cluster, and return what SLURM_CONF must be once both nodes are idle and sacct answers.
+
+    Args:
+        directory: a new one, or that of a stopped cluster, which then goes on with its queue and accounts.
+        cpus: of each node, whatever the machine has.
+        memory: of each node in MB, the same.
+
+    Raises:
+        Refused: a program is missing, the directory will not do, or a daemon does not come up.
+    """
+    if missing := [name for name in PROGRAMS if not shutil.which(name, path=PATH)]:
+        raise Refused(f"no {', '.join(missing)} here: run `{sys.executable} {__file__} install`, on Debian and as root")
+    if len(str(directory)) > 70 or re.search(r"\s", str(directory)):
+        raise Refused(f"{directory}: sockets go below it, so it needs a path of at most 70 characters and no spaces")
+    if cpus < 1 or memory < cpus:
+        raise Refused(f"{cpus} CPUs and {memory} MB for a node: give it one CPU at least, and each CPU one MB")
+    if processes(directory):
+        raise Refused(f"{directory}: a cluster runs there already; `stop` it first")
+    for name in ("run", "log", "state", "spool/n1", "spool/n2"):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    settings = {
+        "directory": directory,
+        "user": pwd.getpwuid(os.geteuid()).pw_name,
+        "host": socket.gethostname().partition(".")[0],
+        "ports": free_ports(4),
+        "cpus": cpus,
+        "memory": memory,
+        "memory_per_cpu": memory // cpus,
+    }
+    (directory / "slurm.conf").write_text(SLURM_CONF.format(**settings))
+    write_private(directory / "slurmdbd.conf", SLURMDBD_CONF.format(**settings).encode())
+    write_private(directory / "munge.key", os.urandom(128))
+    with contextlib.ExitStack() as undo:
+        undo.callback(stop, directory)
+        start_accounts(directory, settings)
+        launch(directory, "slurmctld", "slurmctld")
+        wait_until(directory, "slurmctld", lambda: ask(directory, "scontrol ping") is not None)
+        for node in NODES:
+            node_up(directory, node)
+        wait_until(directory, "slurmdbd", lambda: ask(directory, "sacct -n") is not None)
+        undo.pop_all()
+    return directory / "slurm.conf"
+
+
+def start_accounts(directory: Path, settings: dict[str, object]) -> None:
+    """Start what sacct rests on, munge and MariaDB included, and let the user in."""
+    run, log, user = directory / "run", directory / "log", settings["user"]
+    key = f"--key-file={directory}/munge.key --seed-file={directory}/munge.seed"
+    munge = f"--socket={run}/munge.socket --pid-file={run}/munged.pid --log-file={log}/munged.log"
+    launch(directory, "munged", f"munged --force {key} {munge}")
+    mariadb = MARIADB.format(**settings)
+    if not (directory / "mariadb").exists():
+        account = f"--auth-root-authentication-method=socket --auth-root-socket-user={user}"
+        launch(directory, "mariadbd", f"mariadb-install-db --no-defaults --skip-test-db {account} {mariadb}")
+    (run / "mariadb.pid").unlink(missing_ok=True)  # it is left behind where the server was killed
+    launch(directory, "mariadbd", f"setsid --fork mariadbd --no-defaults {mariadb}")
+    wait_until(directory, "mariadbd", (run / "mariadb.pid").exists)
+    launch(directory, "slurmdbd", "slurmdbd")
+    wait_until(directory, "slurmdbd", lambda: ask(directory, "sacctmgr -n list cluster") is not None)
+    for what in ("cluster local", "account lab", f"user {user} account=lab"):
+        ask(directory, f"sacctmgr -i add {what}")  # known already if the cluster ran before
+
+
+def stop(directory: Path) -> None:
+    """End every process of the cluster: daemons, steps and jobs. Logs, accounts and state stay."""
+    if processes(directory, "slurmctld"):  # so that it knows what becomes of the jobs, and requeues them
+        ask(directory, f"scontrol update NodeName={','.join(NODES)} State=DOWN Reason=stopped")
+    for node in NODES:
+        end(directory, node, signal.SIGKILL)
+    for name in ("slurmctld", "slurmdbd", "mariadbd", "munged"):
+        end(directory, name, signal.SIGTERM)
+
+
+def node_down(directory: Path, node: str) -> None:
+    """Kill a node's daemon, its steps and its jobs, as a power cut would."""
+    end(directory, node, signal.SIGKILL)
+
+
+def node_up(directory: Path, node: str) -> None:
+    """Start a node's daemon, and wait until the node takes jobs; those it had before have failed with it.
+
+    Raises:
+        Refused: it runs already, or does not come up.
+    """
+    if processes(directory, node):
+        raise Refused(f"{directory}: {node} is up already")
+    # What ran there is lost, even if nobody has noticed yet that the node was gone.
+    ask(directory, f"scontrol update NodeName={node} State=DOWN Reason=restarted")
+    launch(directory, node, f"slurmd -N {node}")
+    state = f"sinfo -h -N -p batch -n {node} -o %t"
+    wait_until(directory, node, lambda: ask(directory, state) in ("idle", "mix", "alloc"))
+
+
+def processes(directory: Path, *names: str) -> list[int]:
+    """Processes of the daemons with these names (a node's: its slurmd, steps and jobs), or of all; daemons come first.
+
+    A daemon is known by the log it keeps open, a job's process by its environment: both hold whatever died meanwhile.
+    """
+    daemons, jobs = [], []
+    logs = {str(log) for log in (directory / "log").glob("*.log") if not names or log.stem in names}
+    conf = f"SLURM_CONF={directory}/slurm.conf".encode()
+    nodes = {f"SLURMD_NODENAME={node}".encode() for node in NODES if not names or node in names}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "comm").read_text().strip() in DAEMONS:
+                if logs & {os.readlink(file) for file in (process / "fd").iterdir()}:
+                    daemons.append(int(process.name))
+            elif conf in (environment := (process / "environ").read_bytes().split(b"\0")) and nodes & {*environment}:
+                jobs.append(int(process.name))
+        except OSError:
+            continue  # it has ended, or belongs to somebody else
+    return daemons + jobs
+
+
+def end(directory: Path, name: str, number: signal.Signals) -> None:
+    """Send a signal to a daemon and all below it until they are gone; after ten seconds SIGKILL."""
+    deadline = time.monotonic() + 10
+    while found := processes(directory, name):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number if time.monotonic() < deadline else signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """This process's environment without traces of another Slurm, and with the cluster's own settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SACCT", "MYSQL"))}
+    own = {"SLURM_CONF": f"{directory}/slurm.conf", "MYSQL_UNIX_PORT": f"{directory}/run/mariadb.sock", "PATH": PATH}
+    return kept | own
+
+
+def launch(directory: Path, name: str, command: str) -> None:
+    """Run a command that ends once its daemon is on its way."""
+    null, env = subprocess.DEVNULL, environment(directory)
+    with open(directory / "log" / f"{name}.log", "a") as log:
+        code = subprocess.run(command.split(), env=env, cwd=directory, stdin=null, stdout=log, stderr=log).returncode
+    if code:
+        raise Refused(f"{command.split()[0]} failed with exit code {code}; {tail(directory, name)}")
+
+
+def wait_until(directory: Path, name: str, ready: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    while not ready():
+        waited = time.monotonic() - begun
+        if waited > SECONDS or (waited > 1 and not processes(directory, name)):
+            raise Refused(f"{name} did not come up; {tail(directory, name)}")
+        time.sleep(0.1)
+
+
+def tail(directory: Path, name: str) -> str:
+    log = directory / "log" / f"{name}.log"
+    return "\n".join([f"{log}:", *log.read_text(errors="replace").splitlines()[-5:]])
+
+
+def ask(directory: Path, command: str) -> str | None:
+    """What one of Slurm's commands prints, or None where it fails."""
+    done = subprocess.run(command.split(), env=environment(directory), capture_output=True, text=True, timeout=SECONDS)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens at, below those that the system hands out to passing connections."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            ports.add(port)
+    return list(ports)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    path.touch(mode=0o600)
+    path.write_bytes(content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("install")
+    for command in ("start", "stop", "node-down", "node-up"):
+        commands.add_parser(command).add_argument("directory", type=lambda path: Path(path).resolve(), metavar="DIR")
+    commands.choices["start"].add_argument("--cpus", type=int, default=4, help="of each node")
+    commands.choices["start"].add_argument("--memory", type=int, default=4000, help="of each node, in MB")
+    for command in ("node-down", "node-up"):
+        commands.choices[command].add_argument("node", choices=NODES)
+    asked = parser.parse_args()
+    try:
+        if asked.command == "install":
+            install()
+        elif asked.command == "start":
+            print(f"export SLURM_CONF={start(asked.directory, asked.cpus, asked.memory)}")
+        elif not (asked.directory / "slurm.conf").exists():
+            raise Refused(f"{asked.directory}: no cluster was started there")
+        elif asked.command == "stop":
+            stop(asked.directory)
+        elif asked.command == "node-down":
+            node_down(asked.directory, asked.node)
+        else:
+            node_up(asked.directory, asked.node)
+    except Refused as refused:
+        sys.exit(f"{Path(__file__).name}: {refused}")
+
+
+if __name__ == "__main__":
+    main()

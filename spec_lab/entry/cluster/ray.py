@@ -1,0 +1,111 @@
+"""Jobs through Ray: its workers are kept from job to job, so that a short job costs little."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read by the import: every run says its own line
+
+import ray
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+
+from spec_lab.entry.cluster import Ended, Job, Queued
+from spec_lab.entry.parts import Refused
+
+SECONDS = 15
+"""How long a cluster may take to answer."""
+
+
+@dataclass(frozen=True)
+class Ray:
+    """See ``Engine``.
+
+    Args:
+        options: of each task.
+    """
+
+    options: dict[str, Any]
+
+    def living(self, id: str) -> bool:
+        """See ``Engine``. Ray ends the jobs of a launcher that is gone."""
+        return False
+
+    def launch(self, jobs: Sequence[Job], ids: Sequence[str | None]) -> Iterator[Queued | Ended]:
+        """See ``Engine``."""
+        common = ray.put(jobs[0].common)
+        call = ray.remote(**self.options)(_carry)
+        waiting = {}
+        for n, job in enumerate(jobs):
+            reference = call.remote(common, job.overrides, job.number)
+            waiting[reference] = n
+            yield Queued(n, reference.task_id().hex())
+        while waiting:
+            (done,), _ = ray.wait(list(waiting), num_returns=1)
+            yield _result(waiting.pop(done), done)
+
+
+def engine(
+    folder: Path,
+    address: str | None = None,
+    cpus: float = 2,
+    gpus: float = 0,
+    memory_gb: float | None = None,
+    restarts: int = 3,
+    grows: bool = False,
+) -> Ray:
+    """Ray as an engine.
+
+    Args:
+        folder: of no use: Ray keeps its own logs.
+        address: of a cluster that runs; None: what ``RAY_ADDRESS`` says, else a Ray of its own on this machine.
+        cpus, gpus: of a job.
+        memory_gb: that a node must have left for a job; None: any.
+        restarts: how often a job is started again whose worker or node was lost.
+        grows: whether nodes may be added to the cluster, so that a job waits which none is large enough for.
+
+    Raises:
+        ImportError: Ray is not installed.
+        Refused: no cluster answers there; no node is large enough for a job.
+    """
+    where = address or os.environ.get("RAY_ADDRESS")
+    if not ray.is_initialized():
+        own = {} if where else {"include_dashboard": False}
+        try:
+            if where and where != "auto" and "://" not in where:  # Ray itself takes minutes to give up
+                host, _, port = where.rpartition(":")
+                socket.create_connection((host, int(port)), SECONDS).close()
+            ray.init(address=where, logging_level="warning", **own)
+        except (OSError, ValueError) as error:
+            raise Refused(f"spec_lab: hydra/launcher=ray: no cluster answers at address={where} ({error})") from error
+    needs = {"CPU": cpus, "GPU": gpus, "memory": (memory_gb or 0) * 2**30}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not grows and not any(all(node.get(one, 0) >= least for one, least in needs.items()) for node in nodes):
+        largest = ", ".join(f"{max(node.get(one, 0) for node in nodes):g} {one}" for one in ("CPU", "GPU"))
+        raise Refused(
+            f"spec_lab: hydra/launcher=ray: no node is large enough for a job of {cpus:g} CPU, {gpus:g} GPU and "
+            f"{memory_gb or 0:g} GB; the largest have {largest}; ask for less, or set hydra.launcher.grows=true"
+        )
+    return Ray({"num_cpus": cpus, "num_gpus": gpus, "memory": needs["memory"] or None, "max_retries": restarts})
+
+
+def _carry(common: Any, overrides: tuple[str, ...], number: int) -> Any:
+    return Job(common, overrides, number)()
+
+
+def _result(n: int, reference: Any) -> Ended:
+    """What the task returned or raised."""
+    try:
+        return Ended(n, ray.get(reference))
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        return Ended(n, error=cause)
+    except TaskCancelledError:
+        return Ended(n, lost="cancelled")
+    except RayError as error:
+        said = " ".join(str(error).split())
+        return Ended(n, lost=f"{type(error).__name__}: {said.partition('. ')[0]}")

@@ -1,0 +1,127 @@
+"""What the tests on real engines share: a sweep whose runs take some seconds each, and what it must leave."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pandas.testing import assert_frame_equal
+
+from spec_lab import sweep
+from spec_lab.record import load
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 12
+GROUPS = 24
+FAILS = "-1"
+ALL = ",".join(map(str, [*range(SEEDS), FAILS]))
+
+
+def until(what: Callable[[], object], seconds: float = 120) -> object:
+    """Wait until ``what()`` is true; returns it."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"not within {seconds:g} seconds"
+        time.sleep(0.1)
+    return found
+
+
+@dataclass
+class Swept:
+    """A sweep of ``SEEDS`` runs and one that fails, in ``folder``.
+
+    Args:
+        folder: the sweep's.
+        options: of the command, but for the launcher.
+        environment: of the command.
+    """
+
+    folder: Path
+    options: list[str]
+    environment: dict[str, str]
+
+    def start(self, *more: str, seeds: str = ALL) -> subprocess.Popen:
+        """The sweep's command, as a process."""
+        said = (self.folder.parent / "said.txt").open("a")
+        command = [sys.executable, "-m", "spec_lab", "--multirun", *self.options, *more, f"seed={seeds}"]
+        return subprocess.Popen(command, cwd=self.folder.parent, env=self.environment, stdout=said, stderr=said)
+
+    def said(self) -> str:
+        """What all commands printed."""
+        return " ".join((self.folder.parent / "said.txt").read_text().split())
+
+    def runs(self) -> dict[str, sweep.Run]:
+        """The runs by seed."""
+        if not sweep.is_sweep(self.folder):
+            return {}
+        return {next(one[5:] for one in run.overrides if one[:5] == "seed="): run for run in sweep.runs(self.folder)}
+
+    def at_work(self) -> list[str]:
+        """Seeds of runs that have finished a group, and have some to go."""
+        return [seed for seed, run in self.runs().items() if run.state == "running" and 0 < run.groups < GROUPS]
+
+    def job(self, seed: str) -> str:
+        """What the engine calls the run's job."""
+        return sweep.queued(self.runs()[seed].folder)["job"]
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory):
+    folder = checkpoints.zoo(tmp_path_factory.mktemp("zoo"))
+    checkpoints.prompts(folder / "prompts.jsonl", (checkpoints.TEXTS * GROUPS)[:GROUPS])
+    checkpoints.prompts(folder / "many.jsonl", checkpoints.TEXTS * 200)
+    return folder
+
+
+def options(zoo: Path, out: str) -> list[str]:
+    return [
+        f"target.path={zoo / 'target'}", "target.dtype=float32", "prompts=jsonl", "sampling=temperature_1",
+        f"prompts.path={zoo / 'prompts.jsonl'}", "proposer=ngram", "max_new_tokens=48", "warmup=0", "threads=1",
+        f"out={out}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def undisturbed(zoo, tmp_path_factory):
+    """The requests' rows of each seed, of the same sweep in one process that nothing happens to."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    seeds = ",".join(map(str, range(SEEDS)))
+    command = [sys.executable, "-m", "spec_lab", "--multirun", *options(zoo, "swept"), f"seed={seeds}"]
+    subprocess.run(command, cwd=place, check=True, capture_output=True, env=environment())
+    return {run.folder.name: load(run.folder).requests for run in sweep.runs(place / "swept")}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a command."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"} | more
+
+
+@pytest.fixture
+def swept(zoo, tmp_path):
+    """A sweep that has not begun."""
+    return Swept(tmp_path / "swept", options(zoo, str(tmp_path / "swept")), environment())
+
+
+TIMES = ["prefill_seconds", "decode_seconds"]
+
+
+def assert_whole(swept: Swept, undisturbed: dict) -> None:
+    """Every run is done and counted once, with the rows of one that nothing happened to; one fails and says why."""
+    runs = swept.runs()
+    assert {seed: run.state for seed, run in runs.items()} == {
+        **{str(seed): "done" for seed in range(SEEDS)}, FAILS: "failed"
+    }  # fmt: skip
+    assert "seed must" in runs[FAILS].error
+    table = sweep.collect(swept.folder)
+    assert sorted(table[table["arm"] == "speculative"]["seed"]) == list(range(SEEDS))
+    for seed in range(SEEDS):
+        found, wanted = load(runs[str(seed)].folder).requests, undisturbed[runs[str(seed)].folder.name]
+        assert not found.duplicated(["group", "arm", "request"]).any()
+        assert_frame_equal(
+            *(one.drop(columns=TIMES).sort_values(["group", "arm"], ignore_index=True) for one in (found, wanted))
+        )

@@ -1,0 +1,101 @@
+"""Sweeps on a real Ray of two nodes, while workers, a node and the launcher are killed."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from tests.cluster.conftest import ROOT, SEEDS, assert_whole, until
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = ROOT / "scripts" / "local_ray.py"
+LAUNCHER = ["hydra/launcher=ray", "hydra.launcher.cpus=1"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The folder of a cluster of two nodes that runs, and the environment of its users."""
+    pytest.importorskip("ray", reason="RAY IS NOT TESTED: pip install 'spec-lab[ray]'")
+    folder = mkdtemp()  # sockets go below it, whose paths must be short
+    try:
+        said = subprocess.run(
+            [sys.executable, SCRIPT, "start", folder, "--cpus", "2"], check=True, capture_output=True, text=True
+        )
+        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
+    finally:
+        subprocess.run([sys.executable, SCRIPT, "stop", folder], check=True)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def on(cluster, swept):
+    """A sweep that will run there."""
+    swept.environment |= cluster[1]
+    return swept
+
+
+def workers() -> list[int]:
+    """Processes that carry out jobs: Ray names them after what they do."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            if (one / "cmdline").read_bytes().startswith(b"ray::_carry"):
+                found.append(int(one.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, cluster, undisturbed):
+    launcher = on.start(*LAUNCHER)
+
+    # Workers are killed: Ray starts their jobs again.
+    until(lambda: len(on.at_work()) > 2)
+    before = {seed: run.groups for seed, run in on.runs().items()}
+    for pid in workers()[:2]:
+        os.kill(pid, signal.SIGKILL)
+    assert all(run.groups >= before[seed] for seed, run in on.runs().items()), "what was done is there"
+
+    # A node goes down with what runs there.
+    until(lambda: sum(run.state == "done" for run in on.runs().values()) > 2 and len(on.at_work()) > 1)
+    subprocess.run([sys.executable, SCRIPT, "node-down", cluster[0]], check=True)
+
+    # The launcher is killed, and its jobs with it; the same command goes on.
+    until(lambda: sum(run.state == "done" for run in on.runs().values()) > 5 and on.at_work())
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    until(lambda: not any(run.state == "running" for run in on.runs().values()))
+    waiting = [seed for seed, run in on.runs().items() if run.state == "waiting"]
+    assert waiting
+    assert on.start(*LAUNCHER).wait(timeout=300) == 1, "one run fails"
+    assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(waiting)} ended before" in on.said()
+    assert_whole(on, undisturbed)
+
+
+def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on):
+    launcher = on.start(*LAUNCHER, "hydra.launcher.restarts=0", seeds="0,1")
+    until(lambda: "0" in on.at_work() or "1" in on.at_work())
+    for pid in workers():
+        os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(timeout=120) == 1
+    lost = [run for run in on.runs().values() if run.state == "waiting"]
+    assert lost and all("WorkerCrashedError" in run.error for run in lost)
+    assert "the same command goes on with it" in on.said() and "Traceback" not in on.said()
+
+
+def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
+    assert on.start(*LAUNCHER, "hydra.launcher.cpus=64", seeds="0").wait(timeout=60) == 1
+    assert "no node is large enough for a job of 64 CPU" in on.said() and "Traceback" not in on.said()
+
+
+def test_a_cluster_that_does_not_answer_is_named(on):
+    on.environment["RAY_ADDRESS"] = "127.0.0.1:1"
+    assert on.start(*LAUNCHER, seeds="0").wait(timeout=120) == 1
+    assert "no cluster answers at address=127.0.0.1:1" in on.said() and "Traceback" not in on.said()

@@ -1,0 +1,145 @@
+"""Sweeps on a real Slurm of two nodes, while all that happens to jobs happens to them."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from tests.cluster.conftest import ROOT, assert_whole, until
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = ROOT / "scripts" / "local_slurm.py"
+LAUNCHER = [
+    "hydra/launcher=slurm", "hydra.launcher.cpus=1", "hydra.launcher.memory_gb=1", "hydra.launcher.poll=1",
+    "hydra.launcher.minutes=10",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    """The folder of a cluster of two nodes that runs."""
+    pytest.importorskip("submitit", reason="SLURM IS NOT TESTED: pip install 'spec-lab[slurm]'")
+    if shutil.which("slurmctld") is None:
+        pytest.skip("SLURM IS NOT TESTED: its daemons are not here; python scripts/local_slurm.py install")
+    folder = mkdtemp()  # sockets go below it, whose paths must be short
+    try:
+        said = subprocess.run(
+            [sys.executable, SCRIPT, "start", folder, "--cpus", "3"], check=True, capture_output=True, text=True
+        )
+        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
+    finally:
+        subprocess.run([sys.executable, SCRIPT, "stop", folder], check=True)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def on(slurm, swept, monkeypatch):
+    """A sweep that will run there."""
+    monkeypatch.setenv("SLURM_CONF", slurm[1]["SLURM_CONF"])
+    swept.environment |= slurm[1]
+    yield swept
+    subprocess.run(["scancel", "--me"], check=True)
+
+
+def asks(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def node(job: str) -> str:
+    """Where a job runs; empty of one that does not."""
+    return asks("squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={job}", "--format=%N").strip()
+
+
+def process(job: str) -> int:
+    """The Python process of a job."""
+    array, _, task = job.partition("_")
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            given = dict(line.partition("=")[::2] for line in (one / "environ").read_text().split("\0"))
+            python = b"submitit.core._submit" in (one / "cmdline").read_bytes()
+            python = python and "srun" not in (one / "comm").read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if python and (given.get("SLURM_ARRAY_JOB_ID"), given.get("SLURM_ARRAY_TASK_ID")) == (array, task):
+            return int(one.name)
+    return 0
+
+
+def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, undisturbed):
+    launcher = on.start(*LAUNCHER)
+    first, second, *_ = until(lambda: len(on.at_work()) > 3 and on.at_work())
+
+    # One job is cancelled, one worker is killed.
+    cancelled, killed = on.job(first), on.job(second)
+    asks("scancel", cancelled)
+    os.kill(process(killed), signal.SIGKILL)
+    until(lambda: "CANCELLED" in on.runs()[first].error)
+    until(lambda: "FAILED, exit code 137" in on.runs()[second].error)  # 128 and the signal
+    assert on.runs()[first].state == on.runs()[second].state == "waiting"
+
+    # The launcher is killed and started again while its jobs go on.
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    launcher = on.start(*LAUNCHER)
+    until(lambda: "are queued already" in on.said().partition("0 are queued already")[2])
+
+    # A node goes down with what runs there.
+    there = until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n2"])
+    before = {seed: on.runs()[seed].groups for seed in there}
+    subprocess.run([sys.executable, SCRIPT, "node-down", slurm[0], "n2"], check=True)
+    until(lambda: all(on.runs()[seed].state != "running" for seed in there))
+    assert all(on.runs()[seed].groups >= groups > 0 for seed, groups in before.items()), "what was done is there"
+
+    # A job that matters more takes the other node.
+    until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n1"])
+    urgent = ["--partition=urgent", "--nodelist=n1", "--exclusive"]
+    asks("sbatch", "--wait", *urgent, "--wrap=sleep 1", "--output=/dev/null")
+    subprocess.run([sys.executable, SCRIPT, "node-up", slurm[0], "n2"], check=True)
+
+    assert launcher.wait(timeout=300) == 1, "one run fails"
+    if any(run.state == "waiting" for run in on.runs().values()):
+        assert on.start(*LAUNCHER).wait(timeout=200) == 1
+    restarted = asks("sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=State")
+    assert {"CANCELLED", "NODE_FAIL", "PREEMPTED"} <= {line.split()[0] for line in restarted.splitlines()}
+    assert_whole(on, undisturbed)
+
+
+def test_what_slurm_does_not_take_is_said_in_its_words(on):
+    launcher = on.start(*LAUNCHER, "hydra.launcher.partition=nowhere")
+    assert launcher.wait(timeout=60) == 1
+    assert "Slurm does not take the jobs: invalid partition specified: nowhere" in on.said()
+    assert "Traceback" not in on.said()
+
+
+def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
+    launcher = on.start(*LAUNCHER, "hydra.launcher.memory_gb=64")
+    assert launcher.wait(timeout=60) == 1
+    assert "Memory specification can not be satisfied" in on.said() and "Traceback" not in on.said()
+
+
+def test_jobs_that_would_wait_for_ever_are_cancelled_with_the_reason(on):
+    launcher = on.start(*LAUNCHER, "hydra.launcher.partition=short", seeds="0,1")  # which gives five minutes at most
+    assert launcher.wait(timeout=60) == 1
+    for run in on.runs().values():
+        assert run.state == "waiting"
+        assert run.error.endswith(": cancelled, as it would never start: PartitionTimeLimit")
+    assert asks("squeue", "--me", "--noheader") == ""
+
+
+def test_a_job_that_runs_out_of_time_is_started_again_and_goes_on_until_it_was_so_too_often(on, zoo):
+    time = ["hydra.launcher.minutes=1", "hydra.launcher.restarts=1", "+hydra.launcher.sbatch={signal: USR2@40}"]
+    launcher = on.start(*LAUNCHER, *time, f"prompts.path={zoo / 'many.jsonl'}", seeds="0")
+    assert launcher.wait(timeout=180) == 1
+    (run,) = on.runs().values()
+    assert (run.state, run.error) == ("failed", "Job not requeued because: timed-out too many times.")
+    assert "1 failed" in on.said() and "Traceback" not in on.said()
+    log = next(run.folder.parent.glob(".slurm/*/*_log.out")).read_text()
+    assert log.count("Job has timed out") == 2, "it was started twice"
+    assert run.groups > 0

@@ -1,0 +1,84 @@
+"""Run by ``test_parallel`` on two ranks: the first one asks, the other follows, and ``answers.json`` is what came out.
+
+The last question is one at which the second rank fails alone.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spec_lab import link, ranks
+from spec_lab import target as loading
+from spec_lab.draft import Draft, Shape
+from spec_lab.propose.heads import Heads
+from spec_lab.target import Target, follow
+
+HERE = Path(sys.argv[1])
+
+
+def forests(target: Target) -> tuple[list[torch.Tensor], int]:
+    """Logits of two forests over scattered cells, which outgrow their spans, and the heads of a layer's cells."""
+    lm, found = target.lm, []
+    paths = [lm.cells.open(reserve=8) for _ in range(2)]
+    for tokens, tree in (([[5, 6, 7] * 90, [8, 9]], [0, 0, 3, 1, 5]), ([[3], [4, 5]], [0, 0, 2, 1, 1, 6])):
+        draft = Draft(Shape(2, np.array(tree)), torch.arange(10, 10 + len(tree)))
+        output = lm.forward(paths, tokens, draft)
+        found.append(output.logits)
+        for path, slots in zip(paths, output.slots, strict=True):
+            lm.cells.keep(path, slots[1:2])
+            lm.cells.drop(path, np.delete(slots, [1]))
+    return found, lm.cells.keys[0][0].shape[1]
+
+
+@torch.inference_mode()
+def compared(name: str) -> dict:
+    """How far a model split over both ranks is from the whole one."""
+    how = dict(path=str(HERE / name), dtype="float64")
+    split, whole = Target.load(**how, tensor_parallel=True), loading.load_model(**how, device="cpu")[0]
+    one = Target(loading.CausalLM(whole), None, "whole", 512, "", 0.0)
+    (ours, heads), (theirs, all_heads) = forests(split), forests(one)
+    state, token = torch.randn(2, 32, dtype=torch.float64), torch.tensor([1, 2])
+    drafts = [Heads.random(each, 3, trunk=True)(state, token) for each in (split, one)]
+    shard = split.lm.model.model.layers[0].self_attn.q_proj.weight.to_local().numel()
+    return {
+        "error": max(float((a - b).abs().max()) for a, b in zip([*ours, drafts[0]], [*theirs, drafts[1]], strict=True)),
+        "self_check": split.self_check, "sha256": split.sha256, "vocabulary": split.vocabulary,
+        "kv_heads": [heads, all_heads],
+        "share_of_a_matrix": shard / whole.model.layers[0].self_attn.q_proj.weight.numel(),
+    }  # fmt: skip
+
+
+def failing_together(name: str) -> str:
+    """What is said of a call that fails on both ranks, and whether the next one goes well."""
+    target = Target.load(str(HERE / name), dtype="float64", tensor_parallel=True)
+    try:
+        target.lm.model(input_ids=torch.tensor([[1]]), logits_to_keep="all")
+    except TypeError as error:
+        target.lm.model(input_ids=torch.tensor([[1]]))
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    link.GRACE = timedelta(seconds=1)
+    if ranks.rank():
+        whole = loading._read_weights
+
+        def shards(path: str, **how):
+            if path.endswith("unseen"):
+                raise OSError("there is nothing on this machine")
+            return whole(path, **how)
+
+        loading._read_weights = shards
+        follow()
+    else:
+        answers = {name: compared(name) for name in ("llama", "qwen3")}
+        answers["together"] = failing_together("llama")
+        (HERE / "answers.json").write_text(json.dumps(answers))
+        half = Target.load(str(HERE / "unseen"), dtype="float64", tensor_parallel=True)
+        half.lm.model(input_ids=torch.tensor([[1]]))
+        (HERE / "went_on").touch()
