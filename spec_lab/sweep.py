@@ -170,8 +170,10 @@ def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
 
 
 def begin(folder: Path) -> None:
-    """Forget how the run ended before."""
+    """Forget how the run ended before, and what became of its last job on a cluster."""
     (folder / "ended.json").unlink(missing_ok=True)
+    if (known := queued(folder)) and known["lost"]:
+        write_json(folder / "queued.json", known | {"lost": ""})
 
 
 def queue(folder: Path, engine: str, job: str) -> None:
@@ -180,9 +182,11 @@ def queue(folder: Path, engine: str, job: str) -> None:
     write_json(folder / "queued.json", {"engine": engine, "job": job, "lost": "", "at": _now()})
 
 
-def lose(folder: Path, why: str) -> None:
+def lose(folder: Path, engine: str, why: str) -> None:
     """Note what became of the run's job, which cannot say so itself: it was cancelled, killed, ran out of time."""
-    write_json(folder / "queued.json", (queued(folder) or {"engine": "", "job": ""}) | {"lost": why, "at": _now()})
+    folder.mkdir(parents=True, exist_ok=True)
+    known = queued(folder) or {"engine": engine, "job": ""}
+    write_json(folder / "queued.json", known | {"lost": why, "at": _now()})
 
 
 def queued(folder: Path) -> dict[str, Any] | None:
@@ -280,8 +284,10 @@ def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
 
 def _on_cluster(folder: Path) -> str:
     known = queued(folder)
-    job = f"{known['engine']} job {known['job']}" if known else ""
-    return f"{job}: {known['lost']}" if known and known["lost"] else job
+    if known is None:
+        return ""
+    job = f"{known['engine']} job {known['job']}" if known["job"] else str(known["engine"])
+    return f"{job}: {known['lost']}" if known["lost"] else job
 
 
 def _groups(folder: Path) -> int:
@@ -333,20 +339,22 @@ def left_behind(folder: Path) -> dict[str, Any]:
     return read_json(folder / "summary.json") or read_json(folder / "certificate.json") or {}
 
 
-PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "threads")
+PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "gpus", "threads")
 """Columns that say what a run's figures depend on beside its options."""
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
     begun = read_json(folder / "manifest.json") or {}
     weights = sha256(json.dumps(begun.get("weights_sha256"), sort_keys=True).encode()).hexdigest()
-    known = begun | {"processor": begun.get("machine", {}).get("processor"), "weights_sha256": weights}
+    machine = begun.get("machine", {})
+    known = begun | {"processor": machine.get("processor"), "gpus": ", ".join(machine.get("gpus", ()))}
+    known["weights_sha256"] = weights
     return {name: known.get(name) for name in PROVENANCE}
 
 
 def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
-    """Where runs that are done depend on what they should share, by name with the values: commit and processor; threads
-    and prompts among runs with the same options for them.
+    """Where runs that are done depend on what they should share, by name with the values: commit, processor and GPUs;
+    threads and prompts among runs with the same options for them.
     """
     values: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for one in found:
@@ -355,6 +363,7 @@ def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
             for name, group in (
                 ("commit", ""),
                 ("processor", ""),
+                ("gpus", ""),
                 ("threads", "threads"),
                 ("prompts_sha256", "prompts"),
             ):

@@ -21,9 +21,8 @@ from tqdm import tqdm
 import spec_lab.entry
 
 HERE = Path(__file__).resolve().parent
-JOBS = {0.0: 100, 1.0: 48, 4.0: 24}
-"""Jobs of a sweep, by their seconds."""
-WORKERS = (1, 2, 4, 8)
+PLAN = {0.0: (100, (1, 2, 4, 8)), 1.0: (32, (2, 8)), 4.0: (16, (2, 8))}
+"""By seconds of a job: how many jobs a sweep has, and how many workers it is tried with."""
 ROOM = {
     "slurm": ["hydra.launcher.cpus=1", "hydra.launcher.memory_gb=0.25", "hydra.launcher.poll=1"],
     "ray": [],
@@ -37,10 +36,10 @@ def nap(config) -> None:
 
 def sweep(engine: str, workers: int, seconds: float, jobs: int) -> float:
     """Seconds of a whole sweep's command."""
-    # Slurm runs so many at once; of Ray's CPUs, eight in all, each job takes its share.
+    # Slurm runs so many at once; of Ray's CPUs, four on each of two nodes, each job takes its share.
     room = {"slurm": [f"hydra.launcher.at_once={workers}"], "ray": [f"hydra.launcher.cpus={8 // workers}"]}[engine]
     numbers = ",".join(map(str, range(jobs)))
-    with TemporaryDirectory(dir=HERE) as out:
+    with TemporaryDirectory() as out:
         command = [sys.executable, __file__, "--multirun", f"hydra/launcher={engine}", *ROOM[engine], *room]
         began = time.perf_counter()
         subprocess.run(
@@ -53,12 +52,13 @@ def sweep(engine: str, workers: int, seconds: float, jobs: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine", choices=ROOM)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     given = parser.parse_args()
     rows = []
-    plan = [(length, workers) for length in JOBS for workers in WORKERS if length * JOBS[length] / workers < 60]
-    for turn, (length, workers) in tqdm([(turn, one) for turn in range(given.repeats) for one in plan]):
-        jobs, whole = JOBS[length], sweep(given.engine, workers, length, JOBS[length])
+    least = {"slurm": 1, "ray": 2}[given.engine]
+    plan = [(length, jobs, one) for length, (jobs, each) in PLAN.items() for one in each if one >= least]
+    for turn, (length, jobs, workers) in tqdm([(turn, one) for turn in range(given.repeats) for one in plan]):
+        whole = sweep(given.engine, workers, length, jobs)
         beyond = (whole - length * jobs / workers) / jobs
         row = {"engine": given.engine, "turn": turn, "job_seconds": length, "workers": workers, "jobs": jobs}
         rows.append(row | {"sweep_seconds": round(whole, 2), "overhead_per_job": round(beyond, 3)})

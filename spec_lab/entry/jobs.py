@@ -55,7 +55,9 @@ def one_of_many(config: DictConfig) -> None:
         print(f"{sweep.place(out)}: {what}", file=sys.stderr, flush=True)
 
     try:
-        with sweep.holding(out):
+        # On a cluster the job before this one may not be quite gone.
+        patience = 120 if str(facts.launcher["_target_"]).endswith(".Cluster") else 1
+        with sweep.holding(out, patience):
             if known := before(config, out):
                 return say(known)
             done = (sweep.ended(out) or {"state": ""})["state"] == "done"

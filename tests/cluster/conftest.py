@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
 
@@ -61,9 +62,9 @@ class Swept:
             return {}
         return {next(one[5:] for one in run.overrides if one[:5] == "seed="): run for run in sweep.runs(self.folder)}
 
-    def at_work(self) -> list[str]:
-        """Seeds of runs that have finished a group, and have some to go."""
-        return [seed for seed, run in self.runs().items() if run.state == "running" and 0 < run.groups < GROUPS]
+    def at_work(self, most: int = GROUPS - 1) -> list[str]:
+        """Seeds of runs that have finished a group and have some to go: at most so many are finished."""
+        return [seed for seed, run in self.runs().items() if run.state == "running" and 0 < run.groups <= most]
 
     def job(self, seed: str) -> str:
         """What the engine calls the run's job."""
@@ -105,6 +106,19 @@ def environment(**more: str) -> dict[str, str]:
 def swept(zoo, tmp_path):
     """A sweep that has not begun."""
     return Swept(tmp_path / "swept", options(zoo, str(tmp_path / "swept")), environment())
+
+
+def finished(swept: Swept, *seeds: str) -> dict[str, pd.DataFrame]:
+    """The rows of the finished groups of some runs, with the seconds they took."""
+    return {seed: load(swept.runs()[seed].folder).requests for seed in seeds}
+
+
+def assert_goes_on(swept: Swept, was: dict[str, pd.DataFrame]) -> None:
+    """The groups that were finished then have not been decoded again: their seconds are the same."""
+    assert was and all(len(rows) for rows in was.values())
+    for seed, rows in was.items():
+        now = load(swept.runs()[seed].folder).requests
+        assert len(rows.merge(now, on=["group", "arm", *TIMES])) == len(rows)
 
 
 TIMES = ["prefill_seconds", "decode_seconds"]

@@ -11,9 +11,9 @@ from tempfile import mkdtemp
 
 import pytest
 
-from tests.cluster.conftest import ROOT, SEEDS, assert_whole, until
+from tests.cluster.conftest import GROUPS, ROOT, SEEDS, assert_goes_on, assert_whole, finished, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]  # one cluster, one worker
 
 SCRIPT = ROOT / "scripts" / "local_ray.py"
 LAUNCHER = ["hydra/launcher=ray", "hydra.launcher.cpus=1"]
@@ -41,14 +41,14 @@ def on(cluster, swept):
     return swept
 
 
-def workers() -> list[int]:
-    """Processes that carry out jobs: Ray names them after what they do."""
+def workers(folder: str) -> list[int]:
+    """Processes of the cluster that carry out jobs: Ray names them after what they do."""
     found = []
     for one in Path("/proc").glob("[0-9]*"):
         try:
-            if (one / "cmdline").read_bytes().startswith(b"ray::_carry"):
+            if (one / "cmdline").read_bytes().startswith(b"ray::_carry") and folder in (one / "environ").read_text():
                 found.append(int(one.name))
-        except OSError:
+        except (OSError, UnicodeDecodeError):
             continue
     return found
 
@@ -57,14 +57,15 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, cluster,
     launcher = on.start(*LAUNCHER)
 
     # Workers are killed: Ray starts their jobs again.
-    until(lambda: len(on.at_work()) > 2)
-    before = {seed: run.groups for seed, run in on.runs().items()}
-    for pid in workers()[:2]:
+    some = until(lambda: len(some := on.at_work(GROUPS // 3)) > 2 and some)
+    was = finished(on, *some)
+    first, second, *_ = workers(cluster[0])
+    for pid in (first, second):
         os.kill(pid, signal.SIGKILL)
-    assert all(run.groups >= before[seed] for seed, run in on.runs().items()), "what was done is there"
 
     # A node goes down with what runs there.
     until(lambda: sum(run.state == "done" for run in on.runs().values()) > 2 and len(on.at_work()) > 1)
+    was |= finished(on, *on.at_work())
     subprocess.run([sys.executable, SCRIPT, "node-down", cluster[0]], check=True)
 
     # The launcher is killed, and its jobs with it; the same command goes on.
@@ -76,13 +77,14 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, cluster,
     assert waiting
     assert on.start(*LAUNCHER).wait(timeout=300) == 1, "one run fails"
     assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(waiting)} ended before" in on.said()
+    assert_goes_on(on, was)
     assert_whole(on, undisturbed)
 
 
-def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on):
+def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, cluster):
     launcher = on.start(*LAUNCHER, "hydra.launcher.restarts=0", seeds="0,1")
     until(lambda: "0" in on.at_work() or "1" in on.at_work())
-    for pid in workers():
+    for pid in workers(cluster[0]):
         os.kill(pid, signal.SIGKILL)
     assert launcher.wait(timeout=120) == 1
     lost = [run for run in on.runs().values() if run.state == "waiting"]

@@ -1,6 +1,7 @@
 """Sweeps on a real Slurm of two nodes, while all that happens to jobs happens to them."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -11,9 +12,10 @@ from tempfile import mkdtemp
 
 import pytest
 
-from tests.cluster.conftest import ROOT, assert_whole, until
+from spec_lab import sweep
+from tests.cluster.conftest import GROUPS, ROOT, assert_goes_on, assert_whole, finished, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm")]  # one cluster, one worker
 
 SCRIPT = ROOT / "scripts" / "local_slurm.py"
 LAUNCHER = [
@@ -26,7 +28,7 @@ LAUNCHER = [
 def slurm():
     """The folder of a cluster of two nodes that runs."""
     pytest.importorskip("submitit", reason="SLURM IS NOT TESTED: pip install 'spec-lab[slurm]'")
-    if shutil.which("slurmctld") is None:
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         pytest.skip("SLURM IS NOT TESTED: its daemons are not here; python scripts/local_slurm.py install")
     folder = mkdtemp()  # sockets go below it, whose paths must be short
     try:
@@ -58,8 +60,9 @@ def node(job: str) -> str:
 
 
 def process(job: str) -> int:
-    """The Python process of a job."""
+    """The Python process of a job of this cluster."""
     array, _, task = job.partition("_")
+    wanted = {"SLURM_CONF": os.environ["SLURM_CONF"], "SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task}
     for one in Path("/proc").glob("[0-9]*"):
         try:
             given = dict(line.partition("=")[::2] for line in (one / "environ").read_text().split("\0"))
@@ -67,14 +70,14 @@ def process(job: str) -> int:
             python = python and "srun" not in (one / "comm").read_text()
         except (OSError, UnicodeDecodeError):
             continue
-        if python and (given.get("SLURM_ARRAY_JOB_ID"), given.get("SLURM_ARRAY_TASK_ID")) == (array, task):
+        if python and wanted.items() <= given.items():
             return int(one.name)
-    return 0
+    raise AssertionError(f"job {job} has no process")
 
 
 def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, undisturbed):
     launcher = on.start(*LAUNCHER)
-    first, second, *_ = until(lambda: len(on.at_work()) > 3 and on.at_work())
+    first, second, *_ = until(lambda: len(some := on.at_work(GROUPS // 3)) > 1 and some)
 
     # One job is cancelled, one worker is killed.
     cancelled, killed = on.job(first), on.job(second)
@@ -83,29 +86,31 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
     until(lambda: "CANCELLED" in on.runs()[first].error)
     until(lambda: "FAILED, exit code 137" in on.runs()[second].error)  # 128 and the signal
     assert on.runs()[first].state == on.runs()[second].state == "waiting"
+    was = finished(on, first, second)
 
     # The launcher is killed and started again while its jobs go on.
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
     launcher = on.start(*LAUNCHER)
-    until(lambda: "are queued already" in on.said().partition("0 are queued already")[2])
+    until(lambda: re.search(r"[1-9]\d* are queued already", on.said()))
 
     # A node goes down with what runs there.
     there = until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n2"])
-    before = {seed: on.runs()[seed].groups for seed in there}
+    was |= finished(on, *there)
     subprocess.run([sys.executable, SCRIPT, "node-down", slurm[0], "n2"], check=True)
     until(lambda: all(on.runs()[seed].state != "running" for seed in there))
-    assert all(on.runs()[seed].groups >= groups > 0 for seed, groups in before.items()), "what was done is there"
 
     # A job that matters more takes the other node.
-    until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n1"])
+    made_room = until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n1"])
+    was |= finished(on, *made_room)
+    jobs = {seed: on.job(seed) for seed in (*there, *made_room)}
     urgent = ["--partition=urgent", "--nodelist=n1", "--exclusive"]
     asks("sbatch", "--wait", *urgent, "--wrap=sleep 1", "--output=/dev/null")
     subprocess.run([sys.executable, SCRIPT, "node-up", slurm[0], "n2"], check=True)
 
     assert launcher.wait(timeout=300) == 1, "one run fails"
-    if any(run.state == "waiting" for run in on.runs().values()):
-        assert on.start(*LAUNCHER).wait(timeout=200) == 1
+    assert {seed: on.job(seed) for seed in jobs} == jobs, "Slurm itself has started them again"
+    assert_goes_on(on, was)
     restarted = asks("sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=State")
     assert {"CANCELLED", "NODE_FAIL", "PREEMPTED"} <= {line.split()[0] for line in restarted.splitlines()}
     assert_whole(on, undisturbed)
@@ -143,3 +148,21 @@ def test_a_job_that_runs_out_of_time_is_started_again_and_goes_on_until_it_was_s
     log = next(run.folder.parent.glob(".slurm/*/*_log.out")).read_text()
     assert log.count("Job has timed out") == 2, "it was started twice"
     assert run.groups > 0
+
+
+def test_a_search_on_slurm_goes_on_from_its_storage_after_a_kill(on):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="NOT TESTED: pip install 'spec-lab[search]'")
+    search = [
+        "hydra/sweeper=search",
+        "hydra.sweeper.n_trials=4",
+        "hydra.sweeper.n_jobs=2",
+        "proposer.max_ngram=2,3,4,5",
+    ]
+    launcher = on.start(*LAUNCHER, *search, seeds="0")
+    until(lambda: any(run.state == "running" for run in on.runs().values()))
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    again = on.start(*LAUNCHER, *search, seeds="0")
+    assert again.wait(timeout=240) == 0, on.said()
+    assert "best tokens_per_second of 4 trials" in on.said()
+    assert {run.state for run in sweep.runs(on.folder)} == {"done"}

@@ -7,11 +7,13 @@ out of time) is noted there by the launcher: such a run waits, and the same comm
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple, Protocol
 
 from hydra.core.singleton import Singleton
@@ -34,12 +36,14 @@ class Common:
         task: what carries a composed config out.
         config: the sweep's.
         state: Hydra's singletons.
+        place: the directory where the command was given, from which paths are named.
     """
 
     context: HydraContext
     task: TaskFunction
     config: DictConfig
     state: Any
+    place: Path
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
         """The config of the run with these overrides, the ``number``-th of the sweep."""
@@ -60,6 +64,13 @@ class Job:
 
     def __call__(self) -> Any:
         """Carry it out; returns what the task returns, and raises what it raises."""
+        try:
+            os.chdir(self.common.place)
+        except OSError as error:
+            raise Refused(
+                f"spec_lab: {self.common.place}, where the sweep was started, is not on {gethostname()}: start it on a "
+                "disk that every node shares"
+            ) from error
         Singleton.set_state(self.common.state)
         setup_globals()
         config = self.common.compose(self.overrides, self.number)
@@ -98,12 +109,12 @@ class Ended(NamedTuple):
 class Engine(Protocol):
     """Places, runs and restarts jobs: ``slurm.Slurm``, ``ray.Ray``."""
 
-    def living(self, id: str) -> bool:
-        """Whether a job that an earlier launcher handed over still waits or runs."""
+    def living(self) -> Collection[str]:
+        """The names of runs that an earlier launcher handed over, and whose jobs still wait or run."""
         ...
 
-    def launch(self, jobs: Sequence[Job], ids: Sequence[str | None]) -> Iterator[Queued | Ended]:
-        """Hand over the jobs that have no id yet, and wait for all. Yields each as it is taken on, and as it ends.
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
+        """Hand over the jobs that are not living, and wait for all. Yields each as it is taken on, and as it ends.
 
         Raises:
             Refused: they cannot start; says why.
@@ -132,19 +143,19 @@ def launch(
     folders = [out / sweep.folder_name(job.overrides) for job in jobs]
     ended = {n: _ended(job, folder) for n, (job, folder) in enumerate(zip(jobs, folders, strict=True))}
     if left := [n for n, known in ended.items() if known is None]:
-        made = _engine(engine, out, options)
-        ids = [_handed(engine, made, folders[n]) for n in left]
-        known = f"{len(jobs) - len(left)} ended before, {len(left) - ids.count(None)} are queued already"
-        _say(out, f"{len(jobs)} runs, of which {known}: {ids.count(None)} go to {engine}")
-        for one in made.launch([jobs[n] for n in left], ids):
+        made, names = _engine(engine, out, options), [folders[n].name for n in left]
+        queued = len({*names} & {*made.living()})
+        known = f"{len(jobs) - len(left)} ended before, {queued} are queued already"
+        _say(out, f"{len(jobs)} runs, of which {known}: {len(left) - queued} go to {engine}")
+        for one in made.launch([jobs[n] for n in left], names):
             n = left[one.number]
             if isinstance(one, Queued):
                 sweep.queue(folders[n], engine, one.id)
                 continue
             ended[n] = one
-            if one.lost and sweep.ended(folders[n]) is None:
-                sweep.lose(folders[n], one.lost)
-                _say(out, f"{sweep.place(folders[n])}: lost ({one.lost}); the same command goes on with it")
+            if one.error is None and sweep.ended(folders[n]) is None:
+                sweep.lose(folders[n], engine, lost := one.lost or "its job ended without a result")
+                _say(out, f"{sweep.place(folders[n])}: lost ({lost}); the same command goes on with it")
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
 
@@ -162,7 +173,7 @@ def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
 
 def _returned(job: Job, how: Ended | None) -> JobReturn:
     """For Hydra's sweepers. A run that was lost returned nothing; what it raised is raised by who reads the value."""
-    value = how.error or how.value if how else None
+    value = (how.error or how.value) if how else None
     status = JobStatus.FAILED if how and how.error else JobStatus.COMPLETED
     return JobReturn(overrides=list(job.overrides), status=status, _return_value=value)
 
@@ -174,14 +185,6 @@ def _ended(job: Job, folder: Path) -> Ended | None:
     config = job.common.compose(job.overrides, job.number)
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     return Ended(job.number, result(config, folder)) if before(config, folder) else None
-
-
-def _handed(engine: str, made: Engine, folder: Path) -> str | None:
-    """What the engine calls the run's job if an earlier launcher handed one over that still waits or runs."""
-    known = sweep.queued(folder)
-    if known is None or known["engine"] != engine or known["lost"]:
-        return None
-    return str(known["job"]) if made.living(known["job"]) else None
 
 
 def _say(out: Path, what: str) -> None:

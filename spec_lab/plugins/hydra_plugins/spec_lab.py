@@ -1,6 +1,7 @@
 """The launcher ``hydra/launcher=slurm`` and ``=ray``: here, as Hydra takes launchers from ``hydra_plugins`` alone."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.singleton import Singleton
@@ -21,7 +22,7 @@ class Cluster(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """See ``Launcher``."""
-        self.common = Common(hydra_context, task_function, config, Singleton.get_state())
+        self.common = Common(hydra_context, task_function, config, Singleton.get_state(), Path.cwd())
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """See ``Launcher``."""
