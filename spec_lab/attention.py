@@ -8,7 +8,7 @@ that tests compare with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -45,38 +45,35 @@ class Piece(NamedTuple):
         return self._replace(slots=slots, mask=None if self.mask is None else self.mask.to(device))
 
 
-class Local(NamedTuple):
-    """A pack's pieces on one device."""
-
-    pieces: list[Piece]
-    places: list[tuple[int, int, int, slice | Tensor]]  # where each piece's rows go, as ``Cells.write`` wants it
-
-
 @dataclass(frozen=True, eq=False)
 class Pack:
     """What one forward needs to know about its cells. Stands where transformers expects a cache."""
 
     cells: Cells
     pieces: list[Piece]
+    device: torch.device  # of the pieces' masks and indices
     dense: bool = False
+    _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
     is_compileable = False
 
     @cached_property
-    def _by_device(self) -> dict[torch.device, Local]:
-        return {}
+    def places(self) -> list[tuple[int, int, int, slice | Tensor]]:
+        """Where each piece's rows go, as ``Cells.write`` wants it."""
+        return [piece[:4] for piece in self.pieces]
 
-    def on(self, device: torch.device) -> Local:
-        """The pieces on a layer's device. Of several layers there the first one moves masks and indices."""
-        if device not in self._by_device:
-            there = [piece.on(device) for piece in self.pieces]
-            self._by_device[device] = Local(there, [piece[:4] for piece in there])
-        return self._by_device[device]
+    def on(self, device: torch.device) -> Pack:
+        """The pack on a layer's device. Of several layers on another one the first moves masks and indices."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Pack(self.cells, [piece.on(device) for piece in self.pieces], device, self.dense)
+        return self._elsewhere[device]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
-        pieces, places = self.on(key.device)
-        self.cells.write(layer_idx, key, value, places)
+        here = self.on(key.device)
+        self.cells.write(layer_idx, key, value, here.places)
         keys, values = self.cells.keys[layer_idx], self.cells.values[layer_idx]
         if self.dense:  # [1, heads, S * C, dim]; NaN in a dead cell would outlive every mask (0 x NaN)
             dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
@@ -84,7 +81,7 @@ class Pack:
                 torch.cat(spans).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None] for spans in (keys, values)
             )
             return all_keys, all_values
-        layer = Layer(keys, values, pieces)
+        layer = Layer(keys, values, here.pieces)
         return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -10,6 +10,7 @@ What is told goes through gloo, on the CPU, as safetensors; what the models' lay
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import signal
 import sys
@@ -69,7 +70,8 @@ class Link:
     def __init__(self) -> None:
         self.words = dist.new_group(backend="gloo", timeout=IDLE)
         self.failed = dist.new_group(backend="gloo", timeout=GRACE)
-        self.in_step = True  # no rank is inside a call
+        self.in_step = True  # no rank is inside a call; False for good once the first rank left one half-way
+        self._inside = False  # this rank is inside a call
         self._counter = count()
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._gone: list[int] = []  # numbers of models and cells that the first rank has dropped
@@ -103,7 +105,7 @@ class Link:
         watched = weakref.proxy(model)
 
         def forward(*given: Any, **named: Any) -> Any:
-            if not self.in_step:  # a part of a call in which the others are already
+            if self._inside:  # a part of a call in which the others are already
                 return own(*given, **named)
             both = {str(place): value for place, value in enumerate(given)} | named
             tensors = {name: value for name, value in both.items() if isinstance(value, Tensor)}
@@ -158,6 +160,7 @@ class Link:
         try:
             with self._step():
                 if what["do"] == "load":
+                    gc.collect()  # models that are split hold themselves in cycles
                     self._things[what["number"]] = shards(**what["how"])
                 else:
                     self._call(what, tensors)
@@ -173,12 +176,12 @@ class Link:
         tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
         named = what["plain"]
         if "pack" in what:
-            named["past_key_values"] = self._unpacked(what["pack"], tensors)
+            named["past_key_values"] = self._unpacked(what["pack"], tensors, model.device)
         named |= {name: tensor for name, tensor in tensors.items() if " " not in name}
         given = [named.pop(name) for name in sorted(name for name in named if name.isdecimal())]
         _parts(model)[what["part"]](*given, **named)
 
-    def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pack:
+    def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
         cells = self._things.setdefault(facts["cells"], Cells())
         cells.reserve(*facts["size"])
         pieces = [
@@ -188,14 +191,20 @@ class Link:
             )
             for place, (span, start, stop, slots, extent, causal) in enumerate(facts["pieces"])
         ]  # fmt: skip
-        return Pack(cells, pieces)
+        return Pack(cells, pieces, device)
 
     # Both ------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """What every rank does. If it fails on all ranks, they go on; if on some, these end, and torchrun the rest."""
-        self.in_step = False
+        """What every rank does. If it fails on all ranks, they go on; if on some, these end, and torchrun the rest.
+
+        Raises:
+            RuntimeError: an interruption has ended an earlier step half-way.
+        """
+        if not self.in_step:
+            raise RuntimeError("the ranks are out of step since a call was interrupted: start the command again")
+        self.in_step, self._inside = False, True
         try:
             yield
         except Exception as error:
@@ -203,10 +212,15 @@ class Link:
                 dist.barrier(self.failed)
             except RuntimeError:
                 said = " ".join(str(error).split()) or type(error).__name__
+                if rank() and isinstance(error, RuntimeError) and "by peer" in said:
+                    sys.exit(1)  # gloo lost another rank, which has said why it ended
                 raise SystemExit(f"spec_lab: rank {rank()}, and not every rank, failed: {said}") from error
             self.in_step = True
             raise
-        self.in_step = True
+        else:
+            self.in_step = True
+        finally:
+            self._inside = False
 
     def _tell(self, what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)

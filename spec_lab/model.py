@@ -196,7 +196,7 @@ class CausalLM:
         return Piece(path.span, start, start + count, index, extent, additive, False)
 
     def _call(self, ids: Tensor, positions: np.ndarray, pieces: list[Piece], keep: Tensor | int, marks: list) -> Tensor:
-        pack = Pack(self.cells, pieces, dense=self.attention == "dense")
+        pack = Pack(self.cells, pieces, self.device, self.attention == "dense")
         mask = self._dense_mask(pieces, len(ids)) if pack.dense else None
         where = torch.from_numpy(positions).to(self.device)[None]
         start = self.clock.mark()
@@ -210,9 +210,9 @@ class CausalLM:
         )
         marks.append((start, self.clock.mark()))
         if self._hidden is not None:
-            self.cells.write_hidden(self._hidden.to(self.device), pack.on(self.device).places)
+            self.cells.write_hidden(self._hidden.to(self.device), pack.places)
             self._hidden = None
-        return output.logits[0].to(self.device)  # the head of a model on several devices may be on another
+        return output.logits[0]
 
     def _dense_mask(self, pieces: list[Piece], rows: int) -> Tensor:  # [1, 1, N, S * C]
         """One additive mask over the whole pack and the whole store: quadratic, plain, the oracle."""

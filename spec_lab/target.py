@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -103,9 +102,9 @@ class Target:
                 Layers run one device after the other. (Tested with every layer on the CPU, and for mixed devices
                 without numbers; not yet seen on several GPUs.)
             tensor_parallel: for the same, every layer is split over the ranks that torchrun started, by transformers'
-                plan for this kind of model; each takes the GPU of its number, or the CPU where there is none. To be
-                asked for on the first rank, while the others ``follow``. (Tested with gloo on the CPU; not yet seen on
-                several GPUs.)
+                plan for this kind of model; each takes the GPU of its number, or the CPU with a CPU build of torch.
+                To be asked for on the first rank, while the others ``follow``. (Tested with gloo on the CPU; not yet
+                seen on several GPUs.)
 
         Raises:
             ValueError: an unknown device or dtype, no GPU, a bad context; weights for another config, or not all of
@@ -161,16 +160,17 @@ def load_model(
         raise OSError(f"{path} holds no config.json: give a folder written by save_pretrained, or a hub name")
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     refuse_by_name(config)
+    if device_map is not None or tensor_parallel:
+        gc.collect()  # such models are in cycles: that of an earlier run must not fill the devices
     if device_map is not None:
         check_device_map(config, device_map)
         model = _read_weights(path, dtype, device_map=device_map)
         refuse_offloading(model)
     elif tensor_parallel:
         check_ranks(config)
-        gc.collect()  # a model that a run before this one has left must not fill the devices
         if ranks.size() > 1:
             how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
-            model = link.join().load(_read_weights, **how)
+            model = link.join().load(_read_weights, **how, sha256=weights_hash(path))
         else:
             model = _read_weights(path, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
@@ -248,8 +248,8 @@ def check_ranks(config: Any) -> None:
         ValueError: no torchrun, ranks that do not fit the heads or the GPUs, or this is not the first rank.
         Unsupported: no plan.
     """
-    size, local = ranks.size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    size, local = ranks.size(), ranks.size_here()
+    if not ranks.started():
         raise ValueError("target.tensor_parallel needs ranks: torchrun --nproc-per-node 2 -m spec_lab ... starts two")
     if ranks.rank():
         raise ValueError(f"rank {ranks.rank()} cannot lead: only the first rank loads a target, the others follow()")
@@ -258,8 +258,10 @@ def check_ranks(config: Any) -> None:
     if 0 < torch.cuda.device_count() < local:
         raise ValueError(
             f"target.tensor_parallel: torchrun started {local} ranks here, but this torch sees "
-            f"{torch.cuda.device_count()} GPU; start as many ranks, or hide it with CUDA_VISIBLE_DEVICES="
+            f"{torch.cuda.device_count()} GPU; start as many ranks"
         )
+    if torch.version.cuda and not torch.cuda.is_available():  # transformers would take the GPUs that are not there
+        raise ValueError("target.tensor_parallel: this torch is built for CUDA and sees no GPU; use a CPU build of it")
     if not getattr(config, "base_model_tp_plan", None):
         raise Unsupported(
             f"model type '{config.model_type}' cannot be split: transformers has no tensor-parallel plan for it; "
@@ -277,6 +279,7 @@ def _read_weights(
     device_map: str | Mapping[str, str | int] | None = None,
     over: int = 1,
     threads: int | None = None,
+    sha256: str = "",
 ) -> Any:
     """The model with every tensor from the checkpoint. (transformers would fill gaps with random numbers.)
 
@@ -284,6 +287,7 @@ def _read_weights(
         path, dtype, device_map: as in ``Target.load``.
         over: number of ranks over which the model is split; this one reads its part.
         threads: for torch to use, on ranks to which nobody else says so.
+        sha256: ``weights_hash`` on the first rank, with which the others compare theirs; empty for a hub name.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -305,6 +309,8 @@ def _read_weights(
         raise ValueError(
             f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more_wrong}"
         )
+    if ranks.rank() and sha256 and weights_hash(path) != sha256:
+        raise OSError(f"{path} holds other weights than on the first rank: copy the same checkpoint to every machine")
     return model.eval()
 
 
@@ -409,9 +415,12 @@ def checked(model: Any, attention: Attention, sha256: str) -> float:
     """``self_check``, once in a process for the same weights (by their ``weights_hash``) in the same setting."""
     places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
     setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention)
-    if not sha256 or setting not in _CHECKED:
-        _CHECKED[setting] = self_check(model, attention)
-    return _CHECKED[setting]
+    if sha256 and setting in _CHECKED:
+        return _CHECKED[setting]
+    error = self_check(model, attention)
+    if sha256:
+        _CHECKED[setting] = error
+    return error
 
 
 def _forest_error(model: Any, attention: Attention) -> float:

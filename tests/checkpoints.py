@@ -48,6 +48,16 @@ def zoo(folder: Path | str) -> Path:
     return folder
 
 
+def short_runs(folder: Path, texts: list[str] = TEXTS) -> list[str]:
+    """Overrides that name a tiny checkpoint and its prompts, made in the folder, and keep runs short."""
+    checkpoint(folder / "target")
+    file = prompts(folder / "prompts.jsonl", texts)
+    return [
+        f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
+        "proposer=ngram", "max_new_tokens=4", "warmup=0", "baseline=false", "out=swept",
+    ]  # fmt: skip
+
+
 def prompts(file: Path, texts: list[str] = TEXTS) -> Path:
     """Write texts as a JSONL file of prompts; returns the file."""
     lines = [json.dumps({"id": f"p{number}", "prompt": one, "workload": "toy"}) for number, one in enumerate(texts)]

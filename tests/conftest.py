@@ -23,6 +23,13 @@ def one_thread_and_a_fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def every_test_checks_its_targets():
+    """Weights that an earlier test has loaded are checked again (``spec_lab.target.checked``)."""
+    if loaded := sys.modules.get("spec_lab.target"):
+        loaded._CHECKED.clear()
+
+
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
     """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""

@@ -50,14 +50,7 @@ SPACE = ["proposer.depth=int(interval(1,40))", "proposer.max_ngram=int(interval(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Overrides of a search among runs on a tiny checkpoint, without what is searched."""
-    folder = tmp_path_factory.mktemp("tiny")
-    checkpoints.checkpoint(folder / "target")
-    file = checkpoints.prompts(folder / "prompts.jsonl")
-    return [
-        "--multirun", "hydra/sweeper=search", f"target.path={folder / 'target'}", "target.dtype=float32",
-        "prompts=jsonl", f"prompts.path={file}", "proposer=ngram", "max_new_tokens=4", "warmup=0", "baseline=false",
-        "out=swept",
-    ]  # fmt: skip
+    return ["--multirun", "hydra/sweeper=search", *checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))]
 
 
 @pytest.fixture
@@ -67,6 +60,7 @@ def cli(cli, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
     monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
+    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
     return cli
 
 

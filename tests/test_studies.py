@@ -63,6 +63,7 @@ def tiny_zoo(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spec_lab.propose.calibrate.time_rounds", lambda *given: {0: 1.0, 1: 1.1, 2: 1.2})
         patch.setattr("spec_lab.run.in_short", lambda *given: {"certified": None})  # tests/certify enumerates
+        patch.setattr("spec_lab.run._ENUMERATED", {})
         yield folder
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 

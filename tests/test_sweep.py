@@ -388,13 +388,7 @@ def test_what_the_command_line_said_is_not_overwritten_by_what_a_part_calls_itse
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Overrides that name a tiny checkpoint and its prompts, and keep runs short."""
-    folder = tmp_path_factory.mktemp("tiny")
-    checkpoints.checkpoint(folder / "target")
-    file = checkpoints.prompts(folder / "prompts.jsonl")
-    return [
-        f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
-        "proposer=ngram", "max_new_tokens=4", "warmup=0", "baseline=false", "out=swept",
-    ]  # fmt: skip
+    return checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -404,6 +398,7 @@ def cli(cli, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
     monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
+    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
     return cli
 
 

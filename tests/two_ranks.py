@@ -1,15 +1,18 @@
 """Run by ``test_parallel`` on two ranks: the first one asks, the other follows, and ``answers.json`` is what came out.
 
-The last question is one at which the second rank fails alone.
+The last question is one at which the second rank fails alone. Before each load of a model it notes what it still holds
+of earlier ones, in ``held.json``.
 """
 
 import json
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from spec_lab import link, ranks
 from spec_lab import target as loading
@@ -63,17 +66,28 @@ def failing_together(name: str) -> str:
     return ""
 
 
-if __name__ == "__main__":
-    link.GRACE = timedelta(seconds=1)
-    if ranks.rank():
-        whole = loading._read_weights
+def watched(read):
+    """``loading._read_weights``, by which both ranks come to the last question, with a note of what is held."""
+    seen, held = [], []
 
-        def shards(path: str, **how):
+    def shards(path: str, *more, **how):
+        if path.endswith("unseen"):  # nothing slow is left to wait for
+            link.join().failed = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+        if ranks.rank():
+            held.append({"layers": sum(one() is not None for one in seen), "things": len(link.join()._things)})
+            (HERE / "held.json").write_text(json.dumps(held))
             if path.endswith("unseen"):
                 raise OSError("there is nothing on this machine")
-            return whole(path, **how)
+        model = read(path, *more, **how)
+        seen.append(weakref.ref(model.model.layers[0].self_attn.q_proj))
+        return model
 
-        loading._read_weights = shards
+    return shards
+
+
+if __name__ == "__main__":
+    loading._read_weights = watched(loading._read_weights)
+    if ranks.rank():
         follow()
     else:
         answers = {name: compared(name) for name in ("llama", "qwen3")}

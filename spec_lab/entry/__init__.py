@@ -37,6 +37,7 @@ def literal(option: str) -> str:
 
 def main() -> None:
     """The console script. Of several ranks of torchrun the first one runs it, and the others do as it says."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
         from spec_lab.target import follow
 
@@ -54,7 +55,6 @@ def main() -> None:
 
 def command_line() -> None:
     """What ``sys.argv`` asks for."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

@@ -198,22 +198,26 @@ def check_options(config: DictConfig) -> None:
             raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
 
 
-def check_ranks(config: DictConfig) -> None:
-    """Refuse ranks of torchrun that nothing is split over.
+def check_torchrun(config: DictConfig) -> None:
+    """Refuse ranks of torchrun that nothing is split over, and peers beside ranks.
 
     Raises:
         Refused: says so.
     """
-    if ranks.size() > 1 and not OmegaConf.select(config, "target.tensor_parallel"):
+    if ranks.size() == 1:
+        return
+    if not OmegaConf.select(config, "target.tensor_parallel"):
         raise Refused(
             "spec_lab: torchrun started several ranks, and they share no model: give target.tensor_parallel=true"
         )
+    if config.get("peers"):
+        raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
 
 
 def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
     """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
     check_options(config)
-    check_ranks(config)
+    check_torchrun(config)
     from spec_lab.lab import Lab, Settings
     from spec_lab.manifest import begun_trees
 

@@ -237,11 +237,12 @@ def _ran(begin: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -
     config, machine, versions = begin["config"], begin.get("machine", {}), begin.get("versions", {})
     sampling = {key: value for key, value in (config.get("sampling") or {}).items() if key[0] != "_"}
     target, prompts = config.get("target") or {}, config.get("prompts") or {}
+    numbers = (target.get("dtype"), _device(target, begin.get("ranks", 1)), target.get("attention"))
     memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
     return {
         "experiment": config.get("name"),
         "model": placed(target.get("path")),
-        "numbers, device": ", ".join(str(target[key]) for key in ("dtype", "device", "attention") if target.get(key)),
+        "numbers, device": ", ".join(str(one) for one in numbers if one),
         "proposers": "; ".join(f"{arm}: {one.get('name')}" for arm, one in begin["proposers"].items()),
         "constraint": summary.get("constraint"),
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
@@ -257,6 +258,15 @@ def _ran(begin: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -
         "commit": begin.get("commit"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     }  # fmt: skip
+
+
+def _device(target: Mapping[str, Any], ranks: int) -> str | None:
+    """Where the target was, in words: null means what it means to ``Target.load``. None of a target that has none."""
+    if target.get("device_map"):
+        return f"device map {target['device_map']}"
+    if target.get("tensor_parallel"):
+        return f"{ranks} ranks"
+    return target["device"] or "cpu" if "device" in target else None
 
 
 def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str]:

@@ -45,13 +45,7 @@ class Scripted:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Options of a run that takes milliseconds to decode."""
-    folder = tmp_path_factory.mktemp("tiny")
-    checkpoints.checkpoint(folder / "target")
-    file = checkpoints.prompts(folder / "prompts.jsonl", checkpoints.TEXTS[:2])
-    return [
-        f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
-        "proposer=ngram", "max_new_tokens=4", "warmup=0", "baseline=false", "out=swept",
-    ]  # fmt: skip
+    return checkpoints.short_runs(tmp_path_factory.mktemp("tiny"), checkpoints.TEXTS[:2])
 
 
 @pytest.fixture
@@ -60,6 +54,7 @@ def on(cli, tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
     monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
+    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
 
     def call(engine, *more):
         monkeypatch.setattr("spec_lab.entry.cluster._engine", lambda *_: engine)
