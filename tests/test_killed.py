@@ -163,7 +163,7 @@ def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tup
     os.dup2(said, 2)
     sys.argv = ["spec-lab", *arguments]
     holding = sweep.holding
-    sweep.holding = lambda folder: holding(folder, patience)
+    sweep.holding = lambda folder, *_: holding(folder, patience)
     if moment:
         _die_at(*moment)
     code = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from filelock import FileLock
 from pandas.testing import assert_frame_equal
 
 from spec_lab import sweep
@@ -18,7 +19,7 @@ from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 12
-GROUPS = 24
+GROUPS = 15
 FAILS = "-1"
 ALL = ",".join(map(str, [*range(SEEDS), FAILS]))
 
@@ -72,11 +73,31 @@ class Swept:
 
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory):
-    folder = checkpoints.zoo(tmp_path_factory.mktemp("zoo"))
-    checkpoints.prompts(folder / "prompts.jsonl", (checkpoints.TEXTS * GROUPS)[:GROUPS])
-    checkpoints.prompts(folder / "many.jsonl", checkpoints.TEXTS * 200)
+def shared(tmp_path_factory):
+    """What all test processes share: tiny models with prompts, and a sweep on them to which nothing happened."""
+    place = tmp_path_factory.getbasetemp()
+    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "shared"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "whole").exists():
+            zoo = checkpoints.zoo(folder)
+            checkpoints.prompts(zoo / "prompts.jsonl", (checkpoints.TEXTS * GROUPS)[:GROUPS])
+            checkpoints.prompts(zoo / "many.jsonl", checkpoints.TEXTS * 200)
+            seeds = ",".join(map(str, range(SEEDS)))
+            command = [sys.executable, "-m", "spec_lab", "--multirun", *options(zoo, "swept"), f"seed={seeds}"]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, env=environment())
+            (folder / "whole").touch()
     return folder
+
+
+@pytest.fixture(scope="session")
+def zoo(shared):
+    return shared
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared):
+    """The requests' rows of each run of the same sweep, in one process to which nothing happened, by folder."""
+    return {run.folder.name: load(run.folder).requests for run in sweep.runs(shared / "swept")}
 
 
 def options(zoo: Path, out: str) -> list[str]:
@@ -87,19 +108,9 @@ def options(zoo: Path, out: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def undisturbed(zoo, tmp_path_factory):
-    """The requests' rows of each seed, of the same sweep in one process that nothing happens to."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    seeds = ",".join(map(str, range(SEEDS)))
-    command = [sys.executable, "-m", "spec_lab", "--multirun", *options(zoo, "swept"), f"seed={seeds}"]
-    subprocess.run(command, cwd=place, check=True, capture_output=True, env=environment())
-    return {run.folder.name: load(run.folder).requests for run in sweep.runs(place / "swept")}
-
-
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Of a command."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"} | more
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_a_job_that_runs_out_of_time_is_started_again_and_goes_on_until_it_was_s
     (run,) = on.runs().values()
     assert (run.state, run.error) == ("failed", "Job not requeued because: timed-out too many times.")
     assert "1 failed" in on.said() and "Traceback" not in on.said()
-    log = next(run.folder.parent.glob(".slurm/*/*_log.out")).read_text()
+    log = next(run.folder.parent.glob(".slurm/**/*_log.out")).read_text()
     assert log.count("Job has timed out") == 2, "it was started twice"
     assert run.groups > 0
 
