@@ -52,6 +52,17 @@ def cli(monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture
+def quick_cli(cli, monkeypatch, tmp_path):
+    """As ``cli``, on a wide terminal and without what is slow and proved elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
+    monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
+    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
+    return cli
+
+
+@pytest.fixture
 def flat_cli(cli, monkeypatch):
     """As ``cli``, on a wide terminal, each output as one line."""
     monkeypatch.setenv("COLUMNS", "200")

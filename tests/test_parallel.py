@@ -94,7 +94,7 @@ needs_gloo = pytest.mark.skipif(torch.version.cuda is not None, reason="two rank
 def answers(here):
     """What the first of two ranks found (``two_ranks``), how its command ended, and what it said."""
     if torch.version.cuda is not None:
-        pytest.skip("two ranks are compared on a CPU build of torch")
+        pytest.skip("TWO RANKS ARE NOT TESTED: they are compared on a CPU build of torch, and this one is for CUDA")
     code, said = ended(torchrun(str(ROOT / "tests" / "two_ranks.py"), str(here), cwd=ROOT))
     assert (here / "answers.json").is_file(), said
     held = json.loads((here / "held.json").read_text())

@@ -54,14 +54,8 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def cli(cli, monkeypatch, tmp_path):
-    """The command line in this process, on a wide terminal and without what is slow and proved elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
-    monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
-    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
-    return cli
+def cli(quick_cli):
+    return quick_cli
 
 
 @pytest.fixture

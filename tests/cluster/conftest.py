@@ -1,12 +1,16 @@
 """What the tests on real engines share: a sweep whose runs take some seconds each, and what it must leave."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pandas as pd
 import pytest
@@ -31,6 +35,19 @@ def until(what: Callable[[], object], seconds: float = 120) -> object:
         assert time.monotonic() < end, f"not within {seconds:g} seconds"
         time.sleep(0.1)
     return found
+
+
+@contextmanager
+def cluster(script: str, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The folder of a cluster of two nodes that runs meanwhile, and the environment of its users."""
+    folder = mkdtemp()  # sockets go below it, whose paths must be short
+    command = [sys.executable, ROOT / "scripts" / script]
+    try:
+        said = subprocess.run([*command, "start", folder, *options], check=True, capture_output=True, text=True)
+        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
+    finally:
+        subprocess.run([*command, "stop", folder], check=True)
+        shutil.rmtree(folder)
 
 
 @dataclass

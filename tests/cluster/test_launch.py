@@ -10,7 +10,7 @@ import pytest
 from spec_lab import sweep
 from spec_lab.entry.cluster import Ended, Queued
 from spec_lab.entry.parts import Refused
-from spec_lab.files import write_json
+from spec_lab.files import read_json, write_json
 from tests import checkpoints
 
 
@@ -49,16 +49,12 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def on(cli, tiny, tmp_path, monkeypatch):
+def on(quick_cli, tiny, monkeypatch):
     """Run a sweep over seeds on an engine: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
-    monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
-    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
 
     def call(engine, *more):
         monkeypatch.setattr("spec_lab.entry.cluster._engine", lambda *_: engine)
-        return cli("--multirun", "hydra/launcher=slurm", *tiny, *more)
+        return quick_cli("--multirun", "hydra/launcher=slurm", *tiny, *more)
 
     return call
 
@@ -274,3 +270,28 @@ def test_a_job_that_will_never_start_is_cancelled_and_others_are_waited_for(slur
     assert len(list(ends)) == 2 and cancelled == ["5_0"]
     said = capsys.readouterr().err
     assert "Slurm lets job 5_1 wait: JobHeldUser" in said and "Resources" not in said
+
+
+def test_a_job_is_handed_over_with_its_cores_and_what_the_user_says_of_the_cluster_alone(tmp_path, monkeypatch):
+    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
+    from spec_lab.entry.cluster import slurm
+
+    for name, does in {"sbatch": f"env >{tmp_path}/env; echo Submitted batch job 5", "srun": "", "squeue": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = {"SLURM_CONF": "here", "SBATCH_ACCOUNT": "lab"}
+    for name, value in {**said, "SLURM_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    made = slurm.engine(tmp_path / "out", cpus=3, memory_gb=None, requeue=False, setup=["module load x"])
+    (job,) = made._handed([print], ["seed=1"])
+    given = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
+    assert said.items() <= given.items()
+    assert not {"SLURM_JOB_ID", "RANK", "WORLD_SIZE"} & given.keys()
+    script = job.paths.submission_file.read_text()
+    (srun,) = [line for line in script.splitlines() if line.startswith("srun")]
+    assert "--cpus-per-task=3" in srun
+    lines = ["#SBATCH --cpus-per-task=3", "#SBATCH --no-requeue", "export OMP_NUM_THREADS=3", "module load x"]
+    assert {*lines} <= {*script.splitlines()}
+    assert "--mem" not in script
+    assert read_json(job.paths.folder.parent / "runs.json") == {"runs": ["seed=1"]}

@@ -1,17 +1,14 @@
 """Sweeps on a real Ray of two nodes, while workers, a node and the launcher are killed."""
 
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 
-from tests.cluster.conftest import GROUPS, ROOT, SEEDS, assert_goes_on, assert_whole, finished, until
+from tests.cluster.conftest import GROUPS, ROOT, SEEDS, assert_goes_on, assert_whole, cluster, finished, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]  # one cluster, one worker
 
@@ -20,24 +17,17 @@ LAUNCHER = ["hydra/launcher=ray", "hydra.launcher.cpus=1"]
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def nodes():
     """The folder of a cluster of two nodes that runs, and the environment of its users."""
     pytest.importorskip("ray", reason="RAY IS NOT TESTED: pip install 'spec-lab[ray]'")
-    folder = mkdtemp()  # sockets go below it, whose paths must be short
-    try:
-        said = subprocess.run(
-            [sys.executable, SCRIPT, "start", folder, "--cpus", "2"], check=True, capture_output=True, text=True
-        )
-        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
-    finally:
-        subprocess.run([sys.executable, SCRIPT, "stop", folder], check=True)
-        shutil.rmtree(folder)
+    with cluster("local_ray.py", "--cpus", "2") as running:
+        yield running
 
 
 @pytest.fixture
-def on(cluster, swept):
+def on(nodes, swept):
     """A sweep that will run there."""
-    swept.environment |= cluster[1]
+    swept.environment |= nodes[1]
     return swept
 
 
@@ -53,20 +43,20 @@ def workers(folder: str) -> list[int]:
     return found
 
 
-def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, cluster, undisturbed):
+def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, undisturbed):
     launcher = on.start(*LAUNCHER)
 
     # Workers are killed: Ray starts their jobs again.
     some = until(lambda: len(some := on.at_work(GROUPS // 3)) > 2 and some)
     was = finished(on, *some)
-    first, second, *_ = workers(cluster[0])
+    first, second, *_ = workers(nodes[0])
     for pid in (first, second):
         os.kill(pid, signal.SIGKILL)
 
     # A node goes down with what runs there.
     until(lambda: sum(run.state == "done" for run in on.runs().values()) > 2 and len(on.at_work()) > 1)
     was |= finished(on, *on.at_work())
-    subprocess.run([sys.executable, SCRIPT, "node-down", cluster[0]], check=True)
+    subprocess.run([sys.executable, SCRIPT, "node-down", nodes[0]], check=True)
 
     # The launcher is killed, and its jobs with it; the same command goes on.
     until(lambda: sum(run.state == "done" for run in on.runs().values()) > 5 and on.at_work())
@@ -81,10 +71,10 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, cluster,
     assert_whole(on, undisturbed)
 
 
-def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, cluster):
+def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, nodes):
     launcher = on.start(*LAUNCHER, "hydra.launcher.restarts=0", seeds="0,1")
     until(lambda: "0" in on.at_work() or "1" in on.at_work())
-    for pid in workers(cluster[0]):
+    for pid in workers(nodes[0]):
         os.kill(pid, signal.SIGKILL)
     assert launcher.wait(timeout=120) == 1
     lost = [run for run in on.runs().values() if run.state == "waiting"]

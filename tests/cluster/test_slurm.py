@@ -2,18 +2,16 @@
 
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 
 from spec_lab import sweep
-from tests.cluster.conftest import GROUPS, ROOT, assert_goes_on, assert_whole, finished, until
+from tests.cluster.conftest import GROUPS, ROOT, assert_goes_on, assert_whole, cluster, finished, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm")]  # one cluster, one worker
 
@@ -30,15 +28,8 @@ def slurm():
     pytest.importorskip("submitit", reason="SLURM IS NOT TESTED: pip install 'spec-lab[slurm]'")
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         pytest.skip("SLURM IS NOT TESTED: its daemons are not here; python scripts/local_slurm.py install")
-    folder = mkdtemp()  # sockets go below it, whose paths must be short
-    try:
-        said = subprocess.run(
-            [sys.executable, SCRIPT, "start", folder, "--cpus", "3"], check=True, capture_output=True, text=True
-        )
-        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
-    finally:
-        subprocess.run([sys.executable, SCRIPT, "stop", folder], check=True)
-        shutil.rmtree(folder)
+    with cluster("local_slurm.py", "--cpus", "3") as running:
+        yield running
 
 
 @pytest.fixture

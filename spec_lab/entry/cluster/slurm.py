@@ -121,9 +121,9 @@ class Slurm:
         executor = submitit.SlurmExecutor(array / "%j", max_num_timeout=self.restarts)
         more = self.parameters["additional_parameters"] | {"comment": str(array)}
         executor.update_parameters(**self.parameters | {"additional_parameters": more})
-        conf = {name: value for name, value in os.environ.items() if name == "SLURM_CONF"}
+        own = {name: os.environ[name] for name in os.environ if name == "SLURM_CONF" or name.startswith("SBATCH_")}
         with submitit.helpers.clean_env():  # of the job, or the ranks, among which this process may be
-            os.environ.update(conf)
+            os.environ.update(own)  # what the user says of the cluster
             with executor.batch():
                 return [executor.submit(_Again(job)) for job in jobs]
 
@@ -151,7 +151,7 @@ class Slurm:
                 del gone[n]
                 yield _result(n, waiting.pop(n))
             why = _why({waiting[n].job_id for n, since in gone.items() if since < now})
-            for n in [n for n in gone if (said := why.get(waiting[n].job_id))]:
+            for n in [n for n in gone if waiting[n].job_id in why]:
                 said = why[waiting[n].job_id]
                 if not said.startswith("COMPLETED") or now - gone[n] > SECONDS:
                     del gone[n], waiting[n]
