@@ -13,7 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from spec_lab.batch import Request
 from spec_lab.constrain.source import as_text, missing, read_source, shown
-from spec_lab.constrain.state import Masks, Stuck, unpack, width
+from spec_lab.constrain.state import Masks, Stuck, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.constrain.walk import NOWHERE, Matched, brief, masks
 from spec_lab.draft import Shape
@@ -114,12 +114,12 @@ class Grammar:
         if own is None:
             raise missing(self.kind, request)
         try:
-            matcher, rolls = self._matcher(own)
+            matcher = self._matcher(own)
         except ValueError as error:
             raise Stuck(f"request '{request.name}': its {self.kind}: {error}") from None
         if self.prompt:
             self._read(matcher, request)
-        return Matched(matcher, self.vocabulary, rolls, request.name)
+        return Matched(matcher, self.vocabulary, request.name)
 
     def masks(self, states: Sequence[Matched | None], shape: Shape, token: np.ndarray) -> Masks:
         """``by_forks`` of states that this constraint started, faster. Other tokens than V has are illegal."""
@@ -133,8 +133,8 @@ class Grammar:
     def _limits(self) -> dict[str, int]:
         return LIMITS | dict(self.limits)
 
-    def _matcher(self, source: str) -> tuple[LLMatcher, bool]:
-        """A new engine at the beginning of the text, and whether it can take tokens back.
+    def _matcher(self, source: str) -> LLMatcher:
+        """A new engine at the beginning of the text.
 
         Raises:
             ValueError: the source does not compile, or no text follows it.
@@ -158,11 +158,7 @@ class Grammar:
             if error.startswith(NOWHERE):
                 raise ValueError("the tokens of this vocabulary spell no text that follows it")
             raise ValueError(brief(error))
-        # with max_tokens= or stop= in it a grammar cannot take tokens back, and the engine says so only when asked to
-        words = np.setdiff1d(np.flatnonzero(unpack(mask, self.vocabulary)), self.tokens.ends)
-        trial = matcher.deep_copy()
-        rolls = len(words) == 0 or (trial.consume_token(int(words[0])) and trial.rollback(1))
-        return matcher, rolls
+        return matcher
 
     def _read(self, matcher: LLMatcher, request: Request) -> None:
         """Take the prompt, in whatever tokens it comes.
@@ -170,9 +166,10 @@ class Grammar:
         Raises:
             Stuck: it leaves the grammar.
         """
-        fit = matcher.try_consume_tokens(list(request.tokens))
-        if matcher.is_error():
-            raise Stuck(f"request '{request.name}': its prompt: {brief(matcher.get_error())}")
+        trial = matcher.deep_copy()  # it stays where the prompt left the grammar
+        fit = trial.try_consume_tokens(list(request.tokens))
+        if trial.is_error() or (fit == len(request.tokens) and not matcher.consume_tokens(list(request.tokens))):
+            raise Stuck(f"request '{request.name}': its prompt: {brief(trial.get_error() or matcher.get_error())}")
         if fit < len(request.tokens):
             text = self.tokens.engine.decode_bytes(list(request.tokens[: fit + 1])).decode("utf-8", "replace")
             raise Stuck(

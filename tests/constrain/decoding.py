@@ -1,0 +1,110 @@
+"""Decoding imitated: states that stay alive over many steps, drafts below them, every mask beside a new matcher's."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spec_lab.constrain.grammar import Grammar, compiled
+from spec_lab.constrain.state import Masks, State, Stuck, allows, unpack
+from spec_lab.draft import Shape
+from tests.constrain.parts import allowed, by_fresh_matchers, request, wood
+
+STRUCTURE = frozenset('{}[]()":,;=+*')
+
+MasksOf = Callable[[Sequence[State | None], Shape, np.ndarray], Masks]
+
+
+def closed(properties: dict, optional: tuple[str, ...] = ()) -> dict:
+    """A schema of objects with these properties and no others."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+LINKED_LIST = {
+    "$defs": {"t": closed({"v": DIGIT, "n": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/t"}]}})},
+    "$ref": "#/$defs/t",
+}
+TREE = {
+    "$defs": {"t": closed({"k": {"enum": ["leaf", "node"]}, "c": {"type": "array", "items": {"$ref": "#/$defs/t"}}})},
+    "$ref": "#/$defs/t",
+}
+NESTED_ARRAYS = {"type": "array", "items": {"type": "array", "items": {"type": "array", "items": DIGIT}}}
+
+
+def likely(words: np.ndarray, spelled: list[bytes], rng: np.random.Generator) -> int:
+    """One of these tokens: drawn evenly they lead into long strings and white space, so structure goes first."""
+    if rng.random() < 0.5:
+        structure = [word for word in words.tolist() if STRUCTURE & set(spelled[word].decode("utf-8", "replace"))]
+        words = np.array(structure) if structure else words
+    groups = {spelled[word][:1]: word for word in rng.permutation(words).tolist()}  # one token for each first byte
+    return int(rng.choice(list(groups.values())))
+
+
+def drafted(states: Sequence[State], shape: Shape, rng: np.random.Generator, grammar: Grammar) -> np.ndarray:
+    """Tokens for a forest, one of ten not legal; ``states`` are only forked."""
+    ends, at = list(grammar.tokens.ends), [state.fork() for state in states]
+    token = np.zeros(shape.nodes, dtype=np.int64)
+    for node, parent in enumerate(shape.parent.tolist()):
+        above = at[parent]
+        words = np.zeros(0, dtype=np.int64) if above is None else allowed(above)
+        if rng.random() < 0.97 and len(others := np.setdiff1d(words, ends)):
+            words = others
+        legal = len(words) > 0 and rng.random() < 0.9
+        token[node] = likely(words, grammar.tokens.bytes, rng) if legal else rng.integers(0, grammar.vocabulary)
+        legal = above is not None and allows(above.mask(), int(token[node]))
+        at.append(above.fork() if legal else None)
+        if legal:
+            at[-1].advance(int(token[node]))
+    return token
+
+
+def wrong_rows(
+    grammar: Grammar, rng: np.random.Generator, rows: int, steps: int = 40, masks: MasksOf | None = None
+) -> list[str]:
+    """The texts after which a draft's mask is not that of a new matcher that has only read these tokens.
+
+    Args:
+        grammar: with a source of its own.
+        rng: random choices.
+        rows: compare at least so many.
+        steps: longest life of a state; in each step it drafts, and a part of a path is committed.
+        masks: in place of the grammar's own.
+    """
+    masks, spelled, ends = masks or grammar.masks, grammar.tokens.bytes, set(grammar.tokens.ends)
+    source = compiled(grammar.kind, grammar.source or "", grammar.schema_options)
+    seen, wrong = 0, []
+    while seen < rows:
+        heads = int(rng.integers(1, 4))
+        states = [grammar.start(request()) for _ in range(heads)]
+        plain = [grammar.start(request()) for _ in range(heads)]  # these never draft
+        texts: list[list[int]] = [[] for _ in range(heads)]
+        for _ in range(steps):
+            shape = wood(rng, len(states), 12 * len(states))
+            token = drafted(plain, shape, rng, grammar)
+            found, fresh = masks(states, shape, token), by_fresh_matchers(grammar, texts, shape, token, source)
+            seen += shape.rows
+            paths = [[int(token[node - shape.heads]) for node in shape.path(row)] for row in range(shape.rows)]
+            for row in np.flatnonzero((found.bits != fresh.bits).any(-1) | (found.legal != fresh.legal)).tolist():
+                text = texts[int(shape.root[row])] + paths[row]
+                wrong.append(repr(b"".join(spelled[one] for one in text)))
+            alive = []
+            for head in range(len(states)):
+                row = int(rng.choice(np.flatnonzero(fresh.legal & (shape.root == head))))
+                words = np.setdiff1d(np.flatnonzero(unpack(fresh.bits[row], grammar.vocabulary)), list(ends))
+                if ends & set(paths[row]) or not len(words):
+                    continue
+                committed = [*paths[row], likely(words, spelled, rng)]
+                try:
+                    for one in committed:
+                        plain[head].advance(one)
+                        states[head].advance(one)
+                except Stuck as error:
+                    wrong.append(str(error))
+                    continue
+                texts[head] += committed
+                alive.append(head)
+            if not alive:
+                break
+            states, plain, texts = ([some[head] for head in alive] for some in (states, plain, texts))
+    return wrong
