@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """``value`` itself, if it is a whole number of ``least`` or more; ``otherwise`` says what else may be given.
+def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
+    """``value`` itself, if it is a whole number from ``least`` to ``most``; ``otherwise`` says what else may be given.
 
     Raises:
         ValueError: it is not; names the option.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be a whole number {bounds}{otherwise}, not {value!r}")
     return value
 
 

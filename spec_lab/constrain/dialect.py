@@ -96,6 +96,8 @@ def check_exact(schema: Any, where: str = "#") -> None:
         values = schema["enum"] if alone == "enum" else [schema["const"]]
         found = {_TYPES.get(type(value), "null") for value in values}
         known |= {"type"} if not found - {*types, *(["integer"] if "number" in types else [])} else set()
+        large = [one for one in values if isinstance(one, int) and not -(2**63) <= one < 2**63]
+        known -= {alone} if large else set()
     elif alone == "$ref":
         known -= set() if str(schema["$ref"]).startswith("#") else {"$ref"}
     elif alone == "allOf":
@@ -105,7 +107,7 @@ def check_exact(schema: Any, where: str = "#") -> None:
         others = schema.get("additionalProperties", False) is not False and schema.get("properties")
         known -= {"additionalProperties"} if others else set()  # they may spell a property's name in escapes
         known -= {"format"} if "pattern" in keys else set()
-        known -= {"multipleOf"} if keys & _BOUNDS else set()
+        known -= {"multipleOf"} if keys & _BOUNDS or schema.get("multipleOf", 1) not in range(1, 1025) else set()
     if keys - known:
         raise ValueError(
             f"xgrammar would misread {', '.join(sorted(keys - known))} at {where} of the schema: write it in another "

@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from spec_lab.batch import Request
-from spec_lab.constrain.source import as_text, missing, read_source, shown
+from spec_lab.constrain.source import MOST_THREADS, as_text, check_numbers, missing, read_source, shown
 from spec_lab.constrain.state import Masks, Stuck, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.constrain.walk import NOWHERE, Matched, brief, masks
@@ -47,7 +47,7 @@ class Grammar:
         prompt: the text begins with the request's prompt, instead of after it.
         schema_options: llguidance's ``JsonCompileOptions`` for schemas.
         limits: in place of some of ``LIMITS``.
-        threads: more than one computes the masks of several chains in parallel; see ``walk.masks``.
+        threads: at most 64; more than one computes the masks of several chains in parallel; see ``walk.masks``.
 
     Raises:
         ValueError: the source does not compile, or no text follows it; an option out of range. Names the option.
@@ -65,7 +65,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
-        whole("constraint.threads", self.threads)
+        whole("constraint.threads", self.threads, most=MOST_THREADS)
         if not isinstance(self.prompt, bool):
             raise ValueError(f"constraint.prompt must be true or false, not {self.prompt!r}")
         for name, value in self.limits.items():
@@ -194,13 +194,19 @@ def compiled(kind: str, source: str, schema_options: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_lark(source)
     try:
         value = json.loads(source)
+        if kind == "json_schema":
+            check_numbers(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: it is nested too deeply") from None
     if kind == "choice":
         return LLMatcher.grammar_from_regex(_either(value))
-    if not isinstance(value, dict | bool):
+    if value is False:
+        raise ValueError("the schema false allows no text")
+    if value is True:  # the engine applies its options to objects only
+        source = "{}"
+    elif not isinstance(value, dict):
         raise ValueError(f"a JSON schema is an object, true or false, not {source[:40]!r}")
     return LLMatcher.grammar_from_json_schema(source, overrides=dict(schema_options))  # type: ignore[arg-type]
 

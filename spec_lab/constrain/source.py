@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,16 @@ from spec_lab.constrain.state import Stuck
 
 SHORT = 200
 """Characters of a source that a record holds as it is."""
+
+MOST_THREADS = 64
+"""Largest ``constraint.threads``, for every engine."""
+
+EXACT = 2**53
+"""Largest whole number up to which every whole number is a double: llguidance reads the numbers of a schema as such."""
+
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of a schema whose value holds a schema for each name."""
 
 
 def as_text(name: str, value: Any) -> str | None:
@@ -52,3 +63,53 @@ def shown(source: Any) -> dict[str, Any]:
 def missing(kind: str, request: Request) -> Stuck:
     """The error of a request that brings no source where it must."""
     return Stuck(f"request '{request.name}' brings no {kind} of its own, and the constraint has none")
+
+
+def check_numbers(schema: Any) -> None:
+    """Check that an engine which reads numbers as doubles takes those of a JSON schema for what they are.
+
+    Raises:
+        ValueError: a bound beyond ``EXACT``, or a constant that is no double; names its place.
+    """
+    for where, number in _rounded(schema, "#"):
+        raise ValueError(
+            f"{number} at {where} of the schema would not be enforced exactly, because llguidance reads numbers as "
+            f"doubles, which are exact up to 2**53 = {EXACT}: use a smaller number, leave it out, or use "
+            "constraint.engine=xgrammar, which takes bounds of 64 bits"
+        )
+
+
+def _rounded(schema: Any, where: str) -> Iterator[tuple[str, int | float]]:
+    """Numbers of a schema that are not what they seem as doubles, each after its place."""
+    if isinstance(schema, list):
+        for place, one in enumerate(schema):
+            yield from _rounded(one, f"{where}/{place}")
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        inner = f"{where}/{key}"
+        if key in BOUNDS and isinstance(value, int | float):
+            if not abs(value) <= EXACT:
+                yield inner, value
+        elif key in ("const", "enum"):
+            yield from ((inner, one) for one in _whole_numbers(value) if not _is_double(one))
+        elif key in NAMED and isinstance(value, dict):
+            for name, one in value.items():
+                yield from _rounded(one, f"{inner}/{name}")
+        elif key not in ("default", "examples"):
+            yield from _rounded(value, inner)
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _whole_numbers(one)
+
+
+def _is_double(number: int) -> bool:
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False

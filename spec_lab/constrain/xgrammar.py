@@ -21,7 +21,7 @@ import xgrammar
 
 from spec_lab.batch import Request
 from spec_lab.constrain.dialect import check_exact, either, pattern_for
-from spec_lab.constrain.source import as_text, missing, read_source, shown
+from spec_lab.constrain.source import MOST_THREADS, as_text, missing, read_source, shown
 from spec_lab.constrain.state import Masks, Stuck, everything, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.draft import Shape
@@ -94,7 +94,7 @@ class XGrammar:
         prompt: the text begins with the request's prompt, in which tokens without bytes count for nothing.
         schema_options: of the engine's ``compile_json_schema``.
         lenient: let the engine ignore what it does not know of in a schema, instead of refusing it.
-        threads: to compile with.
+        threads: to compile with, at most 64.
 
     Raises:
         ValueError: the source does not compile, would be misread, or no text follows it; an option out of range.
@@ -112,7 +112,7 @@ class XGrammar:
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
-        whole("constraint.threads", self.threads)
+        whole("constraint.threads", self.threads, most=MOST_THREADS)
         for name, value in (("prompt", self.prompt), ("lenient", self.lenient)):
             if not isinstance(value, bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {value!r}")

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spec_lab.constrain.grammar import Grammar, compiled
+from spec_lab.constrain.grammar import Grammar
 from spec_lab.constrain.state import Masks, State, Stuck, allows, unpack
 from spec_lab.draft import Shape
-from tests.constrain.parts import allowed, by_fresh_matchers, request, wood
+from tests.constrain.parts import after, allowed, by_fresh_matchers, request, wood
 
 STRUCTURE = frozenset('{}[]()":,;=+*')
 
@@ -59,8 +59,26 @@ def drafted(states: Sequence[State], shape: Shape, rng: np.random.Generator, gra
     return token
 
 
+def by_new_states(grammar: Grammar, texts: Sequence[Sequence[int]], shape: Shape, token: np.ndarray) -> Masks:
+    """The masks of a forest, each by a new state of any engine that reads all that comes before it."""
+    states = [after(grammar, text) for text in texts]
+    bits = np.stack([state.mask() for state in states] + [np.zeros_like(states[0].mask())] * shape.nodes)
+    legal = np.array([True] * len(texts) + [False] * shape.nodes)
+    for row, parent in enumerate(shape.parent.tolist(), start=len(texts)):
+        legal[row] = legal[parent] and allows(bits[parent], int(token[row - len(texts)]))
+        if legal[row]:
+            path = [int(token[node - len(texts)]) for node in shape.path(row)]
+            bits[row] = after(grammar, [*texts[int(shape.root[row])], *path]).mask()
+    return Masks(bits, legal, np.zeros(shape.rows, dtype=bool))
+
+
 def wrong_rows(
-    grammar: Grammar, rng: np.random.Generator, rows: int, steps: int = 40, masks: MasksOf | None = None
+    grammar: Grammar,
+    rng: np.random.Generator,
+    rows: int,
+    steps: int = 40,
+    masks: MasksOf | None = None,
+    fresh_masks: Callable[..., Masks] = by_fresh_matchers,
 ) -> list[str]:
     """The texts after which a draft's mask is not that of a new matcher that has only read these tokens.
 
@@ -70,9 +88,9 @@ def wrong_rows(
         rows: compare at least so many.
         steps: longest life of a state; in each step it drafts, and a part of a path is committed.
         masks: in place of the grammar's own.
+        fresh_masks: what they are compared with.
     """
     masks, spelled, ends = masks or grammar.masks, grammar.tokens.bytes, set(grammar.tokens.ends)
-    source = compiled(grammar.kind, grammar.source or "", grammar.schema_options)
     seen, wrong = 0, []
     while seen < rows:
         heads = int(rng.integers(1, 4))
@@ -82,7 +100,7 @@ def wrong_rows(
         for _ in range(steps):
             shape = wood(rng, len(states), 12 * len(states))
             token = drafted(plain, shape, rng, grammar)
-            found, fresh = masks(states, shape, token), by_fresh_matchers(grammar, texts, shape, token, source)
+            found, fresh = masks(states, shape, token), fresh_masks(grammar, texts, shape, token)
             seen += shape.rows
             paths = [[int(token[node - shape.heads]) for node in shape.path(row)] for row in range(shape.rows)]
             for row in np.flatnonzero((found.bits != fresh.bits).any(-1) | (found.legal != fresh.legal)).tolist():

@@ -95,11 +95,11 @@ def drafted(states: Sequence[State | None], shape: Shape, rng: np.random.Generat
 
 
 def by_fresh_matchers(
-    grammar: Grammar, prefixes: Sequence[Sequence[int] | None], shape: Shape, token: np.ndarray, source: str = ""
+    grammar: Grammar, prefixes: Sequence[Sequence[int] | None], shape: Shape, token: np.ndarray
 ) -> Masks:
     """The masks of a forest from bare matchers: for every row a new one, which reads all that comes before it."""
     vocabulary = grammar.tokens
-    source = source or compiled(grammar.kind, grammar.source, grammar.schema_options)
+    source = compiled(grammar.kind, grammar.source, grammar.schema_options)
     bits = np.zeros((shape.rows, width(vocabulary.size)), dtype=np.uint32)
     legal = np.zeros(shape.rows, dtype=bool)
     for row in range(shape.rows):

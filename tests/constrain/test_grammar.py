@@ -493,7 +493,8 @@ def test_masks_are_not_to_be_written_to():
         (lambda v: regex(v, 7), "constraint.pattern must be text, not 7"),
         (lambda v: regex(v, "a" * 100_001), "100001 characters, the limit is 100000"),
         (lambda v: regex(v, "a", prompt="no"), "constraint.prompt must be true or false"),
-        (lambda v: regex(v, "a", threads=0), "constraint.threads must be a whole number of 1 or more"),
+        (lambda v: regex(v, "a", threads=0), "constraint.threads must be a whole number from 1 to 64, not 0"),
+        (lambda v: regex(v, "a", threads=65), "constraint.threads must be .*64.*, not 65"),
         (lambda v: regex(v, "a", limits={"fuel": 1}), "a name in constraint.limits must be one of source_characters"),
         (lambda v: regex(v, "a", limits={"step_lexer_fuel": 0}), "constraint.limits.step_lexer_fuel must be"),
         (lambda v: regex(v, "(ab)*", limits={"step_lexer_fuel": 1}), "constraint.regex: lexer error"),
@@ -521,6 +522,55 @@ def test_masks_are_not_to_be_written_to():
 def test_what_does_not_compile_says_why(build, message):
     with pytest.raises(ValueError, match=message):
         build(bundled())
+
+
+BEYOND = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, "#/maximum"),
+        ({"type": "integer", "exclusiveMinimum": -BEYOND}, "#/exclusiveMinimum"),
+        ({"type": "number", "maximum": 1e300}, "#/maximum"),
+        ({"properties": {"maximum": {"type": "integer", "multipleOf": BEYOND}}}, "#/properties/maximum/multipleOf"),
+        ({"anyOf": [{"type": "null"}, {"$defs": {"default": {"const": BEYOND}}}]}, "#/anyOf/1/\\$defs/default/const"),
+        ({"enum": [{"a": [10**400]}]}, "#/enum"),
+    ],
+)
+def test_numbers_that_the_engine_would_round_are_refused_by_place(schema, place):
+    for kind in (json_schema, lambda v, source: json_schema(v).start(request(source))):
+        with pytest.raises(ValueError, match=f"at {place} of the schema would not be enforced exactly"):
+            kind(bundled(), json.dumps(schema))
+
+
+def test_numbers_that_are_no_bounds_may_be_large():
+    schema = {"properties": {"maximum": {"type": "integer", "default": BEYOND}}, "examples": [{"maximum": BEYOND}]}
+    assert accepts(json_schema(bundled(), json.dumps(schema)), json.dumps({"maximum": BEYOND}))
+    assert accepts(json_schema(bundled(), json.dumps({"const": 2**60})), str(2**60))
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    try:
+        return END in allowed(after(grammar, grammar.tokens.encode(text)))
+    except Stuck:
+        return False
+
+
+def test_bounds_of_integers_are_enforced_up_to_the_largest_that_may_be_given():
+    rng = np.random.default_rng(5)
+    for low, high in [(-(2**53), 2**53), (2**53 - 1, 2**53), *np.sort(rng.integers(-(2**53), 2**53, (20, 2))).tolist()]:
+        grammar = json_schema(bundled(), json.dumps({"type": "integer", "minimum": low, "maximum": high}))
+        assert [accepts(grammar, str(one)) for one in (low - 1, low, high, high + 1)] == [False, True, True, False]
+
+
+def test_the_schema_true_allows_all_json_and_false_nothing():
+    everything = json_schema(bundled(), "true")
+    assert accepts(everything, '[1, {"a": null}]') and not accepts(everything, "[1")
+    with pytest.raises(ValueError, match="constraint.json_schema: the schema false allows no text"):
+        json_schema(bundled(), "false")
+    with pytest.raises(Stuck, match="request 'one': .*false allows no text"):
+        json_schema(bundled()).start(request("false"))
 
 
 def test_what_a_schema_asks_beyond_the_engine_may_be_ignored():

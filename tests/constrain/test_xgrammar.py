@@ -386,6 +386,8 @@ def test_patterns_that_do_not_compile_or_would_be_misread_are_refused(engine, pa
         ('{"type": "object", "required": ["a"]}', "misread required at #"),
         ('{"type": "integer", "enum": ["a"]}', "misread type at #"),
         ('{"type": "integer", "minimum": 2, "multipleOf": 2}', "misread multipleOf at #"),
+        ('{"type": "integer", "multipleOf": 2000}', "misread multipleOf at #"),
+        ('{"enum": ["a", 9223372036854775808]}', "misread enum at #"),
         ('{"$ref": "http://x/y"}', "misread [$]ref at #"),
         ('{"type": "string", "pattern": "(?=a)"}', "misread '[(][?]' at character 0"),
         ('{"type": "string", "pattern": "a\\"b"}', "misread '\"' at character 1"),
