@@ -1,4 +1,4 @@
-"""xgrammar walks trees inside, and rolls back there: every mask of a draft beside a new matcher's, 20,000 rows."""
+"""xgrammar walks trees inside, and rolls back there: every mask of a draft beside a new matcher's, 50,000 rows."""
 
 import json
 
@@ -29,7 +29,7 @@ SOURCES = {
     "tree": ("json_schema", json.dumps(TREE)),
     "anyOf expressions": ("json_schema", json.dumps(EITHER)),
     "nested arrays": ("json_schema", json.dumps(NESTED_ARRAYS)),
-    "regex": ("regex", "(([a-z]+|[0-9]{1,4}) ?){3,40}end"),
+    "regex": ("regex", "([a-z]{1,6} [0-9]{1,4};)+end"),
 }
 
 
@@ -38,4 +38,4 @@ def test_masks_of_drafts_are_those_of_new_matchers(name):
     from spec_lab.constrain.xgrammar import XGrammar
 
     grammar = XGrammar(bundled(), *SOURCES[name])
-    assert wrong_rows(grammar, np.random.default_rng(len(name)), 4_000, fresh_masks=by_new_states) == []
+    assert wrong_rows(grammar, np.random.default_rng(len(name)), 10_000, fresh_masks=by_new_states) == []
