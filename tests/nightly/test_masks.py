@@ -1,8 +1,8 @@
 """Every mask of a draft equals that of a new matcher that has only read the row's tokens: 100,000 rows and more.
 
-An earlier fuzz made new states for each draft and drew tokens evenly, which leads into strings and white space. Done so,
-12,000 rows of a walk that rolls back (``by_rollback``) show no wrong mask; states that live over many steps show 11,
-tokens that open and close structure 12, both 52.
+An earlier fuzz made new states for each draft and drew tokens evenly, which leads into strings and white space. Done
+so, 12,000 rows of a walk that rolls back (``by_rollback``) show no wrong mask; states that live over many steps show
+11, tokens that open and close structure 12, both 52.
 """
 
 import json
