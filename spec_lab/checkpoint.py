@@ -184,7 +184,7 @@ def open_weights(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 new = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             except SafetensorError as error:
-                raise OSError(f"{file} is truncated or corrupt ({error}): copy or download it again") from error
+                raise OSError(f"{file} is truncated or corrupt ({named(error)}): copy or download it again") from error
             if twice := sorted(new.keys() & tensors.keys()):
                 raise ValueError(f"the tensor {_short(twice[0])} is both in {places[twice[0]]} and in {file}")
             tensors |= new
@@ -235,6 +235,12 @@ def _check_values(file: Path, name: str, value: Any, depth: int) -> None:
         raise ValueError(f"{file}: {name} is {_short(value)}, too large a number")
     elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS and value != -1:
         raise ValueError(f"{file}: {name} must lie between 0 and {MOST_LAYERS}, not {value}")
+
+
+def named(error: Exception) -> str:
+    """An error of another package on one line, with its type."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
 
 def _short(value: Any) -> str:

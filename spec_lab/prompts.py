@@ -132,7 +132,10 @@ def encode(
     encoded = []
     for prompt in prompts:
         _fitting(prompt.text, f"prompt '{prompt.name}'", "its text")
-        tokens = tuple(tokenizer.encode(prompt.text))
+        try:
+            tokens = tuple(tokenizer.encode(prompt.text))
+        except Exception as error:  # tokenizers raises plain Exceptions, such as for a character it cannot encode
+            raise ValueError(f"prompt '{prompt.name}' cannot be encoded by the target's tokenizer ({error})") from error
         if longest is not None and len(tokens) > longest:
             tokens = tokens[: longest - longest // 2] + tokens[len(tokens) - longest // 2 :]
         if not tokens:

@@ -45,6 +45,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest error of a logit allowed by the self-check, in standard deviations of the plain forward's logits."""
 
+MOST_TOKENS = 2**53
+"""A length that no text has: tokenizers warn of texts that are longer than what their own settings say."""
+
 CHANGING_ROPE = {"dynamic", "longrope"}
 ALIBI = {"bloom", "mpt"}
 NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
@@ -262,7 +265,9 @@ def _read_config(path: str, folder: File) -> Any:
     except Unsupported:
         raise
     except Exception as error:  # transformers raises whatever it trips over
-        raise ValueError(f"{folder / 'config.json'} holds a value that it cannot have ({_named(error)})") from error
+        raise ValueError(
+            f"{folder / 'config.json'} holds a value that it cannot have ({checkpoint.named(error)})"
+        ) from error
 
 
 def _describe(path: str, folder: File, config: Any) -> Any:
@@ -280,7 +285,7 @@ def _describe(path: str, folder: File, config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever it trips over
         raise ValueError(
-            f"{folder / 'config.json'} describes no causal LM that transformers can build ({_named(error)})"
+            f"{folder / 'config.json'} describes no causal LM that transformers can build ({checkpoint.named(error)})"
         ) from error
     for what, size in (("parameters", model.parameters()), ("numbers in tables", model.buffers())):
         if (wanted := sum(tensor.numel() for tensor in size)) > 4 * held + 2**26:  # exact sizes are compared on loading
@@ -313,12 +318,6 @@ def check_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
             f"the tokenizer of {path} has the token {token!r} with the id {largest}, but the model has {vocabulary} "
             "tokens, from 0: they do not belong together; take the tokenizer that came with the weights"
         )
-
-
-def _named(error: Exception) -> str:
-    """An error of another package on one line, with its type."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
 
 def _device(name: str | int) -> torch.device:
@@ -452,7 +451,9 @@ def _read_weights(
                 ignore_mismatched_sizes=True, output_loading_info=True, **more,
             )  # fmt: skip
         except SafetensorError as error:
-            raise OSError(f"{path} is truncated or corrupt ({error}): copy or download it again") from error
+            raise OSError(
+                f"{path} is truncated or corrupt ({checkpoint.named(error)}): copy or download it again"
+            ) from error
     wrong = {f"{name} is missing" for name in report["missing_keys"]}
     wrong |= {f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]}
     wrong |= {f"{name} is in no layer of the model" for name in report["unexpected_keys"] if not _harmless(name)}
@@ -490,10 +491,12 @@ def _read_tokenizer(path: str, folder: File, revision: str | None, config: Any) 
         tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, **more)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"tokenizer_config.json leads to a {type(tokenizer).__name__}")
+        tokenizer.model_max_length = MOST_TOKENS  # the length of a prompt is checked against the target's context
+        tokenizer.decode(tokenizer.encode("a b"), skip_special_tokens=True)
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exceptions, transformers whatever it trips over
         raise ValueError(
-            f"the tokenizer of {path} cannot be read ({_named(error)}): its tokenizer_config.json or "
+            f"the tokenizer of {path} cannot be read ({checkpoint.named(error)}): its tokenizer_config.json or "
             "its tokenizer.json is missing or corrupt; copy or download it again"
         ) from error
 
@@ -573,7 +576,9 @@ def self_check(model: nn.Module, attention: Attention) -> float:
         error = max(_forest_error(model, attention), _rotation_error(model))
     except Unsupported:
         raise
-    except (TypeError, AttributeError, ImportError, IndexError, RuntimeError, ValueError) as failure:
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+    ) as failure:  # fmt: skip
         advice = "; try target.attention=dense" if attention == "spans" else ""
         raise Unsupported(
             f"model type '{kind}' cannot decode forests with attention='{attention}' "

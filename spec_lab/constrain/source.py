@@ -38,6 +38,8 @@ def read_source(name: str, value: Any, path: str | None) -> Any:
         raise ValueError(f"give constraint.{name} or constraint.path, not both")
     if path is None:
         return value
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"constraint.path must name a file, not {path!r}")
     try:
         return read_text(Path(path), MOST_SOURCE)
     except (OSError, ValueError) as error:

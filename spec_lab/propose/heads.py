@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as File
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from spec_lab import files
+from spec_lab.checkpoint import named
 from spec_lab.target import Target, weights_hash
 
 log = logging.getLogger(__name__)
@@ -140,7 +142,7 @@ class Heads:
             least = name not in ("num_layers", "trunk_size")
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
                 kind = "positive whole number" if least else "whole number, 0 for none"
-                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {size!r}")
+                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {short(size)}")
         vocabulary, hidden = target.lm.model.get_output_embeddings().weight.shape
         if sizes["hidden_size"] != hidden:
             raise ValueError(
@@ -177,7 +179,7 @@ class Heads:
                 tensors = {name: opened.get_tensor(name) for name in shapes}
         except SafetensorError as error:
             raise ValueError(
-                f"{file} cannot be read ({error}): truncated or corrupt; copy or download it again"
+                f"{file} cannot be read ({named(error)}): truncated or corrupt; copy or download it again"
             ) from error
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
@@ -198,11 +200,11 @@ def _check_shapes(file: File, held: dict[str, tuple[Any, ...]], wanted: dict[str
         raise ValueError(f"{file} holds a trunk, config.json names no trunk_size")
     for name, shape in wanted.items():
         if name not in held:
-            raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(held)) or 'none'})")
+            raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(held))[:300] or 'none'})")
         if held[name] != shape:
             raise ValueError(f"{file}: '{name}' is {held[name]}, config.json says {shape}")
     if more := sorted(held.keys() - wanted.keys()):
-        raise ValueError(f"{file}: '{more[0]}' has no place in heads as config.json describes them")
+        raise ValueError(f"{file}: {short(more[0])} has no place in heads as config.json describes them")
 
 
 def _hash(folder: File) -> str:
