@@ -81,6 +81,23 @@ class Request:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be 1 or more, not {self.max_new_tokens}")
 
+    def check_fits(self, target: Target) -> None:
+        """Refuse a prompt that the target cannot continue.
+
+        Raises:
+            ValueError: no room in the context; a token id that the target does not have.
+        """
+        if len(self.tokens) >= target.context:
+            raise ValueError(
+                f"prompt '{self.name}' has {len(self.tokens)} tokens; the context holds "
+                f"{target.context}, one of them to be emitted: shorten the prompt"
+            )
+        if wrong := [token for token in self.tokens if not 0 <= token < target.vocabulary]:
+            raise ValueError(
+                f"prompt '{self.name}' holds the token id {wrong[0]}, but the target has {target.vocabulary} tokens, "
+                "from 0: encode the prompt with the target's own tokenizer"
+            )
+
 
 @dataclass(eq=False)
 class Sequence:

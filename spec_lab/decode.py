@@ -112,11 +112,7 @@ class Group:
     def __post_init__(self) -> None:
         check_pair(self.proposer.name, self.proposer.drawn, self.verifier)
         for request in self.requests:
-            if len(request.tokens) >= self.target.context:
-                raise ValueError(
-                    f"prompt '{request.name}' has {len(request.tokens)} tokens; the context holds "
-                    f"{self.target.context}, one of them to be emitted: shorten the prompt"
-                )
+            request.check_fits(self.target)
         if self.binding is not None and getattr(self.binding.constraint, "wants_logprobs", False):
             self.requests = [replace(request, logprobs=True) for request in self.requests]
 

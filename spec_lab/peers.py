@@ -126,7 +126,9 @@ class Generate:
         return Generate(target, sampling, seed, options)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """One request after the other; see ``Arm``."""
+        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        for request in requests:
+            request.check_fits(self.target)
         return Decoded([], [self._one(request) for request in requests])
 
     def _one(self, request: Request) -> Outcome:
@@ -191,7 +193,9 @@ class Bare:
         self.model = as_transformers_runs_it(target)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """One request after the other; see ``Arm``."""
+        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        for request in requests:
+            request.check_fits(self.target)
         return Decoded([], [self._one(request) for request in requests])
 
     @torch.inference_mode()

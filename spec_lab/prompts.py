@@ -1,4 +1,8 @@
-"""Prompts: from files to token ids. Every refusal names the file and the line, or the prompt."""
+"""Prompts: from files to token ids. Every refusal names the file and the line, or the prompt.
+
+Files are untrusted. Bounds: a prompt has at most 10 million characters, a line of a file at most 64 MiB, and a file at
+most 1 GiB; a file must be a regular file (no pipe or device).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,13 @@ from random import Random
 from typing import Any
 
 from spec_lab.options import whole
+
+MOST_CHARACTERS = 10_000_000
+"""Longest prompt, in characters. (A tokenizer takes about 2 s and 250 MB for each million.)"""
+MOST_LINE = 64 * 2**20
+"""Longest line of a file of prompts, in bytes."""
+MOST_FILE = 2**30
+"""Largest file of prompts, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +48,15 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
     """Read prompts from a file with one JSON object a line.
 
     Args:
-        path: the file. Each object has ``prompt`` (or ``text``) and, if you like, ``id``, ``workload``, ``source`` and
+        path: the file, a regular file of at most 1 GiB, in lines of at most 64 MiB. Each object has ``prompt`` (or
+            ``text``, at most 10 million characters) and, if you like, ``id``, ``workload``, ``source`` and
             ``constraint`` (text, or a JSON schema as it is); null is as good as absent.
         limit: take the first so many; None takes all.
 
     Raises:
         OSError: no such file, or not readable.
-        ValueError: a malformed line, a missing or empty prompt, an id used twice, no prompts at all, a bad limit.
+        ValueError: a malformed line, a missing or empty prompt, an id used twice, no prompts at all, a bad limit, a
+            pipe or a device, or a bound exceeded.
     """
     prompts = {}
     for where, line, record in _records(path, limit):
@@ -52,7 +65,7 @@ def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
         name = _word(record, "id", where) or f"{Path(path).stem}-{line}"
         workload, source = _word(record, "workload", where), _word(record, "source", where)
         own = record.get("constraint")
-        own = json.dumps(own) if isinstance(own, dict | list) else _word(record, "constraint", where)
+        own = json.dumps(own) if isinstance(own, dict | list) else _word(record, "constraint", where)  # ASCII
         prompts[line] = Prompt(name, text, workload, source, own)
     return _checked(prompts, path)
 
@@ -113,11 +126,16 @@ def encode(
             leaves nothing out.
 
     Raises:
-        ValueError: a prompt without tokens, or one that leaves no room in the ``context`` (tokens); named.
+        ValueError: a prompt that is no text, has more than 10 million characters or no tokens, or leaves no room in the
+            ``context`` (tokens); named.
     """
     encoded = []
     for prompt in prompts:
-        tokens = tuple(tokenizer.encode(prompt.text))
+        _fitting(prompt.text, f"prompt '{prompt.name}'", "its text")
+        try:
+            tokens = tuple(tokenizer.encode(prompt.text))
+        except Exception as error:  # tokenizers raises plain Exceptions, such as for a character it cannot encode
+            raise ValueError(f"prompt '{prompt.name}' cannot be encoded by the target's tokenizer ({error})") from error
         if longest is not None and len(tokens) > longest:
             tokens = tokens[: longest - longest // 2] + tokens[len(tokens) - longest // 2 :]
         if not tokens:
@@ -147,13 +165,18 @@ def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str,
     if not isinstance(path, str) or not path:
         raise ValueError(f"prompts.path must name a file, not {path!r}")
     if not Path(path).is_file():
-        kind = "is a directory" if Path(path).is_dir() else "does not exist"
+        kind = "is a directory" if Path(path).is_dir() else "is no regular file"
+        kind = kind if Path(path).exists() else "does not exist"
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
+    if (size := Path(path).stat().st_size) > MOST_FILE:
+        raise ValueError(f"prompts file {path} has {size} bytes, more than {MOST_FILE}; split it")
     count = 0
     with open(path, "rb") as stream:
-        for number, raw in enumerate(stream, start=1):
+        for number, raw in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), start=1):
             if limit is not None and count == limit:
                 return
+            if len(raw) > MOST_LINE:
+                raise ValueError(f"{path}:{number}: the line is longer than {MOST_LINE} bytes; shorten the prompt")
             if raw.strip():
                 count += 1
                 where = f"{path}:{number}"
@@ -169,6 +192,9 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
         raise ValueError(
             f"{where}: not a JSON object ({error.msg} at column {error.colno}); the file needs one JSON object a line"
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ValueError(f"{where}: not a JSON object that can be read ({why})") from error
     if not isinstance(record, dict):
         raise ValueError(f'{where}: a JSON {type(record).__name__}, not an object; write {{"prompt": "..."}}')
     return record
@@ -182,6 +208,18 @@ def _text(record: dict[str, Any], key: str, where: str, named: str) -> str:
         raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
     if not text.strip():
         raise ValueError(f"{where}: {named} is empty; give it some text or delete the line")
+    return _fitting(text, where, named)
+
+
+def _fitting(text: Any, where: str, named: str) -> str:
+    """``text``, unless it is too long, or no text at all."""
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{where}: {named} has {len(text)} characters, more than the {MOST_CHARACTERS} that a prompt may have; "
+            "shorten it"
+        )
     return _whole(text, where, named)
 
 

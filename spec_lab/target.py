@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as dataclass_fields
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path as File
@@ -17,15 +19,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
-from spec_lab import link, ranks
+from spec_lab import checkpoint, link, ranks
 from spec_lab.attention import SPANS, Attention
 from spec_lab.draft import Draft, Shape
+from spec_lab.files import read_json
 from spec_lab.model import CausalLM
 from spec_lab.options import whole
 
@@ -33,6 +44,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest error of a logit allowed by the self-check, in standard deviations of the plain forward's logits."""
+
+MOST_TOKENS = 2**53
+"""A length that no text has: tokenizers warn of texts that are longer than what their own settings say."""
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 ALIBI = {"bloom", "mpt"}
@@ -89,6 +103,8 @@ class Target:
     ) -> Target:
         """Load from a local folder or by hub name; safetensors only, no remote code.
 
+        A checkpoint is untrusted: ``spec_lab.checkpoint`` says what is read of it, and within which bounds.
+
         Args:
             path: folder of a checkpoint, or a hub name.
             device: "cpu", "cuda" or "cuda:N"; None, the CPU, unless one of the last two arguments decides.
@@ -107,9 +123,10 @@ class Target:
                 seen on several GPUs.)
 
         Raises:
-            ValueError: an unknown device or dtype, no GPU, a bad context; weights for another config, or not all of
-                them; an unreadable tokenizer; a device map that leaves a module out, names none, or puts one on no
-                device; ranks without torchrun, or that cannot share the heads evenly.
+            ValueError: an unknown device or dtype, no GPU, a bad context; a config that describes no model; weights
+                for another config, more of them or fewer; an unreadable tokenizer, or one with tokens that the model
+                does not have; a device map that leaves a module out, names none, or puts one on no device; ranks
+                without torchrun, or that cannot share the heads evenly.
             OSError: no checkpoint there, or not as safetensors; a truncated or corrupt file, by its name.
             Unsupported: the model fails the self-check, or is of a kind known to fail.
         """
@@ -156,18 +173,18 @@ def load_model(
     if not File(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
         raise OSError(f"there is no folder {path}, and it is no name of the hub (owner/name){hint}")
-    if File(path).exists() and not File(path, "config.json").exists():
-        raise OSError(f"{path} holds no config.json: give a folder written by save_pretrained, or a hub name")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    refuse_by_name(config)
+    folder, revision = _folder(path)
+    config = _read_config(path, folder)
+    _fetch_weights(path, folder, revision)
+    described = _describe(path, folder, config)
     if device_map is not None or tensor_parallel:
         gc.collect()  # such models are in cycles: that of an earlier run must not fill the devices
     if device_map is not None:
-        check_device_map(config, device_map)
+        check_device_map(described, device_map)
         model = _read_weights(path, dtype, device_map=device_map)
         refuse_offloading(model)
     elif tensor_parallel:
-        check_ranks(config)
+        check_ranks(described.config)
         if ranks.size() > 1:
             how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
             model = link.join().load(_read_weights, **how, sha256=weights_hash(path))
@@ -175,7 +192,132 @@ def load_model(
             model = _read_weights(path, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
         model = _read_weights(path, dtype).to(where)
-    return model, _read_tokenizer(path)
+    vocabulary = int(described.get_output_embeddings().weight.shape[0])
+    vocabulary = min(vocabulary, int(described.get_input_embeddings().weight.shape[0]))
+    named, stops = checkpoint.stop_tokens(folder, getattr(config, "eos_token_id", None))
+    if beyond := [token for token in stops if token >= vocabulary]:
+        raise ValueError(f"{named}: eos_token_id {beyond[0]} is not a token: the model has {vocabulary}, from 0")
+    model.generation_config = GenerationConfig(eos_token_id=stops or None)
+    tokenizer = _read_tokenizer(path, folder, revision, config)
+    check_vocabulary(path, tokenizer, vocabulary)
+    return model, tokenizer
+
+
+def _folder(path: str) -> tuple[File, str | None]:
+    """The folder of a checkpoint, its files checked; for a hub name, the one in the cache, and its revision.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: as for ``checkpoint.check_files``.
+    """
+    if File(path).exists():
+        folder, revision = File(path), None
+    else:
+        folder = File(cached_file(path, "config.json")).parent
+        revision = folder.name
+        _fetched(path, "generation_config.json", revision)
+    checkpoint.check_files(folder)
+    return folder, revision
+
+
+def _fetched(path: str, name: str, revision: str) -> bool:
+    """Whether the hub has such a file; then it is in the cache."""
+    try:
+        return cached_file(path, name, revision=revision) is not None
+    except OSError:
+        return False
+
+
+def _fetch_weights(path: str, folder: File, revision: str | None) -> None:
+    """Of a hub name, get the weight files into the cache.
+
+    Raises:
+        OSError: there are none, or they cannot be reached.
+        ValueError: as for ``checkpoint.shard_names``.
+    """
+    if revision is None or _fetched(path, checkpoint.SINGLE, revision):
+        return
+    _fetched(path, checkpoint.INDEX, revision)
+    for name in checkpoint.shard_names(folder):
+        cached_file(path, name, revision=revision)
+
+
+def _read_config(path: str, folder: File) -> Any:
+    """The checkpoint's config.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is not one that transformers can read.
+        Unsupported: a kind known to fail.
+    """
+    fields = checkpoint.read_config(folder)
+    try:
+        kind = CONFIG_MAPPING[fields["model_type"]]
+    except KeyError as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: this transformers ({transformers.__version__}) knows no model_type "
+            f"{fields['model_type']!r}; install a newer one, or take another model"
+        ) from error
+    try:
+        config = kind.from_dict(_fields_of(kind, fields) | {"name_or_path": path})
+        refuse_by_name(config)
+        return config
+    except Unsupported:
+        raise
+    except Exception as error:  # transformers raises whatever it trips over
+        raise ValueError(
+            f"{folder / 'config.json'} holds a value that it cannot have ({checkpoint.named(error)})"
+        ) from error
+
+
+def _describe(path: str, folder: File, config: Any) -> Any:
+    """The model that a config describes, on torch's meta device, where it takes no memory.
+
+    Raises:
+        OSError: no weight files, or corrupt ones.
+        ValueError: no causal LM, or one much larger than its weight files.
+    """
+    with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
+        held, count = sum(math.prod(one.get_shape()) for one in tensors.values()), len(tensors)
+    checkpoint.check_counts(folder, checkpoint.read_config(folder), count)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever it trips over
+        raise ValueError(
+            f"{folder / 'config.json'} describes no causal LM that transformers can build ({checkpoint.named(error)})"
+        ) from error
+    for what, size in (("parameters", model.parameters()), ("numbers in tables", model.buffers())):
+        if (wanted := sum(tensor.numel() for tensor in size)) > 4 * held + 2**26:  # exact sizes are compared on loading
+            raise ValueError(
+                f"the weights of {path} do not fit its config.json, which describes a model with {wanted} {what}; the "
+                f"weight files hold {held} parameters"
+            )
+    return model
+
+
+def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's fields without those that would replace a method or a plan of its class."""
+    known = {one.name for one in dataclass_fields(kind)} if is_dataclass(kind) else {*signature(kind).parameters}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name in known or not hasattr(kind, name) or isinstance(getattr(kind, name), property)
+    }
+
+
+def check_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
+    """Refuse a tokenizer with tokens that the model does not have.
+
+    Raises:
+        ValueError: names the token.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocabulary:
+        raise ValueError(
+            f"the tokenizer of {path} has the token {token!r} with the id {largest}, but the model has {vocabulary} "
+            "tokens, from 0: they do not belong together; take the tokenizer that came with the weights"
+        )
 
 
 def _device(name: str | int) -> torch.device:
@@ -196,8 +338,12 @@ def _device(name: str | int) -> torch.device:
     return where
 
 
-def check_device_map(config: Any, device_map: Any) -> None:
+def check_device_map(model: Any, device_map: Any) -> None:
     """Refuse what transformers would overlook: it puts what a map leaves out on the CPU, and skips names of nothing.
+
+    Args:
+        model: as its config describes it; its weights are not needed.
+        device_map: as in ``Target.load``.
 
     Raises:
         ValueError: as in ``Target.load``.
@@ -215,8 +361,6 @@ def check_device_map(config: Any, device_map: Any) -> None:
             _device(device)
         except ValueError as error:
             raise ValueError(f"target.device_map, {module or 'the whole model'}: {error}") from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     if wrong := [module for module in device_map if module not in dict(model.named_modules())]:
         parts = ", ".join(name for name, _ in [*model.named_children(), *model.base_model.named_children()])
         raise ValueError(f"target.device_map names {wrong[0]!r}, which is no module of the model (of {parts}, ...)")
@@ -295,15 +439,24 @@ def _read_weights(
     if over > 1:
         more["distributed_config"] = DistributedConfig(tp_size=over)
     logging.disable_progress_bar()
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], trust_remote_code=False, use_safetensors=True,
-            ignore_mismatched_sizes=True, output_loading_info=True, **more,
-        )  # fmt: skip
-    except SafetensorError as error:
-        raise OSError(f"{_unreadable(path)} is truncated or corrupt ({error}): copy or download it again") from error
+    folder, revision = _folder(path)
+    config = _read_config(path, folder)
+    _fetch_weights(path, folder, revision)
+    described = _describe(path, folder, config)
+    with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
+        try:
+            # Given tensors and no path, transformers opens no file: no adapter, other format or other shard.
+            model, report = type(described).from_pretrained(
+                None, config=described.config, state_dict=tensors, dtype=DTYPES[dtype],
+                ignore_mismatched_sizes=True, output_loading_info=True, **more,
+            )  # fmt: skip
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} is truncated or corrupt ({checkpoint.named(error)}): copy or download it again"
+            ) from error
     wrong = {f"{name} is missing" for name in report["missing_keys"]}
     wrong |= {f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]}
+    wrong |= {f"{name} is in no layer of the model" for name in report["unexpected_keys"] if not _harmless(name)}
     if wrong:
         more_wrong = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
@@ -314,32 +467,63 @@ def _read_weights(
     return model.eval()
 
 
-def _read_tokenizer(path: str) -> Any:
+def _harmless(tensor: str) -> bool:
+    """Whether a tensor without a place in the model is a table that the model computes itself.
+
+    transformers leaves out more of them, by the kind of model, before they are asked for here.
+    """
+    return tensor.endswith((".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias", "position_ids"))
+
+
+def _read_tokenizer(path: str, folder: File, revision: str | None, config: Any) -> Any:
+    """The tokenizer.
+
+    Raises:
+        ValueError: a file that is missing or corrupt, or a tokenizer_class that is no tokenizer.
+    """
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        asked = read_json(File(path if revision is None else folder, "tokenizer_config.json")) or {}
+        for name in (asked.get("tokenizer_class"), getattr(config, "tokenizer_class", None)):
+            _check_tokenizer_class(name)
+        if asked.get("init_inputs"):
+            raise ValueError("tokenizer_config.json sets init_inputs")
+        more = {} if revision is None else {"revision": revision}
+        tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, **more)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"tokenizer_config.json leads to a {type(tokenizer).__name__}")
+        tokenizer.model_max_length = MOST_TOKENS  # the length of a prompt is checked against the target's context
+        tokenizer.decode(tokenizer.encode("a b"), skip_special_tokens=True)
+        return tokenizer
     except Exception as error:  # tokenizers raises plain Exceptions, transformers whatever it trips over
         raise ValueError(
-            f"the tokenizer of {path} cannot be read ({type(error).__name__}: {error}): its tokenizer.json is missing "
-            "or corrupt; copy or download it again"
+            f"the tokenizer of {path} cannot be read ({checkpoint.named(error)}): its tokenizer_config.json or "
+            "its tokenizer.json is missing or corrupt; copy or download it again"
         ) from error
 
 
-def _unreadable(path: str) -> str:
-    """The first weight file of a folder that does not open; of a model of the hub, words for it."""
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError:
-            return str(file)
-    return f"a weight file of {path}"
+def _check_tokenizer_class(name: Any) -> None:
+    """Refuse the name of anything in transformers that is no tokenizer: its ``from_pretrained`` could read pickles.
+
+    Raises:
+        ValueError: it is.
+    """
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise ValueError(f"tokenizer_class must be the name of a tokenizer, not {name!r}")
+    for one in (name, name.removesuffix("Fast")):
+        found = getattr(transformers, one, None)
+        if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise ValueError(f"tokenizer_class {name!r} is no tokenizer of transformers")
 
 
 def model_context(config: Any) -> int:
     """The most tokens a model's positions allow."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
+        if value := getattr(config, name, None):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{config.model_type}: {name} must be a whole number of 1 or more, not {value!r}")
+            return int(value)
     raise Unsupported(f"{config.model_type}: the config names no longest context; set max_position_embeddings in it")
 
 
@@ -392,7 +576,9 @@ def self_check(model: nn.Module, attention: Attention) -> float:
         error = max(_forest_error(model, attention), _rotation_error(model))
     except Unsupported:
         raise
-    except (TypeError, AttributeError, ImportError, IndexError, RuntimeError, ValueError) as failure:
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+    ) as failure:  # fmt: skip
         advice = "; try target.attention=dense" if attention == "spans" else ""
         raise Unsupported(
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
@@ -488,17 +674,18 @@ def _largest(errors: Sequence[float]) -> float:
     return largest if np.isfinite(largest) else float("inf")
 
 
-def weight_files(path: str) -> list[File]:
-    """A local checkpoint's weight files in order of name; none for a hub name."""
-    return sorted(File(path).glob("*.safetensors")) if File(path).is_dir() else []
-
-
 def weights_hash(path: str) -> str:
-    """SHA-256 over a local checkpoint's weight files in order of name; empty for a hub name."""
+    """SHA-256 over a local checkpoint's weight files in order of name, exactly those that are loaded; empty for a hub
+    name.
+
+    Raises:
+        OSError, ValueError: a folder whose weight files are not to be loaded (``checkpoint.weight_files``).
+    """
+    if not File(path).is_dir():
+        return ""
     digest = hashlib.sha256()
-    files = weight_files(path)
-    for file in files:
+    for file in checkpoint.weight_files(File(path)):
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
-    return digest.hexdigest() if files else ""
+    return digest.hexdigest()

@@ -173,6 +173,12 @@ def test_a_full_context_is_a_named_finish(family):
             assert depths == [min(3, CONTEXT - r.context[0]) for r in rounds]
 
 
+@pytest.mark.parametrize("token", [VOCABULARY, -1, 10**6])
+def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(target, token):
+    with pytest.raises(ValueError, match=f"prompt 'p0' holds the token id {token}, but the target has {VOCABULARY}"):
+        decode(target, Null(), requests(prompts=((1, token, 2),)))
+
+
 def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
     with pytest.raises(ValueError, match=f"prompt 'p0' has {CONTEXT} tokens; the context holds {CONTEXT}"):
         Group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))

@@ -83,6 +83,14 @@ def test_a_stop_token_stops_a_peer(folder, name):
     assert (free.finish, stopped.finish) == ("length", "stop")
 
 
+@pytest.mark.parametrize("name", ["greedy", "bare", "assisted"])
+def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(folder, name):
+    lab = build(folder, Sampling())
+    (request,) = lab.requests(settings(folder))[:1]
+    with pytest.raises(ValueError, match="holds the token id 61, but the target has 61 tokens"):
+        lab.peers[name].decode([replace(request, tokens=(1, 61))])
+
+
 def test_tables_without_rounds_have_no_phases(folder, tmp_path):
     lab = build(folder, Sampling())
     alone = Lab(lab.target, lab.proposer, lab.verifier, lab.sampling, lab.prompts[:1], lab.tracker, peers=lab.peers)

@@ -1,6 +1,8 @@
 """Prompts: what is read, and how everything else is refused."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,83 @@ def test_of_a_prompt_that_is_too_long_the_middle_is_left_out():
 
     assert cut("abcdef", 6) == "abcdef" and cut("abcdef", None) == "abcdef"
     assert cut("abcdef", 4) == "abef" and cut("abcdef", 3) == "abf" and cut("abcdef", 1) == "a"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "x", "constraint": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "id": "\\udfff"}',
+        b"\0\0\0\0",
+        b"\xff\xfe{",
+        b'{"prompt": NaN}',
+        b'"just text"',
+        b"{}",
+    ],
+)
+def test_hostile_lines_are_refused_with_file_and_line(tmp_path, line):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: "):
+        text.jsonl(write(tmp_path, b'{"prompt": "x"}\n' + line))
+
+
+def test_a_nul_is_a_character(tmp_path):
+    assert text.jsonl(write(tmp_path, '{"prompt": "a\\u0000b"}'))[0].text == "a\0b"
+
+
+def test_a_prompt_has_a_bounded_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MOST_CHARACTERS", 10)
+    assert text.jsonl(write(tmp_path, '{"prompt": "0123456789"}'))
+    with pytest.raises(ValueError, match=r"prompts.jsonl:1: .*has 11 characters, more than the 10"):
+        text.jsonl(write(tmp_path, '{"prompt": "0123456789x"}'))
+    with pytest.raises(ValueError, match="prompt 'a': its text has 11 characters"):
+        text.encode([text.Prompt("a", "0123456789x")], Letters(), context=100)
+
+
+def test_100_million_characters_never_reach_the_tokenizer():
+    class Untouched:
+        def encode(self, words):
+            pytest.fail("asked to encode")
+
+    with pytest.raises(ValueError, match="prompt 'a': its text has 100000000 characters"):
+        text.encode([text.Prompt("a", "x" * 10**8)], Untouched(), context=100)
+
+
+def test_only_text_that_is_unicode_is_encoded():
+    with pytest.raises(ValueError, match=r"prompt 'a': its text holds \\ud800"):
+        text.encode([text.Prompt("a", "x\ud800")], Letters(), context=100)
+    with pytest.raises(ValueError, match="prompt 'a': its text must be text, not int"):
+        text.encode([text.Prompt("a", 5)], Letters(), context=100)
+
+
+def test_lines_and_files_have_a_bounded_length(tmp_path, monkeypatch):
+    path = write(tmp_path, '{"prompt": "x"}\n{"prompt": "' + "y" * 100 + '"}\n')
+    monkeypatch.setattr(text, "MOST_LINE", 50)
+    assert len(text.jsonl(path, limit=1)) == 1
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2: the line is longer than 50 bytes"):
+        text.jsonl(path)
+    monkeypatch.setattr(text, "MOST_FILE", 100)
+    with pytest.raises(ValueError, match=r"prompts.jsonl has 131 bytes, more than 100"):
+        text.jsonl(path)
+
+
+def test_a_huge_file_without_a_line_break_is_refused_at_once(tmp_path):
+    for size in (2**30, 2**40):
+        with open(write(tmp_path, ""), "wb") as stream:
+            stream.truncate(size)  # a hole
+        start = time.monotonic()
+        with pytest.raises(ValueError, match=r"prompts\.jsonl"):
+            text.jsonl(stream.name)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("read", [text.jsonl, text.spec_bench])
+def test_pipes_and_devices_are_refused_unread(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", "/dev/zero"):
+        with pytest.raises(OSError, match="is no regular file"):
+            read(str(path))
+    with pytest.raises(OSError, match="is no regular file"):
+        text.mixed(str(tmp_path))

@@ -58,7 +58,7 @@ def json_schema(
     Args:
         vocabulary: the target's.
         schema: the schema; empty where every prompt brings its own, or
-        path: the file it stands in.
+        path: the file it stands in, a regular file of at most 16 MiB.
         prompt: as in ``regex``.
         engine: as in ``regex``.
         options: of the engine, such as llguidance's ``whitespace_flexible``, ``threads`` and ``limits``.

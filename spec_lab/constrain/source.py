@@ -10,9 +10,12 @@ from typing import Any
 
 from spec_lab.batch import Request
 from spec_lab.constrain.state import Stuck
+from spec_lab.files import read_text
 
 SHORT = 200
 """Characters of a source that a record holds as it is."""
+MOST_SOURCE = 16 * 2**20
+"""Largest file of a pattern, schema or grammar, in bytes."""
 
 MOST_THREADS = 64
 """Largest ``constraint.threads``, for every engine."""
@@ -37,7 +40,7 @@ def as_text(name: str, value: Any) -> str | None:
 
 
 def read_source(name: str, value: Any, path: str | None) -> Any:
-    """``value``, or what the file at ``path`` holds.
+    """``value``, or what the file at ``path`` holds: a regular file of at most 16 MiB, in UTF-8.
 
     Raises:
         ValueError: both are given; the file cannot be read. Names the option.
@@ -46,9 +49,11 @@ def read_source(name: str, value: Any, path: str | None) -> Any:
         raise ValueError(f"give constraint.{name} or constraint.path, not both")
     if path is None:
         return value
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"constraint.path must name a file, not {path!r}")
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(Path(path), MOST_SOURCE)
+    except (OSError, ValueError) as error:
         raise ValueError(f"constraint.path={path} cannot be read: {error}") from None
 
 

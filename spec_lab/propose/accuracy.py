@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
+from reprlib import repr as short
 
 import numpy as np
 import torch
 
+from spec_lab.checkpoint import named
 from spec_lab.draft import empty
 from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law
 from spec_lab.propose.heads import Heads, read_json
@@ -114,13 +117,20 @@ class Accuracy:
     @staticmethod
     def _read(file: File) -> Accuracy:
         value = read_json(file, "calibration of Medusa heads (give proposer.tree=..., or measure one)")
+        for key in ("temperature", "samples"):
+            if isinstance(value.get(key), bool | str):
+                raise ValueError(f"{file} is malformed: {key!r} must be a number, not {short(value[key])}")
         try:
             temperature = float(value.get("temperature", 0.0))
             accuracy = [[float(p) for p in head] for head in value["accuracy"]]
             paths = {tuple(map(int, path.split("."))): int(count) for path, count in value.get("paths", {}).items()}
             samples = int(value.get("samples", 0)) if paths else 0
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{file} is malformed: {error!r}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{file} is malformed: {named(error)}") from error
+        if not (math.isfinite(temperature) and temperature >= 0 and samples >= 0):
+            raise ValueError(f"{file} is malformed: 'temperature' and 'samples' must be finite and at least 0")
+        if any(count < 0 or min(path) < 0 for path, count in paths.items()):
+            raise ValueError(f"{file} is malformed: 'paths' must map paths of ranks to counts, both at least 0")
         if not accuracy or not all(accuracy) or not all(0 <= p <= 1 for head in accuracy for p in head):
             raise ValueError(f"{file} is malformed: 'accuracy' must hold lists of probabilities, one per head")
         return Accuracy(accuracy, paths, samples, temperature)

@@ -14,20 +14,21 @@ heads, L layers, H hidden size, V vocabulary, W width of the trunk, B sequences.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as File
+from reprlib import repr as short
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from spec_lab import files
+from spec_lab.checkpoint import named
 from spec_lab.target import Target, weights_hash
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,7 @@ class Heads:
             least = name not in ("num_layers", "trunk_size")
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
                 kind = "positive whole number" if least else "whole number, 0 for none"
-                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {size!r}")
+                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {short(size)}")
         vocabulary, hidden = target.lm.model.get_output_embeddings().weight.shape
         if sizes["hidden_size"] != hidden:
             raise ValueError(
@@ -164,12 +165,6 @@ class Heads:
         file = folder / "model.safetensors"
         if not file.is_file():
             raise OSError(f"no Medusa heads at {path}: model.safetensors is missing")
-        try:
-            tensors = load_file(file)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} cannot be read ({error}): truncated or corrupt; copy or download it again"
-            ) from error
         count, layers = sizes["num_heads"], sizes["num_layers"]
         shapes: dict[str, tuple[Any, ...]] = {
             "weight": (count, layers, hidden, hidden),
@@ -178,14 +173,16 @@ class Heads:
         if width := sizes["trunk_size"]:
             shapes |= {"trunk_in.weight": (width, 2 * hidden), "trunk_in.bias": (width,)}
             shapes |= {"trunk_out.weight": (hidden, width), "trunk_out.bias": (hidden,)}
-        elif any(name.startswith("trunk") for name in tensors):
-            raise ValueError(f"{file} holds a trunk, config.json names no trunk_size")
-        for name, shape in shapes.items():
-            if name not in tensors:
-                raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(tensors)) or 'none'})")
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(f"{file}: '{name}' is {tuple(tensors[name].shape)}, config.json says {shape}")
-            if not torch.isfinite(tensors[name]).all():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                _check_shapes(file, {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}, shapes)  # noqa: SIM118
+                tensors = {name: opened.get_tensor(name) for name in shapes}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} cannot be read ({named(error)}): truncated or corrupt; copy or download it again"
+            ) from error
+        for name, tensor in tensors.items():
+            if not torch.isfinite(tensor).all():
                 raise ValueError(f"{file}: '{name}' holds NaN or infinite values")
         weight, bias, *trunk = (tensors[name].to(target.lm.device, target.lm.dtype) for name in shapes)
         model = target.lm.model
@@ -193,28 +190,40 @@ class Heads:
         return Heads(weight, bias, model.get_output_embeddings(), mixing, _hash(folder))
 
 
+def _check_shapes(file: File, held: dict[str, tuple[Any, ...]], wanted: dict[str, tuple[Any, ...]]) -> None:
+    """Compare the tensors of a weight file with those that ``config.json`` describes.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or has no place in the heads.
+    """
+    if "trunk_in.weight" not in wanted and any(name.startswith("trunk") for name in held):
+        raise ValueError(f"{file} holds a trunk, config.json names no trunk_size")
+    for name, shape in wanted.items():
+        if name not in held:
+            raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(held))[:300] or 'none'})")
+        if held[name] != shape:
+            raise ValueError(f"{file}: '{name}' is {held[name]}, config.json says {shape}")
+    if more := sorted(held.keys() - wanted.keys()):
+        raise ValueError(f"{file}: {short(more[0])} has no place in heads as config.json describes them")
+
+
 def _hash(folder: File) -> str:
     """See ``Heads.sha256``."""
     weights, calibrations = weights_hash(str(folder)), sorted(folder.glob("calibration*.json"))
     digest = hashlib.sha256(weights.encode())
     for file in calibrations:
-        digest.update(file.name.encode() + file.read_bytes())
+        digest.update(file.name.encode() + files.read_text(file).encode())
     return digest.hexdigest() if calibrations else weights
 
 
 def read_json(file: File, what: str) -> dict[str, Any]:
-    """The object in ``file``.
+    """The object in ``file``, within the bounds of ``files.read_json``.
 
     Raises:
         OSError: there is no such file. ValueError: it holds no JSON object.
     """
-    if not file.is_file():
+    value = files.read_json(file)
+    if value is None:
         where = "" if file.parent.is_dir() else ", as is the folder"
         raise OSError(f"no {what} at {file.parent}: {file.name} is missing{where}")
-    try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold a JSON object")
     return value

@@ -1,6 +1,7 @@
 """Constraints as configs name them."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -108,3 +109,17 @@ def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(engine, tmp_
     binding = Binding(load.regex(toy(), engine=engine))
     with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
         replace(lab(), binding=binding).requests(settings(tmp_path))
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+@pytest.mark.parametrize("kind", [load.json_schema, load.lark])
+def test_only_regular_files_of_a_bounded_size_are_read(kind, engine, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes(b"\xff")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path, tmp_path / "latin", tmp_path / "none", 5, ""):
+        with pytest.raises(ValueError, match=r"constraint\.path"):
+            kind(toy(), path=path if path in (5, "") else str(path), engine=engine)
+    with (tmp_path / "huge").open("wb") as stream:
+        stream.truncate(2**40)  # a hole
+    with pytest.raises(ValueError, match=r"constraint\.path=.*huge.*larger than 16777216 bytes"):
+        kind(toy(), path=str(tmp_path / "huge"), engine=engine)

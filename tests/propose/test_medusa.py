@@ -400,7 +400,7 @@ def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
     with pytest.raises(OSError, match=r"model\.safetensors is missing"):
         Medusa.load(target, str(folder), tree="2")
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not readable"):
         Medusa.load(target, str(folder), tree="2")
     other = saved(tmp_path / "other", {"target_sha256": "abc"})
     Medusa.load(replace(target, sha256="def"), str(other), tree="2")
