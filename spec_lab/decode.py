@@ -17,6 +17,7 @@ from spec_lab.constrain import Binding, Bound, Masks, Stuck
 from spec_lab.constrain.binding import open_mask
 from spec_lab.draft import Draft, Shape
 from spec_lab.draft import empty as no_draft
+from spec_lab.faults import attributed
 from spec_lab.law import Draws, law, law_dtype, one_hot_
 from spec_lab.propose.proposer import Proposer
 from spec_lab.target import Target
@@ -175,7 +176,7 @@ class Group:
         if bound is not None:
             bound.begin(batch)
         if bound is None or bound.peeks:
-            draft = self.proposer.propose(batch).cut(batch.room())
+            draft = propose(self.proposer, batch)
         else:
             draft = no_draft(len(sequences), batch.device)
         marks.append(clock.mark())
@@ -197,8 +198,9 @@ class Group:
         p = law(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
         silent = _silence(draft, p, masks) if binds and masks is not None else None
         marks.append(clock.mark())
-        verdict = self.verifier(draft, p)
-        row, token, empty = choose(verdict, draft.shape, p, self.draws, [s.who for s in sequences])
+        with attributed("verifier", self.verifier):
+            verdict = self.verifier(draft, p)
+            row, token, empty = choose(verdict, draft.shape, p, self.draws, [s.who for s in sequences])
         if silent is not None:
             token = np.where(silent[row], -1, token)
         expected, expected_emitted = _expected(verdict, draft.shape, masks if binds else None, silent)
@@ -285,6 +287,21 @@ class Group:
             return
         for place, sequence in enumerate(own):
             sequence.kept = place in kept
+
+
+def propose(proposer: Proposer, batch: Batch) -> Draft:
+    """The proposer's draft, cut where the context ends.
+
+    Raises:
+        PartError: the proposer raised an error, or returned no draft for the batch; names it.
+    """
+    with attributed("proposer", proposer):
+        draft = proposer.propose(batch)
+        if not isinstance(draft, Draft):
+            raise TypeError(f"propose must return a Draft, not {type(draft).__name__}")
+        if draft.shape.heads != len(batch.sequences):
+            raise ValueError(f"its draft has {draft.shape.heads} trees for {len(batch.sequences)} sequences")
+        return draft.cut(batch.room())
 
 
 def _silence(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool
