@@ -11,7 +11,8 @@ import platform
 import re
 import reprlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from spec_lab import files, ranks
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
+JOBS = ("ended.json", "queued.json")
+"""Files of a run's directory that are no results: what a sweep notes of its jobs."""
+
 SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|password|passwd|secret|token)$", re.IGNORECASE)
 
 
@@ -85,6 +89,30 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
         raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
     return there
+
+
+@contextmanager
+def claimed(out: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """``claim``, and take it back if the run then fails before it has left any result.
+
+    A run that is refused so late leaves no manifest, so that a corrected command can use the same directory. Ctrl-C
+    keeps the manifest: the same command resumes the run.
+
+    Raises:
+        ValueError, OSError: as ``claim``.
+    """
+    resumed = begun(out) is not None
+    there = claim(out, facts)
+    try:
+        yield there
+    except Exception:
+        results = [*out.glob("*.parquet"), *out.glob("parts/*.parquet"), *out.glob("*.json")]
+        if not resumed and {file.name for file in results} <= {"manifest.json", *JOBS}:
+            (out / "manifest.json").unlink(missing_ok=True)
+            for folder in (out / "parts", out / "figures", out):
+                with suppress(OSError):
+                    folder.rmdir()
+        raise
 
 
 def begun(out: Path) -> dict[str, Any] | None:
