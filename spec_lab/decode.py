@@ -19,10 +19,10 @@ from spec_lab.draft import Draft, Shape
 from spec_lab.draft import empty as no_draft
 from spec_lab.faults import attributed
 from spec_lab.law import Draws, law, law_dtype, one_hot_
-from spec_lab.propose.proposer import Proposer
+from spec_lab.propose.proposer import Proposer, branches
 from spec_lab.target import Target
 from spec_lab.text import Rules, Stream
-from spec_lab.verify import Verdict, Verifier, check_pair, choose
+from spec_lab.verify import Verdict, Verifier, check_draft, check_pair, choose
 
 PHASES = ("propose", "mask", "target", "wait", "law", "verify", "commit")
 """What a round's time is split into, in order: masks are computed before the target, or waited for after it."""
@@ -111,7 +111,7 @@ class Group:
     _scratch: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        check_pair(self.proposer.name, self.proposer.drawn, self.verifier)
+        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
         for request in self.requests:
             if len(request.tokens) >= self.target.context:
                 raise ValueError(
@@ -177,6 +177,7 @@ class Group:
             bound.begin(batch)
         if bound is None or bound.peeks:
             draft = propose(self.proposer, batch)
+            check_draft(self.proposer.name, self.verifier, draft.shape)
         else:
             draft = no_draft(len(sequences), batch.device)
         marks.append(clock.mark())

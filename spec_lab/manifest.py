@@ -11,8 +11,8 @@ import platform
 import re
 import reprlib
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,28 +91,23 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     return there
 
 
-@contextmanager
-def claimed(out: Path, facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """``claim``, and take it back if the run then fails before it has left any result.
+def unclaim(out: Path, facts: Mapping[str, Any]) -> None:
+    """Take a claim back: remove the manifest of a run that has failed before it left any result.
 
-    A run that is refused so late leaves no manifest, so that a corrected command can use the same directory. Ctrl-C
-    keeps the manifest: the same command resumes the run.
+    So a command that was refused late, once corrected, can use the same directory.
 
-    Raises:
-        ValueError, OSError: as ``claim``.
+    Args:
+        out: the run's directory.
+        facts: as given to ``claim``. A run that was resumed began before them, and keeps its manifest.
     """
-    resumed = begun(out) is not None
-    there = claim(out, facts)
-    try:
-        yield there
-    except Exception:
-        results = [*out.glob("*.parquet"), *out.glob("parts/*.parquet"), *out.glob("*.json")]
-        if not resumed and {file.name for file in results} <= {"manifest.json", *JOBS}:
-            (out / "manifest.json").unlink(missing_ok=True)
-            for folder in (out / "parts", out / "figures", out):
-                with suppress(OSError):
-                    folder.rmdir()
-        raise
+    there = begun(out)
+    results = [*out.glob("*.parquet"), *out.glob("parts/*.parquet"), *out.glob("*.json")]
+    if there is None or there["began"] != facts["began"] or {file.name for file in results} - {"manifest.json", *JOBS}:
+        return
+    (out / "manifest.json").unlink()
+    for folder in (out / "parts", out / "figures", out):
+        with suppress(OSError):  # not empty, or not there
+            folder.rmdir()
 
 
 def begun(out: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from spec_lab.draft import Draft, Drawn
 from spec_lab.faults import PartError
 from spec_lab.law import Sampling
 from spec_lab.propose import Proposer
-from spec_lab.verify import Token, Verdict, Verifier
+from spec_lab.verify import Misfit, Token, Verdict, Verifier, chains_only
 
 Tick = Callable[[int], object]
 
@@ -98,15 +98,21 @@ def prove(
     Args:
         proposer: or a way of drawing, for the reference.
         verifier: must accept the way of drawing.
-        instances: what to enumerate; None: steps, loops, and loops under constraints.
+        instances: what to enumerate; None: steps, loops, and loops under constraints. Of a verifier that declares
+            ``chains_only`` those whose tree is a chain.
         sampling: how the toy requests are sampled.
         tick: told of each instance done.
 
     Raises:
+        Misfit: the proposer drafts a tree, and the verifier verifies chains only.
         ValueError: the verifier fails on a toy, or the proposer after its first instance; drafts that cannot be
             repeated. Names the part, what went wrong and the instance.
     """
     instances = every() if instances is None else instances
+    if chains_only(verifier):
+        instances = [one for one in instances if one.chain]
+        if not instances:
+            return Proof((), "proposer", ())
     drawn: Drawn = proposer if isinstance(proposer, str) else proposer.drawn
     drafting: Proposer | Drawn = proposer
     missing: list[str] = []
@@ -125,6 +131,8 @@ def prove(
             missing.append(f"{instance.name}: {error}")
         except Continuous as error:
             return Proof((), whose, (*missing, str(error)))
+        except Misfit:
+            raise
         except Exception as error:
             failure = _fails(instance, drafting, verifier, sampling, error)
             if not any(one.wrong for one in findings):
@@ -183,6 +191,8 @@ def _unfit(instance: Instance, proposer: Any, verifier: Verifier, sampling: Samp
         examine(instance, proposer, verifier, sampling)
     except (Reused, TooMany, Continuous, Unrepeatable):
         return ""
+    except Misfit:
+        raise
     except Exception as error:  # whatever a proposer trips over that was made for another target
         return f"it has no toy(target, draft, tree) and fails on a toy target ({_words(error)})"
     return ""

@@ -27,9 +27,9 @@ from spec_lab.law import Draws, Sampling, law
 from spec_lab.model import CausalLM
 from spec_lab.propose import Proposer
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.trees import Choices, depth_of, parse
+from spec_lab.propose.trees import Choices, depth_of, parse, width_of
 from spec_lab.target import Target
-from spec_lab.verify import Verifier
+from spec_lab.verify import Verifier, check_draft
 
 MOST = 60_000
 """Outcomes of one instance that are enumerated at most."""
@@ -59,6 +59,11 @@ class Instance:
     stop: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
     binding: Binding | None = None
+
+    @property
+    def chain(self) -> bool:
+        """Whether the tree is a chain."""
+        return width_of(parse(self.tree)) == 1
 
     @property
     def name(self) -> str:
@@ -255,6 +260,7 @@ def _judged(
         lm.keep_hidden(parts.proposer.wants_hidden)
         lm.forward([s.path for s in lives], [s.tokens[:-1] for s in lives], empty(count))
         draft = propose(parts.proposer, batch)
+        check_draft(parts.proposer.name, verifier, draft.shape)
         logits = lm.forward([s.path for s in lives], [s.pending for s in lives], draft).logits
         if batch.broken:
             raise ValueError(f"a toy draft broke: {next(iter(batch.broken.values()))}")

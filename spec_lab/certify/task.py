@@ -29,12 +29,12 @@ from spec_lab.draft import Drawn
 from spec_lab.faults import attributed
 from spec_lab.lab import Lab, Settings
 from spec_lab.law import Sampling
-from spec_lab.manifest import claimed, manifest, write_json
+from spec_lab.manifest import claim, manifest, unclaim, write_json
 from spec_lab.options import whole
 from spec_lab.prompts import digest
-from spec_lab.propose import Proposer
+from spec_lab.propose import Proposer, branches
 from spec_lab.sweep import INTERRUPTED
-from spec_lab.verify import Verifier, check_pair
+from spec_lab.verify import Verifier, check_pair, misfit
 
 FAILED = 1
 """Exit code where a verifier that declares itself lossless is not, a lossy one misses the law it aims at, or masks are
@@ -92,8 +92,12 @@ def certify(
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts())
-    with claimed(settings.out, facts):
+    claim(settings.out, facts)
+    try:
         return _certify(work, chosen, left_out, facts, console or Console())
+    except Exception:
+        unclaim(settings.out, facts)
+        raise
 
 
 def _certify(
@@ -153,12 +157,13 @@ def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
     Raises:
         ValueError: the composed pair does not fit.
     """
-    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier)
+    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
     proposers, verifiers = [lab.proposer, *lab.beside.values()], [lab.verifier, *lab.verifiers.values()]
     verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
     every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
-    fit = [(proposer, verifier) for proposer, verifier in every if proposer.drawn in verifier.accepts]
-    return fit, [f"{p.name} ({p.drawn}), {v.name}" for p, v in every if p.drawn not in v.accepts]
+    unfit = [misfit(proposer.name, proposer.drawn, verifier, branches(proposer)) for proposer, verifier in every]
+    fit = [pair for pair, why in zip(every, unfit, strict=True) if why is None]
+    return fit, [f"{p.name} ({p.drawn}), {v.name}" for (p, v), why in zip(every, unfit, strict=True) if why]
 
 
 @dataclass(frozen=True)
