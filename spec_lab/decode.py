@@ -17,11 +17,12 @@ from spec_lab.constrain import Binding, Bound, Masks, Stuck
 from spec_lab.constrain.binding import open_mask
 from spec_lab.draft import Draft, Shape
 from spec_lab.draft import empty as no_draft
+from spec_lab.faults import attributed
 from spec_lab.law import Draws, law, law_dtype, one_hot_
-from spec_lab.propose.proposer import Proposer
+from spec_lab.propose.proposer import Proposer, branches
 from spec_lab.target import Target
 from spec_lab.text import Rules, Stream
-from spec_lab.verify import Verdict, Verifier, check_pair, choose
+from spec_lab.verify import Verdict, Verifier, check_draft, check_pair, choose
 
 PHASES = ("propose", "mask", "target", "wait", "law", "verify", "commit")
 """What a round's time is split into, in order: masks are computed before the target, or waited for after it."""
@@ -110,7 +111,7 @@ class Group:
     _scratch: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        check_pair(self.proposer.name, self.proposer.drawn, self.verifier)
+        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
         for request in self.requests:
             request.check_fits(self.target)
         if self.binding is not None and getattr(self.binding.constraint, "wants_logprobs", False):
@@ -171,7 +172,8 @@ class Group:
         if bound is not None:
             bound.begin(batch)
         if bound is None or bound.peeks:
-            draft = self.proposer.propose(batch).cut(batch.room())
+            draft = propose(self.proposer, batch)
+            check_draft(self.proposer.name, self.verifier, draft.shape)
         else:
             draft = no_draft(len(sequences), batch.device)
         marks.append(clock.mark())
@@ -193,8 +195,9 @@ class Group:
         p = law(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
         silent = _silence(draft, p, masks) if binds and masks is not None else None
         marks.append(clock.mark())
-        verdict = self.verifier(draft, p)
-        row, token, empty = choose(verdict, draft.shape, p, self.draws, [s.who for s in sequences])
+        with attributed("verifier", self.verifier):
+            verdict = self.verifier(draft, p)
+            row, token, empty = choose(verdict, draft.shape, p, self.draws, [s.who for s in sequences])
         if silent is not None:
             token = np.where(silent[row], -1, token)
         expected, expected_emitted = _expected(verdict, draft.shape, masks if binds else None, silent)
@@ -281,6 +284,21 @@ class Group:
             return
         for place, sequence in enumerate(own):
             sequence.kept = place in kept
+
+
+def propose(proposer: Proposer, batch: Batch) -> Draft:
+    """The proposer's draft, cut where the context ends.
+
+    Raises:
+        PartError: the proposer raised an error, or returned no draft for the batch; names it.
+    """
+    with attributed("proposer", proposer):
+        draft = proposer.propose(batch)
+        if not isinstance(draft, Draft):
+            raise TypeError(f"propose must return a Draft, not {type(draft).__name__}")
+        if draft.shape.heads != len(batch.sequences):
+            raise ValueError(f"its draft has {draft.shape.heads} trees for {len(batch.sequences)} sequences")
+        return draft.cut(batch.room())
 
 
 def _silence(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool

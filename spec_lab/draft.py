@@ -52,6 +52,11 @@ class Shape:
         return self.heads + len(self.parent)
 
     @cached_property
+    def branches(self) -> bool:
+        """Whether some row has more than one child, so that not every tree is a chain."""
+        return len(np.unique(self.parent)) < self.nodes
+
+    @cached_property
     def depth(self) -> np.ndarray:  # [R]
         """Edges between each row and its head; heads have depth 0."""
         depth = np.zeros(self.rows, dtype=np.int64)

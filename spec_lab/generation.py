@@ -19,7 +19,7 @@ from spec_lab.decode import Group, Round
 from spec_lab.lab import Lab, Settings
 from spec_lab.law import CounterDraws, Sampling
 from spec_lab.prompts import Prompt
-from spec_lab.propose import Null, Proposer
+from spec_lab.propose import Null, Proposer, branches
 from spec_lab.target import Target
 from spec_lab.text import Event, Finish, Held, Text, Withdrawn
 from spec_lab.track import Files
@@ -162,7 +162,7 @@ def listening(lab: Lab, settings: Settings) -> Group:
             f"the constraint '{lab.binding.constraint.name}' is over {lab.binding.constraint.vocabulary} tokens, the "
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
-    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier)
+    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
     getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)

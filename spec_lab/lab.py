@@ -24,7 +24,7 @@ from spec_lab.decode import Group, Round
 from spec_lab.law import CounterDraws, Sampling
 from spec_lab.options import strings, whole
 from spec_lab.prompts import Prompt, encode
-from spec_lab.propose import Null, Proposer
+from spec_lab.propose import Null, Proposer, branches
 from spec_lab.record import Outcome
 from spec_lab.target import Target
 from spec_lab.text import Rules, plain
@@ -189,7 +189,7 @@ class Lab:
         if isinstance(self.proposer, Null):
             del proposers["speculative"]
         for name, proposer in proposers.items():
-            check_pair(proposer.name, proposer.drawn, self.verifier)
+            check_pair(proposer.name, proposer.drawn, self.verifier, branches(proposer))
             getattr(proposer, "check", lambda _: None)(self.sampling)
             arms[name] = Loop(self.target, proposer, self.verifier, settings.seed, self.binding, self.pieces)
         if self.peers and settings.batch_size > 1:

@@ -12,6 +12,7 @@ import re
 import reprlib
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from spec_lab import files, ranks
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
+JOBS = ("ended.json", "queued.json")
+"""Files of a run's directory that are no results: what a sweep notes of its jobs."""
+
 SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|password|passwd|secret|token)$", re.IGNORECASE)
 
 
@@ -85,6 +89,25 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
         raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
     return there
+
+
+def unclaim(out: Path, facts: Mapping[str, Any]) -> None:
+    """Take a claim back: remove the manifest of a run that has failed before it left any result.
+
+    So a command that was refused late, once corrected, can use the same directory.
+
+    Args:
+        out: the run's directory.
+        facts: as given to ``claim``. A run that was resumed began before them, and keeps its manifest.
+    """
+    there = begun(out)
+    results = [*out.glob("*.parquet"), *out.glob("parts/*.parquet"), *out.glob("*.json")]
+    if there is None or there["began"] != facts["began"] or {file.name for file in results} - {"manifest.json", *JOBS}:
+        return
+    (out / "manifest.json").unlink()
+    for folder in (out / "parts", out / "figures", out):
+        with suppress(OSError):  # not empty, or not there
+            folder.rmdir()
 
 
 def begun(out: Path) -> dict[str, Any] | None:

@@ -21,8 +21,9 @@ from tqdm import tqdm
 from spec_lab import metrics, record, show, track
 from spec_lab.batch import Request
 from spec_lab.certify.certificate import in_short
+from spec_lab.faults import PartError
 from spec_lab.lab import Arm, Lab, Loop, Settings
-from spec_lab.manifest import claim, finite, manifest, write_json
+from spec_lab.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.prompts import digest
 from spec_lab.propose import Null
 from spec_lab.record import Recorder
@@ -57,7 +58,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     recorder, size = Recorder(settings.out), settings.batch_size
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))
-    facts = claim(settings.out, facts)
+    own = facts
+    facts = claim(settings.out, own)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
     finished = recorder.finished()
     todo = {number: group for number, group in groups.items() if number not in finished}
@@ -84,6 +86,14 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
             file=sys.stderr,
         )
         return INTERRUPTED
+    except Exception as error:
+        unclaim(settings.out, own)
+        if isinstance(error, PartError) and (done := len(recorder.finished())):
+            raise PartError(
+                f"{error}; the rows of {done} finished groups of {len(groups)} are in {settings.out}, and the same "
+                f"command with out={config.get('out', settings.out)} resumes there"
+            ) from error
+        raise
     finally:
         lab.tracker.close()
     show.show(summary, console)

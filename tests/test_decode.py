@@ -218,7 +218,9 @@ def test_every_cell_comes_back(target, truth, ending):
     next(rounds)
     assert target.lm.cells.references.any()
     if ending == "failed":
-        with pytest.raises(RuntimeError, match="broke"):
+        with pytest.raises(
+            ValueError, match=r"proposer 'foretold' raised RuntimeError: the proposer broke \(.*:\d+, in"
+        ):
             list(rounds)
     elif ending == "finished":
         list(rounds)

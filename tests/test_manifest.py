@@ -15,6 +15,7 @@ from spec_lab.manifest import (
     finite,
     machine,
     manifest,
+    unclaim,
     without_secrets,
     write_json,
 )
@@ -155,3 +156,32 @@ def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
     with pytest.raises(ValueError, match=f"holds rows .{name}. but no manifest.json that says of which run; choose"):
         claim(tmp_path, facts())
     assert not (tmp_path / "manifest.json").exists()
+
+
+# Taken back
+
+
+def test_a_claim_without_results_is_taken_back_with_its_folder(tmp_path):
+    out, mine = tmp_path / "out", facts()
+    claim(out, mine)
+    (out / "parts").mkdir()
+    unclaim(out, mine)
+    assert not out.exists()
+    unclaim(out, mine)  # nothing is there
+
+
+@pytest.mark.parametrize("name", ["certificate.json", "summary.json", "rounds.parquet", "parts/rounds-0.parquet"])
+def test_results_keep_their_manifest(tmp_path, name):
+    mine = facts()
+    claim(tmp_path, mine)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    unclaim(tmp_path, mine)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_run_that_was_resumed_keeps_its_manifest(tmp_path):
+    claim(tmp_path, facts() | {"began": "earlier"})
+    claim(tmp_path, mine := facts() | {"began": "now"})
+    unclaim(tmp_path, mine)
+    assert (tmp_path / "manifest.json").exists()

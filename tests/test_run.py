@@ -121,7 +121,7 @@ def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
 
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Narrow())
     assert found == {"speculative": None, "baseline": "quick"}
-    assert "Not enumerated: speculative (verifier 'mine' fails on a toy draft drawn iid" in printed
+    assert "Not enumerated: speculative (verifier 'mine' raised" in printed and "on a toy draft drawn iid" in printed
 
 
 def test_the_manifest_says_what_ran_and_hides_secrets(done):
@@ -212,6 +212,43 @@ def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
     tables = metrics.load(tmp_path)
     assert set(tables.requests["name"]) == {"p0", "p1"}
     assert metrics.tokens_per_second(tables.requests, "speculative") > 0
+
+
+class Breaks(Repeat):
+    """Raises in the second group."""
+
+    broken = True
+
+    def propose(self, batch):
+        if self.broken and batch.sequences[0].request.id >= 2:
+            raise KeyError("lost")
+        return super().propose(batch)
+
+
+def test_a_proposer_that_raises_is_named_and_the_finished_groups_are_kept(tmp_path):
+    proposer, config = Breaks(), {"name": "toy"}
+    with pytest.raises(ValueError) as error:
+        run(lab(proposer=proposer), settings(tmp_path / "here"), config, quiet())
+    said = str(error.value)
+    assert said.startswith(f"proposer 'repeat' raised KeyError: 'lost' ({__file__}:") and "in propose)" in said
+    assert "the rows of 1 finished groups of 3 are in" in said and "resumes" in said
+    proposer.broken = False
+    assert run(lab(proposer=proposer), settings(tmp_path / "here"), config, quiet()) == 0
+    assert metrics.load(tmp_path / "here").requests["group"].nunique() == 3
+
+
+def test_a_run_that_fails_before_its_first_group_leaves_no_manifest(tmp_path):
+    with pytest.raises(ValueError, match="proposer 'repeat' raised KeyError"):
+        run(lab(TEXTS[2:], proposer=Fails()), settings(tmp_path / "here"), {"name": "toy"}, quiet())
+    assert not (tmp_path / "here").exists()
+    assert run(lab(TEXTS[2:]), settings(tmp_path / "here", seed=1), {"name": "toy", "seed": 1}, quiet()) == 0
+
+
+class Fails(Repeat):
+    """Raises at once."""
+
+    def propose(self, batch):
+        raise KeyError("lost")
 
 
 def test_another_run_in_the_same_directory_is_refused(done):

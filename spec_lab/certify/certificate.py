@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from spec_lab.certify.constrained import bound, examine
-from spec_lab.certify.enumerate import Continuous, Reused, TooMany
+from spec_lab.certify.enumerate import Continuous, Reused, TooMany, Unrepeatable
 from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, WORLDS, Finding, Instance
 from spec_lab.draft import Draft, Drawn
+from spec_lab.faults import PartError
 from spec_lab.law import Sampling
 from spec_lab.propose import Proposer
-from spec_lab.verify import Token, Verdict, Verifier
+from spec_lab.verify import Misfit, Token, Verdict, Verifier, chains_only
 
 Tick = Callable[[int], object]
 
@@ -88,19 +89,30 @@ def prove(
     sampling: Sampling = PLAIN,
     tick: Tick = lambda _: None,
 ) -> Proof:
-    """Enumerate the instances with the proposer's own code where it runs on a toy, else with the reference's drafts.
+    """Enumerate the instances with the proposer's own drafts where it runs on a toy, else with the reference's.
+
+    A proposer with ``toy(target, draft, tree)`` drafts by what that returns. One without is tried as it is on the toy
+    target; if it fails there, a draft model that draws siblings the same way (the reference) drafts in its place, and
+    ``missing`` says so.
 
     Args:
         proposer: or a way of drawing, for the reference.
         verifier: must accept the way of drawing.
-        instances: what to enumerate; None: steps, loops, and loops under constraints.
+        instances: what to enumerate; None: steps, loops, and loops under constraints. Of a verifier that declares
+            ``chains_only`` those whose tree is a chain.
         sampling: how the toy requests are sampled.
         tick: told of each instance done.
 
     Raises:
-        ValueError: the verifier cannot run on a toy, or not with this proposer; names the instance and what went wrong.
+        Misfit: the proposer drafts a tree, and the verifier verifies chains only.
+        ValueError: the verifier fails on a toy, or the proposer after its first instance; drafts that cannot be
+            repeated. Names the part, what went wrong and the instance.
     """
     instances = every() if instances is None else instances
+    if chains_only(verifier):
+        instances = [one for one in instances if one.chain]
+        if not instances:
+            return Proof((), "proposer", ())
     drawn: Drawn = proposer if isinstance(proposer, str) else proposer.drawn
     drafting: Proposer | Drawn = proposer
     missing: list[str] = []
@@ -119,32 +131,56 @@ def prove(
             missing.append(f"{instance.name}: {error}")
         except Continuous as error:
             return Proof((), whose, (*missing, str(error)))
+        except Misfit:
+            raise
         except Exception as error:
-            by = "" if isinstance(drafting, str) else drafting.name
+            failure = _fails(instance, drafting, verifier, sampling, error)
             if not any(one.wrong for one in findings):
-                raise _fails(instance, drawn, verifier, error, by) from error
-            missing.append(str(_fails(instance, drawn, verifier, error, by)))  # that it is wrong is known
+                raise failure from error
+            missing.append(str(failure))  # that it is wrong is known
         tick(1)
     if not isinstance(drafting, str) and drafting.nodes and not any(one.drafted for one in findings):
         missing.append(f"proposer '{drafting.name}' drafted nothing on any toy")
     return Proof(tuple(findings), whose, tuple(missing))
 
 
-def _try(instance: Instance, drawn: Drawn, verifier: Verifier, sampling: Sampling) -> None:
+def _try(instance: Instance, drafting: Proposer | Drawn, verifier: Verifier, sampling: Sampling) -> None:
     try:
-        examine(instance, drawn, verifier, sampling)
+        examine(instance, drafting, verifier, sampling)
     except (Reused, TooMany, Continuous):
         pass  # found again, and reported, later
     except Exception as error:
-        raise _fails(instance, drawn, verifier, error) from error
+        raise _fails(instance, drafting, verifier, sampling, error) from error
 
 
-def _fails(instance: Instance, drawn: Drawn, verifier: Verifier, error: Exception, proposer: str = "") -> ValueError:
-    by = f" by '{proposer}'" if proposer else ""
-    return ValueError(
-        f"verifier '{verifier.name}' fails on a toy draft drawn {drawn}{by} ({instance.name}): "
-        f"{type(error).__name__}: {error}"
-    )
+def _fails(
+    instance: Instance, drafting: Proposer | Drawn, verifier: Verifier, sampling: Sampling, error: Exception
+) -> ValueError:
+    """What went wrong on a toy, in words that name the part at fault."""
+    by = f"drawn {drafting}" if isinstance(drafting, str) else f"drawn {drafting.drawn} by '{drafting.name}'"
+    if isinstance(error, PartError):
+        return ValueError(f"{error}, on a toy draft {by} ({instance.name})")
+    if isinstance(error, Unrepeatable):
+        whose = f"verifier '{verifier.name}' judges"
+        if not isinstance(drafting, str) and _repeats(instance, drafting.drawn, verifier, sampling):
+            whose = f"proposer '{drafting.name}' drafts"
+        return ValueError(
+            f"{whose} differently when the same text is replayed ({instance.name}; {error}): what it returns must "
+            "follow from the sequences, declared stores and the random choices of the batch (batch.draws) only; use no "
+            "other source of chance and keep nothing else between steps"
+        )
+    return ValueError(f"verifier '{verifier.name}' and a toy draft {by} fail ({instance.name}): {_words(error)}")
+
+
+def _repeats(instance: Instance, drawn: Drawn, verifier: Verifier, sampling: Sampling) -> bool:
+    """Whether the reference's drafts can be repeated under this verifier, so that it is not at fault."""
+    try:
+        examine(instance, drawn, verifier, sampling)
+    except Unrepeatable:
+        return False
+    except Exception:  # whatever else is wrong, it is not this
+        return True
+    return True
 
 
 def _unfit(instance: Instance, proposer: Any, verifier: Verifier, sampling: Sampling) -> str:
@@ -153,11 +189,17 @@ def _unfit(instance: Instance, proposer: Any, verifier: Verifier, sampling: Samp
         return ""
     try:
         examine(instance, proposer, verifier, sampling)
-    except (Reused, TooMany, Continuous):
+    except (Reused, TooMany, Continuous, Unrepeatable):
         return ""
+    except Misfit:
+        raise
     except Exception as error:  # whatever a proposer trips over that was made for another target
-        return f"it has no toy(target, draft, tree) and fails on a toy target ({type(error).__name__}: {error})"
+        return f"it has no toy(target, draft, tree) and fails on a toy target ({_words(error)})"
     return ""
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, PartError) else f"{type(error).__name__}: {error}"
 
 
 Grade = Literal["exact", "quick", "sampled"]

@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from spec_lab.law import Draws, Key
+from spec_lab.faults import Passing
+from spec_lab.law import Draws, Key, Purpose
 
 T = TypeVar("T")
 
 
-class Reused(AssertionError):
+SAME = 1e-4
+"""How much the weights of one choice may differ when it is made again. Rounding in float32 differs by less."""
+
+
+class Reused(Passing, AssertionError):
     """One key named two choices: the second would reuse the noise of the first."""
 
 
-class Continuous(ValueError):
+class Continuous(Passing, ValueError):
     """The noise of a race has uncountably many values; it is certified otherwise."""
 
 
-class TooMany(ValueError):
+class TooMany(Passing, ValueError):
     """More outcomes than are worth enumerating."""
+
+
+class Unrepeatable(Passing, ValueError):
+    """The same choices were made again, and the next choice was another one."""
+
+
+class Asked(NamedTuple):
+    """A choice: its key, as of request 0, and its weights ``[V]``, which sum to 1."""
+
+    key: Key
+    weights: np.ndarray
+
+    def like(self, other: Asked) -> bool:
+        """Whether both are the same choice. Batch mates may add zeros to the weights, and change their rounding."""
+        mine, theirs = np.zeros((2, max(len(self.weights), len(other.weights))))
+        mine[: len(self.weights)], theirs[: len(other.weights)] = self.weights, other.weights
+        return self.key == other.key and np.allclose(mine, theirs, rtol=0, atol=SAME)
+
+    def __str__(self) -> str:
+        options = np.flatnonzero(self.weights > 0).tolist()
+        purpose = {int(one): one.name for one in Purpose}.get(self.key.purpose, self.key.purpose)
+        return f"{purpose} of step {self.key.round} among {options}"
 
 
 class Script:
@@ -32,10 +59,12 @@ class Script:
 
     Args:
         prefix: indices to choose.
+        known: what these indices were chosen among when the prefix was recorded; empty: not checked.
     """
 
-    def __init__(self, prefix: tuple[int, ...] = ()) -> None:
-        self.prefix, self.probability = prefix, 1.0
+    def __init__(self, prefix: tuple[int, ...] = (), known: Sequence[Asked] = ()) -> None:
+        self.prefix, self.known, self.probability = prefix, known, 1.0
+        self.asked: list[Asked] = []
         self.chosen: list[int] = []
         self.options: list[list[int]] = []
         self.keys: set[Key] = set()
@@ -45,6 +74,7 @@ class Script:
 
         Raises:
             Reused: the key has named a choice before.
+            Unrepeatable: a choice of the prefix is another one than when it was recorded.
         """
         if key in self.keys:
             raise Reused(f"{key} names two choices")
@@ -55,6 +85,10 @@ class Script:
         if len(options) == 1:
             return int(options[0])
         number = len(self.chosen)
+        asked = Asked(key._replace(request=0), weights / weights.sum())
+        if number < len(self.known) and not asked.like(self.known[number]):
+            raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {asked}")
+        self.asked.append(asked)
         index = self.prefix[number] if number < len(self.prefix) else options[0]
         self.probability *= float(weights[index] / weights.sum())
         self.chosen.append(index)
@@ -130,16 +164,19 @@ def side_by_side(
 
     Raises:
         TooMany: there are more.
+        Unrepeatable: after the same choices another one came than before.
     """
-    waiting: list[tuple[int, ...]] = [()]
+    waiting: list[tuple[tuple[int, ...], Sequence[Asked]]] = [((), ())]
     found = 0
     while waiting:
-        scripts = [Script(prefix) for prefix in waiting[-wide:]]
+        scripts = [Script(*recorded) for recorded in waiting[-wide:]]
         del waiting[-wide:]
         found += len(scripts)
         if most is not None and found + len(waiting) > most:
             raise TooMany(f"more than {most} outcomes")
         outcomes = play(Scripts(scripts), len(scripts))
         for script, outcome in zip(scripts, outcomes, strict=True):
+            if len(script.chosen) < len(script.prefix):
+                raise Unrepeatable(f"{len(script.prefix)} choices were made, and now {len(script.chosen)}")
             yield script.probability, outcome
-            waiting += script.others()
+            waiting += [(prefix, script.asked[: len(prefix)]) for prefix in script.others()]

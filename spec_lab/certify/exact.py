@@ -20,15 +20,16 @@ from spec_lab.certify.outputs import EXACT, Outputs, autoregressive
 from spec_lab.certify.table import table_models
 from spec_lab.certify.worlds import PROMPT, Random, code, warped
 from spec_lab.constrain import Binding
-from spec_lab.decode import Group, history
+from spec_lab.decode import Group, history, propose
 from spec_lab.draft import Draft, Drawn, empty
+from spec_lab.faults import attributed
 from spec_lab.law import Draws, Sampling, law
 from spec_lab.model import CausalLM
 from spec_lab.propose import Proposer
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.trees import Choices, depth_of, parse
+from spec_lab.propose.trees import Choices, depth_of, parse, width_of
 from spec_lab.target import Target
-from spec_lab.verify import Verifier
+from spec_lab.verify import Verifier, check_draft
 
 MOST = 60_000
 """Outcomes of one instance that are enumerated at most."""
@@ -58,6 +59,11 @@ class Instance:
     stop: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
     binding: Binding | None = None
+
+    @property
+    def chain(self) -> bool:
+        """Whether the tree is a chain."""
+        return width_of(parse(self.tree)) == 1
 
     @property
     def name(self) -> str:
@@ -162,7 +168,8 @@ def toy(
     if isinstance(proposer, str):
         drafting: Proposer = reference(proposer, target, draft, tree)
     else:
-        drafting = getattr(proposer, "toy", lambda *_: proposer)(target, draft, tree)
+        with attributed("proposer", proposer):
+            drafting = getattr(proposer, "toy", lambda *_: proposer)(target, draft, tree)
     return Toy(target, drafting, warped(instance.world, longest, sampling))
 
 
@@ -252,7 +259,8 @@ def _judged(
     try:
         lm.keep_hidden(parts.proposer.wants_hidden)
         lm.forward([s.path for s in lives], [s.tokens[:-1] for s in lives], empty(count))
-        draft = parts.proposer.propose(batch).cut(batch.room())
+        draft = propose(parts.proposer, batch)
+        check_draft(parts.proposer.name, verifier, draft.shape)
         logits = lm.forward([s.path for s in lives], [s.pending for s in lives], draft).logits
         if batch.broken:
             raise ValueError(f"a toy draft broke: {next(iter(batch.broken.values()))}")
@@ -267,8 +275,9 @@ def _judged(
 
 def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_Tree]:
     shape, token = draft.shape, draft.token.tolist()
-    verdict = verifier(draft, p)
-    residual = verdict.residual(np.arange(shape.rows)).double().numpy()
+    with attributed("verifier", verifier):
+        verdict = verifier(draft, p)
+        residual = verdict.residual(np.arange(shape.rows)).double().numpy()
     total = residual.sum(-1, keepdims=True)
     ends = verdict.stop[:, None] * np.divide(residual, total, out=np.zeros_like(residual), where=total > 0)
     expected = verdict.expected_accepted(shape)

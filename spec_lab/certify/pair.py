@@ -12,7 +12,7 @@ from spec_lab.certify.outputs import EXACT
 from spec_lab.certify.statistics import ALPHA, distance
 from spec_lab.draft import Drawn
 from spec_lab.propose import Proposer
-from spec_lab.verify import Verifier
+from spec_lab.verify import Verifier, chains_only
 
 MUCH = 0.15
 """A test by samples that would not even have seen this total variation certifies nothing."""
@@ -109,6 +109,7 @@ class Pair:
             "verifier": self.verifier.name,
             "options": {"proposer": getattr(self.proposer, "facts", {}), "verifier": repr(self.verifier)},
             "declared_lossless": self.verifier.lossless,
+            "chains_only": chains_only(self.verifier),
             "certified": self.certified,
             "failed": self.failed,
             "exact": self.proof.facts(),

@@ -30,7 +30,7 @@ from spec_lab.law import CounterDraws, Draws, Sampling, law
 from spec_lab.propose import Proposer
 from spec_lab.propose.trees import parse, write
 from spec_lab.target import Target
-from spec_lab.verify import Verifier
+from spec_lab.verify import Verifier, chains_only
 
 JOINT = Instance(Random(11, support=4, plain=True), "2x1", tokens=4)
 """The world whose texts of four tokens are sampled: 256 of them, all possible."""
@@ -51,7 +51,8 @@ def joint(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts that the real loop puts out in float32, and the law they should have.
 
-    A proposer with a tree of its own drafts that, as far as the texts and the toy's vocabulary reach.
+    A proposer with a tree of its own drafts that, as far as the texts and the toy's vocabulary reach. For a verifier
+    that verifies chains only a chain is drafted.
 
     Args:
         proposer: a proposer, or a way of drawing for the reference.
@@ -69,6 +70,8 @@ def joint(
     Returns:
         ``[samples]`` int64, each text's number; ``[V ** tokens]`` the law.
     """
+    if chains_only(verifier):
+        instance = replace(instance, tree="1x1")
     tree, deepest = getattr(proposer, "tree", ()), instance.tokens  # what lies deeper has no part in the texts
     own = [path for path in tree if len(path) <= deepest and max(path) < instance.world.v]
     parts = toy(replace(instance, tree=write(parse(own))) if own else instance, proposer, sampling, torch.float32)

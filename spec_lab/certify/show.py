@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,16 +13,27 @@ from spec_lab.certify.certificate import every
 from spec_lab.certify.outputs import EXACT
 from spec_lab.certify.pair import Check, Pair
 from spec_lab.certify.statistics import ALPHA, POWER
+from spec_lab.verify import chains_only
 
 
-def show(pairs: Sequence[Pair], left_out: Sequence[str], control: Check, samples: int, console: Console) -> None:
+def show(
+    pairs: Sequence[Pair],
+    broken: Mapping[str, str],
+    left_out: Sequence[str],
+    control: Check,
+    samples: int,
+    masks: Mapping[str, Any] | None,
+    console: Console,
+) -> None:
     """Print what was found out about each pair.
 
     Args:
-        pairs: all of them.
+        pairs: those that were examined.
+        broken: those that failed on a toy, each with the reason.
         left_out: those that do not fit, in words.
         control: the joint law's test of a broken verifier.
         samples: texts decoded for each pair.
+        masks: what comparing the masks of the run's own constraint found; None where none were compared.
         console: where to.
     """
     table = Table(title="Certificates", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
@@ -30,18 +42,38 @@ def show(pairs: Sequence[Pair], left_out: Sequence[str], control: Check, samples
     for name in ("TV", "p texts", "p model"):
         table.add_column(name, justify="right", no_wrap=True)
     for pair in pairs:
-        table.add_row(pair.proposer.name, pair.proposer.drawn, pair.verifier.name, verdict(pair), *_figures(pair))
+        said = "masks are wrong" if masks and masks["failed"] and pair.verifier.lossless else verdict(pair)
+        table.add_row(pair.proposer.name, pair.proposer.drawn, pair.verifier.name, said, *_figures(pair))
     console.print(table)
     console.print(_notes(pairs, control, samples), highlight=False)
+    if masks is not None:
+        console.print(_masks(masks), highlight=False, markup=False)
     if left_out:
         console.print(f"Left out, as the verifier cannot judge such drafts: {'; '.join(left_out)}.", highlight=False)
     if control.p_value >= ALPHA:
         console.print("The control was not found: so few samples show nothing. Raise task.samples.", style="bold red")
     for pair in pairs:
+        if chains_only(pair.verifier):
+            console.print(f"{pair.name}: of chains only, as the verifier declares.", highlight=False)
         for why in pair.proof.missing:
             console.print(f"{pair.name}: not enumerated: {why}", highlight=False)
         if pair.failed:
             console.print(f"{pair.name} FAILS: {pair.failed}", style="bold red", highlight=False)
+    for name, why in broken.items():
+        console.print(f"{name} FAILS: {why}", style="bold red", highlight=False, markup=False)
+    if masks is not None and masks["failed"]:
+        what = f"FAILS: {masks['failed']}. Where masks are wrong, no pair is lossless under this constraint."
+        console.print(what, style="bold red", highlight=False, markup=False)
+
+
+def _masks(masks: Mapping[str, Any]) -> str:
+    """What was compared, in words."""
+    refused = f"; {masks['refused_prompts']} prompts refused: {masks['refusal']}" if masks["refused_prompts"] else ""
+    return (
+        f"Masks: {masks['rows']} rows of random drafts under the run's own constraint and vocabulary compared with "
+        f"states that saw no draft ({masks['steps']} steps, {masks['texts']} texts of up to {masks['longest']} "
+        f"tokens): {masks['different'] or 'none'} differ{refused}."
+    )
 
 
 def _figures(pair: Pair) -> list[str]:

@@ -14,10 +14,12 @@ from spec_lab.cost import show
 from spec_lab.cost.tables import gather, load, write
 from spec_lab.cost.turns import Fixed, room, take_turns, texts
 from spec_lab.lab import Lab, Loop, Settings
-from spec_lab.manifest import claim, finite, manifest, write_json
+from spec_lab.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.options import whole
 from spec_lab.prompts import digest, encode
+from spec_lab.propose import branches
 from spec_lab.sweep import INTERRUPTED
+from spec_lab.verify import check_pair
 
 
 def measure(
@@ -71,7 +73,8 @@ def measure(
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts())
-    facts = claim(settings.out, facts)
+    own = facts
+    facts = claim(settings.out, own)
     finished = set(load(settings.out)[["turn", "batch", "context"]].itertuples(index=False, name=None))
     visits = list(product(range(turns), batches, contexts))
     try:
@@ -97,6 +100,9 @@ def measure(
             file=sys.stderr,
         )
         return INTERRUPTED
+    except Exception:
+        unclaim(settings.out, own)
+        raise
     finally:
         lab.tracker.close()
     show.tell(summary, console)
@@ -115,7 +121,10 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
     own = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     if both := set(fixed) & set(own):
         raise ValueError(f"an arm is called '{both.pop()}', as a fixed tree is; rename it under beside")
-    return fixed | own
+    arms = fixed | own
+    for arm in arms.values():  # before anything is written
+        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
+    return arms
 
 
 def _sizes(name: str, values: Sequence[int], least: int = 1) -> list[int]:

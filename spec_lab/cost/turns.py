@@ -23,6 +23,7 @@ from spec_lab.decode import Group, Round
 from spec_lab.draft import Draft, Drawn, Shape, forest
 from spec_lab.lab import Loop
 from spec_lab.law import CounterDraws, Sampling
+from spec_lab.propose import branches
 from spec_lab.target import Target
 from spec_lab.verify import check_pair
 
@@ -48,6 +49,11 @@ class Fixed:
     drawn: Drawn = "point"
     wants_hidden: bool = False
     _drafts: dict[int, Draft] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def branches(self) -> bool:
+        """Whether any row has two children."""
+        return self.nodes > 1
 
     def propose(self, batch: Batch) -> Draft:
         """The same draft as ever for so many sequences."""
@@ -97,7 +103,7 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
         ValueError: a proposer whose way of drawing the verifier cannot judge; logits that are NaN or infinite.
     """
     for arm in arms.values():
-        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier)
+        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
     first = next((arm for arm in arms.values() if arm.proposer.wants_hidden), next(iter(arms.values())))
     group = Group(first.target, first.proposer, first.verifier, requests, CounterDraws(first.seed))
     decoding, context, clock = iter(group), len(requests[0].tokens), first.target.lm.clock

@@ -73,6 +73,7 @@ class DraftModel:
         self.name = name
         self.sha256 = sha256
         self.nodes = len(tree)
+        self.branches = width_of(tree) > 1
         self._shapes = [shape_of(tuple(path for path in tree if len(path) <= d)) for d in range(depth_of(tree) + 1)]
 
     @staticmethod

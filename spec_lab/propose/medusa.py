@@ -51,6 +51,7 @@ class Medusa:
         self.calibration = calibration
         self.sha256 = heads.sha256
         self.nodes = len(tree)
+        self.branches = width_of(tree) > 1
         self.wants_hidden = bool(tree)
         self._depth, self._width = depth_of(tree), width_of(tree)
         self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]

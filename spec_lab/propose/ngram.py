@@ -91,6 +91,7 @@ class Ngram:
     name: str = "ngram"
     drawn: Drawn = "point"
     wants_hidden: bool = False
+    branches: bool = False
 
     @staticmethod
     def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1) -> Ngram:
@@ -141,6 +142,7 @@ class NgramTree:
     name: str = "ngram_tree"
     drawn: Drawn = "point"
     wants_hidden: bool = False
+    branches: bool = True
 
     @staticmethod
     def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 1) -> NgramTree:

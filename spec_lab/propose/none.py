@@ -17,6 +17,7 @@ class Null:
     drawn: Drawn = "point"
     nodes: int = 0
     wants_hidden: bool = False
+    branches: bool = False
 
     @staticmethod
     def load(target: Target) -> Null:

@@ -14,12 +14,13 @@ from torch import Tensor
 from spec_lab.batch import Request
 from spec_lab.clock import Clock
 from spec_lab.draft import Draft, Drawn
+from spec_lab.faults import attributed
 from spec_lab.lab import Lab
 from spec_lab.law import CounterDraws, Draws
-from spec_lab.propose import Null, Proposer
+from spec_lab.propose import Null, Proposer, branches
 from spec_lab.record import Rows
 from spec_lab.recorded.walk import Step, sample, walk
-from spec_lab.verify import Verdict, Verifier, choose
+from spec_lab.verify import Verdict, Verifier, check_draft, choose, misfit
 from spec_lab.verify.transport import transport_bound
 
 
@@ -55,12 +56,17 @@ def pairs(
             )
     judges, left_out = {}, []
     for name, proposer in proposers.items():
-        judges[name] = {key: one for key, one in verifiers.items() if proposer.drawn in one.accepts}
+        judges[name] = {
+            key: one for key, one in verifiers.items() if misfit(name, proposer.drawn, one, branches(proposer)) is None
+        }
         left_out += [
             {"proposer": name, "drawn": proposer.drawn, "verifier": key} for key in verifiers if key not in judges[name]
         ]
         if not judges[name]:
-            raise ValueError(f"proposer '{name}' draws '{proposer.drawn}', which no verifier here judges; add one")
+            tree = "a tree " if branches(proposer) else ""
+            raise ValueError(
+                f"proposer '{name}' draws {tree}'{proposer.drawn}', which no verifier here judges; add one"
+            )
     return judges, left_out
 
 
@@ -127,13 +133,16 @@ def ask(
     The verifiers take turns, each time another one first. Repeated, they meet the laws in the processor's cache.
     """
     names, verdicts = list(verifiers), {}
+    for verifier in verifiers.values():
+        check_draft(step.proposer, verifier, step.draft.shape)
     marks: dict[str, list] = {name: [] for name in names}
     for turn in range(repeats):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             start = clock.mark()
-            verdicts[name] = verifiers[name](step.draft, step.p)
-            choose(verdicts[name], step.draft.shape, step.p, draws, [step.who])
+            with attributed("verifier", verifiers[name]):
+                verdicts[name] = verifiers[name](step.draft, step.p)
+                choose(verdicts[name], step.draft.shape, step.p, draws, [step.who])
             marks[name].append((start, clock.mark()))
     clock.synchronise()
     return {name: (verdicts[name], median(clock.seconds(*pair) for pair in marks[name])) for name in names}

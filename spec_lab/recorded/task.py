@@ -12,7 +12,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.lab import Lab, Settings
-from spec_lab.manifest import claim, finite, manifest, write_json
+from spec_lab.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.options import whole
 from spec_lab.prompts import digest
 from spec_lab.record import Rows
@@ -62,7 +62,8 @@ def judge(
     judges, left_out = pairs(proposers, verifiers)
     said = lab.facts()
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said)
-    facts = claim(settings.out, facts)
+    own = facts
+    facts = claim(settings.out, own)
     finished = set(load(settings.out, "texts")["request"])
     todo = [one for one in requests if one.id not in finished]
     try:
@@ -98,6 +99,9 @@ def judge(
             file=sys.stderr,
         )
         return INTERRUPTED
+    except Exception:
+        unclaim(settings.out, own)
+        raise
     finally:
         lab.tracker.close()
     show.tell(finite(summary), console)

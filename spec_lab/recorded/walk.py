@@ -11,7 +11,7 @@ from torch import Tensor
 from spec_lab.batch import Batch, Request, by_row, healed
 from spec_lab.batch import Sequence as Live
 from spec_lab.clock import Mark
-from spec_lab.decode import history
+from spec_lab.decode import history, propose
 from spec_lab.draft import Draft, empty
 from spec_lab.lab import Loop
 from spec_lab.law import Draws, law, law_dtype
@@ -81,7 +81,7 @@ def walk(
                 live.tokens, live.round = list(prefix), position
                 batch = Batch(target, [live], draws)
                 marks = [clock.mark()]
-                draft = proposer.propose(batch).cut(batch.room())
+                draft = propose(proposer, batch)
                 marks.append(clock.mark())
                 output = lm.forward([path], [prefix[-1:]], draft)
                 marks.append(clock.mark())

@@ -9,22 +9,38 @@ from spec_lab.verify.relaxed import Relaxed
 from spec_lab.verify.token import Token
 from spec_lab.verify.traversal import Traversal
 from spec_lab.verify.typical import Typical
-from spec_lab.verify.verdict import Choice, Verdict, Verifier, check_pair, choose
+from spec_lab.verify.verdict import (
+    ChainsOnly,
+    Choice,
+    Misfit,
+    Verdict,
+    Verifier,
+    chains_only,
+    check_draft,
+    check_pair,
+    choose,
+    misfit,
+)
 
 __all__ = [
     "Cascade",
+    "ChainsOnly",
     "Choice",
     "Gumbel",
     "KSeq",
     "Lenient",
     "Match",
+    "Misfit",
     "Relaxed",
     "Token",
     "Traversal",
     "Typical",
     "Verdict",
     "Verifier",
+    "chains_only",
+    "check_draft",
     "check_pair",
     "choose",
     "match_probability",
+    "misfit",
 ]

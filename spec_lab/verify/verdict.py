@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class Verdict:
 class Verifier(Protocol):
     """A pure function of (draft, p), vectorised over the forest, at least in float32.
 
-    A lossy one may offer ``aim(draft, p)``: the law ``[R, V]`` that it is exact against in place of p.
+    A lossy one may offer ``aim(draft, p)``: the law ``[R, V]`` that it is exact against in place of p. One whose code
+    handles only one path below each root declares it (``ChainsOnly``).
     """
 
     @property
@@ -67,17 +68,68 @@ class Verifier(Protocol):
         ...
 
 
-def check_pair(proposer: str, drawn: Drawn, verifier: Verifier) -> None:
-    """Refuse a proposer whose way of drawing the verifier cannot judge.
+@runtime_checkable
+class ChainsOnly(Protocol):
+    """What a verifier may declare beside what ``Verifier`` needs."""
 
-    Raises:
-        ValueError: the pair is incompatible; names both and what would fit.
+    @property
+    def chains_only(self) -> bool:
+        """Whether it verifies chains only: no row of a draft may have more than one child."""
+        ...
+
+
+def chains_only(verifier: Verifier) -> bool:
+    """Whether the verifier declares that it verifies chains only."""
+    return isinstance(verifier, ChainsOnly) and verifier.chains_only
+
+
+class Misfit(ValueError):
+    """A proposer and a verifier that do not go together."""
+
+
+def misfit(proposer: str, drawn: Drawn, verifier: Verifier, branches: bool | None = None) -> str | None:
+    """Why a verifier cannot verify a proposer's drafts; None where it can, as far as both declare.
+
+    Args:
+        proposer: its name.
+        drawn: how it draws siblings.
+        verifier: verifies the drafts.
+        branches: whether its drafts may branch; None where it does not declare that. Each draft is then checked.
     """
     if drawn not in verifier.accepts:
         fits = ", ".join(sorted(verifier.accepts))
-        raise ValueError(
+        return (
             f"verifier '{verifier.name}' judges drafts drawn {fits}; proposer '{proposer}' draws '{drawn}'. "
             f"Choose another verifier, or let the proposer draw one of: {fits}."
+        )
+    if branches and chains_only(verifier):
+        return (
+            f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' drafts trees. "
+            "Choose another verifier, or let the proposer draft a chain."
+        )
+    return None
+
+
+def check_pair(proposer: str, drawn: Drawn, verifier: Verifier, branches: bool | None = None) -> None:
+    """Refuse a proposer whose drafts the verifier cannot verify. Arguments as of ``misfit``.
+
+    Raises:
+        Misfit: the pair is incompatible; names both and what would fit.
+    """
+    if why := misfit(proposer, drawn, verifier, branches):
+        raise Misfit(why)
+
+
+def check_draft(proposer: str, verifier: Verifier, shape: Shape) -> None:
+    """Refuse a draft that branches where the verifier verifies chains only.
+
+    Raises:
+        Misfit: it does; names both.
+    """
+    if chains_only(verifier) and shape.branches:
+        raise Misfit(
+            f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' has drafted a tree. Choose "
+            "another verifier, or let the proposer draft a chain."
         )
 
 

@@ -221,9 +221,18 @@ class Verifies:
 
     def __init__(self, lenience=1.0, lossless=True):
         self.name, self.lenience, self.lossless = "mine", lenience, lossless
+        self.children = 0
 
     def __call__(self, draft, p):
+        if len(draft.shape.children[0]) == self.children:
+            raise KeyError("sibling")
         return Lenient(self.lenience)(draft, p)
+
+
+class Fussy(Verifies):
+    def __init__(self, children):
+        super().__init__()
+        self.children = children
 
 
 class Uniform:
@@ -245,6 +254,7 @@ class Uniform:
 """
 FILES = {
     "verifier/mine.yaml": "_target_: my_parts.Verifies\nlenience: 1.0\nlossless: true\n",
+    "verifier/fussy.yaml": "_target_: my_parts.Fussy\nchildren: 2\n",
     "proposer/uniform.yaml": "_target_: my_parts.Uniform\nskew: 1.0\n",
 }
 
@@ -254,7 +264,7 @@ def mine(tmp_path, monkeypatch):
     """The options that find them."""
     for name, text in FILES.items():
         file = tmp_path / "conf" / name
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     (tmp_path / "my_parts.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -278,6 +288,27 @@ def test_one_that_claims_to_be_lossless_and_is_not_fails_where_it_first_goes_wro
     assert why.startswith("ngram (point), mine: after [")
     assert "ngram (point), mine FAILS: after [" in said and "] token " in said and "has probability" in said
     assert "Traceback" not in errors
+
+
+def test_one_that_is_refused_leaves_no_folder_and_the_corrected_command_uses_it(flat_cli, tmp_path, mine):
+    tree = ["proposer=draft_tree", "proposer.tree=2", "verifier=fussy", "task.tokens=0"]
+    code, _, errors = flat_cli(*mine, *SHORT, *tree)
+    assert code == 1 and "Traceback" not in errors
+    assert f"verifier 'mine' raised KeyError: 'sibling' ({tmp_path / 'my_parts.py'}:" in errors
+    assert not (tmp_path / "here").exists()
+    code, _, errors = flat_cli(*mine, *SHORT, *tree, "verifier.children=7")
+    assert code == 0, errors
+
+
+def test_one_that_fails_beside_a_pair_that_holds_is_reported_and_the_others_are_kept(flat_cli, certificate, mine):
+    options = ["proposer=draft_tree", "proposer.tree=2", "+verifier@verifiers.fussy=fussy", "task.tokens=0"]
+    code, said, errors = flat_cli(*mine, *SHORT, *options)
+    assert code == 1, errors
+    found = certificate()
+    assert found["complete"] is True and found["certified"] is False
+    assert [pair["verifier"] for pair in found["pairs"]] == ["token"] and found["pairs"][0]["certified"] == "exact"
+    assert "draft_tree (point), mine: verifier 'mine' raised KeyError" in found["failed"][0]
+    assert "draft_tree (point), mine FAILS: verifier 'mine' raised KeyError: 'sibling'" in said
 
 
 def test_one_that_declares_itself_lossy_gets_its_distance(flat_cli, certificate, mine):

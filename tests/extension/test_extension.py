@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from spec_lab.certify.certificate import QUICK, prove
+from spec_lab.certify.certificate import QUICK, every, prove
 from spec_lab.certify.constrained import END, WORLD, examine
 from spec_lab.certify.exact import Instance
 from spec_lab.constrain import Binding
@@ -88,6 +88,13 @@ def test_a_verifier_that_cannot_judge_its_drafts_is_refused_by_name(flat_cli):
     assert "verifier 'kseq' judges drafts drawn iid; proposer 'bigram' draws 'point'" in errors
 
 
+def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_cli, tmp_path):
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=medusa", "proposer.tree=2x1", "verifier=straight")
+    assert code == 1
+    assert "verifier 'straight' verifies chains only; proposer 'medusa' drafts trees" in errors
+    assert not (tmp_path / "here").exists()
+
+
 def test_its_options_are_checked_at_the_door(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "proposer.depth=0")
     assert code == 1
@@ -133,6 +140,15 @@ def test_an_honest_pair_is_certified_whole(flat_cli, left_behind):
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 1000
     assert "bigram point agree lossless, proved" in said
+
+
+def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
+    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
+    assert code == 0, errors
+    (pair,) = left_behind("certificate.json")["pairs"]
+    assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
+    assert pair["exact"]["instances"] == sum(one.chain for one in every())
+    assert "bigram (point), straight: of chains only" in said
 
 
 def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behind, monkeypatch):

@@ -1,0 +1,54 @@
+"""Errors inside parts: the message names the part, the error, and the line of the part's own code."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spec_lab.faults import PartError, Passing, attributed
+
+
+class Part:
+    name = "mine"
+
+    def fails(self):
+        return {}["lost"]
+
+    def fails_in_a_library(self):
+        return json.loads("{")
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "line"),
+    [
+        (Part.fails, "proposer 'mine' raised KeyError: 'lost' (", 'return {}["lost"]'),
+        (Part.fails_in_a_library, "proposer 'mine' raised JSONDecodeError: Expecting", 'return json.loads("{")'),
+    ],
+)
+def test_the_innermost_line_of_the_part_s_own_code_is_named(call, said, line):
+    with pytest.raises(PartError) as error, attributed("proposer", Part()):
+        call(Part())
+    assert str(error.value).startswith(said)
+    assert f"({__file__}:{line_of(line)}, in {call.__name__})" in str(error.value)
+    assert error.value.__cause__ is not None
+
+
+def test_an_error_outside_the_part_s_code_has_no_line():
+    class Foreign:
+        pass
+
+    Foreign.__module__ = "elsewhere.parts"
+    with pytest.raises(PartError, match=r"^verifier 'Foreign' raised ValueError$"), attributed("verifier", Foreign()):
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])
+def test_errors_that_are_not_the_part_s_stay_as_they_are(error):
+    with pytest.raises(type(error)) as found, attributed("proposer", Part()):
+        raise error
+    assert found.value is error
