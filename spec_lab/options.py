@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+HOTTEST = 1e6
+"""The highest temperature. Far below it every distribution is uniform; far above it float32 overflows."""
 
-def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """``value`` itself, if it is a whole number of ``least`` or more; ``otherwise`` says what else may be given.
+
+def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
+    """Return ``value``, if it is a whole number from ``least`` to ``most``.
+
+    Args:
+        name: the option, for the message.
+        value: as given.
+        least: the lower bound.
+        otherwise: what else may be given, for the message.
+        most: the upper bound; None for none.
 
     Raises:
         ValueError: it is not; names the option.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {value!r}")
+        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}{otherwise}, not {brief(value)}")
     return value
+
+
+def brief(value: Any) -> str:
+    """Return ``repr(value)`` for a message; a long one is shortened."""
+    if isinstance(value, int) and not -(10**18) < value < 10**18:
+        return f"a number of {value.bit_length()} bits"  # Python writes none of more than 4300 digits
+    said = repr(value)
+    return said if len(said) <= 100 else f"{said[:97]}..."
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -23,20 +43,20 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         ValueError: it is not; names the option and what it may be.
     """
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
     return str(value)
 
 
 def temperature_or_none(name: str, value: Any) -> float | None:
-    """``value`` as a float, if it is a finite number of at least 0, or None.
+    """``value`` as a float, if it is a number from 0 to ``HOTTEST``, or None.
 
     Raises:
         ValueError: it is neither; names the option.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be null or a number of at least 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= HOTTEST:
+        raise ValueError(f"{name} must be null or a number of at least 0 and at most {HOTTEST:g}, not {brief(value)}")
     return float(value)
 
 
@@ -47,7 +67,7 @@ def share(name: str, value: Any) -> float:
         ValueError: it is not; names the option.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number between 0 and 1, not {value!r}")
+        raise ValueError(f"{name} must be a number between 0 and 1, not {brief(value)}")
     return float(value)
 
 
