@@ -30,7 +30,7 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int 
 
 def brief(value: Any) -> str:
     """Return ``repr(value)`` for a message; a long one is shortened."""
-    if isinstance(value, int) and not -(10**18) < value < 10**18:
+    if isinstance(value, int) and not -(10**40) < value < 10**40:
         return f"a number of {value.bit_length()} bits"  # Python writes none of more than 4300 digits
     said = repr(value)
     return said if len(said) <= 100 else f"{said[:97]}..."
@@ -71,8 +71,16 @@ def share(name: str, value: Any) -> float:
     return float(value)
 
 
+MOST_STRINGS = 10_000
+"""Most texts in a list."""
+
+MOST_CHARACTERS = 100_000
+"""Most characters of a list's texts together."""
+
+
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """``value`` as a tuple, if it is a list of texts that are not empty.
+    """``value`` as a tuple, if it is a list of texts that are not empty: at most ``MOST_STRINGS`` of them, with at most
+    ``MOST_CHARACTERS`` together.
 
     Raises:
         ValueError: it is not; names the option.
@@ -82,5 +90,11 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
         or not isinstance(value, list | tuple)
         or not all(isinstance(s, str) and s for s in value)
     ):
-        raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {value!r}")
+        raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {brief(value)}")
+    for what, number, most in (
+        ("texts", len(value), MOST_STRINGS),
+        ("characters", sum(map(len, value)), MOST_CHARACTERS),
+    ):
+        if number > most:
+            raise ValueError(f"{name} has {number} {what}, at most {most} are possible: shorten the list")
     return tuple(value)
