@@ -32,7 +32,10 @@ def brief(value: Any) -> str:
     """Return ``repr(value)`` for a message; a long one is shortened."""
     if isinstance(value, int) and not -(10**40) < value < 10**40:
         return f"a number of {value.bit_length()} bits"  # Python writes none of more than 4300 digits
-    said = repr(value)
+    try:
+        said = repr(value)
+    except ValueError:  # such a number somewhere within
+        return f"a {type(value).__name__} with a number that is too long to write"
     return said if len(said) <= 100 else f"{said[:97]}..."
 
 
@@ -91,6 +94,11 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
         or not all(isinstance(s, str) and s for s in value)
     ):
         raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {brief(value)}")
+    for place, one in enumerate(value):
+        try:
+            one.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}[{place}] {brief(one)} has a lone surrogate, which no text can hold") from None
     for what, number, most in (
         ("texts", len(value), MOST_STRINGS),
         ("characters", sum(map(len, value)), MOST_CHARACTERS),

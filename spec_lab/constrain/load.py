@@ -19,7 +19,7 @@ from spec_lab.constrain.source import read_source
 from spec_lab.constrain.state import Constraint
 from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.options import one_of, strings, whole
+from spec_lab.options import brief, one_of, strings, whole
 
 ENGINES = ("llguidance", "automaton", "xgrammar")
 
@@ -75,7 +75,7 @@ def json_schema(
         OSError: no such file.
     """
     if not isinstance(lines, bool):
-        raise ValueError(f"constraint.lines must be true or false, not {lines!r}")
+        raise ValueError(f"constraint.lines must be true or false, not {brief(lines)}")
     text = schema if isinstance(schema, str) or schema is None else json.dumps(schema)
     if lines:
         if engine != "llguidance":

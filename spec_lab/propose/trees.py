@@ -41,7 +41,7 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
             that is too large. Names proposer.tree.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        text = str(text)  # one width, as YAML reads it
+        text = str(min(text, MOST_NODES + 1)) if text > 0 else brief(text)  # one width, as YAML reads it
     if isinstance(text, str):
         text = text.strip()
         if re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text, re.ASCII):

@@ -15,6 +15,7 @@ from spec_lab.constrain.control import Branch, Controlled, Event
 from spec_lab.constrain.state import only, pack
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.options import brief, strings, whole
+from spec_lab.strings import check_strings
 from spec_lab.text import Strings, Watcher
 
 Part = bytes | tuple[int, Strings]
@@ -89,6 +90,7 @@ def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) ->
             made.append(part.encode())
         elif isinstance(part, Mapping) and "most" in part and set(part) <= {"most", "stop"}:
             stops = strings(f"{name}.stop", [part["stop"]] if "stop" in part else [])
+            check_strings(f"{name}.stop", stops)
             made.append((whole(f"{name}.most", part["most"], most=2**20), Strings(stops)))
         else:
             raise ValueError(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
