@@ -245,6 +245,11 @@ def healed(batch: Batch, tree: np.ndarray, logits: Tensor, whose: str) -> Tensor
     return logits.masked_fill_(bad[:, None], 0.0)
 
 
+def without_name(request: Request, why: str) -> str:
+    """Return an error's text without the leading "request 'NAME':", for messages that begin with the name anyway."""
+    return why.removeprefix(f"request '{request.name}'").removeprefix(":").lstrip()
+
+
 def by_row(samplings: Seq[Sampling], tree: np.ndarray) -> list[Sampling]:
     """Each row's sampling parameters, given those of the trees; just one for all rows where they agree."""
     first = samplings[0]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch, Ended, Request, by_row, healed
+from spec_lab.batch import Batch, Ended, Request, by_row, healed, without_name
 from spec_lab.batch import Sequence as Live
 from spec_lab.clock import Clock, Mark
 from spec_lab.commit import Committed, Step, commit, settle
@@ -227,7 +227,8 @@ class Group:
         for head, why in batch.broken.items():
             sequence = sequences[head]
             self.errors[sequence.request.name] = (
-                f"request '{sequence.request.name}', step {max(sequence.round - 1, 0)}: {why}; "
+                f"request '{sequence.request.name}', step {max(sequence.round - 1, 0)}: "
+                f"{without_name(sequence.request, why)}; "
                 f"it ends with the {len(sequence.emitted)} tokens emitted so far"
             )
 

@@ -22,7 +22,7 @@ from spec_lab.constrain import Binding
 from spec_lab.constrain.healing import heal
 from spec_lab.decode import Group, Round
 from spec_lab.law import CounterDraws, Sampling
-from spec_lab.options import strings, whole
+from spec_lab.options import brief, strings, whole
 from spec_lab.prompts import Prompt, encode
 from spec_lab.propose import Null, Proposer, branches
 from spec_lab.record import Outcome
@@ -34,6 +34,9 @@ from spec_lab.verify import Match, Verifier, check_pair
 TORCHS_CHOICE = torch.get_num_threads()
 """Threads that torch takes by itself."""
 
+MOST_NODES = 2**14
+"""Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -42,9 +45,9 @@ class Settings:
     Args:
         out: the run's directory.
         name: the experiment's.
-        batch_size: prompts decoded together.
-        max_new_tokens: most tokens emitted for each.
-        warmup: tokens each arm decodes before anything is measured; 0 for none.
+        batch_size: prompts decoded together; at most 1024.
+        max_new_tokens: most tokens emitted for each; at most 2**20.
+        warmup: tokens each arm decodes before anything is measured; 0 for none, at most 2**20.
         seed: of every random choice, below 2**63.
         threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
@@ -52,7 +55,7 @@ class Settings:
         banned: strings that never appear.
         min_new_tokens: before a text may end.
         heal: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
-        max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out.
+        max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
             prints no table and draws no figures.
     """
@@ -73,17 +76,21 @@ class Settings:
     overrides: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        least = {"batch_size": 1, "max_new_tokens": 1, "warmup": 0, "seed": 0, "threads": 1, "max_prompt_tokens": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if name in ("threads", "max_prompt_tokens") and value is None:
-                continue
-            whole(name, value, low)
+        whole("batch_size", self.batch_size, most=1024)
+        whole("max_new_tokens", self.max_new_tokens, most=2**20)
+        whole("warmup", self.warmup, 0, most=2**20)
+        whole("seed", self.seed, 0)
+        if self.max_prompt_tokens is not None:
+            whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
+        if self.threads is not None:
+            whole("threads", self.threads)
         most = 4 * (os.cpu_count() or 1)
         if self.threads is not None and self.threads > most:
-            raise ValueError(f"threads must be at most {most}, four for each core of this machine, not {self.threads}")
+            raise ValueError(
+                f"threads must be at most {most}, four for each core of this machine, not {brief(self.threads)}"
+            )
         if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, not {self.seed}")
+            raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
         for name in ("baseline", "heal"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -179,8 +186,9 @@ class Lab:
         """Every arm by name.
 
         Raises:
-            ValueError: a proposer whose way of drawing the verifier cannot judge, or that refuses the sampling; a name
-                used twice; peers in a batch, under a constraint or with stop strings.
+            ValueError: a proposer whose way of drawing the verifier cannot judge, or that refuses the sampling; more
+                than ``MOST_NODES`` nodes a step; a name used twice; peers in a batch, under a constraint or with stop
+                strings.
         """
         null = Null.load(self.target)
         baseline = Loop(self.target, null, Match(), settings.seed, self.binding, self.pieces)
@@ -191,6 +199,12 @@ class Lab:
         for name, proposer in proposers.items():
             check_pair(proposer.name, proposer.drawn, self.verifier, branches(proposer))
             getattr(proposer, "check", lambda _: None)(self.sampling)
+            if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
+                raise ValueError(
+                    f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
+                    f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
+                    "draft fewer nodes, or decode fewer prompts together"
+                )
             arms[name] = Loop(self.target, proposer, self.verifier, settings.seed, self.binding, self.pieces)
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")

@@ -21,18 +21,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.options import HOTTEST, brief
+
 
 @dataclass(frozen=True)
 class Sampling:
     """Sampling parameters of one request.
 
     Args:
-        temperature: 0 is greedy.
-        top_k: keep the k likeliest tokens (and ties of the k-th); 0 keeps all.
+        temperature: 0 is greedy. At most 1e6.
+        top_k: keep the k likeliest tokens (and ties of the k-th); 0 keeps all. At most 2**31 - 1.
         top_p: keep the smallest set of likeliest tokens with mass >= top_p; 1 keeps all.
         min_p: keep tokens with at least min_p times the mass of the likeliest; 0 keeps all.
         repetition_penalty: positive logits of tokens seen before (prompt included) are divided by it, negative ones
-            multiplied (CTRL, 1909.05858); 1 does nothing.
+            multiplied (CTRL, 1909.05858); 1 does nothing. From 0.01 to 100.
+
+    Within these bounds the distribution of finite logits is never NaN, in float32 as in float64.
+
+    Raises:
+        ValueError: a parameter of the wrong type or out of its range; names it.
     """
 
     temperature: float = 0.0
@@ -47,17 +54,22 @@ class Sampling:
             whole = name == "top_k"
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 kind = "a whole number" if whole else "a number"
-                raise ValueError(f"sampling.{name} must be {kind}, not {value!r}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"sampling.temperature must be 0 or more, not {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"sampling.top_k must be 0 (off) or more, not {self.top_k}")
+                raise ValueError(f"sampling.{name} must be {kind}, not {brief(value)}")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise ValueError(
+                f"sampling.temperature must be 0 or more and at most {HOTTEST:g}, not {brief(self.temperature)}"
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"sampling.top_k must be 0 (off) or more and at most {2**31 - 1}, not {brief(self.top_k)}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p must lie in (0, 1], not {self.top_p}")
+            raise ValueError(f"sampling.top_p must lie in (0, 1], not {brief(self.top_p)}")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"sampling.min_p must lie in [0, 1], not {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"sampling.repetition_penalty must be above 0, not {self.repetition_penalty}")
+            raise ValueError(f"sampling.min_p must lie in [0, 1], not {brief(self.min_p)}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ValueError(
+                "sampling.repetition_penalty must be from 0.01 to 100, not "
+                f"{brief(self.repetition_penalty)}: beyond, logits overflow"
+            )
 
     @property
     def truncates(self) -> bool:
@@ -100,7 +112,9 @@ def law(
         if seen is None:
             raise ValueError("a repetition penalty needs the tokens seen before")
         penalty = _column([s.repetition_penalty for s in rows], x)
-        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+        most = torch.finfo(x.dtype).max
+        penalised = torch.where(x > 0, x / penalty, x * penalty).clamp_(-most, most)
+        x = torch.where(seen & (x > -torch.inf), penalised, x)
     dead = None
     if mask is not None:
         x = x.masked_fill_(~mask, -torch.inf)
@@ -162,8 +176,9 @@ def _column(values: list[float], like: Tensor) -> Tensor:  # [R or 1, 1]
 
 def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
     temperatures = [max(s.temperature, torch.finfo(x.dtype).tiny) if s.temperature else 1.0 for s in rows]
-    if min(temperatures) < 0.01:
-        x.sub_(x.amax(-1, keepdim=True))  # so that no logit overflows upwards
+    if (coldest := min(temperatures)) < 1:  # so that no row's largest logit overflows
+        largest = x.amax(-1, keepdim=True)
+        x.sub_(largest if coldest < 0.01 else torch.where(largest.abs() > HUGE, largest, 0.0))
     if any(t != 1 for t in temperatures):
         x.div_(_column(temperatures, x))
     p = torch.softmax(x, -1, out=x)
@@ -173,6 +188,7 @@ def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
 
 
 WIDE = 2**14
+HUGE = 1e30
 
 
 def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+HOTTEST = 1e6
+"""The highest temperature. Far below it every distribution is uniform; far above it float32 overflows."""
+
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
-    """``value`` itself, if it is a whole number from ``least`` to ``most``; ``otherwise`` says what else may be given.
+    """Return ``value``, if it is a whole number from ``least`` to ``most``.
+
+    Args:
+        name: the option, for the message.
+        value: as given.
+        least: the lower bound.
+        otherwise: what else may be given, for the message.
+        most: the upper bound; None for none.
 
     Raises:
         ValueError: it is not; names the option.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be a whole number {bounds}{otherwise}, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}{otherwise}, not {brief(value)}")
     return value
+
+
+def brief(value: Any) -> str:
+    """Return ``repr(value)`` for a message; a long one is shortened."""
+    if isinstance(value, int) and not -(10**40) < value < 10**40:
+        return f"a number of {value.bit_length()} bits"  # Python writes none of more than 4300 digits
+    try:
+        said = repr(value)
+    except ValueError:  # such a number somewhere within
+        return f"a {type(value).__name__} with a number that is too long to write"
+    return said if len(said) <= 100 else f"{said[:97]}..."
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -24,20 +46,20 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         ValueError: it is not; names the option and what it may be.
     """
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
     return str(value)
 
 
 def temperature_or_none(name: str, value: Any) -> float | None:
-    """``value`` as a float, if it is a finite number of at least 0, or None.
+    """``value`` as a float, if it is a number from 0 to ``HOTTEST``, or None.
 
     Raises:
         ValueError: it is neither; names the option.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be null or a number of at least 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= HOTTEST:
+        raise ValueError(f"{name} must be null or a number of at least 0 and at most {HOTTEST:g}, not {brief(value)}")
     return float(value)
 
 
@@ -48,12 +70,20 @@ def share(name: str, value: Any) -> float:
         ValueError: it is not; names the option.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number between 0 and 1, not {value!r}")
+        raise ValueError(f"{name} must be a number between 0 and 1, not {brief(value)}")
     return float(value)
 
 
+MOST_STRINGS = 10_000
+"""Most texts in a list."""
+
+MOST_CHARACTERS = 100_000
+"""Most characters of a list's texts together."""
+
+
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """``value`` as a tuple, if it is a list of texts that are not empty.
+    """``value`` as a tuple, if it is a list of texts that are not empty: at most ``MOST_STRINGS`` of them, with at most
+    ``MOST_CHARACTERS`` together.
 
     Raises:
         ValueError: it is not; names the option.
@@ -63,5 +93,16 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
         or not isinstance(value, list | tuple)
         or not all(isinstance(s, str) and s for s in value)
     ):
-        raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {value!r}")
+        raise ValueError(f"{name} must be a list of texts that are not empty, such as ['\\n\\n'], not {brief(value)}")
+    for place, one in enumerate(value):
+        try:
+            one.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}[{place}] {brief(one)} has a lone surrogate, which no text can hold") from None
+    for what, number, most in (
+        ("texts", len(value), MOST_STRINGS),
+        ("characters", sum(map(len, value)), MOST_CHARACTERS),
+    ):
+        if number > most:
+            raise ValueError(f"{name} has {number} {what}, at most {most} are possible: shorten the list")
     return tuple(value)

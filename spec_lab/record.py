@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spec_lab.batch import BROKEN, Request, Sequence
+from spec_lab.batch import BROKEN, Request, Sequence, without_name
 from spec_lab.clock import Clock
 from spec_lab.columns import SCHEMAS
 from spec_lab.decode import Round
@@ -206,7 +206,8 @@ def unwatched(sequence: Sequence) -> str:
     """That an observing constraint gave up, in words; empty where it did not."""
     if not sequence.unwatched:
         return ""
-    return f"request '{sequence.request.name}' went on without the constraint that observed it: {sequence.unwatched}"
+    why = without_name(sequence.request, sequence.unwatched)
+    return f"request '{sequence.request.name}' went on without the constraint that observed it: {why}"
 
 
 def request_row(

@@ -198,6 +198,20 @@ def test_the_law_of_a_large_vocabulary_sums_to_one(top_p):
     torch.testing.assert_close(got.double().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-4, 0.01, 1.0, 1e6])
+@pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("kept", [{}, {"top_k": 2**31 - 1}, {"top_p": 5e-324}, {"min_p": 1e-300}, {"min_p": 1.0}])
+def test_no_law_of_finite_logits_is_nan(dtype, temperature, penalty, kept):
+    most = torch.finfo(torch.float32).max
+    logits = torch.tensor([[most, -most, 0.0, 1.0], [-most, -most, -torch.inf, -most], [0.0, 1e-30, 1.0, -1.0]])
+    seen, mask = torch.tensor([True, False, True, False]).expand(3, 4), torch.tensor([True, True, False, True])
+    sampling = [Sampling(temperature, repetition_penalty=penalty, **kept)]
+    got = law(logits.to(dtype), sampling, seen, mask.expand(3, 4))
+    torch.testing.assert_close(got.sum(-1), torch.ones(3, dtype=dtype))
+    assert (got >= 0).all() and (got[:, 2] == 0).all()
+
+
 # Errors
 
 
@@ -210,16 +224,22 @@ def test_the_law_of_a_large_vocabulary_sums_to_one(top_p):
         ("temperature", "1", "must be a number"),
         ("temperature", True, "must be a number"),
         ("temperature", None, "must be a number"),
+        ("temperature", 1e7, "must be 0 or more and at most 1e.06"),
+        ("temperature", 1e300, "must be 0 or more and at most"),
+        ("temperature", 10**400, "must be 0 or more and at most"),
         ("top_k", -1, "must be 0 .off. or more"),
+        ("top_k", 10**30, "must be 0 .off. or more and at most 2147483647"),
         ("top_k", 2.0, "must be a whole number"),
         ("top_p", 0.0, r"must lie in \(0, 1\]"),
         ("top_p", 1.1, r"must lie in \(0, 1\]"),
         ("top_p", math.nan, r"must lie in \(0, 1\]"),
         ("min_p", -0.1, r"must lie in \[0, 1\]"),
         ("min_p", 2, r"must lie in \[0, 1\]"),
-        ("repetition_penalty", 0, "must be above 0"),
-        ("repetition_penalty", math.inf, "must be above 0"),
+        ("repetition_penalty", 0, "must be from 0.01"),
+        ("repetition_penalty", math.inf, "must be from 0.01"),
         ("repetition_penalty", [1.0], "must be a number"),
+        ("repetition_penalty", 1e-300, "must be from 0.01 to 100"),
+        ("repetition_penalty", 1e300, "must be from 0.01 to 100"),
     ],
 )
 def test_a_wrong_option_is_named(name, value, says):

@@ -27,6 +27,11 @@ STUDY = Path(__file__).parents[1] / "experiments" / "constraint_placement"
 PROMPTS = Path(zoo("prompts"))
 SEEDS = [*range(40), *range(HELD_OUT_SEED, HELD_OUT_SEED + 40)]
 KINDS = ("records", "records_exact")
+SPACE = {
+    name: value
+    for name, value in OmegaConf.load(Path(conf(), "constraint", "records.yaml")).items()
+    if name in ("whitespace_pattern", "item_separator", "key_separator")
+}
 
 
 def script(name):
@@ -117,16 +122,35 @@ def test_the_grammar_is_the_schema_s():
     assert script("exact").grammar(schema) == (PROMPTS / "records.lark").read_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bundled_prompts_begin_what_is_allowed_but_json_lines_are_no_json(kind):
-    refused = []
+def refused(made):
+    """The bundled JSON prompts that do not begin a text the constraint allows."""
+    found = []
     for prompt in prompts("json"):
         try:
-            constraint(kind).start(Request(0, prompt["id"], tuple(tokenizer().encode(prompt["prompt"]))))
+            made.start(Request(0, prompt["id"], tuple(tokenizer().encode(prompt["prompt"]))))
         except Stuck:
-            refused.append(prompt["prompt"])
-    assert len(refused) == (7 if kind == "records" else 0)
-    assert all("\n{" in text and text.startswith('{"') for text in refused)
+            found.append(prompt["prompt"])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bundled_json_prompt_begins_what_is_allowed(kind):
+    assert refused(constraint(kind)) == []
+
+
+def test_the_study_s_schema_is_of_one_json_value_and_refuses_json_lines(measure):
+    config = measure.configured("records", 0, [])["constraint"]
+    assert config["lines"] is False
+    found = refused(json_schema(bundled(), path=str(PROMPTS / "records.schema.json"), prompt=True, **SPACE))
+    assert len(found) == 7 and all("\n{" in text and text.startswith('{"') for text in found)
+
+
+def test_the_masks_of_the_schema_allow_json_lines_to_the_last_line_feed():
+    several = [text for text in (record(seed)[1] for seed in SEEDS) if text.startswith('{"') and "\n{" in text]
+    assert several
+    for text in several:
+        assert walk("records", text)[0] is None
+        assert walk("records", text.replace("\n{", "\n{ ", 1))[0] is not None
 
 
 # 2. Patterns
@@ -247,6 +271,6 @@ def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=constraint_placement", *short])
     main()
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert summary["constraint"] == "json_schema" and summary["constraint_facts"]["placement"] == "both"
+    assert summary["constraint"] == "lark" and summary["constraint_facts"]["placement"] == "both"
     assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
     assert summary["legal_share"] == 1 and 0 < summary["mask_exposed_share"] < 1

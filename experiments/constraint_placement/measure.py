@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 PLACES = (("none", False), ("draft", False), ("target", False), ("both", False), ("target", True), ("both", True))
 """Where the constraint binds, and whether tokens that it leaves no choice for are appended at once."""
 WORKLOADS = {
-    "records": ("JSON of a schema, white space free", ["constraint=records", "prompts=json"]),
+    "records": ("JSON of a schema, white space free", ["constraint=records", "constraint.lines=false", "prompts=json"]),
     "records_exact": ("the same records as json.dumps lays them out", ["constraint=records_exact", "prompts=json"]),
     "patterns": ("a regular expression of each prompt's own", ["constraint=regex", "prompts=patterns"]),
 }

@@ -11,6 +11,7 @@ from typing import Any
 from spec_lab.batch import Request
 from spec_lab.constrain.state import Stuck
 from spec_lab.files import read_text
+from spec_lab.options import brief
 
 SHORT = 200
 """Characters of a source that a record holds as it is."""
@@ -35,7 +36,7 @@ def as_text(name: str, value: Any) -> str | None:
         ValueError: it is neither; names the option.
     """
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"constraint.{name} must be text, not {value!r}: put it in quotes")
+        raise ValueError(f"constraint.{name} must be text, not {brief(value)}: put it in quotes")
     return value
 
 

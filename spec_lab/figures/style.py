@@ -43,6 +43,7 @@ STYLE = {
     "axes.grid": True,
     "grid.color": "#e6e6e6",
     "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,  # ticks show their true values
     "legend.frameon": False,
     "svg.hashsalt": "spec_lab",
     "text.parse_math": False,  # names may hold dollar signs

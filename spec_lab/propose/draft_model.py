@@ -20,7 +20,7 @@ from spec_lab.options import one_of, share, temperature_or_none, whole
 from spec_lab.propose.forced import ForcedChains
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.trail import Trail
-from spec_lab.propose.trees import Choices, depth_of, parse, width_of, widths, write
+from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of, parse, width_of, widths, write
 from spec_lab.target import Target, checked, load_model, model_context, weights_hash
 
 
@@ -91,10 +91,10 @@ class DraftModel:
         Args:
             target: whose tokens are drafted.
             path: folder of a checkpoint, or a hub name.
-            depth: drafts a chain of so many tokens; or
+            depth: drafts a chain of so many tokens, at most ``trees.MOST_DEPTH``; or
             tree: drafts a tree, written as ``trees.parse`` reads it.
             drawn: "iid", "without", "point" or "gumbel".
-            temperature: the draft's own; null takes each request's.
+            temperature: the draft's own, at most 1e6; null takes each request's.
             confidence: a token drawn where none was this likely ends its path; 0 never ends one.
 
         Raises:
@@ -104,18 +104,24 @@ class DraftModel:
         """
         if (depth is None) == (tree is None):
             raise ValueError("give either proposer.depth, for a chain, or proposer.tree, for a tree")
-        choices = widths([1] * whole("proposer.depth", depth)) if depth is not None else parse(cast(str, tree))
+        if depth is not None:
+            choices = widths([1] * whole("proposer.depth", depth, most=MOST_DEPTH))
+        else:
+            choices = parse(cast(str, tree))
         kind = one_of("proposer.drawn", drawn, ("iid", "without", "point", "gumbel"))
         own = temperature_or_none("proposer.temperature", temperature)
+        least = share("proposer.confidence", confidence)
         model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
         check_same_tokens(target, model, tokenizer, path)
         if width_of(choices) > target.vocabulary:
-            raise ValueError(f"a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary} tokens")
+            raise ValueError(
+                f"proposer.tree: a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary}"
+            )
         sha256 = weights_hash(path)
         checked(model, target.lm.attention, sha256)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
-        context, least = model_context(model.config), share("proposer.confidence", confidence)
+        context = model_context(model.config)
         return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256)
 
     def check(self, request: Sampling) -> None:

@@ -16,10 +16,18 @@ import torch
 from spec_lab.batch import Batch, Sequence
 from spec_lab.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.options import whole
+from spec_lab.propose.trees import MOST_NODES
 from spec_lab.target import Target
 
 SCAN = 32
 """Most earlier occurrences of one n-gram that a tree looks at, the most recent first."""
+
+
+MOST_DEPTH = 1024
+"""Most tokens drafted."""
+
+LONGEST = 64
+"""Longest n-gram that can be looked up: indexing a token costs the square of it."""
 
 
 class Index:
@@ -80,8 +88,8 @@ class Ngram:
     """Drafts the continuation of the longest, then most recent, earlier occurrence of the last tokens.
 
     Args:
-        depth: tokens drafted, k.
-        max_ngram: longest n-gram looked up.
+        depth: tokens drafted, k; at most ``MOST_DEPTH``.
+        max_ngram: longest n-gram looked up; at most ``LONGEST``.
         min_ngram: shortest.
     """
 
@@ -100,7 +108,7 @@ class Ngram:
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return Ngram(whole("proposer.depth", depth), *lengths(max_ngram, min_ngram))
+        return Ngram(whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram))
 
     @property
     def nodes(self) -> int:
@@ -129,9 +137,9 @@ class NgramTree:
     """Drafts several continuations merged into one tree: longer matches first, then more recent ones.
 
     Args:
-        nodes: most nodes of a tree.
-        depth: longest continuation.
-        max_ngram: longest n-gram looked up.
+        nodes: most nodes of a tree; at most ``trees.MOST_NODES``.
+        depth: longest continuation; at most ``MOST_DEPTH``.
+        max_ngram: longest n-gram looked up; at most ``LONGEST``.
         min_ngram: shortest.
     """
 
@@ -151,7 +159,8 @@ class NgramTree:
         Raises:
             ValueError: an option of the wrong type or range; names it.
         """
-        return NgramTree(whole("proposer.nodes", nodes), whole("proposer.depth", depth), *lengths(max_ngram, min_ngram))
+        most = whole("proposer.nodes", nodes, most=MOST_NODES)
+        return NgramTree(most, whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram))
 
     def propose(self, batch: Batch) -> Draft:
         """One tree per sequence; none where nothing matches."""
@@ -173,9 +182,9 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
     """Both, checked.
 
     Raises:
-        ValueError: not whole numbers with 1 <= min_ngram <= max_ngram.
+        ValueError: not whole numbers with 1 <= min_ngram <= max_ngram <= ``LONGEST``.
     """
-    if whole("proposer.min_ngram", min_ngram) > whole("proposer.max_ngram", max_ngram):
+    if whole("proposer.min_ngram", min_ngram, most=LONGEST) > whole("proposer.max_ngram", max_ngram, most=LONGEST):
         raise ValueError(f"proposer.min_ngram is {min_ngram}, larger than proposer.max_ngram, which is {max_ngram}")
     return max_ngram, min_ngram
 

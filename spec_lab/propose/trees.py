@@ -16,40 +16,79 @@ from typing import TypeGuard
 import numpy as np
 
 from spec_lab.draft import tree as shape_of
+from spec_lab.options import brief
 
 Ranks = tuple[int, ...]
 """A node, as the path of child ranks that leads to it."""
 
 Choices = tuple[Ranks, ...]
+MOST_NODES = 1024
+"""Most nodes of a tree: published ones have up to 768, and a step's cost grows with them."""
+
+MOST_DEPTH = 256
+"""Most levels of a tree, or tokens of a chain."""
+
 Value = Callable[[Ranks], float]
 
 
 def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
     """The choices that ``text`` names: widths per depth ("3x2x1"), or paths of ranks ("0 1 0.0 0.1 0.0.0").
 
-    A sequence of paths is taken as it is.
+    A sequence of paths is taken as it is. A tree has at most ``MOST_NODES`` nodes and ``MOST_DEPTH`` levels.
 
     Raises:
-        ValueError: neither form, or no tree (a missing parent, a missing earlier sibling, a repeated path).
+        ValueError: neither form, or no tree (a missing parent, a missing earlier sibling, a repeated path); a tree
+            that is too large. Names proposer.tree.
     """
     if isinstance(text, int) and not isinstance(text, bool):
-        text = str(text)  # one width, as YAML reads it
+        text = str(min(text, MOST_NODES + 1)) if text > 0 else brief(text)  # one width, as YAML reads it
     if isinstance(text, str):
-        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
-            return widths([int(width) for width in text.split("x")])
-        if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text.strip()):
-            raise ValueError(f"a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {text!r}")
-        paths: Iterable[Ranks] = (tuple(int(rank) for rank in path.split(".")) for path in text.split())
+        text = text.strip()
+        if re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text, re.ASCII):
+            counts = [_number(width) for width in text.split("x")]
+            nodes = level = 1
+            for depth, count in enumerate(counts, start=1):
+                level *= count
+                nodes += level
+                _check_size(nodes - 1, depth)
+            return widths(counts)
+        if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text, re.ASCII):
+            raise ValueError(
+                f"proposer.tree: a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {brief(text)}"
+            )
+        written = text.split()
+        _check_size(len(written), max(path.count(".") + 1 for path in written))
+        paths: Iterable[Ranks] = (tuple(map(_number, path.split("."))) for path in written)
     elif _are_paths(text):
+        _check_size(len(text), max(map(len, text), default=0))
         paths = (tuple(path) for path in text)
     else:
         raise ValueError(
-            f"a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {text!r}: "
+            f"proposer.tree: a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {brief(text)}: "
             "quote it, \"proposer.tree='0.0'\""
         )
     choices = tuple(sorted(paths, key=lambda path: (len(path), path)))
-    shape_of(choices)  # refuses what is no tree
+    try:
+        shape_of(choices)  # refuses what is no tree
+    except ValueError as error:
+        raise ValueError(f"proposer.tree: {error}") from None
     return choices
+
+
+def _number(digits: str) -> int:
+    """The number; one of more than six digits, which no tree can have, becomes the largest of six."""
+    return int(digits) if len(digits) <= 6 else 999_999
+
+
+def _check_size(nodes: int, depth: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"proposer.tree has {nodes} nodes or more, at most {MOST_NODES} are possible: give a smaller one"
+        )
+    if depth > MOST_DEPTH:
+        raise ValueError(
+            f"proposer.tree is {depth} levels deep, at most {MOST_DEPTH} are possible: give a shallower one"
+        )
 
 
 def _are_paths(value: object) -> TypeGuard[Sequence[Sequence[int]]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Request
+from spec_lab.batch import Request, without_name
 from spec_lab.clock import Clock
 from spec_lab.draft import Draft, Drawn
 from spec_lab.faults import attributed
@@ -91,7 +91,8 @@ def of_prompt(
     with closing(walk(lab.target, proposers, request, tokens, every, draws)) as steps:
         for step in steps:
             if step.broken:
-                errors.append(f"request '{request.name}', position {step.position}, {step.proposer}: {step.broken}")
+                why = without_name(request, step.broken)
+                errors.append(f"request '{request.name}', position {step.position}, {step.proposer}: {why}")
                 continue
             verdicts = ask(judges[step.proposer], step, draws, clock, repeats)
             shared = _shared(request, step, clock)

@@ -16,6 +16,7 @@ from spec_lab.report.page import visible
 FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 CONFIG: dict[str, Any] = {
     "font": FONT,
+    "numberFormat": ".12~g",  # of axes: Vega's own rounds the ticks of short axes to whole numbers
     "view": {"stroke": None},
     "axis": {"gridColor": "#ebebeb", "domainColor": "#999", "tickColor": "#999", "labelLimit": 320, "labelFontSize": 12,
              "titleFontSize": 12, "titleFontWeight": "normal"},
@@ -23,8 +24,8 @@ CONFIG: dict[str, Any] = {
                "titleFontWeight": "normal", "symbolOpacity": 1, "symbolStrokeWidth": 2},
 }  # fmt: skip
 
-EXACT = ".3~f"
-"""Format of axes that may span a single value, whose label Vega would else round to a whole number."""
+MOST_TICKS = 12
+"""Most values of an axis that has a tick at each; with more, Vega chooses the ticks."""
 
 
 def speedups(each: pd.DataFrame, means: pd.DataFrame, colours: Mapping[str, str]) -> alt.TopLevelMixin:
@@ -55,7 +56,7 @@ def depth(frame: pd.DataFrame, kind: str, colours: Mapping[str, str], x: str) ->
     order = _seen(arms)
     picked = alt.selection_point(fields=["arm"], bind="legend")
     base = alt.Chart(_data(own)).encode(
-        x=alt.X("depth:Q", title=x, axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(nice=False, padding=12)),
+        x=alt.X("depth:Q", title=x, axis=_ticks(own["depth"]), scale=alt.Scale(nice=False, padding=12)),
         color=alt.Color("arm:N", scale=_scale(colours, arms), title=None, sort=order),
     )
     share = alt.Scale(domain=[0, 1])
@@ -219,10 +220,10 @@ def scatter(frame: pd.DataFrame, shades: Mapping[str, pd.Series]) -> alt.TopLeve
         chart = chart.add_params(alt.param("by", "by0", bind=menu)).transform_calculate(colour="datum[by]")
     else:
         chart = chart.transform_calculate(colour="datum.by0")
-    scale, axis = alt.Scale(zero=False, padding=12), alt.Axis(format=EXACT)
+    scale = alt.Scale(zero=False, padding=12)
     chart = chart.encode(
-        x=alt.X("tau_pooled:Q", title="tau, tokens per step", scale=scale, axis=axis),
-        y=alt.Y("speedup:Q", title="speed-up over the baseline", scale=scale, axis=axis),
+        x=alt.X("tau_pooled:Q", title="tau, tokens per step", scale=scale),
+        y=alt.Y("speedup:Q", title="speed-up over the baseline", scale=scale),
         color=alt.Color("colour:N", title=None, sort=order, scale=alt.Scale(range=list(COLOURS))),
         opacity=alt.condition(picked, alt.value(0.75), alt.value(0.06)),
         tooltip=_told(frame),
@@ -235,24 +236,30 @@ def lines(frame: pd.DataFrame, x: str, y: str, order: Sequence[str], mark: float
     order = _seen(order)
     scale = alt.Scale(domain=order, range=[COLOURS[number % len(COLOURS)] for number in range(len(order))])
     picked = alt.selection_point(fields=["line"], bind="legend")
-    whole = (frame["x"] % 1 == 0).all()
-    axis = alt.Axis(tickMinStep=1, format="d") if whole else alt.Axis()
     base = alt.Chart(_data(frame)).encode(
-        x=alt.X("x:Q", title=visible(x), scale=alt.Scale(zero=False, padding=12, nice=False), axis=axis),
+        x=alt.X("x:Q", title=visible(x), scale=alt.Scale(zero=False, padding=12, nice=False), axis=_ticks(frame["x"])),
         color=alt.Color("line:N", title=None, scale=scale, sort=order),
     )
     band = base.mark_area(opacity=0.14).encode(
-        y=alt.Y("low:Q", title=y, scale=alt.Scale(zero=False), axis=alt.Axis(format=EXACT)), y2="high:Q",
+        y=alt.Y("low:Q", title=y, scale=alt.Scale(zero=False)), y2="high:Q",
         opacity=alt.condition(picked, alt.value(0.14), alt.value(0.0)),
     )  # fmt: skip
     line = base.mark_line(point=alt.OverlayMarkDef(size=45, filled=True)).encode(
-        y=alt.Y("value:Q", title=y, scale=alt.Scale(zero=False), axis=alt.Axis(format=EXACT)),
+        y=alt.Y("value:Q", title=y, scale=alt.Scale(zero=False)),
         opacity=alt.condition(picked, alt.value(1.0), alt.value(0.12)),
         tooltip=["line:N", alt.Tooltip("x:Q", title=visible(x)), _number("value", y, ".3f"),
                  _number("low", "95 % from", ".3f"), _number("high", "95 % to", ".3f"), "runs:Q"],
     )  # fmt: skip
     base_line = [] if mark is None else [_rule(mark, "y")]
     return _framed(alt.layer(*base_line, *_if_known(frame, band), line.add_params(picked)), 260, order)
+
+
+def _ticks(values: pd.Series) -> alt.Axis:
+    """An axis with a tick at each of a few values; of many whole numbers with ticks at whole numbers only."""
+    distinct = sorted(values.dropna().unique().tolist())
+    if len(distinct) <= MOST_TICKS:
+        return alt.Axis(values=distinct)
+    return alt.Axis(tickMinStep=1) if all(value % 1 == 0 for value in distinct) else alt.Axis()
 
 
 def _framed(chart: Any, height: float, legend: Sequence[str] = ()) -> alt.TopLevelMixin:

@@ -55,6 +55,7 @@ def page(folder: Path) -> str:
         warnings=_warnings(begin, summary, tables),
         arms=table,
         reduced=any(isfinite(one["figures"]["calibration"]["variance_reduction"]) for one in table),
+        temperature=_temperature(begin, summary),
         against=metrics.against(tables),
         prompts=prompts,
         cut=cut,
@@ -160,6 +161,12 @@ def _summary(folder: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text()))
     except ValueError as error:
         raise ValueError(f"{file} is not readable ({error}); give the run's command again to make it anew") from error
+
+
+def _temperature(begin: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
+    """The temperature of the requests; 0 where the run does not say."""
+    said = summary.get("temperature", begin["config"].get("sampling", {}).get("temperature", 0.0))
+    return float(said or 0.0)
 
 
 def _arm(tables: Tables, arm: str, colour: str, begin: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:

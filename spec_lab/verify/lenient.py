@@ -24,6 +24,9 @@ from spec_lab.verify.siblings import (
 )
 from spec_lab.verify.verdict import Verdict, gather
 
+LEAST = 1e-6
+"""The least lenience. Below, p / (l q) overflows sooner or later."""
+
 
 @dataclass(frozen=True)
 class Lenient:
@@ -33,7 +36,7 @@ class Lenient:
     comparison; on trees as in ``token``. It is lossless exactly where l = 1: then it is ``token``.
 
     Args:
-        lenience: l, above 0 and at most 1; the smaller, the more is accepted.
+        lenience: l, from 1e-6 to 1; the smaller, the more is accepted.
     """
 
     lenience: float
@@ -42,8 +45,11 @@ class Lenient:
     accepts = EVERY_DRAW
 
     def __post_init__(self) -> None:
-        if share("verifier.lenience", self.lenience) == 0:
-            raise ValueError("verifier.lenience must be above 0: at 0 every token would be accepted, illegal ones too")
+        if share("verifier.lenience", self.lenience) < LEAST:
+            raise ValueError(
+                f"verifier.lenience must be above 0, at least {LEAST:g}, not {self.lenience}: at 0 every token "
+                "would be accepted, illegal ones too"
+            )
 
     @property
     def lossless(self) -> bool:

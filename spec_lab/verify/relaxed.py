@@ -36,7 +36,7 @@ class Relaxed:
     lossless = False
 
     def __post_init__(self) -> None:
-        whole("verifier.top", self.top)
+        whole("verifier.top", self.top, most=2**20)
         share("verifier.delta", self.delta)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

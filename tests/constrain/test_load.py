@@ -10,7 +10,7 @@ from spec_lab.batch import Request
 from spec_lab.constrain import Stuck, load
 from spec_lab.constrain.binding import Binding
 from spec_lab.constrain.state import unpack
-from tests.constrain.parts import A, B, toy
+from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 
 PLACE = dict(placement="both", draft_budget=None, fast_forward=True, beside=False)
@@ -123,3 +123,34 @@ def test_only_regular_files_of_a_bounded_size_are_read(kind, engine, tmp_path, m
         stream.truncate(2**40)  # a hole
     with pytest.raises(ValueError, match=r"constraint\.path=.*huge.*larger than 16777216 bytes"):
         kind(toy(), path=str(tmp_path / "huge"), engine=engine)
+
+
+def test_a_schema_of_lines_allows_further_values_each_on_one_line():
+    made = load.json_schema(bundled(), {"type": "array", "items": {"type": "integer"}}, lines=True)
+    encode = bundled().engine.tokenize_str
+
+    def allowed(text: str) -> bool:
+        state = made.start(Request(0, "r", (1,)))
+        for token in encode(text):
+            if not unpack(state.mask(), bundled().size)[token]:
+                return False
+            state.advance(token)
+        return bool(unpack(state.mask(), bundled().size)[list(bundled().ends)].any())
+
+    assert all(allowed(text) for text in ("[1, 2]", "[1,\n2]", "[1]\n[2, 3]", "[1]\n[2,3]\n", "[\n1]\n[2]"))
+    assert not any(allowed(text) for text in ("[1][2]", "[1]\n[2,\n3]", "[1]\n\n[2]", "[1]\n1", "[1]\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schema": {}, "lines": "yes"}, "constraint.lines must be true or false"),
+        ({"schema": {}, "lines": True, "engine": "automaton"}, "constraint.lines=true requires constraint.engine="),
+        ({"lines": True}, "constraint.lines=true requires a schema"),
+        ({"schema": "true", "lines": True}, "constraint.lines=true requires a schema"),
+        ({"schema": "{", "lines": True}, "constraint.json_schema: not JSON"),
+    ],
+)
+def test_lines_require_a_schema_and_llguidance(options, message):
+    with pytest.raises(ValueError, match=message):
+        load.json_schema(toy(), **options)

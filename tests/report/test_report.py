@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 import pytest
+import vl_convert
 from matplotlib.image import imread
 
 from spec_lab import metrics, report, sweep
@@ -372,3 +373,59 @@ def test_the_browser_would_tell_of_an_error(tmp_path):
     page = tmp_path / "wrong.html"
     page.write_text("<!DOCTYPE html><script>nowhere()</script>")
     assert "nowhere is not defined" in " ".join(browse(page, tmp_path, "--dump-dom")[1])
+
+
+# Axes and figures say what is so
+
+
+def ticks(chart) -> list[list[str]]:
+    """The labels of each axis, as Vega draws them."""
+    spec = chart.to_dict() | {"width": 500}
+    del spec["autosize"]  # the page's width
+    axes = re.findall(r'<g class="mark-text role-axis-label".*?</g>', vl_convert.vegalite_to_svg(spec), re.DOTALL)
+    return [re.findall(r"<text[^>]*>([^<]*)</text>", axis) for axis in axes]
+
+
+def along(x: list[float], values: list[float]) -> pd.DataFrame:
+    both = {"low": [value - 0.01 for value in values], "high": [value + 0.01 for value in values]}
+    return pd.DataFrame({"x": x, "value": values, "line": "a", "runs": 1} | both)
+
+
+@pytest.mark.parametrize(
+    ("x", "shown"),
+    [
+        ([0.5], ["0.5"]),
+        ([2, 3], ["2", "3"]),
+        ([2, 2.5, 3], ["2", "2.5", "3"]),
+        ([0.0, 0.5, 1.0], ["0", "0.5", "1"]),
+        ([1e-5, 2e-5], ["0.00001", "0.00002"]),
+        ([4, 8, 64], ["4", "8", "64"]),
+    ],
+)
+def test_the_axis_of_a_swept_number_has_its_values_as_they_are(x, shown):
+    labels, values = ticks(charts.lines(along(x, [2.0] * len(x)), "x", "y", ["a"]))
+    assert labels == shown
+    assert len(set(values)) == len(values), "no two ticks look alike"
+
+
+@pytest.mark.parametrize("x", [list(range(40)), [n / 16 for n in range(20)], [1e6 + n for n in range(20)]])
+@pytest.mark.parametrize("values", [[2.0, 2.5], [1.0, 1.0001], [2.0, 2.0]])
+def test_ticks_that_vega_chooses_show_their_values_too(x, values):
+    labels, heights = ticks(charts.lines(along(x, (values * len(x))[: len(x)]), "x", "y", ["a"]))
+    for axis in (labels, heights):
+        numbers = [float(one.replace("−", "-")) for one in axis]
+        steps = np.diff(numbers)
+        assert (steps > 0).all() and np.allclose(steps, steps[0], rtol=1e-3), axis
+
+
+def test_the_axis_of_depths_has_each_depth_once():
+    frame = pd.DataFrame({"arm": "a", "kind": "survival", "depth": [1, 2], "value": 0.5, "low": 0.4, "high": 0.6})
+    assert ticks(charts.depth(frame, "survival", {"a": "#000000"}, "k"))[0] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("temperature", "says"), [(0.0, "100.0%"), (0.7, "n/a (temperature 0.7)")])
+def test_equal_outputs_are_told_at_temperature_0_only(tmp_path, temperature, says):
+    run(lab(temperature=temperature), settings(tmp_path / "run"), {"sampling": {"temperature": temperature}})
+    rows = re.findall(r"<tr>(.*?)</tr>", report.write(tmp_path / "run").read_text(), re.DOTALL)
+    drafted = next(row for row in rows if "speculative</td>" in row)
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", drafted)[-1] == says

@@ -46,8 +46,7 @@ def load(vocabulary: Vocabulary, count: int = 4, by: str = "sum") -> Controlled:
         ValueError: options of the wrong kind, or more than 64 texts.
     """
     one_of("constraint.by", by, ("sum", "mean"))
-    if whole("constraint.count", count) > MOST:
-        raise ValueError(f"constraint.count must be at most {MOST}, not {count}")
+    whole("constraint.count", count, most=MOST)
     return Controlled(
         lambda request: Candidates(count),
         vocabulary.size,

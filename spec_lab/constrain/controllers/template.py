@@ -14,10 +14,13 @@ import numpy as np
 from spec_lab.constrain.control import Branch, Controlled, Event
 from spec_lab.constrain.state import only, pack
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.options import strings, whole
+from spec_lab.options import brief, strings, whole
+from spec_lab.strings import check_strings
 from spec_lab.text import Strings, Watcher
 
 Part = bytes | tuple[int, Strings]
+
+MOST_PARTS = 1000
 
 
 class Template:
@@ -64,7 +67,22 @@ class Template:
 
 
 def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> Controlled:
-    """The output is ``parts``, filled in. Raises ``ValueError`` for a part that is none."""
+    """The output is ``parts``, filled in.
+
+    Args:
+        vocabulary: the target's.
+        parts: at most 1000, with at most 100000 characters of text together; a free part has at most 2**20 tokens.
+
+    Raises:
+        ValueError: a part that is none, or too many of them.
+    """
+    if isinstance(parts, str) or not isinstance(parts, Sequence):
+        raise ValueError(
+            f"constraint.parts must be a list of texts and {{most: TOKENS, stop: TEXT}}, not {brief(parts)}"
+        )
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"constraint.parts has {len(parts)} parts, at most {MOST_PARTS} are possible")
+    strings("constraint.parts", [part for part in parts if isinstance(part, str) and part])
     made: list[Part] = []
     for place, part in enumerate(parts):
         name = f"constraint.parts[{place}]"
@@ -72,9 +90,10 @@ def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) ->
             made.append(part.encode())
         elif isinstance(part, Mapping) and "most" in part and set(part) <= {"most", "stop"}:
             stops = strings(f"{name}.stop", [part["stop"]] if "stop" in part else [])
-            made.append((whole(f"{name}.most", part["most"]), Strings(stops)))
+            check_strings(f"{name}.stop", stops)
+            made.append((whole(f"{name}.most", part["most"], most=2**20), Strings(stops)))
         else:
-            raise ValueError(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {part!r}")
+            raise ValueError(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
     return Controlled(
         lambda _: Template(vocabulary, tuple(made)), vocabulary.size, "template", facts={"parts": [*parts]}
     )
