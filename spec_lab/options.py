@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """``value`` itself, if it is a whole number of ``least`` or more; ``otherwise`` says what else may be given.
+def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
+    """``value`` itself, if it is a whole number of ``least`` or more and at most ``most``; ``otherwise`` says what else
+    may be given.
 
     Raises:
         ValueError: it is not; names the option.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of {least} or more{otherwise}, not {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}{otherwise}, not {value!r}")
     return value
 
 

@@ -58,6 +58,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))
     facts = claim(settings.out, facts)
+    for line in show.chosen_trees(lab.facts(), facts["proposers"]):
+        console.print(line, soft_wrap=True, highlight=False)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
     finished = recorder.finished()
     todo = {number: group for number, group in groups.items() if number not in finished}

@@ -21,22 +21,37 @@ Ranks = tuple[int, ...]
 """A node, as the path of child ranks that leads to it."""
 
 Choices = tuple[Ranks, ...]
+
+MOST_NODES = 4096
+"""Nodes of the largest tree, and so its greatest width."""
+
+MOST_DEPTH = 256
+"""Depth of the deepest tree: every node is written as the whole path to it."""
+
+LONGEST = 1_000_000
+"""Characters of the longest text that is read as a tree."""
+
+TOO_LARGE = "trees that pay have some dozens of nodes"
+
 Value = Callable[[Ranks], float]
 
 
 def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
     """The choices that ``text`` names: widths per depth ("3x2x1"), or paths of ranks ("0 1 0.0 0.1 0.0.0").
 
-    A sequence of paths is taken as it is.
+    A sequence of paths is taken as it is. A tree has at most ``MOST_NODES`` nodes and is at most ``MOST_DEPTH`` deep.
 
     Raises:
-        ValueError: neither form, or no tree (a missing parent, a missing earlier sibling, a repeated path).
+        ValueError: neither form, or no tree (a missing parent, a missing earlier sibling, a repeated path); a tree that
+            is too large.
     """
+    if isinstance(text, str) and len(text) > LONGEST:
+        raise ValueError(f"the text of a tree has {len(text)} characters; {LONGEST} are allowed: {TOO_LARGE}")
     if isinstance(text, int) and not isinstance(text, bool):
         text = str(text)  # one width, as YAML reads it
     if isinstance(text, str):
         if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
-            return widths([int(width) for width in text.split("x")])
+            return _checked_widths(text)
         if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text.strip()):
             raise ValueError(f"a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {text!r}")
         paths: Iterable[Ranks] = (tuple(int(rank) for rank in path.split(".")) for path in text.split())
@@ -48,8 +63,36 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
             "quote it, \"proposer.tree='0.0'\""
         )
     choices = tuple(sorted(paths, key=lambda path: (len(path), path)))
+    _check_size(len(choices), depth_of(choices))
     shape_of(choices)  # refuses what is no tree
     return choices
+
+
+def _checked_widths(text: str) -> Choices:
+    """The tree of widths per depth.
+
+    Raises:
+        ValueError: it is too large; nothing is built.
+    """
+    counts = text.strip().split("x")
+    nodes, level = 0, 1
+    for depth, count in enumerate(counts, 1):
+        level *= int(count) if len(count) <= len(str(MOST_NODES)) else MOST_NODES + 1
+        nodes += level
+        _check_size(nodes, depth)
+    return widths([int(count) for count in counts])
+
+
+def _check_size(nodes: int, depth: int) -> None:
+    """Refuse a tree that is too large.
+
+    Raises:
+        ValueError: says which limit it exceeds.
+    """
+    if nodes > MOST_NODES:
+        raise ValueError(f"the tree has more than {MOST_NODES} nodes: {TOO_LARGE}")
+    if depth > MOST_DEPTH:
+        raise ValueError(f"the tree is more than {MOST_DEPTH} deep: {TOO_LARGE}")
 
 
 def _are_paths(value: object) -> TypeGuard[Sequence[Sequence[int]]]:
