@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     """Write a mapping, renamed into place once whole; what JSON does not know is written as text.
 
-    The temporary file has a random name and is created exclusively, so processes that write the same file at once, or
-    a link planted in a shared folder, cannot damage it.
-
     Raises:
         OSError: it cannot be written; nothing is left behind.
         ValueError: NaN or an infinity in it.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-    part = file.with_name(f".{file.name}.{uuid4().hex}.tmp")
+    part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        with part.open("x") as opened:
-            opened.write(text)
+        part.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
         part.replace(file)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ PASSES = 6
 BLOCKS = 3
 """Blocks of passes at most: a measurement that is not steady is extended up to twice."""
 
-LONGEST = 60.0
+LONGEST = 30.0
 """Seconds of timing after which no more passes follow, once there are two."""
 
 HOPELESS = 0.5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import TypeGuard
@@ -53,13 +54,15 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
         if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
             return _checked_widths(text)
         if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text.strip()):
-            raise ValueError(f"a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {text!r}")
+            raise ValueError(
+                f"a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {reprlib.repr(text)}"
+            )
         paths: Iterable[Ranks] = (tuple(int(rank) for rank in path.split(".")) for path in text.split())
     elif _are_paths(text):
         paths = (tuple(path) for path in text)
     else:
         raise ValueError(
-            f"a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {text!r}: "
+            f"a tree is text, widths (3x2x1) or paths of ranks (0 1 0.0), not {reprlib.repr(text)}: "
             "quote it, \"proposer.tree='0.0'\""
         )
     choices = tuple(sorted(paths, key=lambda path: (len(path), path)))
