@@ -14,7 +14,7 @@ from spec_lab.machine import Usage, other_load
 VISIT = 4
 """Steps of one size in a row, as in decoding; the first warms up the others and is not counted."""
 
-SCOUTS = 3
+SCOUTS = 2
 """Passes before the timed ones: they warm up, and find the sizes that are worth timing."""
 
 PASSES = 6
@@ -27,13 +27,13 @@ LONGEST = 30.0
 """Seconds of timing after which no more passes follow, once there are two."""
 
 HOPELESS = 0.5
-"""Of the best rate: sizes beyond two in a row below it are not timed. Low, as noise must not cut off good sizes."""
+"""Of the best rate: sizes beyond the largest that reaches it are not timed. Noise on single sizes cuts none off."""
 
 QUANTILE = 0.1
 """Of the timed steps of a size, which one counts as its cost."""
 
-STEADY = 0.1
-"""Largest relative spread of a measurement that is trusted."""
+STEADY = 0.25
+"""Largest relative spread of a measurement that is trusted; the line over all sizes spreads less than single sizes."""
 
 SLACK = 0.3
 """Cores that other processes may use beyond those that are free, as an idle system's services do."""
@@ -107,8 +107,8 @@ def measure(
 
     Args:
         visit: times ``VISIT`` steps of a size and returns the seconds of all but the first.
-        tokens: that a step is expected to give, by size, in rising order; size 0 included. Sizes beyond two hopeless
-            ones in a row (``HOPELESS``) are not timed.
+        tokens: that a step is expected to give, by size, in rising order; size 0 included. Sizes beyond the largest
+            promising one (``HOPELESS``) are not timed.
         seconds: of timing in each block at least.
         threads: cores that the process needs.
         usage: of the machine's processors, up to now.
@@ -134,16 +134,14 @@ def measure(
 
 
 def _promising(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, float]) -> list[int]:
-    """The sizes up to two in a row whose rates, by the fastest steps of the scouting passes, are hopeless."""
-    best: dict[int, float] = {}
+    """The sizes up to the largest whose rate, by the fastest step of the scouting passes, is not hopeless."""
+    best = dict.fromkeys(tokens, math.inf)
     for _ in range(SCOUTS):
-        rates: list[float] = []
         for size in tokens:
-            best[size] = min(best.get(size, math.inf), *visit(size))
-            rates.append(tokens[size] / best[size])
-            if len(rates) > 2 and max(rates[-2:]) < HOPELESS * max(rates):
-                break
-    return list(best)
+            best[size] = min(best[size], *visit(size))
+    rates = {size: tokens[size] / best[size] for size in tokens}
+    largest = max(size for size, rate in rates.items() if rate >= HOPELESS * max(rates.values()))
+    return [size for size in tokens if size <= largest]
 
 
 def _summary(
