@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from spec_lab import files, ranks
+from spec_lab.machine import processor
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
@@ -229,21 +230,12 @@ def machine() -> dict[str, Any]:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 2**30, 1),
         "system": platform.platform(),
         "gpus": gpus,
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if names:
-            return str(names[0])
-    return platform.processor() or platform.machine()
 
 
 def _version(name: str) -> str | None:

@@ -60,6 +60,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     facts["parts"] = _named(lab, next(iter(arms.values())))
     own = facts
     facts = claim(settings.out, own)
+    for line in show.chosen_trees(lab.facts(), facts["proposers"]):
+        console.print(line, soft_wrap=True, highlight=False)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
     finished = recorder.finished()
     todo = {number: group for number, group in groups.items() if number not in finished}

@@ -23,6 +23,32 @@ def show(summary: Mapping[str, Any], console: Console) -> None:
     console.print(_notes(summary), highlight=False)
 
 
+def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each arm whose draft tree was chosen by measured costs: the tree, and the option that repeats it.
+
+    Args:
+        now: what the proposers say of themselves, by arm.
+        begun: what the manifest says of them; for a resumed run, what they said when it began.
+    """
+    lines = []
+    for arm, facts in begun.items():
+        if "costs_measured" not in facts:
+            continue
+        tree, option = facts["tree"], "proposer.tree" if arm == "speculative" else f"beside.{arm}.tree"
+        depth = 0 if tree == "none" else max(path.count(".") + 1 for path in tree.split())
+        if "costs_measured" not in now.get(arm, {}):
+            origin = "chosen when this run began"
+        elif facts["costs"] == "cached":
+            origin = f"step costs from the cache, measured {facts['costs_measured']}"
+        else:
+            origin = "step costs measured now" + ("" if facts["costs_steady"] else " on a busy machine, not kept")
+        lines.append(
+            f"{arm}: calibrated tree of {facts['nodes']} nodes, {depth} deep, expected tau "
+            f"{facts['expected_tokens']:.2f} ({origin}); repeat it with {option}='{tree}'"
+        )
+    return lines
+
+
 def _arms(summary: Mapping[str, Any]) -> Table:
     what = summary["experiment"]
     if summary["proposer"] is not None:

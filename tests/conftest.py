@@ -2,6 +2,7 @@
 
 import os
 import sys
+from uuid import uuid4
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -28,6 +29,21 @@ def every_test_checks_its_targets():
     """Weights that an earlier test has loaded are checked again (``spec_lab.target.checked``)."""
     if loaded := sys.modules.get("spec_lab.target"):
         loaded._CHECKED.clear()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_cache_of_their_own(tmp_path_factory):
+    """The tests, and the processes that they start, leave the user's cache alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("SPEC_LAB_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def an_empty_cache(a_cache_of_their_own, monkeypatch):
+    """No test reads step costs that another has measured."""
+    monkeypatch.setenv("SPEC_LAB_CACHE", str(a_cache_of_their_own / uuid4().hex))
 
 
 @pytest.fixture

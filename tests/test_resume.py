@@ -3,13 +3,14 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from spec_lab import metrics
 from spec_lab.entry import main
 from spec_lab.lab import Loop
-from spec_lab.propose.calibrate import calibrate
+from spec_lab.propose.calibrate import calibrate, time_steps
 from spec_lab.propose.trees import parse
 from tests import checkpoints
 
@@ -46,8 +47,9 @@ def calibrating(monkeypatch, *trees: str) -> None:
     """Let calibrations choose these trees, one after the other."""
     left = [parse(tree) for tree in trees]
 
-    def chosen(*given):
-        return replace(calibrate(*given, seconds=0.0), choices=left.pop(0))
+    def chosen(*given, **named):
+        found = calibrate(*given, **named, timing=partial(time_steps, seconds=0.0))
+        return replace(found, choices=left.pop(0))
 
     monkeypatch.setattr("spec_lab.propose.medusa.calibrate", chosen)
 

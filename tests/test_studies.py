@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from experiments import plots
 from spec_lab import metrics
 from spec_lab.entry import conf, main, zoo
+from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
 from tests import checkpoints
 
@@ -61,7 +62,8 @@ def tiny_zoo(tmp_path_factory):
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("spec_lab.propose.calibrate.time_rounds", lambda *given: {0: 1.0, 1: 1.1, 2: 1.2})
+        costs = StepCosts({0: 1.0, 1: 1.1, 2: 1.2}, dict.fromkeys(range(3), 0.0), 10)
+        patch.setattr("spec_lab.propose.calibrate.time_steps", lambda *given: costs)
         patch.setattr("spec_lab.run.in_short", lambda *given: {"certified": None})  # tests/certify enumerates
         patch.setattr("spec_lab.run._ENUMERATED", {})
         yield folder

@@ -6,27 +6,47 @@ step time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import theilslopes
 from torch import Tensor
 
-from spec_lab.batch import Batch, Request, Sequence
+from spec_lab import ranks
+from spec_lab.batch import Batch, Request
+from spec_lab.batch import Sequence as Live
 from spec_lab.commit import Step, commit
 from spec_lab.law import CounterDraws, Sampling, law, law_dtype
+from spec_lab.machine import cores, processor
 from spec_lab.propose.accuracy import Accuracy
+from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.proposer import Proposer
-from spec_lab.propose.trees import Choices, expected_tokens, grow, parse
+from spec_lab.propose.step_costs import VISIT, StepCosts, measure
+from spec_lab.propose.trees import Choices, expected_tokens, grow, parse, write
 from spec_lab.target import Target
 
-SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)  # tree sizes tried
-RUN = 6  # rounds of the same size in a row, as in decoding: the first warm up the others
-HOPELESS = 0.8  # of the best rate: two sizes in a row below it are the last ones timed
-LEVEL = 0.98  # of the best rate: the largest tree above it is taken, as tokens are known better than seconds
+log = logging.getLogger(__name__)
+
+SIZES = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+"""Tree sizes that are timed, up to the largest allowed one, which is timed as well."""
+
+LEVEL = 0.98
+"""Of the best rate: the largest tree above it is taken, as tokens are known better than seconds."""
+
+CONTEXT = 200
+"""Tokens of context at which steps are timed, where the target has room for so many."""
+
+PROCEDURE = 1
+"""Version of how steps are timed: costs of another version are measured again. Raise it with every change."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +59,7 @@ class Calibration:
         expected_speedup: over decoding without a draft, by the seconds below.
         batch_size: sequences decoded together.
         temperature: of the text on which the heads were measured.
-        round_seconds: of drafting, the target's forward, its law and the commit, for each tree size, as timed;
-            ``smoothed`` gives those that decided.
+        costs: of a step for each tree size, as timed; ``smoothed`` gives those that decided.
     """
 
     choices: Choices
@@ -48,7 +67,25 @@ class Calibration:
     expected_speedup: float
     batch_size: int
     temperature: float
-    round_seconds: dict[int, float]
+    costs: StepCosts
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep beside the tree."""
+        costs = self.costs
+        return {
+            "expected_tokens": self.expected_tokens,
+            "expected_speedup": self.expected_speedup,
+            "batch_size": self.batch_size,
+            "temperature": self.temperature,
+            "costs": "cached" if costs.cached else "measured",
+            "costs_measured": costs.measured,
+            "costs_steady": costs.steady,
+            "costs_spread": costs.overall_spread,
+            "costs_other_load": costs.other_load,
+            "round_seconds": costs.seconds,
+            "round_spread": costs.spread,
+        }
 
 
 def calibrate(
@@ -58,10 +95,17 @@ def calibrate(
     accuracy: Accuracy,
     batch_size: int = 1,
     max_nodes: int = 64,
-    seconds: float = 5.0,
+    *,
+    cache: CostCache,
+    drafter: str = "",
+    again: bool = False,
+    timing: Callable[..., StepCosts] | None = None,
 ) -> Calibration:
     """The tree with the most expected tokens per second for this batch size on this machine; of trees that come within
     two hundredths of it and are no slower than drafting nothing, the largest.
+
+    The seconds come from the cache where it has them, so that the same command chooses the same tree. A warning says
+    where they were measured on a machine that was too busy; such measurements are not kept.
 
     Args:
         target: verifies.
@@ -70,16 +114,27 @@ def calibrate(
         accuracy: how often it is right.
         batch_size: sequences decoded together.
         max_nodes: largest tree.
-        seconds: to spend on timing at least.
+        cache: of measured costs.
+        drafter: SHA-256 of the proposer's weights.
+        again: measure the costs even if the cache has them.
+        timing: times steps; ``time_steps`` unless given.
     """
-    ranks = min(target.vocabulary, *map(len, accuracy.accuracy))
-    grown = grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), ranks)
+    most = min(target.vocabulary, *map(len, accuracy.accuracy))
+    grown = [path for path, _ in grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), most)]
     sizes = [*(size for size in SIZES if size < len(grown)), len(grown)]
-    trees = {size: parse([path for path, _ in grown[:size]]) if size else () for size in sizes}
+    trees = {size: parse(grown[:size]) if size else () for size in sizes}
     tokens = {size: expected_tokens(tree, accuracy.value) for size, tree in trees.items()}
-    proposers = {size: drafting(tree) for size, tree in trees.items()}
-    costs = time_rounds(target, proposers, tokens, batch_size, Sampling(accuracy.temperature), seconds)
-    smooth = smoothed(costs)
+    sampling = Sampling(accuracy.temperature)
+
+    def timed() -> StepCosts:
+        proposers = {size: drafting(tree) for size, tree in trees.items()}
+        return (timing or time_steps)(target, proposers, tokens, batch_size, sampling)
+
+    under = conditions(target, drafter, grown, batch_size, sampling)
+    costs = cache.costs(under, sizes, timed, again)
+    if not costs.steady:
+        log.warning("%s", unsteady(costs))
+    smooth = smoothed(costs.seconds)
     rates = {size: tokens[size] / smooth[size] for size in smooth}
     best = max(rates, key=lambda size: rates[size])
     if best:
@@ -88,31 +143,103 @@ def calibrate(
     return Calibration(trees[best], tokens[best], speedup, batch_size, accuracy.temperature, costs)
 
 
-@torch.inference_mode()
-def time_rounds(
+def conditions(
+    target: Target, drafter: str, grown: Sequence[Sequence[int]], batch_size: int, sampling: Sampling
+) -> dict[str, Any]:
+    """Everything that the costs depend on: other conditions, another entry of the cache.
+
+    Args:
+        target: verifies.
+        drafter: SHA-256 of the proposer's weights.
+        grown: the nodes of the largest tree, in the order in which trees grow.
+        batch_size: sequences decoded together.
+        sampling: of the requests.
+    """
+    lm = target.lm
+    parameters = list(lm.model.parameters())
+    devices = sorted({parameter.device for parameter in parameters} | {torch.device(lm.device)}, key=str)
+    return {
+        "procedure": PROCEDURE,
+        "versions": {"spec-lab": _spec_lab(), "torch": torch.__version__, "python": platform.python_version()},
+        "processor": processor(),
+        "cores": cores(),
+        "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
+        "ranks": ranks.size(),
+        "threads": torch.get_num_threads(),
+        "target": target.sha256 or target.name,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "attention": lm.attention,
+        "context": _context(target),
+        "drafter": drafter,
+        "trees": sha256(write(tuple(map(tuple, grown))).encode()).hexdigest(),
+        "batch_size": batch_size,
+        "temperature": sampling.temperature,
+    }
+
+
+def unsteady(costs: StepCosts) -> str:
+    """Why costs are not trusted, and what to do."""
+    why = [f"repeated timings of a step differ by {costs.overall_spread:.0%}"]
+    if costs.other_load is not None:
+        own = "1 thread" if costs.threads == 1 else f"{costs.threads} threads"
+        why.append(f"other processes used {costs.other_load:.1f} of {costs.cores} cores beside the {own} of this one")
+    return (
+        f"the machine is too busy to calibrate a tree: {', and '.join(why)}. The measured costs are used for this run "
+        "and not kept, so the next run may choose another tree. Run again when the machine is idle, set threads= to "
+        "fewer threads, or name the tree with proposer.tree="
+    )
+
+
+def _spec_lab() -> str:
+    try:
+        return version("spec-lab")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _context(target: Target) -> int:
+    """Tokens of context at which steps are timed."""
+    return max(1, min(CONTEXT, target.context - VISIT - 2))
+
+
+def time_steps(
     target: Target,
     proposers: Mapping[int, Proposer],
     tokens: Mapping[int, float],
     batch_size: int,
     sampling: Sampling,
-    seconds: float,
-) -> dict[int, float]:
-    """Seconds of a round with each proposer, after some 200 tokens of context.
+    seconds: float = 3.0,
+) -> StepCosts:
+    """Costs of a step with each proposer, after some 200 tokens of context. How they are timed: ``step_costs.measure``.
 
-    They take turns and count with their fastest turn, since other work on the machine only ever adds. Sizes beyond two
-    hopeless ones in a row are not timed. The verdict is left out: proposers do not know who decides, and for trees of
-    this size it is some hundredths of a round.
+    The verdict is left out: proposers do not know who decides, and for trees of this size it is some hundredths of a
+    step.
 
     Args:
         target: verifies.
         proposers: by the size of their trees, in rising order.
-        tokens: that a round is expected to give, by size.
+        tokens: that a step is expected to give, by size.
         batch_size: sequences decoded together.
         sampling: whose law is taken.
-        seconds: to spend at least, after three turns of every size, of which the first warms up.
+        seconds: of timing at least.
+    """
+    threads = torch.get_num_threads() if target.lm.device.type == "cpu" else 1
+    with visits(target, proposers, batch_size, sampling) as visit:
+        return measure(visit, tokens, seconds, threads)
+
+
+@contextmanager
+def visits(
+    target: Target, proposers: Mapping[int, Proposer], batch_size: int, sampling: Sampling
+) -> Iterator[Callable[[int], list[float]]]:
+    """Yield what times ``VISIT`` steps of a size and returns the seconds of all but the first.
+
+    Arguments as in ``time_steps``. Afterwards nothing is left in the target's cells.
     """
     lm, largest = target.lm, max(one.nodes for one in proposers.values())
-    context = max(1, min(200, target.context - RUN - 2))
+    context = _context(target)
     prompt = tuple(np.random.default_rng(0).integers(0, target.vocabulary, context).tolist())
     batch = Batch(target, [], CounterDraws(0))
     scratch = torch.empty(
@@ -121,35 +248,25 @@ def time_rounds(
         dtype=law_dtype(torch.empty(0, dtype=lm.dtype)),
         device=lm.device,
     )
+
+    @torch.inference_mode()
+    def visit(size: int) -> list[float]:
+        proposer = proposers[size]
+        took = [_round(batch, proposer, scratch) for _ in range(VISIT)]
+        batch.marks = []
+        for sequence in batch.sequences:
+            proposer.close(sequence)
+            del sequence.tokens[context + 1 :]
+            lm.cells.backtrack(sequence.path, context)
+        return took[1:]
+
     try:
         for number in range(batch_size):
             request = Request(number, "calibration", prompt, sampling, target.context)
-            batch.sequences.append(Sequence(request, lm.cells.open(context + RUN + largest + 1), list(prompt)))
-
-        def turn(proposer: Proposer) -> float:
-            took = [_round(batch, proposer, scratch) for _ in range(RUN)]
-            batch.marks = []
-            for sequence in batch.sequences:
-                proposer.close(sequence)
-                del sequence.tokens[context + 1 :]
-                lm.cells.backtrack(sequence.path, context)
-            return median(took[1:])
-
-        best: dict[int, float] = {}
-        turn(next((one for one in proposers.values() if one.wants_hidden), proposers[0]))  # it computes the prompt
-        for size, proposer in proposers.items():
-            turn(proposer)  # warms up
-            best[size] = min(turn(proposer), turn(proposer))
-            rates = [tokens[smaller] / took for smaller, took in best.items()]
-            if len(rates) > 2 and max(rates[-2:]) < HOPELESS * max(rates):
-                break
-        spent = 0.0
-        while spent < seconds:
-            for size, took in best.items():
-                now = turn(proposers[size])
-                best[size] = min(took, now)
-                spent += now * RUN
-        return best
+            batch.sequences.append(Live(request, lm.cells.open(context + VISIT + largest + 1), list(prompt)))
+        # The prompt is computed first, with hidden states where some proposer reads them.
+        visit(next((size for size, one in proposers.items() if one.wants_hidden), next(iter(proposers))))
+        yield visit
     finally:
         for sequence in batch.sequences:
             lm.cells.close(sequence.path)

@@ -6,8 +6,8 @@ Source: Medusa (2401.10774); trees chosen for the machine as in Sequoia (2402.12
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,9 @@ from spec_lab.model import CausalLM
 from spec_lab.options import temperature_or_none, whole
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
+from spec_lab.propose.cost_cache import CostCache, default_folder
 from spec_lab.propose.heads import Heads
-from spec_lab.propose.trees import Choices, depth_of, grow, parse, width_of, write
+from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, grow, parse, width_of, write
 from spec_lab.target import Target
 
 log = logging.getLogger(__name__)
@@ -66,20 +67,29 @@ class Medusa:
         temperature: float = 0.0,
         max_nodes: int = 64,
         max_depth: int | None = None,
+        recalibrate: bool = False,
+        cache: str | None = None,
     ) -> Medusa:
         """Read heads, and choose the tree.
 
         Args:
             target: whose hidden states the heads read.
             path: folder of the heads.
-            tree: as ``trees.parse`` reads it, "none" to draft nothing, or "calibrated": the most expected tokens per
-                second for the accuracies in the folder's calibration and the measured cost of rounds on this machine
-                (some seconds). Where none beats decoding without a draft, nothing is drafted, with a warning. Or
-                "likeliest": the ``max_nodes`` nodes that are likeliest to be accepted by those accuracies.
+            tree: as ``trees.parse`` reads it (at most 4096 nodes, 256 deep), "none" to draft nothing, or "calibrated":
+                the most expected tokens per second for the accuracies in the folder's calibration and the measured
+                cost of steps on this machine. Costs are measured once (some seconds) and kept in a cache, so that the
+                same command chooses the same tree. Where no tree beats decoding without a draft, nothing is drafted,
+                with a warning. Or "likeliest": the ``max_nodes`` nodes that are likeliest to be accepted by those
+                accuracies.
             batch_size: sequences decoded together, for which the tree is calibrated.
             temperature: of the target; the calibration measured nearest to it is taken.
-            max_nodes: largest calibrated tree; nodes of the likeliest.
-            max_depth: of the deepest calibrated or likeliest tree; None, or more: as deep as there are heads.
+            max_nodes: largest calibrated tree; nodes of the likeliest. From 1 to 4096.
+            max_depth: of the deepest calibrated or likeliest tree, from 1 to 256; None, or more than there are heads:
+                as deep as there are heads.
+            recalibrate: measure the costs of steps even if the cache has them, and replace them there. Costs older
+                than 30 days are measured again in any case.
+            cache: folder of the measured costs; None: ``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else
+                ``~/.cache/spec_lab``.
 
         Raises:
             ValueError: heads that do not fit the target; a tree deeper than the heads or wider than the vocabulary;
@@ -87,9 +97,13 @@ class Medusa:
             OSError: files are missing.
         """
         whole("proposer.batch_size", batch_size)
-        whole("proposer.max_nodes", max_nodes)
+        whole("proposer.max_nodes", max_nodes, most=MOST_NODES)
         if max_depth is not None:
-            whole("proposer.max_depth", max_depth, otherwise=", or null for as deep as there are heads")
+            whole("proposer.max_depth", max_depth, 1, ", or null for as deep as there are heads", most=MOST_DEPTH)
+        if not isinstance(recalibrate, bool):
+            raise ValueError(f"proposer.recalibrate must be true or false, not {recalibrate!r}")
+        if cache is not None and (not isinstance(cache, str) or not cache):
+            raise ValueError(f"proposer.cache must be null or name a folder, not {cache!r}")
         heads = Heads.read(path, target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         if tree in ("calibrated", "likeliest"):
@@ -100,7 +114,17 @@ class Medusa:
             return Medusa(heads, parse([node for node, _ in grown]))
         if tree == "calibrated":
             first = lru_cache(heads.first)  # trees of one depth share their heads' memory
-            found = calibrate(target, lambda t: Medusa(first(depth_of(t)), t), depth, accuracy, batch_size, max_nodes)
+            found = calibrate(
+                target,
+                lambda choices: Medusa(first(depth_of(choices)), choices),
+                depth,
+                accuracy,
+                batch_size,
+                max_nodes,
+                cache=CostCache(default_folder() if cache is None else Path(cache)),
+                drafter=heads.sha256,
+                again=recalibrate,
+            )
             if not found.choices:
                 log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)
             return Medusa(heads, found.choices, found)
@@ -118,8 +142,7 @@ class Medusa:
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep: the tree, and how it was chosen."""
-        chosen = {} if self.calibration is None else asdict(self.calibration)
-        chosen.pop("choices", None)
+        chosen = {} if self.calibration is None else self.calibration.facts
         return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
 
     @torch.inference_mode()

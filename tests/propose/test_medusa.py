@@ -17,9 +17,11 @@ from spec_lab.batch import Sequence
 from spec_lab.law import Sampling
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
-from spec_lab.propose.calibrate import calibrate
+from spec_lab.propose.calibrate import calibrate, time_steps
+from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.heads import Heads, Trunk
 from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.step_costs import SCOUTS, VISIT, StepCosts
 from spec_lab.propose.trees import by_rank, expected_tokens, grow, parse, widths, write
 from spec_lab.verify import Traversal
 from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, emitted, plain_greedy, requests
@@ -200,14 +202,23 @@ def test_accuracy_survives_its_file(tmp_path):
 RANKED = Accuracy([[0.6, 0.2, 0.1], [0.5, 0.1, 0.1], [0.4, 0.1, 0.1], [0.4, 0.1, 0.1]], {})
 
 
+def costs_of(seconds):
+    return StepCosts(seconds, dict.fromkeys(seconds, 0.0), 10)
+
+
+@pytest.fixture
+def calibrated(tmp_path):
+    """``calibrate`` with an empty cache."""
+    return partial(calibrate, cache=CostCache(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize("per_node", [0.0, 0.01, 0.05, 0.25, 1.0])
-def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch, per_node):
+def test_the_tree_weighs_tokens_against_measured_seconds(target, calibrated, per_node):
     def timed(target, proposers, *_):
         assert {size: one.nodes for size, one in proposers.items()} == {size: size for size in proposers}
-        return {size: 1.0 + (0.5 + per_node * size) * (size > 0) for size in proposers}
+        return costs_of({size: 1.0 + (0.5 + per_node * size) * (size > 0) for size in proposers})
 
-    monkeypatch.setattr(calibration, "time_rounds", timed)
-    found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=30)
+    found = calibrated(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=30, timing=timed)
     grown = grow(by_rank(RANKED.accuracy), 30, 4, 3)
     rates = {0: 1.0} | {
         size: (1 + sum(value for _, value in grown[:size])) / (1.5 + per_node * size)
@@ -223,7 +234,8 @@ def test_the_tree_weighs_tokens_against_measured_seconds(target, monkeypatch, pe
 
 
 def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(calibration, "time_rounds", lambda target, proposers, *_: {n: 1.0 + 9 * n for n in proposers})
+    dear = {n: 1.0 + 9 * n for n in (0, 1, 2)}
+    monkeypatch.setattr(calibration, "time_steps", lambda *_: costs_of(dear))
     folder = saved(tmp_path)
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
     proposer = Medusa.load(target, str(folder), batch_size=3)
@@ -236,7 +248,7 @@ def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_whole_rounds_are_timed_and_leave_nothing_behind(batch_size, monkeypatch):
+def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, monkeypatch, calibrated):
     target = tiny_target()
     drafting, plain, seen = partial(Medusa, heads_of(target)), target.lm.forward, []
 
@@ -245,37 +257,32 @@ def test_whole_rounds_are_timed_and_leave_nothing_behind(batch_size, monkeypatch
         return plain(paths, pending, draft)
 
     monkeypatch.setattr(target.lm, "forward", watched)
-    monkeypatch.setattr(calibration, "HOPELESS", 0.0)
-    found = calibrate(target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9, seconds=0.0)
-    sizes, run = [0, 1, 2, 3, 4, 5, 6, 8, 9], calibration.RUN
-    first, *rounds = seen
+    monkeypatch.setattr("spec_lab.propose.step_costs.HOPELESS", 0.0)
+    monkeypatch.setattr("spec_lab.propose.step_costs.STEADY", float("inf"))
+    monkeypatch.setattr("spec_lab.propose.step_costs.SLACK", float("inf"))
+    found = calibrated(
+        target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9,
+        timing=partial(time_steps, seconds=0.0),
+    )  # fmt: skip
+    sizes = [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    first, *steps = seen
     assert first == (0, {200}, {0})  # the prompt
-    assert rounds[: run - 1] == [(batch_size, {1}, {200 + n}) for n in range(run - 1)]
-    turns = [(size * batch_size, {1}, {200 + n}) for size in sizes for _ in range(3) for n in range(run)]
-    assert rounds[run - 1 :] == turns
-    costs = found.round_seconds
+    assert steps[: VISIT - 1] == [(batch_size, {1}, {200 + n}) for n in range(VISIT - 1)]
+    order = [*sizes * SCOUTS, *(sizes + sizes[::-1]) * 3]
+    assert steps[VISIT - 1 :] == [(size * batch_size, {1}, {200 + n}) for size in order for n in range(VISIT)]
+    costs = found.costs.seconds
     assert list(costs) == sizes and min(costs.values()) > 0
     assert found.batch_size == batch_size
     assert not target.lm.cells.references.any()
     assert target.lm._hook is None
 
 
-def test_sizes_beyond_two_hopeless_ones_are_not_timed(monkeypatch):
-    target = tiny_target()
-    cost = {0: 1.0, 1: 1.1, 2: 9.0, 3: 1.2, 4: 9.0, 5: 9.0, 6: 1.0}
-    monkeypatch.setattr(calibration, "_round", lambda batch, proposer, scratch: cost[proposer.nodes])
-    monkeypatch.setattr(target.lm.cells, "backtrack", lambda path, length: None)
-    found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6, seconds=0.0)
-    assert found.round_seconds == {size: cost[size] for size in range(6)}
-
-
-def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeypatch):
+def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeypatch, calibrated):
     def timed(target, proposers, tokens, *_):  # one node gains a hundredth, more lose one
-        return {size: tokens[size] / {0: 1.0, 1: 1.01}.get(size, 0.995) for size in proposers}
+        return costs_of({size: tokens[size] / {0: 1.0, 1: 1.01}.get(size, 0.995) for size in proposers})
 
-    monkeypatch.setattr(calibration, "time_rounds", timed)
     monkeypatch.setattr(calibration, "smoothed", dict)
-    found = calibrate(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6)
+    found = calibrated(target, partial(Medusa, heads_of(target)), 4, RANKED, max_nodes=6, timing=timed)
     assert found.choices == ((0,),)
 
 
@@ -321,13 +328,14 @@ def test_a_trunk_is_read(target, truth, tmp_path):
     assert emitted(decode(target, proposer, requests())[0]) == truth
 
 
-def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp_path):
+def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp_path, monkeypatch):
     folder = saved(tmp_path)
     named = Medusa.load(target, str(folder), tree="3x2")
     assert (named.nodes, len(named.heads), named.calibration, len(named.sha256)) == (9, 2, None, 64)
     assert named.heads.weight.dtype == target.lm.dtype
     assert named.facts["tree"] == write(widths([3, 2]))
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
+    monkeypatch.setattr(calibration, "time_steps", partial(time_steps, seconds=0.0))
     chosen = Medusa.load(target, str(folder), batch_size=2, max_nodes=3)
     assert chosen.calibration.batch_size == 2
     assert chosen.facts["expected_tokens"] == chosen.calibration.expected_tokens
@@ -342,7 +350,8 @@ def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp
 def test_the_likeliest_and_the_calibrated_tree_are_at_most_as_deep_as_said(target, tmp_path, monkeypatch, max_depth):
     folder = saved(tmp_path)
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
-    monkeypatch.setattr(calibration, "time_rounds", lambda target, proposers, *_: dict.fromkeys(proposers, 1.0))
+    free = lambda target, proposers, *_: costs_of(dict.fromkeys(proposers, 1.0))  # noqa: E731
+    monkeypatch.setattr(calibration, "time_steps", free)
     for tree in ("likeliest", "calibrated"):  # nodes cost nothing: the largest
         proposer = Medusa.load(target, str(folder), tree=tree, max_nodes=6, max_depth=max_depth)
         assert proposer.tree == parse([path for path, _ in grow(by_rank([[0.5, 0.1]] * 4), 6, min(max_depth, 4), 2)])
@@ -375,6 +384,11 @@ def test_the_likeliest_and_the_calibrated_tree_are_at_most_as_deep_as_said(targe
         ({}, {}, {"tree": "best"}, "a tree is written as"),
         ({}, {}, {"batch_size": 0}, "proposer.batch_size"),
         ({}, {}, {"max_nodes": "many"}, "proposer.max_nodes"),
+        ({}, {}, {"max_nodes": 4097}, "proposer.max_nodes must be at most 4096"),
+        ({}, {}, {"max_depth": 257}, "proposer.max_depth must be at most 256"),
+        ({}, {}, {"tree": "99999x99999"}, "more than 4096 nodes"),
+        ({}, {}, {"recalibrate": "yes"}, "proposer.recalibrate must be true or false, not 'yes'"),
+        ({}, {}, {"cache": 3}, "proposer.cache must be null or name a folder, not 3"),
         ({}, {}, {"max_depth": 0}, "proposer.max_depth must be a whole number of 1 or more, or null for as deep as"),
     ],
 )

@@ -176,3 +176,20 @@ def test_a_long_tailed_acceptance_vector():
 def test_what_yaml_reads_as_something_else_asks_for_quotes(value):
     with pytest.raises(ValueError, match=r"not .*: quote it, \"proposer.tree='0.0'\""):
         parse(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1025", "99999x99999", "x".join(["2"] * 60), "9" * 5000, "x".join(["1"] * 257), "0 " * 600_000,
+        " ".join(".".join("0" * depth) for depth in range(1, 258)), " ".join(map(str, range(1025))),
+    ],
+)  # fmt: skip
+def test_trees_that_no_machine_could_verify_are_refused_at_once(text):
+    with pytest.raises(ValueError, match=r"proposer\.tree (has|is) .*at most (1024|256) are possible"):
+        parse(text)
+
+
+def test_the_largest_trees_are_read():
+    assert len(parse("1024")) == len(parse(" ".join(map(str, range(1024))))) == 1024
+    assert len(parse("x".join(["1"] * 256))) == 256

@@ -1,0 +1,72 @@
+"""What timings depend on: the processor, its cores, and what other processes do with them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+
+
+def processor() -> str:
+    """The processor's model name."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if names:
+            return str(names[0])
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds of processor time that were used up to a moment.
+
+    Args:
+        wall: the moment, in seconds of a monotonic clock.
+        machine: of all processes on all cores, time stolen by the hypervisor included; None where not known. Processes
+            of low priority (nice) are left out, as they give way, unless this one is of low priority itself.
+        own: of this process.
+    """
+
+    wall: float
+    machine: float | None
+    own: float
+
+    @staticmethod
+    def now() -> Usage:
+        """Usage up to now. Only Linux tells what all processes have used."""
+        own = os.times()
+        return Usage(time.monotonic(), _machine_seconds(), own.user + own.system)
+
+
+def other_load(start: Usage, end: Usage) -> float | None:
+    """Cores that other processes kept busy on average between two moments; None where it is not known.
+
+    The load average of the last minute would count what this process itself did before ``start``.
+    """
+    if start.machine is None or end.machine is None or end.wall <= start.wall:
+        return None
+    return max(0.0, (end.machine - start.machine) - (end.own - start.own)) / (end.wall - start.wall)
+
+
+def _machine_seconds() -> float | None:
+    """See ``Usage.machine``."""
+    try:
+        first = STAT.read_text().split("\n", 1)[0]
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first.split()[1:9])
+    except (OSError, ValueError):
+        return None
+    low = nice if os.nice(0) > 0 else 0
+    return (user + low + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,321 @@
+"""Measured step costs between runs: what is read, what is measured again, and what is only a warning."""
+
+import json
+import multiprocessing
+import os
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from spec_lab.propose import calibrate as calibration
+from spec_lab.propose.accuracy import Accuracy
+from spec_lab.propose.calibrate import calibrate, conditions
+from spec_lab.propose.cost_cache import MAX_AGE, CostCache, default_folder
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.step_costs import StepCosts
+from spec_lab.propose.trees import parse
+from tests.tiny import tiny_target
+
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+SIZES = (0, 1, 2, 4)
+COSTS = StepCosts({0: 1.0, 1: 1.1, 2: 1.25}, {0: 0.0, 1: 0.02, 2: 0.01}, 18, 1, 0.25, 2)
+UNDER = {"processor": "fast", "threads": 1, "versions": {"torch": "2"}}
+
+
+class Timer:
+    """Measures, and counts how often."""
+
+    def __init__(self, costs=COSTS):
+        self.costs, self.calls = costs, 0
+
+    def __call__(self, *_):
+        self.calls += 1
+        return self.costs
+
+
+@pytest.fixture
+def timer():
+    return Timer()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return CostCache(tmp_path / "cache", lambda: NOON)
+
+
+def files(cache):
+    return sorted((cache.folder / "step_costs").glob("*.json"))
+
+
+def test_costs_are_measured_once(cache, timer, caplog):
+    first, second = (cache.costs(UNDER, SIZES, timer) for _ in range(2))
+    assert timer.calls == 1
+    assert first == replace(COSTS, measured=NOON.isoformat())
+    assert second == replace(first, cached=True)
+    assert not caplog.records
+    assert os.listdir(cache.folder / "step_costs") != [], "the file and the lock"
+    assert [file.suffix for file in files(cache)] == [".json"]
+
+
+@pytest.mark.parametrize("change", [{"processor": "slow"}, {"threads": 2}, {"versions": {"torch": "3"}}, {"more": 1}])
+def test_other_conditions_are_another_entry(cache, timer, change):
+    for under in (UNDER, UNDER | change, UNDER, UNDER | change):
+        cache.costs(under, SIZES, timer)
+    assert timer.calls == 2
+    assert len(files(cache)) == 2
+
+
+def test_old_costs_are_measured_again(cache, timer):
+    cache.costs(UNDER, SIZES, timer)
+    for age, calls in ((MAX_AGE, 1), (MAX_AGE + timedelta(hours=1), 2)):
+        found = replace(cache, clock=lambda age=age: NOON + age).costs(UNDER, SIZES, timer)
+        assert timer.calls == calls
+        assert found.cached is (calls == 1)
+    replace(cache, clock=lambda: NOON - timedelta(days=2)).costs(UNDER, SIZES, timer)
+    assert timer.calls == 3, "a date in the future is not believed"
+
+
+def test_costs_are_measured_again_when_asked_for(cache, timer):
+    cache.costs(UNDER, SIZES, timer)
+    later = replace(cache, clock=lambda: NOON + timedelta(hours=1))
+    assert not later.costs(UNDER, SIZES, timer, again=True).cached
+    assert timer.calls == 2
+    assert later.costs(UNDER, SIZES, timer).measured == (NOON + timedelta(hours=1)).isoformat(), "they replace the old"
+
+
+def test_a_measurement_on_a_busy_machine_is_not_kept(cache):
+    busy = Timer(replace(COSTS, spread=dict.fromkeys(COSTS.spread, 0.5)))
+    for calls in (1, 2):
+        assert cache.costs(UNDER, SIZES, busy).seconds == COSTS.seconds
+        assert busy.calls == calls
+    assert files(cache) == []
+
+
+def damaged(name, value):
+    def change(text):
+        entry = json.loads(text)
+        entry["costs"][name] = value
+        return json.dumps(entry)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: "\udcff",
+        lambda text: "[" * 100_000,
+        lambda text: text + " " * 1_000_000,
+        lambda text: text.replace("fast", "slow"),
+        damaged("seconds", {}),
+        damaged("seconds", {"1": 1.0}),
+        damaged("seconds", {"0": 1.0, "1": -1.0, "2": 1.0}),
+        damaged("seconds", {"0": 1.0, "1": float("nan"), "2": 1.0}),
+        damaged("seconds", {"0": 1.0, "1": float("inf"), "2": 1.0}),
+        damaged("seconds", {"0": 1.0, "1": 10**400, "2": 1.0}),
+        damaged("seconds", {"0": 1.0, "1": "1.0", "2": 1.0}),
+        damaged("seconds", {"0": 1.0, "1": 1.0, "3": 1.0}),
+        damaged("seconds", {"0": 1.0, "9" * 5000: 1.0}),
+        damaged("seconds", [1.0]),
+        damaged("spread", {"0": 0.0}),
+        damaged("spread", None),
+        damaged("steps", "many"),
+        damaged("other_load", "none"),
+        damaged("measured", "yesterday"),
+        damaged("measured", "2026-01-02T12:00:00"),
+        damaged("measured", 3),
+    ],
+)
+def test_a_damaged_entry_is_measured_again_with_a_warning(cache, timer, caplog, damage):
+    good = cache.costs(UNDER, SIZES, timer)
+    file = files(cache)[0]
+    file.write_text(damage(file.read_text()), errors="surrogateescape")
+    assert cache.costs(UNDER, SIZES, timer) == good
+    assert timer.calls == 2
+    assert [str(file) in one.getMessage() for one in caplog.records] == [True]
+    assert cache.costs(UNDER, SIZES, timer).cached, "and repaired"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_an_entry_that_is_no_file_is_measured_again(cache, timer, caplog, kind):
+    cache.costs(UNDER, SIZES, timer)
+    file = files(cache)[0]
+    file.unlink()
+    file.mkdir() if kind == "folder" else os.mkfifo(file)
+    assert cache.costs(UNDER, SIZES, timer).seconds == COSTS.seconds
+    assert timer.calls == 2
+    assert "not a regular file" in caplog.text
+
+
+def test_a_planted_link_is_replaced_and_not_followed(cache, timer, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    cache.costs(UNDER, SIZES, timer)
+    file = files(cache)[0]
+    file.unlink()
+    file.symlink_to(tmp_path / "precious")
+    cache.costs(UNDER, SIZES, timer)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not file.is_symlink()
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, timer, caplog):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", None):
+        caplog.clear()
+        found = CostCache(folder).costs(UNDER, SIZES, timer)
+        assert found.seconds == COSTS.seconds and not found.cached
+        assert [one.levelname for one in caplog.records] == ["WARNING"]
+        assert "SPEC_LAB_CACHE" in caplog.text
+
+
+def test_a_lock_that_is_never_released_is_a_warning(cache, timer, caplog):
+    cache.costs(UNDER, SIZES, timer)
+    files(cache)[0].unlink()
+    lock = next((cache.folder / "step_costs").glob("*.lock"))
+    with FileLock(lock):
+        assert replace(cache, notice=0.0, patience=0.0).costs(UNDER, SIZES, timer).seconds == COSTS.seconds
+    assert timer.calls == 2
+    assert "waiting while another process measures" in caplog.text and "measured anyway" in caplog.text
+
+
+def of_a_process(folder, log, under, start):
+    """Read or measure costs in a process of its own, logging when measuring begins and ends."""
+
+    def slow():
+        with open(log, "a") as opened:
+            opened.write("begin\n")
+            opened.flush()
+            start.wait(0.05)
+            opened.write("end\n")
+        return COSTS
+
+    CostCache(folder).costs(under, SIZES, slow)
+
+
+@pytest.mark.parametrize(("same", "measured"), [(True, 1), (False, 3)])
+def test_processes_measure_one_after_the_other_and_share_what_they_find(tmp_path, same, measured):
+    context = multiprocessing.get_context("fork")
+    never = context.Event()
+    jobs = [
+        context.Process(
+            target=of_a_process, args=(tmp_path, tmp_path / "log", UNDER | {"job": 0 if same else n}, never)
+        )
+        for n in range(3)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert [job.exitcode for job in jobs] == [0, 0, 0]
+    assert (tmp_path / "log").read_text().split() == ["begin", "end"] * measured
+
+
+def test_the_folder_is_named_by_the_environment(monkeypatch, tmp_path):
+    home = Path.home() / ".cache" / "spec_lab"
+    assert default_folder({"SPEC_LAB_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert default_folder({"SPEC_LAB_CACHE": "", "XDG_CACHE_HOME": "/b"}) == Path("/b/spec_lab")
+    assert default_folder({"XDG_CACHE_HOME": "relative"}) == home
+    assert default_folder({}) == home
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert default_folder({}) is None
+    assert default_folder().is_relative_to(os.environ["SPEC_LAB_CACHE"]), "tests leave the user's alone"
+
+
+# Trees -------------------------------------------------------------------------------------------------------------
+
+ACCURACY = Accuracy([[0.6, 0.2], [0.5, 0.1]], {})
+
+
+@pytest.fixture
+def chosen(cache):
+    """Calibrate a tree for a target, with a timer in place of a clock."""
+
+    def call(target, timing, batch_size=1, drafter="heads", accuracy=ACCURACY):
+        heads = Heads.random(target, 2, trunk=False)
+        drafting = partial(Medusa, heads)
+        return calibrate(
+            target, drafting, 2, accuracy, batch_size, max_nodes=4, cache=cache, drafter=drafter, timing=timing
+        )
+
+    return call
+
+
+def of_load(factor):
+    """Costs that would choose another tree for each load."""
+    return Timer(StepCosts({0: 1.0, 1: 1.0, 2: 1.0, 3: 1 + factor, 4: 1 + factor}, dict.fromkeys(range(5), 0.0), 9))
+
+
+def test_the_same_command_chooses_the_same_tree_and_computes_nothing(chosen, monkeypatch):
+    target, quiet, loaded = tiny_target(), of_load(0.0), of_load(9.0)
+    first = chosen(target, quiet)
+
+    def forward(*_):
+        raise AssertionError("nothing is computed")
+
+    monkeypatch.setattr(target.lm, "forward", forward)
+    second = chosen(target, loaded)
+    assert (quiet.calls, loaded.calls) == (1, 0)
+    assert second.choices == first.choices == parse("0 1 0.0 1.0")
+    assert (first.facts["costs"], second.facts["costs"]) == ("measured", "cached")
+    assert second.facts["costs_measured"] == NOON.isoformat()
+    json.dumps(second.facts)
+    assert chosen(target, loaded, drafter="other heads").choices != first.choices
+
+
+def changed(target, name):
+    if name == "threads":
+        torch.set_num_threads(2)
+    elif name == "dtype":
+        return tiny_target(dtype=torch.float32)
+    elif name == "target":
+        return replace(target, sha256="other")
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("target", {}),
+        ("dtype", {}),
+        ("threads", {}),
+        ("batch", {"batch_size": 2}),
+        ("heads", {"drafter": "other"}),
+        ("trees", {"accuracy": Accuracy([[0.6, 0.2], [0.1, 0.1]], {})}),
+        ("temperature", {"accuracy": replace(ACCURACY, temperature=1.0)}),
+    ],
+)
+def test_what_changes_the_costs_is_measured_by_itself(chosen, name, options):
+    target, timer = tiny_target(), of_load(0.0)
+    chosen(target, timer)
+    chosen(changed(target, name), timer, **options)
+    assert timer.calls == 2
+
+
+def test_the_conditions_name_machine_software_and_options():
+    found = conditions(tiny_target(), "heads", parse("0 1"), 1, calibration.Sampling())
+    assert {"processor", "cores", "devices", "ranks", "threads", "target", "dtype", "attention"} <= found.keys()
+    assert {"drafter", "trees", "batch_size", "temperature", "procedure"} <= found.keys()
+    assert {"spec-lab", "torch", "python"} == found["versions"].keys()
+
+
+def test_a_busy_machine_is_reported_with_what_to_do(chosen, caplog):
+    spread = dict.fromkeys(range(5), 0.5)
+    busy = StepCosts(dict.fromkeys(range(5), 1.0), spread, 9, threads=2, other_load=1.25, cores=2)
+    found = chosen(tiny_target(), Timer(busy))
+    assert found.facts["costs_steady"] is False
+    for said in ("differ by 50%", "1.2 of 2 cores", "threads=", "proposer.tree="):
+        assert said in caplog.text

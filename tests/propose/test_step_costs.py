@@ -1,0 +1,99 @@
+"""How steps are timed: in which order, what counts, and when a measurement is trusted. No test reads a clock."""
+
+import pytest
+
+from spec_lab.machine import Usage
+from spec_lab.propose import step_costs
+from spec_lab.propose.step_costs import BLOCKS, PASSES, SCOUTS, VISIT, StepCosts, measure
+
+TRUE = {0: 0.010, 1: 0.012, 2: 0.013, 4: 0.015}  # seconds
+TOKENS = {0: 1.0, 1: 1.5, 2: 1.8, 4: 2.2}
+IDLE = Usage(0.0, None, 0.0)
+
+
+class Machine:
+    """Times visits: the true costs, plus what other processes add to the n-th visit."""
+
+    def __init__(self, added=lambda visit: 0.0, true=TRUE):
+        self.added, self.true, self.visited = added, true, []
+
+    def __call__(self, size):
+        self.visited.append(size)
+        return [self.true[size] + self.added(len(self.visited))] * (VISIT - 1)
+
+
+def timed(machine, tokens=TOKENS, **options):
+    return measure(machine, tokens, **{"seconds": 0.0, "usage": lambda: IDLE} | options)
+
+
+def test_sizes_take_turns_in_both_directions():
+    machine = Machine()
+    found = timed(machine)
+    rising = list(TRUE)
+    assert machine.visited == rising * SCOUTS + (rising + rising[::-1]) * (PASSES // 2)
+    assert found.seconds == pytest.approx(TRUE)
+    assert found.spread == dict.fromkeys(TRUE, 0.0)
+    assert found.steps == PASSES * (VISIT - 1)
+    assert found.steady
+
+
+def test_disturbed_steps_do_not_count():
+    found = timed(Machine(lambda visit: 0.5 * (visit % 3 == 0)))
+    assert found.seconds == pytest.approx(TRUE)
+    assert found.steady
+
+
+def test_a_burst_that_hits_some_sizes_while_they_are_scouted_cuts_none_off():
+    found = timed(Machine(lambda visit: 0.5 * (visit in (2, 3))))
+    assert found.seconds == pytest.approx(TRUE)
+
+
+def test_sizes_beyond_the_largest_promising_one_are_not_timed():
+    true = {0: 0.010, 1: 0.011, 2: 0.090, 3: 0.090, 4: 0.012, 5: 0.090, 6: 0.090}
+    found = timed(Machine(true=true), dict.fromkeys(true, 1.0))
+    assert list(found.seconds) == [0, 1, 2, 3, 4]
+
+
+def test_an_unsteady_measurement_is_extended_and_then_not_trusted():
+    found = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2)))  # load in every other pass
+    assert not found.steady
+    assert found.overall_spread > 0.3
+    assert found.steps == BLOCKS * PASSES * (VISIT - 1), "bounded"
+
+
+def test_it_becomes_steady_once_the_load_is_gone():
+    loud = (SCOUTS + PASSES) * len(TRUE)
+    found = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2) if visit <= loud else 0.0))
+    assert found.steady
+    assert found.seconds == pytest.approx(TRUE)
+    assert found.steps == 2 * PASSES * (VISIT - 1)
+
+
+def test_a_slow_machine_is_not_timed_for_ever():
+    slow = Machine(lambda visit: 20.0 * (visit - 1 + visit % 5))
+    found = timed(slow, seconds=3.0)
+    assert found.steps == 2 * (VISIT - 1)
+
+
+@pytest.mark.parametrize(
+    ("spread", "steady"),
+    [
+        ({0: 0.01, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, True),
+        ({0: 0.01, 1: 0.02, 2: 0.90, 4: 0.0, 8: 0.03}, True),  # one size: the line over all sizes does not follow it
+        ({0: 0.01, 1: 0.30, 2: 0.90, 4: 0.0, 8: 0.03}, False),
+        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # what drafting nothing costs stands alone
+    ],
+)
+def test_spreads_decide_whether_costs_are_trusted(spread, steady):
+    assert StepCosts(dict.fromkeys(spread, 1.0), spread, 9).steady is steady
+
+
+@pytest.mark.parametrize(
+    ("threads", "others", "steady"), [(1, 0.0, True), (1, 1.1, True), (2, 0.2, True), (2, 1.0, False), (1, 2.0, False)]
+)
+def test_processes_that_need_the_same_cores_make_costs_untrusted(monkeypatch, threads, others, steady):
+    monkeypatch.setattr(step_costs.os, "cpu_count", lambda: 2)
+    moments = (Usage(10.0 * n, (others + threads) * 10.0 * n, threads * 10.0 * n) for n in range(9))
+    found = timed(Machine(), threads=threads, usage=lambda: next(moments))
+    assert found.other_load == pytest.approx(others)
+    assert found.steady is steady
