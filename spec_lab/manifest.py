@@ -19,9 +19,36 @@ from typing import Any
 import torch
 
 from spec_lab import files, ranks
+from spec_lab.files import Unreadable, expect, read_json
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
+SHAPE = {
+    "config": {
+        "?name": str,
+        "?sampling": (None, {"?temperature": (float, None)}),
+        "?target": (None, {}),
+        "?prompts": (None, {}),
+        "?proposer": (None, {}),
+    },
+    "seed": int,
+    "arms": [str],
+    "weights_sha256": {str: str},
+    "prompts_sha256": str,
+    "commit": (str, None),
+    "versions": {str: (str, None)},
+    "threads": int,
+    "?ranks": int,
+    "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
+    "proposers": {str: {"?name": (str, None), "?drawn": (str, None), "?tree": (str, None)}},
+    "?groups": (int, None),
+    "?overrides": (None, [str]),
+    "?parts": {},
+    "?code": {str: {}},
+    "?began": str,
+}
+"""What ``manifest.json`` has."""
+
 SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|password|passwd|secret|token)$", re.IGNORECASE)
 
 
@@ -94,13 +121,12 @@ def begun(out: Path) -> dict[str, Any] | None:
         ValueError: the file is no manifest.
     """
     file = out / "manifest.json"
-    if not file.is_file():
-        return None
     try:
-        there = json.loads(file.read_text())
-        _identity(there)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no manifest ({error!r}); choose another out=DIR, or remove it") from error
+        there = read_json(file)
+        if there is not None:
+            expect(there, SHAPE, "")
+    except ValueError as error:
+        raise Unreadable(f"{file} is no manifest ({error}); choose another out=DIR, or remove it") from error
     return there
 
 

@@ -23,6 +23,7 @@ from spec_lab.certify.sampled import joint, scores
 from spec_lab.certify.show import show
 from spec_lab.certify.statistics import ALPHA, POWER, chi_square, holm
 from spec_lab.draft import Drawn
+from spec_lab.files import own_folder, replacing
 from spec_lab.lab import Lab, Settings
 from spec_lab.law import Sampling
 from spec_lab.manifest import claim, manifest, write_json
@@ -93,11 +94,11 @@ def certify(
         found = _histogram(*control, settings.seed)
         certificate = _facts(pairs, left_out, work, facts, found)
         write_json(settings.out / "certificate.json", certificate)
-        folder = settings.out / "figures"
-        folder.mkdir(exist_ok=True)
+        folder = own_folder(settings.out / "figures")
         drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
         figure = convergence(drawn, control)
-        figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
+        with replacing(folder / "convergence.png") as stream:
+            figure.savefig(stream, bbox_inches="tight", dpi=150)
         lab.tracker.finish(certificate, [folder / "convergence.png"])
     except KeyboardInterrupt:
         what = f"{len(pairs)} pairs of {len(chosen)}"

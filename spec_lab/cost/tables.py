@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spec_lab.record import Rows, columns, write_whole
+from spec_lab.record import Rows, columns, refuse_link, write_whole
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -60,6 +60,7 @@ def load(out: str | Path) -> pd.DataFrame:
 
 def gather(out: Path) -> pd.DataFrame:
     """Put all parts together in ``cost.parquet``, and remove them."""
+    refuse_link(out / "parts")
     frame, folder = load(out), out / "parts"
     write(out / "cost.parquet", frame)
     for part in [*folder.glob("cost-*.parquet"), *folder.glob(".*.tmp")]:
