@@ -92,13 +92,22 @@ def own_folder(folder: Path) -> Path:
     """Make a folder inside a run's directory, or find that it is there; returns it.
 
     Raises:
-        OSError: it cannot be made; it is a symlink, so that what is written into it would land elsewhere.
+        OSError: it cannot be made.
+        Unreadable: as ``refuse_link``.
     """
-    if folder.is_symlink():
-        what = "is a symlink, and nothing is written through it; remove it, or put a folder in its place"
-        raise OSError(errno.ELOOP, what, str(folder))
+    refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def refuse_link(folder: Path) -> None:
+    """Refuse a folder inside a run's directory that is a symlink: files elsewhere would be written or removed.
+
+    Raises:
+        Unreadable: it is one.
+    """
+    if folder.is_symlink():
+        raise Unreadable(f"{folder} is a symlink; remove it, or put the folder itself in its place")
 
 
 # Reading -----------------------------------------------------------------------------------------------------------

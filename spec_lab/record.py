@@ -26,7 +26,7 @@ from spec_lab.clock import Clock
 from spec_lab.columns import SCHEMAS
 from spec_lab.decode import Round
 from spec_lab.draft import Draft
-from spec_lab.files import Unreadable, own_folder, replacing
+from spec_lab.files import Unreadable, own_folder, refuse_link, replacing
 from spec_lab.prompts import Prompt
 
 Rows = list[dict[str, Any]]
@@ -363,16 +363,6 @@ def fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
             raise ValueError(f"column {field.name} has rows without a value")
     table.validate(full=True)
     return table
-
-
-def refuse_link(parts: Path) -> None:
-    """Refuse a folder of parts that is a symlink: gathering them would remove files elsewhere.
-
-    Raises:
-        Unreadable: it is one.
-    """
-    if parts.is_symlink():
-        raise Unreadable(f"{parts} is a symlink; remove it, or put the folder itself in its place")
 
 
 def write_whole(table: pa.Table, file: Path) -> None:

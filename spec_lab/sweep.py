@@ -330,6 +330,24 @@ def _running(folder: Path) -> bool:
         raise Unreadable(f"{lock} is not readable ({error.strerror})") from error
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Name the folder in whatever its files make go wrong; HYDRA_FULL_ERROR=1 lets it through, with its traceback.
+
+    Raises:
+        Unreadable: in place of any error but OSError, ``Held``, and a ValueError that names the folder.
+    """
+    try:
+        yield
+    except (OSError, Unreadable, Held):
+        raise
+    except Exception as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or (isinstance(error, ValueError) and str(folder) in str(error)):
+            raise
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise Unreadable(f"{folder} holds files that no run leaves ({what})") from error
+
+
 # All of them -------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spec_lab.record import Rows, columns, refuse_link, write_whole
+from spec_lab.files import refuse_link
+from spec_lab.record import Rows, columns, write_whole
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
