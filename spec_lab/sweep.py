@@ -71,6 +71,8 @@ BEGUN = {
     "?weights_sha256": {str: str},
     "?threads": (int, None),
     "?machine": {"?processor": (str, None), "?gpus": [str]},
+    "?code": {str: {}},
+    "?files_sha256": {str: str},
 }
 """The shape of what is read here of ``manifest.json``."""
 

@@ -77,7 +77,7 @@ def certify(
     whole("task.samples", samples)
     whole("task.tokens", tokens, 0)
     chosen, left_out = _pairs(lab)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts())
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
     claim(settings.out, facts)
     work = _Work(lab, settings, samples, tokens, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     pairs: list[Pair] = []

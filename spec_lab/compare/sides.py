@@ -181,6 +181,8 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
     trees = {arm: {"tree": one["tree"]} for arm, one in manifest["proposers"].items() if "tree" in one}
     return {
         "commit": manifest["commit"],
+        "code": manifest.get("code", {}),
+        "files_sha256": manifest.get("files_sha256", {}),
         "versions": manifest["versions"],
         "machine": machine,
         "threads": manifest["threads"],
