@@ -121,7 +121,9 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
     """Two or more runs or sweeps side by side, and which differences are real."""
     from spec_lab.compare import as_frame, compare, show
 
-    with sweep.reading(given.folders[0] if len(given.folders) == 1 else Path("one of the folders")):
+    if not 0 < given.level < 1:
+        raise ValueError(f"level must be between 0 and 1, not {given.level:g}")
+    with sweep.reading(*given.folders):
         found = compare(given.folders, given.level)
         show(found, console)
     if given.csv:

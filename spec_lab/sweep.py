@@ -333,21 +333,22 @@ def _running(folder: Path) -> bool:
 
 
 @contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Name the folder in whatever its files make go wrong; HYDRA_FULL_ERROR=1 lets it through, with its traceback.
+def reading(*folders: Path) -> Iterator[None]:
+    """Name the folders in whatever their files make go wrong; HYDRA_FULL_ERROR=1 lets it through, with its traceback.
 
     Raises:
-        Unreadable: in place of any error but OSError, ``Held``, and a ValueError that names the folder.
+        Unreadable: in place of any error but OSError, ``Held``, and a ValueError that names one of the folders.
     """
     try:
         yield
     except (OSError, Unreadable, Held):
         raise
     except Exception as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or (isinstance(error, ValueError) and str(folder) in str(error)):
+        said = isinstance(error, ValueError) and any(str(one) in str(error) for one in folders)
+        if said or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise Unreadable(f"{folder} holds files that no run leaves ({what})") from error
+        raise Unreadable(f"files that no run leaves, in {' or '.join(map(str, folders))} ({what})") from error
 
 
 # All of them -------------------------------------------------------------------------------------------------------

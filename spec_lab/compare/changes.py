@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from spec_lab import sweep
 from spec_lab.compare.pairing import Figure, Matched, Run, arm_by_arm, described
 from spec_lab.compare.sides import Fact, Side, facts, sides
 from spec_lab.files import Unreadable
@@ -126,12 +127,14 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
         try:
             reference = reference if reference is not None and reference.side == first else Run.read(first)
             other = reference if second == first else Run.read(second)
+            with sweep.reading(first.folder, second.folder):
+                matching = arm_by_arm(reference, other)
         except Unreadable as error:
             spoilt.append(str(error))
             continue
         for run in (reference, other):
             manifests[run.side.label], words[run.side.label] = run.manifest, described(run)
-        found += [(first.label, second.label, one) for one in arm_by_arm(reference, other)]
+        found += [(first.label, second.label, one) for one in matching]
     if not found:
         raise Unreadable("; ".join(dict.fromkeys(spoilt)))
     every = [one for one in every if one.label in manifests]

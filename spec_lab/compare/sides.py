@@ -76,7 +76,8 @@ def sides(
     flat = enumerate(one for runs in found for one in runs)
     every = [Side(_letters(place), name, folder) for place, (name, folder) in flat]
     if len(every) == 1 and sweep.is_sweep(folders[0]):
-        raise ValueError(f"only one run of {folders[0]} is done ({every[0].name}): nothing to compare it with")
+        said = f"; unreadable: {'; '.join(spoilt)}" if spoilt else ""
+        raise ValueError(f"only one run of {folders[0]} is done ({every[0].name}): nothing to compare it with" + said)
     return every, [(every[0], other) for other in every[1:] or every], notes
 
 
