@@ -62,7 +62,8 @@ def named(error: OSError, file: Path, parts: Iterable[Path] = ()) -> OSError:
         return error
     hint = ""
     if error.errno in NO_SPACE:
-        hint = "; nothing of it was left half written: free some space, then give the same command again (a sweep's with retry=true)"
+        hint = "; nothing of it was left half written: free some space, then give the same command again "
+        hint += "(a sweep's with retry=true)"
     return OSError(error.errno, f"{error.strerror or os.strerror(error.errno)}{hint}", str(file))
 
 

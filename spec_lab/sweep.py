@@ -451,7 +451,9 @@ def collect(sweep: Path) -> pd.DataFrame:
         table.insert(0, "run", table.pop("run"))
         table.insert(1, "arm", table.pop("arm"))
     for name in table:
-        if table[name].dtype == object and len({type(one) for one in table[name].dropna()}) > 1:
+        if table[name].dtype == object and f"?{name}" in NUMBERS:  # no run has a number there
+            table[name] = table[name].astype(float)
+        elif table[name].dtype == object and len({type(one) for one in table[name].dropna()}) > 1:
             # A number here and a text there fit no file's column.
             table[name] = table[name].map(str, na_action="ignore")
     return table
