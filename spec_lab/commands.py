@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_lab import sweep
+from spec_lab.files import replacing, write_text
+from spec_lab.terminal import visible
 
 
 def command(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -29,11 +31,33 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
         return 2
     given = _parser().parse_args(arguments)
     try:
-        COMMANDS[given.command](given, console)
+        return COMMANDS[given.command](given, console)
     except (OSError, ValueError, sweep.Held) as error:
-        print(f"spec_lab: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+        return _refuse(error)
+
+
+def _refuse(error: object) -> int:
+    """Say in one line what is wrong; returns the exit code."""
+    print(f"spec_lab: {visible(' '.join(str(error).split()))}", file=sys.stderr)
+    return 1
+
+
+def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
+    """Do it for each folder, whatever is wrong with the others; returns the exit code."""
+    code = 0
+    for folder in folders:
+        try:
+            with sweep.reading(folder):
+                code = max(code, what(folder))
+        except (OSError, ValueError, sweep.Held) as error:
+            code = _refuse(error)
+    return code
+
+
+def _unreadable(folder: Path) -> int:
+    """Name the runs of a sweep whose files are not readable; returns the exit code."""
+    spoilt = [one.unreadable for one in sweep.runs(folder) if one.unreadable]
+    return max((_refuse(f"unreadable: {one}") for one in spoilt), default=0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,63 +89,81 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _state(given: argparse.Namespace, console: Console) -> None:
+def _state(given: argparse.Namespace, console: Console) -> int:
     """Where each run of a sweep stands: done, running, failed or waiting."""
-    tell_sweep(given.folder, console, every=True)
+    with sweep.reading(given.folder):
+        tell_sweep(given.folder, console, every=True)
+        return _unreadable(given.folder)
 
 
-def _collect(given: argparse.Namespace, console: Console) -> None:
+def _collect(given: argparse.Namespace, console: Console) -> int:
     """Put a sweep's figures into one tidy table: table.parquet and table.csv in its directory."""
-    table = sweep.collect(given.folder)
+    with sweep.reading(given.folder):
+        return _collect_into(given.folder, sweep.collect(given.folder), console)
+
+
+def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
+    code = _unreadable(folder)
     if table.empty:
-        raise ValueError(f"no run of {given.folder} is done; spec-lab state {given.folder} says where they stand")
-    left = sum(one.state != "done" for one in sweep.runs(given.folder))
-    file = given.folder / "table.parquet"
-    for name, write in ((file, table.to_parquet), (file.with_suffix(".csv"), table.to_csv)):
-        part = name.with_name(f".{name.name}.tmp")
-        write(part, index=False)
-        part.replace(name)
+        raise ValueError(f"no run of {folder} is done; spec-lab state {folder} says where they stand")
+    left = sum(one.state != "done" for one in sweep.runs(folder))
+    file = folder / "table.parquet"
+    with replacing(file) as stream:
+        table.to_parquet(stream, index=False)
+    write_text(file.with_suffix(".csv"), table.to_csv(index=False))
     runs = table["run"].nunique()
     missing = f"; {left} runs are not done, and not in it" * bool(left)
     _say(console, f"{runs} runs, {len(table)} rows: {file} and .csv{missing}")
+    return code
 
 
-def _compare(given: argparse.Namespace, console: Console) -> None:
+def _compare(given: argparse.Namespace, console: Console) -> int:
     """Two or more runs or sweeps side by side, and which differences are real."""
     from spec_lab.compare import as_frame, compare, show
 
-    found = compare(given.folders, given.level)
-    show(found, console)
+    if not 0 < given.level < 1:
+        raise ValueError(f"level must be between 0 and 1, not {given.level:g}")
+    with sweep.reading(*given.folders):
+        found = compare(given.folders, given.level)
+        show(found, console)
     if given.csv:
         as_frame(found).to_csv(given.csv, index=False)
         _say(console, f"Table: {given.csv}")
+    return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
 
 
-def _report(given: argparse.Namespace, console: Console) -> None:
+def _report(given: argparse.Namespace, console: Console) -> int:
     """Make report.html and figures (PNG, SVG) in the directory of a run or a sweep."""
     from spec_lab.report import write
 
-    for folder in given.folders:
+    def one(folder: Path) -> int:
         _say(console, f"{write(folder)}, and figures beside it")
+        return 0 if sweep.is_run(folder) else _unreadable(folder)
+
+    return _each(given.folders, one)
 
 
-def _track(given: argparse.Namespace, console: Console) -> None:
+def _track(given: argparse.Namespace, console: Console) -> int:
     """Show runs on Weights & Biases from their files, however they ended."""
     from spec_lab.track import track_all
 
-    for folder in given.folders:
+    def one(folder: Path) -> int:
         for line in track_all(folder, given.project, given.entity, given.mode):
             _say(console, line)
+        return 0
+
+    return _each(given.folders, one)
 
 
-def _dashboard(given: argparse.Namespace, console: Console) -> None:
+def _dashboard(given: argparse.Namespace, console: Console) -> int:
     """Save the dashboard that shows runs on Weights & Biases; needs the extra of that name, and a login."""
     from spec_lab.track.dashboard import save
 
     _say(console, save(given.project, given.entity))
+    return 0
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
+COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "state": _state,
     "collect": _collect,
     "compare": _compare,
@@ -132,7 +174,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
 
 
 def _say(console: Console, what: str) -> None:
-    console.print(what, soft_wrap=True, highlight=False)
+    console.print(visible(what), soft_wrap=True, highlight=False)
 
 
 def tell_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
@@ -149,15 +191,17 @@ def tell_sweep(folder: Path, console: Console | None = None, every: bool = False
         if every or one.state != "done" or one.code:
             groups = f"{one.groups}/{'?' if one.of is None else one.of}"
             note = one.error or (f"exit code {one.code}" if one.code else "")
+            if one.unreadable:
+                note = f"unreadable: {one.unreadable}"
             seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
-            table.add_row(label[one.folder.name], one.state, groups, seconds, note)
+            table.add_row(*map(visible, (label[one.folder.name], one.state, groups, seconds, note)))
     if table.row_count:
         console.print(table, highlight=False)
     count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "waiting")}
     said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
-    console.print(f"{folder}: {said or 'no runs'}", soft_wrap=True, highlight=False)
+    _say(console, f"{folder}: {said or 'no runs'}")
     for name, values in sweep.mixed(found).items():
-        console.print(f"Its runs differ in {name}: {' | '.join(values)}; their figures may not go together.")
+        console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; their figures may not go together."))
     if count["waiting"]:
         console.print("The same command goes on with those that wait.", highlight=False)
     if count["failed"]:
@@ -181,7 +225,8 @@ def tell_results(folder: Path, console: Console | None = None) -> None:
         speedup, *others = (_number(one[name]) for name in FIGURES.values())
         if speedup:
             speedup += f" [{_number(one['speedup_low'])}, {_number(one['speedup_high'])}]"
-        printed.add_row(label[one["run"]], *(one[arm] for arm in arms), speedup, *others)
+        named = (visible(label.get(one["run"], one["run"])), *(visible(one[arm]) for arm in arms))
+        printed.add_row(*named, speedup, *others)
     (console or Console(markup=False)).print(printed, highlight=False)
     if len(shown) > MOST:
         (console or Console(markup=False)).print(f"The first {MOST} of {len(shown)}; collect puts all into a file.")

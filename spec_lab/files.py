@@ -1,16 +1,82 @@
-"""JSON files that a kill never leaves half written, and files read within bounds."""
+"""Files of runs: written whole or not at all, and read without trust in what they hold."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 * 2**20
-"""Largest text or JSON file that is read, in bytes, where nothing else is said."""
+"""Size of the largest text file that is read: 64 MiB."""
+
+MOST_DEPTH = 64
+"""Deepest nesting of lists and mappings in a JSON file that is read."""
+
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Unreadable(ValueError):
+    """A file of a run that does not hold what it must; the message names the file."""
+
+
+# Writing -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """Open a stream whose contents take the place of ``file`` once the block ends without an error.
+
+    The temporary file is created anew beside ``file`` under a random name, and removed after an error. A symlink called
+    ``file`` is replaced, never followed.
+
+    Raises:
+        OSError: it cannot be written; names ``file``.
+    """
+    part = file.with_name(f".{file.name[:200]}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        descriptor = os.open(part, flags, 0o666)
+        try:
+            with open(descriptor, "wb") as stream:
+                yield stream
+            part.replace(file)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                part.unlink()
+            raise
+    except OSError as error:
+        raise named(error, file, {part}) from error
+
+
+def named(error: OSError, file: Path, parts: Iterable[Path] = ()) -> OSError:
+    """The same error about ``file``, in place of no file or of its temporary ``parts``; of a full disk, what to do."""
+    known = {None, *map(str, parts)}
+    if error.errno is None or (error.filename if error.filename is None else str(error.filename)) not in known:
+        return error
+    hint = ""
+    if error.errno in NO_SPACE:
+        hint = "; nothing of it was left half written: free some space, then give the same command again "
+        hint += "(a sweep's with retry=true)"
+    return OSError(error.errno, f"{error.strerror or os.strerror(error.errno)}{hint}", str(file))
+
+
+def write_text(file: Path, text: str, errors: str = "strict") -> None:
+    """Write UTF-8, as ``replacing`` does.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+        ValueError: a lone surrogate in ``text``, unless ``errors`` says what becomes of it.
+    """
+    data = text.encode("utf-8", errors)
+    with replacing(file) as stream:
+        stream.write(data)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
@@ -20,62 +86,176 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
         OSError: it cannot be written; nothing is left behind.
         ValueError: NaN or an infinity in it.
     """
-    part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        part.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
-        part.replace(file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write_text(file, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def own_folder(folder: Path) -> Path:
+    """Make a folder inside a run's directory, or find that it is there; returns it.
+
+    Raises:
+        OSError: it cannot be made.
+        Unreadable: as ``refuse_link``.
+    """
+    refuse_link(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def refuse_link(folder: Path) -> None:
+    """Refuse a folder inside a run's directory that is a symlink: files elsewhere would be written or removed.
+
+    Raises:
+        Unreadable: it is one.
+    """
+    if folder.is_symlink():
+        raise Unreadable(f"{folder} is a symlink; remove it, or put the folder itself in its place")
+
+
+# Reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_text(file: Path, most: int = MOST_BYTES) -> str:
-    """Return the text of a regular file.
-
-    A pipe, a device or a directory is refused without being read, so that no path makes the process hang.
+    """Return the text of a regular file in UTF-8.
 
     Args:
-        file: the path; symbolic links are followed.
-        most: largest size in bytes.
+        file: the file, or a symlink to one.
+        most: size of the largest file that is read, in bytes.
 
     Raises:
-        OSError: there is no such file, or it is not readable.
-        ValueError: not a regular file, more than ``most`` bytes, or not UTF-8. The message names the file.
+        OSError: it is not there, or cannot be opened.
+        ValueError: it is no regular file (a pipe, a device, a folder), is larger, or is not UTF-8; names it.
     """
-    _regular(file, os.stat(file).st_mode)  # before opening: opening a device can have effects of its own
-    with open(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as stream:
-        _regular(file, os.fstat(stream.fileno()).st_mode)
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{file} is larger than {most} bytes, the most that is read of such a file")
+    if stat.S_ISDIR(os.stat(file).st_mode):
+        raise Unreadable(f"{file} is not readable (it is a folder)")
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with open(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Unreadable(f"{file} is not readable (it is no regular file)")
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise Unreadable(f"{file} is not readable (it is larger than {most} bytes)")
     try:
-        return content.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise Unreadable(f"{file} is not readable (not UTF-8: byte {error.start})") from error
 
 
 def read_json(file: Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
     """What a file holds; None where there is none.
 
+    Args:
+        file: the file.
+        most: as in ``read_text``.
+
     Raises:
-        ValueError: not a regular file, more than ``most`` bytes, or no mapping in JSON (one nested too deeply for
-            Python's parser included).
+        ValueError: it is no mapping in JSON, is nested deeper than ``MOST_DEPTH``, or holds NaN, an infinity, a whole
+            number of more than 64 bits or a lone surrogate; names it.
+        OSError: it cannot be opened.
     """
     try:
-        found = json.loads(read_text(file, most))
+        text = read_text(file, most)
     except FileNotFoundError:
         return None
+    try:
+        found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, not a mapping")
+        _check(found)
     except RecursionError as error:
-        raise ValueError(f"{file} is not readable (its JSON is nested too deeply)") from error
+        raise Unreadable(f"{file} is not readable (nested deeper than {MOST_DEPTH} levels)") from error
     except ValueError as error:
-        raise ValueError(f"{file} is not readable ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} is not readable (it holds {type(found).__name__}, not a mapping)")
+        raise Unreadable(f"{file} is not readable ({error})") from error
     return found
 
 
-def _regular(file: Path, mode: int) -> None:
-    """Refuse what is no regular file."""
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
-        raise ValueError(f"{file} is not a regular file ({kind})")
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits[:24]} is out of range")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**64:
+        raise ValueError(f"{digits[:24]} is out of range")
+    return value
+
+
+def _check(value: Any) -> None:
+    """Refuse what is nested too deep and texts that cannot be written again."""
+    left: list[tuple[Any, int]] = [(value, 1)]
+    while left:
+        one, depth = left.pop()
+        if depth > MOST_DEPTH:
+            raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
+        if isinstance(one, str):
+            one.encode()
+        elif isinstance(one, dict):
+            left += [(inner, depth + 1) for pair in one.items() for inner in pair]
+        elif isinstance(one, list):
+            left += [(inner, depth + 1) for inner in one]
+
+
+def expect(value: Any, shape: Any, name: str) -> None:
+    """Check what was read from a file against a shape.
+
+    Args:
+        value: what was read.
+        shape: a type, or a tuple of types and None, one of which it must have (a bool is no int, an int is a float);
+            ``(None, shape)`` with one of the following shapes; a set of values that it may be; ``[shape]`` for a list
+            of such; ``{"key": shape}`` for a mapping that has these keys, with ``"?key"`` for one that it may lack;
+            ``{str: shape}`` for a mapping of any keys to such.
+        name: what the value is called.
+
+    Raises:
+        ValueError: it has another; names the place.
+    """
+    if isinstance(shape, list):
+        _of(value, (list,), name)
+        for place, one in enumerate(value):
+            expect(one, shape[0], f"{name}[{place}]")
+    elif isinstance(shape, dict):
+        _of(value, (dict,), name)
+        for key, inner in shape.items():
+            if key is str:
+                for own, one in value.items():
+                    expect(one, inner, f"{name}.{own}")
+            elif key.lstrip("?") in value:
+                expect(value[key.lstrip("?")], inner, f"{name}.{key.lstrip('?')}".lstrip("."))
+            elif not key.startswith("?"):
+                raise ValueError(f"{f'{name}.{key}'.lstrip('.')} is missing")
+    elif isinstance(shape, set | frozenset):
+        if not isinstance(value, str | int) or value not in shape:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, sorted(shape)))}, not {_short(value)}")
+    elif isinstance(shape, tuple) and any(isinstance(one, list | dict) for one in shape):  # (None, a shape)
+        if value is not None:
+            expect(value, next(one for one in shape if one is not None), name)
+    else:
+        _of(value, shape if isinstance(shape, tuple) else (shape,), name)
+
+
+def _of(value: Any, kinds: tuple[Any, ...], name: str) -> None:
+    if float in kinds:
+        kinds = (*kinds, int)
+    if type(value) not in {type(None) if kind is None else kind for kind in kinds}:
+        words = dict.fromkeys(WORDS[kind] for kind in kinds if not (kind is int and float in kinds))
+        raise ValueError(f"{name or 'it'} must be {' or '.join(words)}, not {_short(value)}")
+
+
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
+    None: "null",
+}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}..."

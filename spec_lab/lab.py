@@ -262,6 +262,12 @@ class Lab:
             name: {"name": one.name, "drawn": one.drawn, **getattr(one, "facts", {})} for name, one in proposers.items()
         }
 
+    def parts(self) -> list[Any]:
+        """The objects that decode, and those that they are compared with."""
+        each = (self.beside, self.peers, self.verifiers)
+        constraint = None if self.binding is None else self.binding.constraint
+        return [self.target, self.proposer, self.verifier, constraint, *(one for some in each for one in some.values())]
+
     def weights(self) -> dict[str, str]:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.beside, **self.peers}

@@ -11,7 +11,7 @@ import platform
 import re
 import reprlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,13 +19,40 @@ from typing import Any
 
 import torch
 
-from spec_lab import files, ranks
+from spec_lab import files, ranks, sources
+from spec_lab.files import Unreadable, expect, read_json
 from spec_lab.machine import processor
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
 JOBS = ("ended.json", "queued.json")
 """Files of a run's directory that are no results: what a sweep notes of its jobs."""
+SHAPE = {
+    "config": {
+        "?name": str,
+        "?sampling": (None, {"?temperature": (float, None)}),
+        "?target": (None, {}),
+        "?prompts": (None, {}),
+        "?proposer": (None, {}),
+    },
+    "seed": int,
+    "arms": [str],
+    "weights_sha256": {str: str},
+    "prompts_sha256": str,
+    "commit": (str, None),
+    "versions": {str: (str, None)},
+    "threads": int,
+    "?ranks": int,
+    "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
+    "proposers": {str: {"?name": (str, None), "?drawn": (str, None), "?tree": (str, None)}},
+    "?groups": (int, None),
+    "?overrides": (None, [str]),
+    "?parts": {},
+    "?code": {str: {}},
+    "?files_sha256": {str: str},
+    "?began": str,
+}
+"""What ``manifest.json`` has."""
 
 SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|password|passwd|secret|token)$", re.IGNORECASE)
 
@@ -37,6 +64,7 @@ def manifest(
     prompts: str,
     arms: Sequence[str],
     proposers: Mapping[str, Mapping[str, Any]],
+    parts: Iterable[Any] = (),
 ) -> dict[str, Any]:
     """The contents of ``manifest.json``.
 
@@ -48,13 +76,20 @@ def manifest(
         prompts: SHA-256 of the prompts.
         arms: names of the run's arms.
         proposers: what each arm's proposer says of itself.
+        parts: the objects that decode; the code of those from other packages is noted (``sources``), and this
+            package's own where no commit tells it.
     """
+    made_of = {key: value for key, value in config.items() if key not in PLACES}
+    head = commit(Path(__file__).resolve().parent)
+    code = sources.code(made_of, parts) | ({} if head else {sources.OWN: sources.source(sources.OWN)})
     return {
         "config": without_secrets(config),
         "seed": seed,
         "weights_sha256": dict(weights),
         "prompts_sha256": prompts,
-        "commit": commit(Path(__file__).resolve().parent),
+        "commit": head,
+        "code": code,
+        "files_sha256": sources.data(made_of),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -118,13 +153,12 @@ def begun(out: Path) -> dict[str, Any] | None:
         ValueError: the file is no manifest.
     """
     file = out / "manifest.json"
-    if not file.is_file():
-        return None
     try:
-        there = json.loads(file.read_text())
-        _identity(there)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no manifest ({error!r}); choose another out=DIR, or remove it") from error
+        there = read_json(file)
+        if there is not None:
+            expect(there, SHAPE, "")
+    except ValueError as error:
+        raise Unreadable(f"{file} is no manifest ({error}); choose another out=DIR, or remove it") from error
     return there
 
 
@@ -151,9 +185,21 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
         **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
         "threads": facts["threads"],
         "ranks": facts.get("ranks", 1),
+        "code": facts.get("code", {}),
+        "files_sha256": facts.get("files_sha256", {}),
         "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
         "proposers": {arm: {name: one.get(name) for name in ("name", "drawn", "tree")} for arm, one in proposers},
     }
+
+
+def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether the code of other packages, and the files that their options name, are those that a manifest knows."""
+    made_of = {key: value for key, value in config.items() if key not in PLACES}
+    code = {name: one for name, one in facts.get("code", {}).items() if name != sources.OWN}
+    known = {**code, **sources.code(made_of)}
+    return all(sources.source(name) == code.get(name) for name in known) and sources.data(made_of) == facts.get(
+        "files_sha256", {}
+    )
 
 
 def digest(config: Mapping[str, Any]) -> str:

@@ -9,12 +9,12 @@ nothing else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import pandas as pd
@@ -26,6 +26,7 @@ from spec_lab.clock import Clock
 from spec_lab.columns import SCHEMAS
 from spec_lab.decode import Round
 from spec_lab.draft import Draft
+from spec_lab.files import Unreadable, own_folder, refuse_link, replacing
 from spec_lab.prompts import Prompt
 
 Rows = list[dict[str, Any]]
@@ -255,8 +256,7 @@ class Recorder:
 
     def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows) -> None:
         """Put one finished group's rows on disk."""
-        folder = self.out / "parts"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = own_folder(self.out / "parts")
         for name, rows in (("rounds", rounds), ("steps", steps), ("requests", requests)):
             if rows:
                 write_whole(pa.Table.from_pylist(rows, schema=schema(name)), folder / f"{name}-{group:06d}.parquet")
@@ -271,8 +271,9 @@ class Recorder:
             )
         for part in _parts(self.out, "*"):
             part.unlink()
-        for half in (self.out / "parts").glob(".*.tmp"):  # of a write that was killed
-            half.unlink()
+        for name in (*(f".{name}.parquet.*.tmp" for name in SCHEMAS), "parts/.*.tmp"):  # of a write that was killed
+            for half in self.out.glob(name):
+                half.unlink()
         if (self.out / "parts").is_dir():
             (self.out / "parts").rmdir()
         return tables
@@ -282,10 +283,11 @@ def load(out: str | Path) -> Tables:
     """The rows of the finished groups of a run: running, killed or done. Duplicate ids are dropped, the last one stays.
 
     Raises:
-        ValueError: a file of the run that is not a table.
+        ValueError: a file of the run that is not a table, or has other columns; ``parts`` is a symlink.
     """
     out = Path(out)
     frames = {}
+    refuse_link(out / "parts")
     for name in reversed(SCHEMAS):  # requests first: whatever group they finish has its other rows on disk
         frame = pa.concat_tables(_pieces(out, name)).to_pandas()
         frames[name] = frame.drop_duplicates("id", keep="last", ignore_index=True)
@@ -316,20 +318,61 @@ def _pieces(out: Path, name: str) -> list[pa.Table]:
         with suppress(FileNotFoundError):  # gathered meanwhile
             parts.append(_read(file))
     whole = out / f"{name}.parquet"  # read after the parts: it holds those that are gone
-    return [_read(one) for one in [whole] if one.is_file()] + parts or [schema(name).empty_table()]
+    return [_read(one) for one in [whole] if one.exists()] + parts or [schema(name).empty_table()]
 
 
 def _read(file: Path) -> pa.Table:
+    """One file of a table, its columns as in ``columns``."""
+    name, _, group = file.stem.partition("-")
     try:
-        return pq.read_table(file)
-    except pa.ArrowInvalid as error:
-        group = file.stem.partition("-")[2]
-        what = f"all parts of group {int(group)} (parts/*-{group}.parquet)" if group else "the run's directory"
-        raise ValueError(f"{file} is not a readable table ({error}); remove {what} and run again") from error
+        return fitted(read_table(file), schema(name))
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        known = f"all parts of group {int(group)} (parts/*-{group}.parquet)" if group.isdecimal() else "it"
+        what = known if group else "the run's directory"
+        why = " ".join(str(error).split())
+        raise Unreadable(f"{file} is not a readable table ({why}); remove {what} and run again") from error
+
+
+def read_table(file: Path, only: list[str] | None = None) -> pa.Table:
+    """Read parquet from a regular file; ``only`` these columns.
+
+    Raises:
+        FileNotFoundError: there is none.
+        pa.ArrowException, OSError, ValueError: it is no regular file, or no parquet.
+    """
+    if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for whoever writes into it
+        raise ValueError("no regular file")
+    return pq.read_table(file, columns=only, partitioning=None)
+
+
+def fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """The wanted columns of the table, with their types.
+
+    Raises:
+        pa.ArrowException, ValueError: it lacks one, or has something else in it.
+    """
+    if missing := [name for name in wanted.names if name not in table.column_names]:
+        raise ValueError(f"it has no column {', '.join(missing)}")
+    table = table.select(wanted.names).cast(wanted)
+    for field in wanted:
+        pieces = table[field.name].chunks
+        if pa.types.is_list(field.type):
+            pieces = [*pieces, *(one.flatten() for one in pieces)]
+        if not pa.types.is_floating(field.type) and any(one.null_count for one in pieces):
+            raise ValueError(f"column {field.name} has rows without a value")
+    table.validate(full=True)
+    return table
 
 
 def write_whole(table: pa.Table, file: Path) -> None:
-    """Write parquet, renamed into place once whole."""
-    part = file.with_name(f".{file.name}.tmp")
-    pq.write_table(table, part)
-    os.replace(part, file)
+    """Write parquet, renamed into place once whole; a part of a run never through a symlink.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    if file.parent.name == "parts":
+        own_folder(file.parent)
+    with replacing(file) as stream:
+        pq.write_table(table, stream)

@@ -13,23 +13,27 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from errno import EINVAL
 from hashlib import sha256
 from pathlib import Path
-from re import ASCII, sub
-from typing import TYPE_CHECKING, Any, Literal
+from re import ASCII, fullmatch, sub
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from filelock import FileLock, Timeout
 
-from spec_lab.files import read_json, write_json
+from spec_lab.files import Unreadable, expect, read_json, write_json
 
 if TYPE_CHECKING:  # tables are for those who read them: composing a run imports nothing heavy
     import pandas as pd
 
 State = Literal["done", "running", "failed", "waiting"]
+
+Known = TypeVar("Known")
 
 PLACES = ("out", "tracker", "retry", "objective")
 """Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
@@ -41,6 +45,36 @@ BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_accepta
 """Figures that are lists, one value for each depth from 1."""
 
 LONGEST = 120  # letters of a folder's name
+
+NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
+"""What ``folder_name`` makes: one folder, inside the sweep's."""
+
+ENDED = {
+    "state": {"done", "failed"},
+    "error": str,
+    "code": int,
+    "?config_sha256": str,
+    "?seconds": (float, None),
+    "?overrides": [str],
+    "?traceback": str,
+}
+"""The shape of ``ended.json``."""
+
+QUEUED = {"engine": str, "job": str, "lost": str}
+"""The shape of ``queued.json``."""
+
+BEGUN = {
+    "?groups": (int, None),
+    "?overrides": (None, [str]),
+    "?commit": (str, None),
+    "?prompts_sha256": (str, None),
+    "?weights_sha256": {str: str},
+    "?threads": (int, None),
+    "?machine": {"?processor": (str, None), "?gpus": [str]},
+    "?code": {str: {}},
+    "?files_sha256": {str: str},
+}
+"""The shape of what is read here of ``manifest.json``."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +91,7 @@ class Run:
         error: what a failed run failed of, in one line; what became of the job of one that waits on a cluster, or that
             was lost there; else empty.
         seconds: that the process which ended it spent on it; None of a run that has not ended.
+        unreadable: which of its files is not readable, and why; empty for none.
     """
 
     folder: Path
@@ -67,6 +102,7 @@ class Run:
     code: int = 0
     error: str = ""
     seconds: float | None = None
+    unreadable: str = ""
 
 
 # What was asked ----------------------------------------------------------------------------------------------------
@@ -100,7 +136,7 @@ def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
         OSError: it cannot be written.
     """
     sweep.mkdir(parents=True, exist_ok=True)
-    with FileLock(sweep / ".sweep.lock"):
+    with file_lock(sweep / ".sweep.lock"):
         asked = _asked(sweep) | {folder_name(one): own(one) for one in jobs}
         write_json(sweep / "sweep.json", {"runs": [{"folder": name, "overrides": one} for name, one in asked.items()]})
 
@@ -109,9 +145,13 @@ def _asked(sweep: Path) -> dict[str, tuple[str, ...]]:
     """The overrides of each run that was asked of the sweep, by folder."""
     file = sweep / "sweep.json"
     try:
-        return {one["folder"]: tuple(one["overrides"]) for one in (read_json(file) or {"runs": []})["runs"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no list of runs ({error}); remove it and sweep again") from error
+        found = read_json(file) or {"runs": []}
+        expect(found, {"runs": [{"folder": str, "overrides": [str]}]}, "")
+        if bad := [one["folder"] for one in found["runs"] if not fullmatch(NAME, one["folder"], flags=ASCII)]:
+            raise ValueError(f"{bad[0]!r} is no name of a run's folder")
+    except ValueError as error:
+        raise Unreadable(f"{file} is no list of runs ({error}); remove it and sweep again") from error
+    return {one["folder"]: tuple(one["overrides"]) for one in found["runs"]}
 
 
 def is_sweep(folder: Path) -> bool:
@@ -145,6 +185,18 @@ class Held(Exception):
     """Another process is at this run."""
 
 
+def file_lock(file: Path) -> FileLock:
+    """A lock on the file; refused is what is no file of its own, whose target would be opened.
+
+    Raises:
+        OSError: it is a symlink, or no regular file.
+    """
+    with suppress(FileNotFoundError):
+        if not S_ISREG(os.lstat(file).st_mode):
+            raise OSError(EINVAL, "is not a regular file, so it is no lock; remove it", str(file))
+    return FileLock(file)
+
+
 @contextmanager
 def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
     """While inside, this process and no other is at the run in ``folder``.
@@ -156,7 +208,7 @@ def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
     Raises:
         Held: another process is.
     """
-    lock = FileLock(folder / ".lock")
+    lock = file_lock(folder / ".lock")
     try:
         lock.acquire(timeout=patience)
     except Timeout as error:
@@ -192,9 +244,35 @@ def lose(folder: Path, engine: str, why: str) -> None:
 def queued(folder: Path) -> dict[str, Any] | None:
     """What is known of the run's last job on a cluster: engine, job, lost (why; or empty); None if there was none."""
     with suppress(ValueError):  # cut short: of no use, and no harm
-        known = read_json(folder / "queued.json")
-        return known if known and {"engine", "job", "lost"} <= known.keys() else None
+        return _queued(folder)
     return None
+
+
+def _queued(folder: Path) -> dict[str, Any] | None:
+    """As ``queued``.
+
+    Raises:
+        Unreadable: the file is not what ``queue`` writes.
+    """
+    return _shaped(folder / "queued.json", QUEUED, "does not say what became of the run's job")
+
+
+def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable") -> dict[str, Any] | None:
+    """What a JSON file holds; None where there is none.
+
+    Raises:
+        Unreadable: it holds something of another shape; names the file, in the words of ``what``.
+    """
+    try:
+        if (found := read_json(file)) is not None:
+            expect(found, shape, "")
+    except Unreadable:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{file} is not readable ({error.strerror})") from error
+    except ValueError as error:
+        raise Unreadable(f"{file} {what} ({error})") from error
+    return found
 
 
 def end(folder: Path, overrides: Sequence[str], config: str, code: int, seconds: float) -> None:
@@ -227,27 +305,50 @@ def ended(folder: Path) -> dict[str, Any] | None:
     that.
     """
     try:
-        facts = read_json(folder / "ended.json")
-        if facts is None:
-            return None
-        if not {"state", "error", "code"} <= facts.keys():
-            raise ValueError(f"{folder / 'ended.json'} does not say how the run ended")
-        if facts["state"] == "done":
-            left_behind(folder), read_json(folder / "manifest.json")
+        facts = _shaped(folder / "ended.json", ENDED, "does not say how the run ended")
+        if facts is not None and facts["state"] == "done":
+            list(_rows(folder)), _provenance(folder)
         return facts
-    except ValueError as error:
-        return {"state": "failed", "code": 1, "config_sha256": "", "error": str(error)}
+    except Unreadable as error:
+        said = str(error)
+        return {"state": "failed", "code": 1, "config_sha256": "", "error": said, "unreadable": said}
 
 
 def _running(folder: Path) -> bool:
+    """Whether a living process is at it.
+
+    Raises:
+        Unreadable: its lock cannot be opened.
+    """
     lock = folder / ".lock"
-    if not lock.exists():
+    if not os.path.lexists(lock):
         return False
     try:
-        with FileLock(lock).acquire(blocking=False):
+        with file_lock(lock).acquire(blocking=False):
             return False
     except Timeout:
         return True
+    except OSError as error:
+        raise Unreadable(f"{lock} is not readable ({error.strerror})") from error
+
+
+@contextmanager
+def reading(*folders: Path) -> Iterator[None]:
+    """Name the folders in whatever their files make go wrong; HYDRA_FULL_ERROR=1 lets it through, with its traceback.
+
+    Raises:
+        Unreadable: in place of any error but OSError, ``Held``, and a ValueError that names one of the folders.
+    """
+    try:
+        yield
+    except (OSError, Unreadable, Held):
+        raise
+    except Exception as error:
+        said = isinstance(error, ValueError) and any(str(one) in str(error) for one in folders)
+        if said or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise Unreadable(f"files that no run leaves, in {' or '.join(map(str, folders))} ({what})") from error
 
 
 # All of them -------------------------------------------------------------------------------------------------------
@@ -270,20 +371,41 @@ def runs(sweep: Path) -> list[Run]:
 
 def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
     """Where the run in ``folder`` stands."""
-    running = _running(folder)  # asked first: a run that ends meanwhile is seen as ended
-    how, begun = ended(folder), {}
-    with suppress(ValueError):  # of a run that is done: in ``how``; of another: the run itself will name it
-        begun = read_json(folder / "manifest.json") or {}
+    spoilt: list[str] = []
+
+    def known(of: Callable[[Path], Known], otherwise: Known) -> Known:
+        try:
+            return of(folder)
+        except Unreadable as error:
+            spoilt.append(str(error))
+            return otherwise
+
+    running = known(_running, False)  # asked first: a run that ends meanwhile is seen as ended
+    how = ended(folder)
+    if how is not None and "unreadable" in how:
+        spoilt.append(how["unreadable"])
+    begun: dict[str, Any] = known(_begun, {})
+    job = "" if how or running else known(_on_cluster, "")
     groups = begun.get("groups")
-    done = groups or 0 if how and how["state"] == "done" else _groups(folder)
+    done = groups or 0 if how and how["state"] == "done" else known(_groups, 0)
     given = overrides or tuple((how or {}).get("overrides", ())) or own(begun.get("overrides") or ())
     state: State = how["state"] if how else "running" if running else "waiting"
-    known = how or {"code": 0, "error": "" if running else _on_cluster(folder)}
-    return Run(folder, given, state, done, groups, known["code"], known["error"], known.get("seconds"))
+    error = how["error"] if how else "; ".join([*spoilt, *([job] if job else [])])
+    code, seconds = (how["code"], how.get("seconds")) if how else (0, None)
+    return Run(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(spoilt)))
+
+
+def _begun(folder: Path) -> dict[str, Any]:
+    """What the manifest says, as far as a sweep needs it; empty where there is none.
+
+    Raises:
+        Unreadable: it is not readable.
+    """
+    return _shaped(folder / "manifest.json", BEGUN) or {}
 
 
 def _on_cluster(folder: Path) -> str:
-    known = queued(folder)
+    known = _queued(folder)
     if known is None:
         return ""
     job = f"{known['engine']} job {known['job']}" if known["job"] else str(known["engine"])
@@ -295,9 +417,12 @@ def _groups(folder: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = {int(one.stem.partition("-")[2]) for one in folder.glob("parts/requests-*.parquet")}
-    with suppress(FileNotFoundError, pa.ArrowInvalid):  # one that is no table is named by who reads its rows
-        found |= set(pq.read_table(folder / "requests.parquet", columns=["group"])["group"].to_pylist())
+    names = (one.stem.partition("-")[2] for one in folder.glob("parts/requests-*.parquet"))
+    found = {int(one) for one in names if one.isdecimal()}
+    file = folder / "requests.parquet"
+    with suppress(pa.ArrowException, OSError, KeyError):  # one that is no table is named by who reads its rows
+        if file.is_file():
+            found |= set(pq.read_table(file, columns=["group"], partitioning=None)["group"].to_pylist())
     return len(found)
 
 
@@ -315,17 +440,21 @@ def collect(sweep: Path) -> pd.DataFrame:
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
-    named: set[str] = set()
     for run in runs(sweep):
         if run.state == "done":
             options = {key(one): _value(one.partition("=")[2]) for one in run.overrides}
-            named |= options.keys()
-            facts = _provenance(run.folder) | {"job_seconds": run.seconds, "code": run.code}
-            for arm, figures in _arms(left_behind(run.folder)):
-                rows.append({"run": run.folder.name, "arm": arm} | options | (figures | facts))
+            with suppress(Unreadable):  # since ``runs`` has looked
+                facts = _provenance(run.folder) | {"job_seconds": run.seconds, "code": run.code}
+                rows += [options | figures | facts | {"run": run.folder.name} for figures in _rows(run.folder)]
     table = pd.DataFrame(rows)
-    for name in named & set(table):
-        if table[name].dtype == object:  # a number here and a text there fit no file's column
+    if len(table):
+        table.insert(0, "run", table.pop("run"))
+        table.insert(1, "arm", table.pop("arm"))
+    for name in table:
+        if table[name].dtype == object and f"?{name}" in NUMBERS:  # no run has a number there
+            table[name] = table[name].astype(float)
+        elif table[name].dtype == object and len({type(one) for one in table[name].dropna()}) > 1:
+            # A number here and a text there fit no file's column.
             table[name] = table[name].map(str, na_action="ignore")
     return table
 
@@ -339,12 +468,44 @@ def left_behind(folder: Path) -> dict[str, Any]:
     return read_json(folder / "summary.json") or read_json(folder / "certificate.json") or {}
 
 
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """The figures of each arm of a run that is done, without nesting.
+
+    Raises:
+        Unreadable: its files are not readable, or have something else where a figure must be.
+    """
+    name = "summary.json" if os.path.lexists(folder / "summary.json") else "certificate.json"
+    try:
+        rows = [figures | {"arm": arm} for arm, figures in _arms(left_behind(folder))]
+        for row in rows:
+            expect(row, dict.fromkeys(NUMBERS, (float, None)), "")
+    except Unreadable:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{error.filename or folder / name} is not readable ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error if isinstance(error, ValueError) else f"it is not nested as a run's: {error!r}"
+        raise Unreadable(f"{folder / name} is not readable ({why})") from error
+    return rows
+
+
+NUMBERS = tuple(
+    f"?{name}{end}"
+    for name in (
+        "speedup", "tau_pooled", "expected_tau", "tokens_per_second", "baseline_tokens_per_second", "nodes_per_step",
+        "draft_token_rate", "overhead", "repeated_8gram_share", "requests",
+    )
+    for end in ("", "_low", "_high")
+)  # fmt: skip
+"""Figures that are compared, drawn and sorted, so that they must be numbers where a run has them."""
+
+
 PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "gpus", "threads")
 """Columns that say what a run's figures depend on beside its options."""
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
-    begun = read_json(folder / "manifest.json") or {}
+    begun = _begun(folder)
     weights = sha256(json.dumps(begun.get("weights_sha256"), sort_keys=True).encode()).hexdigest()
     machine = begun.get("machine", {})
     known = begun | {"processor": machine.get("processor"), "gpus": ", ".join(machine.get("gpus", ()))}
@@ -359,7 +520,10 @@ def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
     values: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for one in found:
         if one.state == "done":
-            known = _provenance(one.folder)
+            try:
+                known = _provenance(one.folder)
+            except Unreadable:  # since ``found`` was looked up
+                continue
             for name, group in (
                 ("commit", ""),
                 ("processor", ""),

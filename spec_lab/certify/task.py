@@ -27,6 +27,7 @@ from spec_lab.certify.statistics import ALPHA, POWER, chi_square, holm
 from spec_lab.constrain import Stuck
 from spec_lab.draft import Drawn
 from spec_lab.faults import attributed
+from spec_lab.files import own_folder, replacing
 from spec_lab.lab import Lab, Settings
 from spec_lab.law import Sampling
 from spec_lab.manifest import claim, manifest, unclaim, write_json
@@ -91,7 +92,7 @@ def certify(
     chosen, left_out = _pairs(lab)
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts())
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
     claim(settings.out, facts)
     try:
         return _certify(work, chosen, left_out, facts, console or Console())
@@ -133,11 +134,11 @@ def _certify(
         found = _histogram(*control, settings.seed)
         certificate = _facts(pairs, broken, left_out, work, walked, facts, found)
         write_json(settings.out / "certificate.json", certificate)
-        folder = settings.out / "figures"
-        folder.mkdir(exist_ok=True)
+        folder = own_folder(settings.out / "figures")
         drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
         figure = convergence(drawn, control)
-        figure.savefig(folder / "convergence.png", bbox_inches="tight", dpi=150)
+        with replacing(folder / "convergence.png") as stream:
+            figure.savefig(stream, bbox_inches="tight", dpi=150)
         lab.tracker.finish(certificate, [folder / "convergence.png"])
     except KeyboardInterrupt:
         what = f"{len(pairs)} pairs of {len(chosen)}"

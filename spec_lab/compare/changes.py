@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from spec_lab import sweep
 from spec_lab.compare.pairing import Figure, Matched, Run, arm_by_arm, described
 from spec_lab.compare.sides import Fact, Side, facts, sides
+from spec_lab.files import Unreadable
 from spec_lab.metrics.intervals import Interval
 from spec_lab.metrics.paired import Change, factor
 
@@ -85,6 +87,7 @@ class Comparison:
         level: of every interval ``alone``.
         judged: how many changes share that level in ``together``.
         notes: what a reader has to know of these runs.
+        unreadable: which files are not readable, and why; their runs are left out.
     """
 
     sides: tuple[Side, ...]
@@ -95,6 +98,7 @@ class Comparison:
     level: float
     judged: int
     notes: tuple[str, ...]
+    unreadable: tuple[str, ...] = ()
 
 
 def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
@@ -113,17 +117,27 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     """
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, not {level:g}")
-    every, matched, notes = sides(folders)
+    spoilt: list[str] = []
+    every, matched, notes = sides(folders, spoilt)
     found: list[tuple[str, str, Matched]] = []
     words: dict[str, str] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
-    reference = Run.read(matched[0][0])
+    reference: Run | None = None
     for first, second in matched:  # no more than two runs' rows are held at once
-        reference = reference if reference.side == first else Run.read(first)
-        other = reference if second == first else Run.read(second)
+        try:
+            reference = reference if reference is not None and reference.side == first else Run.read(first)
+            other = reference if second == first else Run.read(second)
+            with sweep.reading(first.folder, second.folder):
+                matching = arm_by_arm(reference, other)
+        except Unreadable as error:
+            spoilt.append(str(error))
+            continue
         for run in (reference, other):
             manifests[run.side.label], words[run.side.label] = run.manifest, described(run)
-        found += [(first.label, second.label, one) for one in arm_by_arm(reference, other)]
+        found += [(first.label, second.label, one) for one in matching]
+    if not found:
+        raise Unreadable("; ".join(dict.fromkeys(spoilt)))
+    every = [one for one in every if one.label in manifests]
     judged = sum(_enough(figure.change, FEWEST) for *_, one in found for figure in one.figures)
     together = 1 - (1 - level) / max(judged, 1)
     fewest = max(FEWEST, 1 + math.ceil(math.log2(max(judged, 1) / (1 - level))))
@@ -141,7 +155,7 @@ def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
     )
     apart = facts({one.label: manifests[one.label] for one in every})
     notes += _unpaired(pairs)
-    return Comparison(tuple(every), words, *apart, pairs, level, judged, tuple(notes))
+    return Comparison(tuple(every), words, *apart, pairs, level, judged, tuple(notes), tuple(dict.fromkeys(spoilt)))
 
 
 # Judging -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from spec_lab.compare.changes import Comparison, Difference, Pair
 from spec_lab.compare.sides import Fact
+from spec_lab.terminal import visible
 
 FIGURES = {
     "speedup": "speed-up",
@@ -85,7 +86,7 @@ def _sides(comparison: Comparison) -> Table:
     for column in ("", "run", "what"):
         table.add_column(column, overflow="fold")
     for one in comparison.sides:
-        table.add_row(one.label, one.name, comparison.described[one.label])
+        table.add_row(one.label, visible(one.name), visible(comparison.described[one.label]))
     return table
 
 
@@ -94,7 +95,8 @@ def _facts(title: str, facts: Sequence[Fact]) -> Table:
     for column in ("option" if title.startswith("Conf") else "", "values"):
         table.add_column(column, overflow="fold")
     for fact in facts:
-        table.add_row(fact.key, "\n".join(f"{' '.join(labels)}: {value}" for value, labels in fact.values))
+        values = "\n".join(f"{' '.join(labels)}: {value}" for value, labels in fact.values)
+        table.add_row(visible(fact.key), visible(values))
     return table
 
 
@@ -105,9 +107,9 @@ def _pair(pair: Pair, comparison: Comparison) -> Table:
     if pair.prompts:
         title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
     names = (pair.arms[0], pair.arms[1]) if within else (pair.reference, pair.other)
-    table = _table(title)
+    table = _table(visible(title))
     table.add_column("", no_wrap=True)
-    for column in (*names, "change", f"[{100 * comparison.level:.4g} %]"):
+    for column in (*map(visible, names), "change", f"[{100 * comparison.level:.4g} %]"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     for one in pair.differences:
@@ -154,7 +156,7 @@ def _number(value: float) -> str:
 def _notes(comparison: Comparison) -> list[str]:
     every = [one for pair in comparison.pairs for one in pair.differences]
     words = {one.verdict for one in every}
-    lines = list(comparison.notes)
+    lines = [visible(one) for one in comparison.notes]
     if comparison.judged:
         real = sum(one.verdict == "real" for one in every)
         lines.append(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spec_lab import sweep
+from spec_lab.files import Unreadable
 from spec_lab.manifest import begun
 
 ABSENT = "not there"
@@ -42,15 +43,22 @@ class Fact:
     values: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def sides(folders: Sequence[Path]) -> tuple[list[Side], list[tuple[Side, Side]], list[str]]:
+def sides(
+    folders: Sequence[Path], spoilt: list[str] | None = None
+) -> tuple[list[Side], list[tuple[Side, Side]], list[str]]:
     """The runs, which of them are compared (reference first), and what was left out, in words.
 
     A sweep stands for its runs that are done. Sweeps only, two or more: their runs are paired by overrides, the first
     sweep's the references. Else the first run is the reference of all others; one run alone is its own.
 
+    Args:
+        folders: runs or sweeps.
+        spoilt: where what is not readable of a sweep is named; such a run is left out.
+
     Raises:
         ValueError: nothing to compare; says which folder is at fault.
     """
+    spoilt = [] if spoilt is None else spoilt
     folders = [Path(one) for one in folders]
     if not folders:
         raise ValueError("nothing to compare: give two or more runs or sweeps")
@@ -60,7 +68,7 @@ def sides(folders: Sequence[Path]) -> tuple[list[Side], list[tuple[Side, Side]],
         if not (sweep.is_run(folder) or sweep.is_sweep(folder)):
             raise ValueError(f"{folder} holds neither a run (manifest.json) nor a sweep (sweep.json)")
     notes: list[str] = []
-    found = [_runs(folder, notes, len(folders) == 1) for folder in folders]
+    found = [_runs(folder, notes, spoilt, len(folders) == 1) for folder in folders]
     _refuse_twice([folder for one in found for _, folder in one])
     if len(folders) > 1 and not any(sweep.is_run(folder) for folder in folders):
         every, pairs = _by_overrides(folders, found, notes)
@@ -68,11 +76,12 @@ def sides(folders: Sequence[Path]) -> tuple[list[Side], list[tuple[Side, Side]],
     flat = enumerate(one for runs in found for one in runs)
     every = [Side(_letters(place), name, folder) for place, (name, folder) in flat]
     if len(every) == 1 and sweep.is_sweep(folders[0]):
-        raise ValueError(f"only one run of {folders[0]} is done ({every[0].name}): nothing to compare it with")
+        said = f"; unreadable: {'; '.join(spoilt)}" if spoilt else ""
+        raise ValueError(f"only one run of {folders[0]} is done ({every[0].name}): nothing to compare it with" + said)
     return every, [(every[0], other) for other in every[1:] or every], notes
 
 
-def _runs(folder: Path, notes: list[str], alone: bool) -> list[tuple[str, Path]]:
+def _runs(folder: Path, notes: list[str], spoilt: list[str], alone: bool) -> list[tuple[str, Path]]:
     """Names and folders of the runs that ``folder`` stands for; of a sweep ``alone`` what tells them apart."""
     if sweep.is_run(folder):
         return [(str(folder), folder)]
@@ -80,12 +89,21 @@ def _runs(folder: Path, notes: list[str], alone: bool) -> list[tuple[str, Path]]
     label = sweep.labels({one.folder.name: one.overrides for one in every})
     done = []
     for one in every:
-        if one.state != "done":
+        if not one.unreadable and one.state == "done":
+            try:
+                arms = set(manifest_of(one.folder)["arms"])
+            except Unreadable as error:
+                one = replace(one, unreadable=str(error))
+        if one.unreadable:
+            spoilt.append(one.unreadable)
+        elif one.state != "done":
             notes.append(f"Left out, as it is {one.state}: {one.folder}.")
-        elif not set(manifest_of(one.folder)["arms"]) - {"baseline"}:
+        elif not arms - {"baseline"}:
             notes.append(f"Left out, as it holds the baseline only: {one.folder}.")
         else:
             done.append((label[one.folder.name] if alone else " ".join(one.overrides) or one.folder.name, one.folder))
+    if not done and spoilt:
+        raise Unreadable(f"no other run of {folder} is done: {'; '.join(spoilt)}")
     if not done:
         raise ValueError(f"no run of the sweep {folder} is done and drafted ({len(every)} were asked for)")
     return done
@@ -164,6 +182,8 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
     trees = {arm: {"tree": one["tree"]} for arm, one in manifest["proposers"].items() if "tree" in one}
     return {
         "commit": manifest["commit"],
+        "code": manifest.get("code", {}),
+        "files_sha256": manifest.get("files_sha256", {}),
         "versions": manifest["versions"],
         "machine": machine,
         "threads": manifest["threads"],

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from spec_lab.cost.predict import OF_ARM, OF_NODES
 from spec_lab.figures import COLOURS, GREY, STYLE
+from spec_lab.files import own_folder, replacing
 
 
 def summarise(frame: pd.DataFrame) -> dict[str, Any]:
@@ -68,9 +69,9 @@ def _table(title: str) -> Table:
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     """Draw t(n); returns the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        nodes(summarise(frame)["nodes"]).savefig(folder / "cost.png", bbox_inches="tight")
+    own_folder(folder)
+    with rc_context(STYLE), replacing(folder / "cost.png") as stream:
+        nodes(summarise(frame)["nodes"]).savefig(stream, bbox_inches="tight")
     return [folder / "cost.png"]
 
 

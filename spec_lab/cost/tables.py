@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spec_lab.files import refuse_link
 from spec_lab.record import Rows, columns, write_whole
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
@@ -60,6 +61,7 @@ def load(out: str | Path) -> pd.DataFrame:
 
 def gather(out: Path) -> pd.DataFrame:
     """Put all parts together in ``cost.parquet``, and remove them."""
+    refuse_link(out / "parts")
     frame, folder = load(out), out / "parts"
     write(out / "cost.parquet", frame)
     for part in [*folder.glob("cost-*.parquet"), *folder.glob(".*.tmp")]:

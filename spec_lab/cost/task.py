@@ -72,7 +72,7 @@ def measure(
             f"tokens, of which the drafts of {rounds} rounds may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts())
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
     own = facts
     facts = claim(settings.out, own)
     finished = set(load(settings.out)[["turn", "batch", "context"]].itertuples(index=False, name=None))

@@ -115,10 +115,14 @@ def identity(config: DictConfig) -> str:
 
 
 def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
-    """Whether the run that is done, and how it ended, is the one asked for: its configuration and its prompts."""
+    """Whether the run that is done is the one asked for: its configuration, prompts and code from other packages."""
+    from spec_lab.manifest import same_code
     from spec_lab.prompts import digest
 
     begun = read_json(out / "manifest.json") or {}
-    return how.get("config_sha256") == identity(config) and (
-        "prompts_sha256" not in begun or begun["prompts_sha256"] == digest(build(config, "prompts"))
+    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return (
+        how.get("config_sha256") == identity(config)
+        and ("prompts_sha256" not in begun or begun["prompts_sha256"] == digest(build(config, "prompts")))
+        and ("code" not in begun or same_code(begun, resolved))
     )

@@ -19,6 +19,7 @@ from spec_lab.figures.layout import Place, lay_out
 from spec_lab.figures.of_run import acceptance, accepted_trees, cost, phases, throughput, tokens
 from spec_lab.figures.of_sweep import MOST_RUNS, forest, lines, lines_file, worth, worth_file
 from spec_lab.figures.style import BASELINE, COLOURS, GREY, PHASES, SEQUENCE, STYLE, colours, short
+from spec_lab.files import own_folder, replacing
 from spec_lab.metrics import Tables, frames
 from spec_lab.metrics.frames import Ranks
 
@@ -92,7 +93,7 @@ def draw_sweep(table: pd.DataFrame, keys: Sequence[str], folder: Path, formats: 
 
 
 def _save(wanted: Mapping[str, Callable[[], Figure | None]], folder: Path, formats: Sequence[str]) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     # Compressing hard takes longer than drawing. Without a date the same rows give the same file.
     extra: dict[str, dict[str, Any]] = {
         "png": {"pil_kwargs": {"compress_level": 3}},
@@ -105,5 +106,6 @@ def _save(wanted: Mapping[str, Callable[[], Figure | None]], folder: Path, forma
             if figure is not None:
                 for form in formats:
                     drawn.append(folder / f"{name}.{form}")
-                    figure.savefig(drawn[-1], **extra.get(form, {}))
+                    with replacing(drawn[-1]) as stream:
+                        figure.savefig(stream, format=form, **extra.get(form, {}))
     return drawn

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_lab.figures import COLOURS, GREY, STYLE
+from spec_lab.files import own_folder, replacing
 from spec_lab.recorded.pooled import OUTCOME
 
 ROW = 0.27  # inches of a verifier's row
@@ -145,14 +146,15 @@ TIME = (
 
 def draw(summary: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw what there is data for; returns the files."""
-    folder.mkdir(parents=True, exist_ok=True)
+    own_folder(folder)
     proposers = {name: one for name, one in summary["proposers"].items() if one["verifiers"]}
     drawn = []
     with rc_context(STYLE):
         for name, columns in (("accepted", ACCEPTED), ("time", TIME)):
             if proposers:
                 drawn.append(folder / f"{name}.png")
-                panels(proposers, columns).savefig(drawn[-1], bbox_inches="tight")
+                with replacing(drawn[-1]) as stream:
+                    panels(proposers, columns).savefig(stream, bbox_inches="tight")
     return drawn
 
 

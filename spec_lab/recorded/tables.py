@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spec_lab.files import refuse_link
 from spec_lab.record import Rows, columns, write_whole
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
@@ -83,6 +84,7 @@ def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:
 
 def gather(out: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Put all parts together in one file a table, and remove them; returns drafts and texts."""
+    refuse_link(out / "parts")
     frames = {name: load(out, name) for name in TABLES}
     for name, frame in frames.items():
         write(out / f"{name}.parquet", name, frame)

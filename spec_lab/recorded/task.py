@@ -61,7 +61,7 @@ def judge(
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     judges, left_out = pairs(proposers, verifiers)
     said = lab.facts()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said)
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts())
     own = facts
     facts = claim(settings.out, own)
     finished = set(load(settings.out, "texts")["request"])

@@ -7,10 +7,10 @@ policy forbids it to. Whatever came from outside (prompts, outputs, options, err
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from spec_lab import sweep
+from spec_lab.files import write_text
 from spec_lab.report import of_run, of_sweep
 
 
@@ -40,7 +40,5 @@ def write(folder: Path) -> Path:
         what = "holds neither a run (manifest.json) nor a sweep (sweep.json)" if folder.is_dir() else "does not exist"
         raise ValueError(f"{folder} {what}: give the directory that was out= when it ran")
     file = folder / "report.html"
-    part = folder / ".report.html.tmp"
-    part.write_text(page, encoding="utf-8", errors="backslashreplace")
-    os.replace(part, file)
+    write_text(file, page, errors="backslashreplace")
     return file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from math import isfinite
@@ -11,6 +10,7 @@ from typing import Any
 
 from spec_lab import figures, metrics, sweep
 from spec_lab.batch import FINISHES
+from spec_lab.files import Unreadable, expect, read_json
 from spec_lab.manifest import begun
 from spec_lab.metrics import Tables, frames
 from spec_lab.metrics.frames import Ranks
@@ -23,6 +23,16 @@ MOST_LETTERS = 600_000
 """Letters of all outputs shown; what exceeds it makes a page that browsers are slow to open."""
 MOST_OF_A_PROMPT = 600, 12
 """Letters and lines of a prompt's end that are shown."""
+
+PARTS = {
+    "?proposer": (str, None),
+    "?verifier": (str, None),
+    "?constraint": (str, None),
+    "?lossless": (bool, None),
+    "?certified": (str, bool, None),
+    "?certificate": (None, {"?failure": (str, None), "?missing": [str]}),
+}
+"""What is shown of ``summary.json``."""
 
 MARKS = {"accepted": "a", "forced": "f", "bonus": "", "prefill": "", "unknown": ""}
 """How each kind of span is marked in the page."""
@@ -153,14 +163,19 @@ def _not_of_another_task(folder: Path) -> None:
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """What ``summary.json`` says; nothing of a run that has not ended."""
+    """What ``summary.json`` says; nothing of a run that has not ended.
+
+    Raises:
+        Unreadable: it says something else than a run's.
+    """
     file = folder / "summary.json"
-    if not file.is_file():
-        return {}
     try:
-        return dict(json.loads(file.read_text()))
+        found = read_json(file) or {}
+        expect(found, {**PARTS, "?arms": {str: PARTS}}, "")
     except ValueError as error:
-        raise ValueError(f"{file} is not readable ({error}); give the run's command again to make it anew") from error
+        why = str(error) if str(file) in str(error) else f"{file} is not readable ({error})"
+        raise Unreadable(f"{why}; give the run's command again to make it anew") from error
+    return found
 
 
 def _temperature(begin: Mapping[str, Any], summary: Mapping[str, Any]) -> float:

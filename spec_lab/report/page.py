@@ -18,6 +18,8 @@ import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from spec_lab.terminal import visible
+
 HERE = Path(__file__).parent
 
 
@@ -73,18 +75,6 @@ def as_data(value: Any) -> Markup:
     """JSON that may stand inside a script element, whatever texts it holds; NaN and infinities as null."""
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))  # ASCII only, U+2028 escaped
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-UNSEEN = re.compile("[\u0080-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\ufff9-\ufffb]")
-
-
-def visible(text: object) -> str:
-    """The text with control characters as pictures, and those that turn, hide or break a line as <U+...>.
-
-    So a page shows what is there, and no text can disturb what stands beside it.
-    """
-    return UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", str(text).translate(CONTROLS))
 
 
 def placed(path: object) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
+from spec_lab.files import refuse_link
 from spec_lab.metrics import Tables
 from spec_lab.track import view
 
@@ -49,9 +50,11 @@ def begin(folder: Path, manifest: Mapping[str, Any], project: str, entity: str |
 
     Raises:
         OSError: Weights & Biases cannot be reached, or refuses.
+        ValueError: ``wandb/`` is a symlink.
     """
     import wandb
 
+    refuse_link(folder / "wandb")
     quiet = wandb.Settings(
         console="off",
         silent=True,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spec_lab import metrics, sweep
-from spec_lab.files import read_json
+from spec_lab.files import Unreadable, read_json
 from spec_lab.manifest import begun
 from spec_lab.track import board, view
 from spec_lab.track.board import Mode
@@ -47,7 +47,8 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
             raise ValueError(f"{folder} holds no finished group of prompts; there is nothing to show yet")
         found = read_json(folder / "summary.json")
         whole = found is not None
-        pictures = sorted((folder / "figures").glob("*.png")) if whole else []  # of an unfinished run: not of its rows
+        every = sorted((folder / "figures").glob("*.png")) if whole else []  # of an unfinished run: not of its rows
+        pictures = [one for one in every if one.is_file()]
     summary = found or view.summary(tables, manifest)  # from here on the run may go on
     run = board.begin(folder, manifest, project, entity, mode)
     try:
@@ -63,13 +64,20 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
 
     Raises:
         ValueError, sweep.Held, OSError: as ``track``, of a run alone; OSError also of a sweep.
+        Unreadable: of a sweep, after all lines: there are runs whose files are not readable.
     """
     folder = Path(folder)
     if not sweep.is_sweep(folder):
         yield f"{folder}: {track(folder, project, entity, mode)}"
         return
+    spoilt = []
     for one in sweep.runs(folder):
         try:
-            yield f"{one.folder}: {track(one.folder, project, entity, mode)}"
+            with sweep.reading(one.folder):
+                where = track(one.folder, project, entity, mode)
+            yield f"{one.folder}: {where}"
         except (ValueError, sweep.Held) as error:
             yield f"{one.folder}: not shown: {error}"
+            spoilt += [one.folder.name] * isinstance(error, Unreadable)
+    if spoilt:
+        raise Unreadable(f"unreadable in {folder}: {', '.join(spoilt)}")

@@ -1,0 +1,48 @@
+"""Many processes at one run's folder, which take the lock, leave and remove its file: never two are inside."""
+
+import os
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from spec_lab import sweep
+
+pytestmark = pytest.mark.nightly
+
+PROCESSES, SECONDS = 8, 15.0
+
+
+def take_turns(folder: Path, seconds: float, found) -> None:
+    """How often the lock was held, and how often somebody else was inside as well."""
+    times = both = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            with sweep.holding(folder, patience=0.0 if times % 2 else 0.2):
+                times += 1
+                try:
+                    os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))
+                except FileExistsError:
+                    both += 1
+                    continue
+                time.sleep(0.0002)
+                os.unlink(folder / "inside")
+        except sweep.Held:
+            time.sleep(0.0001)
+    found.put((times, both))
+
+
+def test_no_two_processes_are_at_one_run(tmp_path):
+    context = get_context("spawn")
+    found = context.Queue()
+    processes = [context.Process(target=take_turns, args=(tmp_path, SECONDS, found)) for _ in range(PROCESSES)]
+    for one in processes:
+        one.start()
+    counts = [found.get(timeout=10 * SECONDS) for _ in processes]
+    for one in processes:
+        one.join()
+    assert sum(times for times, _ in counts) > 500, "too few turns to tell"
+    assert sum(both for _, both in counts) == 0
+    assert not (tmp_path / ".lock").exists()
