@@ -55,6 +55,8 @@ class Settings:
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out.
         overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
             prints no table and draws no figures.
+        config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
+            the names of environment variables, not with their values.
     """
 
     out: Path
@@ -71,6 +73,7 @@ class Settings:
     heal: bool = False
     max_prompt_tokens: int | None = None
     overrides: Sequence[str] | None = None
+    config_sha256: str = ""
 
     def __post_init__(self) -> None:
         least = {"batch_size": 1, "max_new_tokens": 1, "warmup": 0, "seed": 0, "threads": 1, "max_prompt_tokens": 1}
@@ -105,7 +108,7 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        return [one.name for one in fields(Settings) if one.name not in ("out", "overrides")]
+        return [one.name for one in fields(Settings) if one.name not in ("out", "overrides", "config_sha256")]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     Args:
         lab: the parts.
         settings: the scalars.
-        config: the resolved configuration, for the manifest.
+        config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
 
     Returns:
@@ -57,7 +57,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     recorder, size = Recorder(settings.out), settings.batch_size
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))
-    facts = claim(settings.out, facts)
+    facts = claim(settings.out, facts | {"config_sha256": settings.config_sha256})
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
     finished = recorder.finished()
     todo = {number: group for number, group in groups.items() if number not in finished}

@@ -61,7 +61,7 @@ def certify(
     Args:
         lab: the parts: the composed pair, and all others of ``beside`` and ``verifiers``.
         settings: the scalars; ``seed`` seeds every sample.
-        config: the resolved configuration, for the manifest.
+        config: the configuration, for the manifest.
         samples: texts of the toy world that each pair decodes.
         tokens: tokens that each lossless pair decodes with the real target; 0 for none.
         console: where the table goes; default standard output.
@@ -77,7 +77,7 @@ def certify(
     whole("task.tokens", tokens, 0)
     chosen, left_out = _pairs(lab)
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts())
-    claim(settings.out, facts)
+    claim(settings.out, facts | {"config_sha256": settings.config_sha256})
     work = _Work(lab, settings, samples, tokens, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     pairs: list[Pair] = []
     lab.tracker.start(settings.name, facts, settings.out)

@@ -17,11 +17,12 @@ from spec_lab import ranks, sweep
 from spec_lab.entry.door import Door
 from spec_lab.entry.jobs import job
 from spec_lab.entry.parts import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
+from spec_lab.entry.redaction import Unreadable, as_given, moved
 
 __all__ = ["Door", "bind", "build", "conf", "job", "known", "main", "vars_of", "zoo"]
 
 OmegaConf.register_new_resolver("zoo", zoo, replace=True)
-OmegaConf.register_new_resolver("folder_name", sweep.folder_name, replace=True)
+OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
 
 
 def literal(option: str) -> str:
@@ -65,6 +66,10 @@ def command_line() -> None:
         part, _, value = option.lstrip("+").partition("=")
         if value == "null" and part.partition("@")[0] in groups():
             sys.exit(f"spec_lab: {part} cannot be null: name a file of conf/{part.partition('@')[0]}")
+    try:
+        sys.argv[1:] = moved(sys.argv[1:])
+    except Unreadable as error:
+        sys.exit(f"spec_lab: {error}")
     sys.path.append(str(PACKAGE / "plugins"))  # where Hydra finds our launcher
     try:
         hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()

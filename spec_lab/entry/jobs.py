@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab import sweep
 from spec_lab.entry.parts import Refused, build, reason, start
+from spec_lab.entry.redaction import overrides_of, without_values
 from spec_lab.entry.search import result
 from spec_lab.files import read_json
 
@@ -37,9 +39,11 @@ def alone(config: DictConfig) -> None:
     except (Refused, OSError, ValueError, sweep.Held, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
-        if isinstance(error, Refused):
+        said = without_values(config, reason(error))
+        if isinstance(error, Refused) and said == reason(error):
             raise
-        raise Refused(f"spec_lab: {reason(error)}") from (None if isinstance(error, OmegaConfBaseException) else error)
+        said = said.removeprefix("spec_lab: ")
+        raise Refused(f"spec_lab: {said}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
 
@@ -49,7 +53,7 @@ def one_of_many(config: DictConfig) -> None:
     folder, and spares the others.
     """
     facts = HydraConfig.get()
-    out, overrides, began = Path(facts.runtime.output_dir), list(facts.overrides.task), time.perf_counter()
+    out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{sweep.place(out)}: {what}", file=sys.stderr, flush=True)
@@ -66,11 +70,12 @@ def one_of_many(config: DictConfig) -> None:
             try:
                 code = carry_out(config, out, overrides)
             except Exception as error:
-                said = reason(error).removeprefix("spec_lab: ")
+                said = without_values(config, reason(error).removeprefix("spec_lab: "))
                 if done:  # with another configuration: what there is stays
                     raise Refused(f"spec_lab: {sweep.place(out)}: {said}") from error
                 try:
-                    sweep.fail(out, overrides, error, said, time.perf_counter() - began)
+                    hide = partial(without_values, config)
+                    sweep.fail(out, overrides, error, said, time.perf_counter() - began, hide)
                 except OSError as full:
                     said += f"; that could not be noted in {out} ({full.strerror})"
                 return say(f"failed: {said}")

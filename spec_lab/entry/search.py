@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spec_lab import sweep
 from spec_lab.entry.parts import Refused, reason
+from spec_lab.entry.redaction import overrides_of
 from spec_lab.options import one_of, whole
 
 AGAIN = "again"
@@ -109,7 +110,7 @@ def _space(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     params = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
     try:
         with _quiet():
-            searched, given = create_params_from_overrides([*params, *config.hydra.overrides.task])
+            searched, given = create_params_from_overrides([*params, *overrides_of(config.hydra)])
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(f"a search takes ranges and choices of numbers and texts: {reason(error)}") from error
     searched = {name: one for name, one in searched.items() if name not in given}
