@@ -13,7 +13,7 @@ import hydra
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from spec_lab import ranks, sweep
+from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry.door import Door
 from spec_lab.entry.jobs import job
 from spec_lab.entry.parts import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
@@ -40,6 +40,7 @@ def main() -> None:
     """The console script. Of several ranks of torchrun the first one runs it, and the others do as it says."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
+        interrupt.change(interrupt.Silent(""))
         from spec_lab.target import follow
 
         return follow()
@@ -61,7 +62,12 @@ def command_line() -> None:
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"
         from spec_lab.commands import command
 
-        sys.exit(command(sys.argv[1:]))
+        try:
+            with interrupt.Raising():
+                sys.exit(command(sys.argv[1:]))
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            sys.exit(interrupt.CODE)
     for option in sys.argv[1:]:
         part, _, value = option.lstrip("+").partition("=")
         if value == "null" and part.partition("@")[0] in groups():
@@ -76,6 +82,6 @@ def command_line() -> None:
     except KeyboardInterrupt:
         many = {"-m", "--multirun"} & set(sys.argv)
         print("\nInterrupted." if many else "\nInterrupted before anything was decoded.", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(interrupt.CODE)
     except InterpolationResolutionError as error:  # hydra.run.dir is composed before any callback
         sys.exit(f"spec_lab: out must name a directory: give out=DIR ({reason(error)})")

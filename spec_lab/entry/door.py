@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from spec_lab import ranks, sweep
+from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry import search
 from spec_lab.entry.parts import groups, reason
 from spec_lab.entry.redaction import blank, overrides_of
@@ -71,6 +71,15 @@ class Door(Callback):
             raise SystemExit(f"spec_lab: {reason(error)}") from error
         blank(config)
         atexit.register(go_on, out)
+        if str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
+            interrupt.change(interrupt.Leave(f"Interrupted.\n{_how_to_go_on(out)}"))
+        else:  # other launchers end their workers, or say what becomes of their jobs
+            interrupt.change(interrupt.Raise())
+            if interrupt.raises() and str(config.hydra.launcher["_target_"]).endswith(".JoblibLauncher"):
+                from joblib.externals.loky.backend.resource_tracker import ensure_running
+
+                ensure_running()  # see keep_from_workers
+                interrupt.keep_from_workers()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """After a sweep: where each of its runs stands; exit code 1 unless all that were asked for went well."""
@@ -110,7 +119,11 @@ def check_sweeper(config: DictConfig) -> None:
 
 def go_on(out: Path) -> None:
     """Said where a sweep's command ends before the sweep: by Ctrl-C, by a worker that was killed."""
-    print(f"The sweep in {out} is not over: the same command with out={out} goes on with it.", file=sys.stderr)
+    print(_how_to_go_on(out), file=sys.stderr)
+
+
+def _how_to_go_on(out: Path) -> str:
+    return f"The sweep in {out} is not over: the same command with out={out} goes on with it."
 
 
 def asked(config: DictConfig) -> list[list[str]]:

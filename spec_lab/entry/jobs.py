@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_lab import sweep
+from spec_lab import interrupt, sweep
 from spec_lab.entry.parts import Refused, build, reason, start
 from spec_lab.entry.redaction import overrides_of, without_values
 from spec_lab.entry.search import result
@@ -23,16 +23,22 @@ from spec_lab.files import read_json
 
 def job(config: DictConfig) -> float | None:
     """One run, as composed by Hydra: alone, or as one of a sweep; returns what it is worth to a search."""
-    if OmegaConf.is_missing(HydraConfig.get().job, "num"):
-        alone(config)
-        return None
-    one_of_many(config)
+    try:
+        if OmegaConf.is_missing(HydraConfig.get().job, "num"):
+            alone(config)
+            return None
+        one_of_many(config)
+    except Exception:
+        if interrupt.interrupted():  # some libraries turn it into another error
+            raise KeyboardInterrupt from None
+        raise
     return result(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 def alone(config: DictConfig) -> None:
     """A run; what is refused leaves nothing behind."""
     out = Path(HydraConfig.get().runtime.output_dir)
+    interrupt.change(interrupt.Leave(folder=str(out)))
     try:
         with sweep.holding(out):
             code = carry_out(config, out)
@@ -70,6 +76,8 @@ def one_of_many(config: DictConfig) -> None:
             try:
                 code = carry_out(config, out, overrides)
             except Exception as error:
+                if interrupt.interrupted():
+                    raise KeyboardInterrupt from None
                 said = without_values(config, reason(error).removeprefix("spec_lab: "))
                 if done:  # with another configuration: what there is stays
                     raise Refused(f"spec_lab: {sweep.place(out)}: {said}") from error

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from spec_lab import ranks, sweep
+from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry.redaction import written
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -246,4 +246,5 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     verifiers = build_each(config, "verifiers")
     binding, pieces = bind(config, settings, target)
     lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers, binding, pieces)
-    return int(work(lab, settings, shown))
+    with interrupt.Raising():
+        return int(work(lab, settings, shown))
