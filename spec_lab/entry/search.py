@@ -92,8 +92,14 @@ def check(config: DictConfig) -> None:
     searched, given = _space(config)
     objective, task = str(config.get("objective")), OmegaConf.select(config, "task._target_")
     if task == "spec_lab.run.run" and objective not in (known := figures()):  # of other tasks it shows at the end
-        near = get_close_matches(objective, known, 3) or ["tokens_per_second", "speedup.mean", "tau_pooled"]
+        near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
         raise ValueError(f"objective: there is no figure {objective}; there are {', '.join(near)} and others")
+    if task == "spec_lab.run.run" and "speedup" in objective:
+        other = "or search for objective=tokens_per_second"
+        if config.get("baseline") is False:
+            raise ValueError(f"objective={objective} compares with the baseline: set baseline=true, {other}")
+        if str(OmegaConf.select(config, "proposer._target_")).endswith(".Null.load"):
+            raise ValueError(f"objective={objective} compares with the baseline: choose a proposer, {other}")
     if out.is_dir():
         with _alone(out):
             _agree(_study(config), searched, given)
