@@ -22,10 +22,11 @@ from spec_lab.constrain import Binding
 from spec_lab.constrain.healing import heal
 from spec_lab.decode import Group, Round
 from spec_lab.law import CounterDraws, Sampling
-from spec_lab.options import strings, whole
+from spec_lab.options import file_name, strings, whole
 from spec_lab.prompts import Prompt, encode
 from spec_lab.propose import Null, Proposer
 from spec_lab.record import Outcome
+from spec_lab.strings import check_strings
 from spec_lab.target import Target
 from spec_lab.text import Rules, plain
 from spec_lab.track import Tracker
@@ -41,14 +42,14 @@ class Settings:
 
     Args:
         out: the run's directory.
-        name: the experiment's.
+        name: the experiment's; at most 100 characters, without slashes.
         batch_size: prompts decoded together.
         max_new_tokens: most tokens emitted for each.
         warmup: tokens each arm decodes before anything is measured; 0 for none.
         seed: of every random choice, below 2**63.
         threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
-        stop: strings that end a text.
+        stop: strings that end a text; at most 256, of 4096 bytes each and 65536 in all, as of ``banned``.
         banned: strings that never appear.
         min_new_tokens: before a text may end.
         heal: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
@@ -90,14 +91,13 @@ class Settings:
         for name in ("baseline", "heal"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        strings("stop", self.stop)
-        strings("banned", self.banned)
+        check_strings("stop", strings("stop", self.stop))
+        check_strings("banned", strings("banned", self.banned))
         if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
             )
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
+        file_name("name", self.name)
 
     def use_threads(self) -> None:
         """Set torch's threads, whatever a run before this one in the same process has set. Do it before the parts are

@@ -43,6 +43,13 @@ def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
     assert found == runs
 
 
+def test_no_workers_are_no_launcher(sweep_of, tmp_path):
+    code, printed, _ = sweep_of("seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=0")
+    assert code == 1
+    assert "hydra.launcher.n_jobs must be a number of processes, or -1" in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -53,6 +60,9 @@ def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
         ("seed=range(0,1000000000000)", f"more than {door.MOST_RUNS} runs"),
         ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
         ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size must be a whole number of 1 or more"),
+        ("verifier=5,6", "verifier=5 is no name: name a file of conf/verifier"),
+        ("verifier=null,token", "verifier cannot be null: name a file of conf/verifier"),
+        ("name='a/b'", "name must be a text of 1 to 100 printable characters"),
         ("hydra.sweep.subdir=x", "hydra.sweep.subdir cannot be set"),
     ],
 )

@@ -8,8 +8,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
+from itertools import islice
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
@@ -34,6 +38,33 @@ def literal(option: str) -> str:
     text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
     text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
     return f'{name}{equals}"{text}"'
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra would answer with a traceback, or in words that do not say what to do.
+
+    Raises:
+        ValueError: an override that is not readable; a group whose value is no name. Names it.
+    """
+    for one in arguments:
+        option, equals, _ = one.partition("=")
+        if not equals or one.startswith("-"):
+            continue
+        try:
+            read = OverridesParser.create().parse_rule(one, "override")
+            values = list(islice(read.sweep_iterator(), 1000)) if read.is_discrete_sweep() else [read.value()]
+        except HydraException as error:
+            said = str(error).splitlines()[0] if str(error) else "it does not parse"
+            raise ValueError(f"{one} is not readable ({said}): quote the value, as in '{option}=\"...\"'") from error
+        except (TypeError, ValueError):
+            continue  # of a sweep: the sweep says it
+        group = option.lstrip("+~").partition("@")[0]
+        if group not in {*groups(), "experiment"}:
+            continue
+        if None in values:
+            raise ValueError(f"{option.lstrip('+')} cannot be null: name a file of conf/{group}")
+        if wrong := [one for one in values if not isinstance(one, str | list | dict)]:
+            raise ValueError(f"{option.lstrip('+')}={wrong[0]} is no name: name a file of conf/{group}")
 
 
 def main() -> None:
@@ -68,13 +99,10 @@ def command_line() -> None:
         except KeyboardInterrupt:
             print("\nInterrupted.", file=sys.stderr)
             sys.exit(interrupt.CODE)
-    for option in sys.argv[1:]:
-        part, _, value = option.lstrip("+").partition("=")
-        if value == "null" and part.partition("@")[0] in groups():
-            sys.exit(f"spec_lab: {part} cannot be null: name a file of conf/{part.partition('@')[0]}")
     try:
         sys.argv[1:] = moved(sys.argv[1:])
-    except Unreadable as error:
+        check_overrides(sys.argv[1:])
+    except (Unreadable, ValueError) as error:
         sys.exit(f"spec_lab: {error}")
     sys.path.append(str(PACKAGE / "plugins"))  # where Hydra finds our launcher
     try:

@@ -22,7 +22,7 @@ from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry import search
 from spec_lab.entry.parts import groups, reason
 from spec_lab.entry.redaction import blank, overrides_of
-from spec_lab.options import whole
+from spec_lab.options import file_name, whole
 
 MOST_RUNS = 100_000
 """Most runs of a sweep."""
@@ -39,6 +39,7 @@ class Door(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Before a single run."""
+        check_name(config.get("name"))
         self.made = check_writable(config.get("out"))
 
     def on_run_end(self, **_: Any) -> None:
@@ -50,6 +51,7 @@ class Door(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Before a sweep: what it is asked for is noted."""
         check_sweeper(config)
+        check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
         for option in sweep.PLACES:
             if len({one for job in jobs for one in job if sweep.key(one) == option}) > 1:
@@ -113,6 +115,8 @@ def check_sweeper(config: DictConfig) -> None:
     try:
         if config.hydra.sweeper.get("max_batch_size") is not None:
             whole("hydra.sweeper.max_batch_size", config.hydra.sweeper.max_batch_size, otherwise=", or null for all")
+        if config.hydra.launcher.get("n_jobs", 1) == 0:
+            raise ValueError("hydra.launcher.n_jobs must be a number of processes, or -1 for one on each core, not 0")
     except ValueError as error:
         raise SystemExit(f"spec_lab: {reason(error)}") from error
 
@@ -157,6 +161,14 @@ def _values(override: Override) -> int:
     if not number:
         raise SystemExit(f"spec_lab: {override.input_line} names no value; see the files of conf")
     return number
+
+
+def check_name(given: Any) -> None:
+    """Leave with exit code 1 unless the experiment's name can be a folder's; see ``options.file_name``."""
+    try:
+        file_name("name", given)
+    except ValueError as error:
+        raise SystemExit(f"spec_lab: {error}") from error
 
 
 def check_writable(out: Any) -> list[Path]:
