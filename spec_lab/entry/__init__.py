@@ -52,12 +52,13 @@ def check_overrides(arguments: Sequence[str]) -> None:
             continue
         try:
             read = OverridesParser.create().parse_rule(one, "override")
-            values = list(islice(read.sweep_iterator(), 1000)) if read.is_discrete_sweep() else [read.value()]
         except HydraException as error:
             said = str(error).splitlines()[0] if str(error) else "it does not parse"
             raise ValueError(f"{one} is not readable ({said}): quote the value, as in '{option}=\"...\"'") from error
-        except (TypeError, ValueError):
-            continue  # of a sweep: the sweep says it
+        try:
+            values = list(islice(read.sweep_iterator(), 1000)) if read.is_discrete_sweep() else [read.value()]
+        except (HydraException, TypeError, ValueError):
+            continue  # a glob, which needs the configs, or a range that is none: the sweep answers it
         group = option.lstrip("+~").partition("@")[0]
         if group not in {*groups(), "experiment"}:
             continue

@@ -27,6 +27,9 @@ from spec_lab.options import file_name, whole
 MOST_RUNS = 100_000
 """Most runs of a sweep."""
 
+MOST_WORKERS = 1024
+"""Most processes of ``hydra/launcher=joblib``."""
+
 SUBDIR = "${folder_name:${hydra:overrides.task}}"
 """What ``conf/config.yaml`` says of a run's folder."""
 
@@ -115,8 +118,12 @@ def check_sweeper(config: DictConfig) -> None:
     try:
         if config.hydra.sweeper.get("max_batch_size") is not None:
             whole("hydra.sweeper.max_batch_size", config.hydra.sweeper.max_batch_size, otherwise=", or null for all")
-        if config.hydra.launcher.get("n_jobs", 1) == 0:
-            raise ValueError("hydra.launcher.n_jobs must be a number of processes, or -1 for one on each core, not 0")
+        jobs = config.hydra.launcher.get("n_jobs", 1)
+        if jobs == 0 or not -MOST_WORKERS <= jobs <= MOST_WORKERS:
+            raise ValueError(
+                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one a core, "
+                f"not {jobs}"
+            )
     except ValueError as error:
         raise SystemExit(f"spec_lab: {reason(error)}") from error
 

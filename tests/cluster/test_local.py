@@ -5,9 +5,8 @@ import runpy
 import shlex
 
 import pytest
-from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from spec_lab.entry import conf
 from tests.cluster.conftest import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "local_slurm.py"))
@@ -19,9 +18,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_node_of_the_local_slurm_has_room_for_a_job_of_the_documented_command(command):
-    with initialize_config_dir(conf(), version_base="1.3"):
-        launcher = compose("config", shlex.split(command)[1:], return_hydra_config=True).hydra.launcher
+def test_a_node_of_the_local_slurm_has_room_for_a_job_of_the_documented_command(cli, command):
+    code, said, errors = cli(*shlex.split(command)[1:], "--cfg", "hydra")
+    assert code == 0, errors
+    launcher = OmegaConf.create(said).hydra.launcher
     assert launcher.memory_gb * 1024 <= SCRIPT["MEMORY"]
     assert launcher.cpus <= SCRIPT["CPUS"]
     assert launcher.gpus == 0

@@ -5,12 +5,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from spec_lab.entry import conf
+from spec_lab.entry import conf, known
 from tests import checkpoints
 
 JUNK = [
@@ -41,12 +41,10 @@ GIVEN = {"regex": ['constraint.pattern="a+"'], "json_schema": ["constraint.schem
 
 def leaves(group: str = "", name: str = "") -> list[tuple[str, str, str]]:
     """Each option that a file of a config group states, or the default config where none is named."""
-    chosen = [f"{group}={name}"] if group else []
-    with initialize_config_dir(conf(), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", chosen), resolve=False)
-    if group:
-        return [(f"{group}.{key}", group, name) for key in config[group]]
-    return [(key, "", "") for key in config]
+    if not group:
+        return [(key, "", "") for key in sorted(known())]
+    config = OmegaConf.load(Path(conf(), group, f"{name}.yaml"))
+    return [(f"{group}.{key}", group, name) for key in config]
 
 
 OPTIONS = leaves() + [one for group, names in GROUPS.items() for name in names for one in leaves(group, name)]
