@@ -284,6 +284,8 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["hydra.sweeper.n_trials=none"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 'none'"),
         (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be a whole number of 1 or more, not 0"),
         (["hydra.sweeper.storage=null"], "hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not None"),
+        (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name must be a text that is not empty, not None"),
+        (["hydra.sweeper.sampler=3"], "hydra.sweeper.sampler must be a mapping with _target_, not 3"),
         (["hydra.sweeper.direction=up"], "hydra.sweeper.direction must be one of maximize, minimize, not 'up'"),
         (["proposer.depth=3"], "a search needs an option with a range or with choices, such as "),
         (["proposer.depth=glob(*)"], "a search takes ranges and choices of numbers and texts: "),

@@ -88,6 +88,10 @@ def check(config: DictConfig) -> None:
     whole("hydra.sweeper.n_jobs", sweeper.n_jobs)
     if not isinstance(sweeper.storage, str):
         raise ValueError(f"hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not {sweeper.storage!r}")
+    if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
+        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
+    if not OmegaConf.is_dict(sweeper.sampler) or "_target_" not in sweeper.sampler:
+        raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {sweeper.sampler!r}")
     one_of("hydra.sweeper.direction", sweeper.direction, ("maximize", "minimize"))
     searched, given = _space(config)
     objective, task = str(config.get("objective")), OmegaConf.select(config, "task._target_")
