@@ -31,6 +31,7 @@ PACKAGES = "slurm-wlm slurmdbd slurm-client munge mariadb-server".split()
 PROGRAMS = "munged mariadb-install-db mariadbd slurmdbd slurmctld slurmd sbatch sacct sacctmgr".split()
 DAEMONS = "munged mariadbd slurmdbd slurmctld slurmscriptd slurmd slurmstepd".split()
 NODES = ("n1", "n2")
+CPUS, MEMORY = 4, 16384  # of a node; in MB. Two jobs of 2 CPUs and 8 GB fit, as conf/hydra/launcher/slurm.yaml asks for
 SECONDS = 60  # most that a daemon may take to answer
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # daemons are there
 
@@ -139,7 +140,7 @@ def install() -> None:
                 raise Refused(f"apt-get {step[0]} failed with exit code {code}: what it printed says why")
 
 
-def start(directory: Path, cpus: int = 4, memory: int = 4000) -> Path:
+def start(directory: Path, cpus: int = CPUS, memory: int = MEMORY) -> Path:
     """Start a cluster, and return what SLURM_CONF must be once both nodes are idle and sacct answers.
 
     Args:
@@ -322,8 +323,8 @@ def main() -> None:
     commands.add_parser("install")
     for command in ("start", "stop", "node-down", "node-up"):
         commands.add_parser(command).add_argument("directory", type=lambda path: Path(path).resolve(), metavar="DIR")
-    commands.choices["start"].add_argument("--cpus", type=int, default=4, help="of each node")
-    commands.choices["start"].add_argument("--memory", type=int, default=4000, help="of each node, in MB")
+    commands.choices["start"].add_argument("--cpus", type=int, default=CPUS, help=f"of each node ({CPUS})")
+    commands.choices["start"].add_argument("--memory", type=int, default=MEMORY, help=f"of each node, in MB ({MEMORY})")
     for command in ("node-down", "node-up"):
         commands.choices[command].add_argument("node", choices=NODES)
     asked = parser.parse_args()

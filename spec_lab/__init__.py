@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in typing, whose import takes longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from spec_lab.generation import generate
 
 __all__ = ["generate"]
@@ -14,5 +14,7 @@ __all__ = ["generate"]
 def __getattr__(name: str) -> Any:
     """``generate``, imported when it is asked for: it is heavy, and the command line answers at once."""
     if name in __all__:
+        from importlib import import_module
+
         return getattr(import_module("spec_lab.generation"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

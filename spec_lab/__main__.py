@@ -1,6 +1,20 @@
-"""``python -m spec_lab``."""
+"""The command line, as ``spec-lab`` and as ``python -m spec_lab``."""
 
-from spec_lab.entry import main
+from spec_lab import interrupt
+
+
+def main() -> None:
+    """Carry out the command line; after Ctrl-C the exit code is 130, whatever became of the ``KeyboardInterrupt``."""
+    interrupt.install(interrupt.Leave())
+    try:
+        from spec_lab.entry import main as command_line
+
+        command_line()
+    except BaseException as error:
+        if interrupt.interrupted() or (isinstance(error, SystemExit) and error.code == interrupt.CODE):
+            interrupt.end()
+        raise
+
 
 if __name__ == "__main__":
     main()

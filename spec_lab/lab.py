@@ -22,10 +22,11 @@ from spec_lab.constrain import Binding
 from spec_lab.constrain.healing import heal
 from spec_lab.decode import Group, Round
 from spec_lab.law import CounterDraws, Sampling
-from spec_lab.options import brief, strings, whole
+from spec_lab.options import brief, file_name, strings, whole
 from spec_lab.prompts import Prompt, encode
 from spec_lab.propose import Null, Proposer, branches
 from spec_lab.record import Outcome
+from spec_lab.strings import check_strings
 from spec_lab.target import Target
 from spec_lab.text import Rules, plain
 from spec_lab.track import Tracker
@@ -44,20 +45,22 @@ class Settings:
 
     Args:
         out: the run's directory.
-        name: the experiment's.
+        name: the experiment's; at most 100 characters, without slashes.
         batch_size: prompts decoded together; at most 1024.
         max_new_tokens: most tokens emitted for each; at most 2**20.
         warmup: tokens each arm decodes before anything is measured; 0 for none, at most 2**20.
         seed: of every random choice, below 2**63.
         threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
-        stop: strings that end a text.
+        stop: strings that end a text; at most 256, of 4096 bytes each and 65536 in all, as of ``banned``.
         banned: strings that never appear.
         min_new_tokens: before a text may end.
         heal: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
             prints no table and draws no figures.
+        config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
+            the names of environment variables, not with their values.
     """
 
     out: Path
@@ -74,6 +77,7 @@ class Settings:
     heal: bool = False
     max_prompt_tokens: int | None = None
     overrides: Sequence[str] | None = None
+    config_sha256: str = ""
 
     def __post_init__(self) -> None:
         whole("batch_size", self.batch_size, most=1024)
@@ -94,14 +98,13 @@ class Settings:
         for name in ("baseline", "heal"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        strings("stop", self.stop)
-        strings("banned", self.banned)
+        check_strings("stop", strings("stop", self.stop))
+        check_strings("banned", strings("banned", self.banned))
         if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
             )
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name must be a text that is not empty, not {self.name!r}")
+        file_name("name", self.name)
 
     def use_threads(self) -> None:
         """Set torch's threads, whatever a run before this one in the same process has set. Do it before the parts are
@@ -112,7 +115,7 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        return [one.name for one in fields(Settings) if one.name not in ("out", "overrides")]
+        return [one.name for one in fields(Settings) if one.name not in ("out", "overrides", "config_sha256")]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import re
 import reprlib
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 from spec_lab import files, ranks, sources
 from spec_lab.files import Unreadable, expect, read_json
 from spec_lab.machine import processor
+from spec_lab.redact import without_secrets
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
@@ -54,8 +54,6 @@ SHAPE = {
 }
 """What ``manifest.json`` has."""
 
-SECRET = re.compile(r"(^|_)(api_?key|auth|credentials?|password|passwd|secret|token)$", re.IGNORECASE)
-
 
 def manifest(
     config: Mapping[str, Any],
@@ -69,7 +67,7 @@ def manifest(
     """The contents of ``manifest.json``.
 
     Args:
-        config: the resolved configuration; values of keys that look like secrets are blanked.
+        config: the configuration; values of keys that look like secrets are blanked.
         seed: the run's.
         weights: SHA-256 of the weights of each part that has some; empty for weights from the hub, since transformers
             does not tell which commit it has loaded: use a local folder where that matters.
@@ -121,7 +119,10 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "manifest.json", facts)
         return facts
-    if different := _differences(_identity(there), _identity(facts)):
+    different = _differences(_identity(there), _identity(facts))
+    if not different and there.get("config_sha256", here := facts.get("config_sha256", "")) != here:
+        different = ["an environment variable that the configuration reads: one value there, another here"]
+    if different:
         what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
         raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
     return there
@@ -162,7 +163,7 @@ def begun(out: Path) -> dict[str, Any] | None:
     return there
 
 
-def begun_trees(out: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:
     """The draft trees of the run that ``out`` holds, by arm; empty unless it was begun with this configuration.
 
     A tree that is chosen by timing may come out differently the next time. A run that is gone on with must decode with
@@ -173,6 +174,8 @@ def begun_trees(out: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """
     there = begun(out)
     if there is None or _configuration(there["config"]) != _configuration(_as_read(without_secrets(config))):
+        return {}
+    if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
         return {}
     return {arm: one["tree"] for arm, one in there["proposers"].items() if "tree" in one}
 
@@ -238,16 +241,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def without_secrets(value: Any) -> Any:
-    """The same tree with texts under keys such as ``api_key`` or ``password`` blanked."""
-    if isinstance(value, Mapping):
-        return {
-            key: "***" if isinstance(inner, str) and SECRET.search(str(key)) else without_secrets(inner)
-            for key, inner in value.items()
-        }
-    return [without_secrets(inner) for inner in value] if isinstance(value, list) else value
 
 
 def commit(folder: Path) -> str | None:

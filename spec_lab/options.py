@@ -74,6 +74,20 @@ def share(name: str, value: Any) -> float:
     return float(value)
 
 
+def file_name(option: str, value: Any) -> str:
+    """``value`` itself, if it can name a folder: a text of 1 to 100 characters in one line, without slashes.
+
+    Raises:
+        ValueError: it is not; names the option.
+    """
+    if not isinstance(value, str) or not 1 <= len(value) <= 100 or "/" in value or not value.isprintable():
+        shown = repr(value) if len(repr(value)) < 100 else f"{repr(value)[:40]}... of {len(str(value))}"
+        raise ValueError(f"{option} must be a text of 1 to 100 printable characters without '/', not {shown}")
+    if not value.strip(". "):
+        raise ValueError(f"{option} must hold a letter, not {value!r}")
+    return value
+
+
 MOST_STRINGS = 10_000
 """Most texts in a list."""
 

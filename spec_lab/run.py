@@ -41,7 +41,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     Args:
         lab: the parts.
         settings: the scalars.
-        config: the resolved configuration, for the manifest.
+        config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
 
     Returns:
@@ -59,7 +59,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))
     own = facts
-    facts = claim(settings.out, own)
+    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
     for line in show.chosen_trees(lab.facts(), facts["proposers"]):
         console.print(line, soft_wrap=True, highlight=False)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}

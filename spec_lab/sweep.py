@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from filelock import FileLock, Timeout
 
 from spec_lab.files import Unreadable, expect, read_json, write_json
+from spec_lab.redact import redacted
 
 if TYPE_CHECKING:  # tables are for those who read them: composing a run imports nothing heavy
     import pandas as pd
@@ -109,8 +110,8 @@ class Run:
 
 
 def own(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The overrides that make a run what it is, sorted."""
-    kept = (one for one in overrides if key(one).partition(".")[0].partition("@")[0] not in PLACES)
+    """The overrides that make a run what it is, sorted, with secrets blanked."""
+    kept = (redacted(one) for one in overrides if key(one).partition(".")[0].partition("@")[0] not in PLACES)
     return tuple(sorted(kept, key=lambda one: one.lstrip("+")))
 
 
@@ -281,10 +282,17 @@ def end(folder: Path, overrides: Sequence[str], config: str, code: int, seconds:
     write_json(folder / "ended.json", facts | _when(overrides, seconds))
 
 
-def fail(folder: Path, overrides: Sequence[str], error: BaseException, said: str, seconds: float) -> None:
-    """Note that the run failed; ``said`` is the error in one line."""
+def fail(
+    folder: Path,
+    overrides: Sequence[str],
+    error: BaseException,
+    said: str,
+    seconds: float,
+    redact: Callable[[str], str] = str,
+) -> None:
+    """Note that the run failed; ``said`` is the error in one line; ``redact`` takes secrets out of the traceback."""
     facts = {"state": "failed", "code": 1, "config_sha256": "", "error": said}
-    trace = "".join(traceback.format_exception(error))
+    trace = redact("".join(traceback.format_exception(error)))
     write_json(folder / "ended.json", facts | {"traceback": trace} | _when(overrides, seconds))
 
 

@@ -50,7 +50,8 @@ SPACE = ["proposer.depth=int(interval(1,40))", "proposer.max_ngram=int(interval(
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Overrides of a search among runs on a tiny checkpoint, without what is searched."""
-    return ["--multirun", "hydra/sweeper=search", *checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))]
+    short = checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
+    return ["--multirun", "hydra/sweeper=search", "objective=tokens_per_second", *short]
 
 
 @pytest.fixture
@@ -277,9 +278,14 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
         (["objective=speedup"], "there is no figure speedup; there are speedup."),
         (["objective=null"], "there is no figure None; there are "),
+        (["objective=speedup.mean"], "objective=speedup.mean compares with the baseline: set baseline=true"),
+        (["objective=speedup.low", "baseline=true", "proposer=none"], "compares with the baseline: choose a proposer"),
+        (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 0"),
         (["hydra.sweeper.n_trials=none"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 'none'"),
         (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be a whole number of 1 or more, not 0"),
         (["hydra.sweeper.storage=null"], "hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not None"),
+        (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name must be a text that is not empty, not None"),
+        (["hydra.sweeper.sampler=3"], "hydra.sweeper.sampler must be a mapping with _target_, not 3"),
         (["hydra.sweeper.direction=up"], "hydra.sweeper.direction must be one of maximize, minimize, not 'up'"),
         (["proposer.depth=3"], "a search needs an option with a range or with choices, such as "),
         (["proposer.depth=glob(*)"], "a search takes ranges and choices of numbers and texts: "),
@@ -289,7 +295,8 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
 )
 def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(cli, tiny, tmp_path, given, said):
     space = [] if given == ["proposer.depth=3"] else SPACE
-    code, _, errors = cli(*tiny, *space, *given)
+    others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
+    code, _, errors = cli(*others, *space, *given)
     assert code == 1
     (line,) = errors.splitlines()
     assert line.startswith("spec_lab: ") and said in line
@@ -380,7 +387,7 @@ def test_the_experiment_tunes_nodes_and_depth_of_the_tree(cli, tmp_path):
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
     try:
         short = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=tuned"]
-        code, said, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4", "objective=speedup.mean")
+        code, said, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4")
     finally:
         OmegaConf.register_new_resolver("zoo", zoo, replace=True)
     assert code == 0, errors

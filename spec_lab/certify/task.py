@@ -71,7 +71,7 @@ def certify(
     Args:
         lab: the parts: the composed pair, and all others of ``beside`` and ``verifiers``.
         settings: the scalars; ``seed`` seeds every sample.
-        config: the resolved configuration, for the manifest.
+        config: the configuration, for the manifest.
         samples: texts of the toy world that each pair decodes.
         tokens: tokens that each lossless pair decodes with the real target; 0 for none.
         mask_rows: masks of random drafts, under the run's own constraint and vocabulary, that are compared with those
@@ -93,7 +93,7 @@ def certify(
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
-    claim(settings.out, facts)
+    claim(settings.out, facts | {"config_sha256": settings.config_sha256})
     try:
         return _certify(work, chosen, left_out, facts, console or Console())
     except Exception:

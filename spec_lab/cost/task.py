@@ -43,7 +43,7 @@ def measure(
     Args:
         lab: the parts; proposer and those beside it are the arms, and the baseline.
         settings: the scalars; ``batch_size``, ``max_new_tokens`` and ``warmup`` say nothing here.
-        config: the resolved configuration, for the manifest.
+        config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
         nodes: of the fixed trees; 0, the baseline's, is always among them.
         batches: sequences decoded together.
@@ -74,7 +74,7 @@ def measure(
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
     own = facts
-    facts = claim(settings.out, own)
+    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
     finished = set(load(settings.out)[["turn", "batch", "context"]].itertuples(index=False, name=None))
     visits = list(product(range(turns), batches, contexts))
     try:

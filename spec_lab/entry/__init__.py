@@ -8,20 +8,25 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
+from itertools import islice
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
-from spec_lab import ranks, sweep
+from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry.door import Door
 from spec_lab.entry.jobs import job
 from spec_lab.entry.parts import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
+from spec_lab.entry.redaction import Unreadable, as_given, moved
 
 __all__ = ["Door", "bind", "build", "conf", "job", "known", "main", "vars_of", "zoo"]
 
 OmegaConf.register_new_resolver("zoo", zoo, replace=True)
-OmegaConf.register_new_resolver("folder_name", sweep.folder_name, replace=True)
+OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
 
 
 def literal(option: str) -> str:
@@ -35,10 +40,39 @@ def literal(option: str) -> str:
     return f'{name}{equals}"{text}"'
 
 
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra would answer with a traceback, or in words that do not say what to do.
+
+    Raises:
+        ValueError: an override that is not readable; a group whose value is no name. Names it.
+    """
+    for one in arguments:
+        option, equals, _ = one.partition("=")
+        if not equals or one.startswith("-"):
+            continue
+        try:
+            read = OverridesParser.create().parse_rule(one, "override")
+        except HydraException as error:
+            said = str(error).splitlines()[0] if str(error) else "it does not parse"
+            raise ValueError(f"{one} is not readable ({said}): quote the value, as in '{option}=\"...\"'") from error
+        try:
+            values = list(islice(read.sweep_iterator(), 1000)) if read.is_discrete_sweep() else [read.value()]
+        except (HydraException, TypeError, ValueError):
+            continue  # a glob, which needs the configs, or a range that is none: the sweep answers it
+        group = option.lstrip("+~").partition("@")[0]
+        if group not in {*groups(), "experiment"}:
+            continue
+        if None in values:
+            raise ValueError(f"{option.lstrip('+')} cannot be null: name a file of conf/{group}")
+        if wrong := [one for one in values if not isinstance(one, str | list | dict)]:
+            raise ValueError(f"{option.lstrip('+')}={wrong[0]} is no name: name a file of conf/{group}")
+
+
 def main() -> None:
     """The console script. Of several ranks of torchrun the first one runs it, and the others do as it says."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
+        interrupt.change(interrupt.Silent(""))
         from spec_lab.target import follow
 
         return follow()
@@ -60,17 +94,23 @@ def command_line() -> None:
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"
         from spec_lab.commands import command
 
-        sys.exit(command(sys.argv[1:]))
-    for option in sys.argv[1:]:
-        part, _, value = option.lstrip("+").partition("=")
-        if value == "null" and part.partition("@")[0] in groups():
-            sys.exit(f"spec_lab: {part} cannot be null: name a file of conf/{part.partition('@')[0]}")
+        try:
+            with interrupt.Raising():
+                sys.exit(command(sys.argv[1:]))
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            sys.exit(interrupt.CODE)
+    try:
+        sys.argv[1:] = moved(sys.argv[1:])
+        check_overrides(sys.argv[1:])
+    except (Unreadable, ValueError) as error:
+        sys.exit(f"spec_lab: {error}")
     sys.path.append(str(PACKAGE / "plugins"))  # where Hydra finds our launcher
     try:
         hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
     except KeyboardInterrupt:
         many = {"-m", "--multirun"} & set(sys.argv)
         print("\nInterrupted." if many else "\nInterrupted before anything was decoded.", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(interrupt.CODE)
     except InterpolationResolutionError as error:  # hydra.run.dir is composed before any callback
         sys.exit(f"spec_lab: out must name a directory: give out=DIR ({reason(error)})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -12,13 +13,25 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from spec_lab import ranks, sweep
+from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry import search
 from spec_lab.entry.parts import groups, reason
+from spec_lab.entry.redaction import blank, overrides_of
+from spec_lab.options import file_name, whole
+
+MOST_RUNS = 100_000
+"""Most runs of a sweep."""
+
+MOST_WORKERS = 1024
+"""Most processes of ``hydra/launcher=joblib``."""
+
+SUBDIR = "${folder_name:${hydra:overrides.task}}"
+"""What ``conf/config.yaml`` says of a run's folder."""
 
 
 class Door(Callback):
@@ -29,6 +42,7 @@ class Door(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Before a single run."""
+        check_name(config.get("name"))
         self.made = check_writable(config.get("out"))
 
     def on_run_end(self, **_: Any) -> None:
@@ -39,6 +53,8 @@ class Door(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Before a sweep: what it is asked for is noted."""
+        check_sweeper(config)
+        check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
         for option in sweep.PLACES:
             if len({one for job in jobs for one in job if sweep.key(one) == option}) > 1:
@@ -54,11 +70,21 @@ class Door(Callback):
             for each in [*chosen.values(), *jobs[:1]]:
                 GlobalHydra.instance().config_loader().load_sweep_config(config, each)
             sweep.plan(out, jobs)
-        except HydraException:
-            return  # Hydra composes all of them next, and says what is wrong before anything runs
+        except HydraException as error:
+            raise SystemExit(f"spec_lab: {str(error).strip()}") from error
         except (OSError, ValueError) as error:
             raise SystemExit(f"spec_lab: {reason(error)}") from error
+        blank(config)
         atexit.register(go_on, out)
+        if str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
+            interrupt.change(interrupt.Leave(f"Interrupted.\n{_how_to_go_on(out)}"))
+        else:  # other launchers end their workers, or say what becomes of their jobs
+            interrupt.change(interrupt.Raise())
+            if interrupt.raises() and str(config.hydra.launcher["_target_"]).endswith(".JoblibLauncher"):
+                from joblib.externals.loky.backend.resource_tracker import ensure_running
+
+                ensure_running()  # see keep_from_workers
+                interrupt.keep_from_workers()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """After a sweep: where each of its runs stands; exit code 1 unless all that were asked for went well."""
@@ -80,19 +106,76 @@ class Door(Callback):
             raise SystemExit(code)
 
 
+def check_sweeper(config: DictConfig) -> None:
+    """Refuse options of Hydra that no sweep can have.
+
+    Raises:
+        SystemExit: names the option.
+    """
+    subdir: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if subdir["subdir"] != SUBDIR:
+        raise SystemExit("spec_lab: hydra.sweep.subdir cannot be set: each run's folder is named after its options")
+    try:
+        if config.hydra.sweeper.get("max_batch_size") is not None:
+            whole("hydra.sweeper.max_batch_size", config.hydra.sweeper.max_batch_size, otherwise=", or null for all")
+        jobs = config.hydra.launcher.get("n_jobs", 1)
+        if jobs == 0 or not -MOST_WORKERS <= jobs <= MOST_WORKERS:
+            raise ValueError(
+                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one a core, "
+                f"not {jobs}"
+            )
+    except ValueError as error:
+        raise SystemExit(f"spec_lab: {reason(error)}") from error
+
+
 def go_on(out: Path) -> None:
     """Said where a sweep's command ends before the sweep: by Ctrl-C, by a worker that was killed."""
-    print(f"The sweep in {out} is not over: the same command with out={out} goes on with it.", file=sys.stderr)
+    print(_how_to_go_on(out), file=sys.stderr)
+
+
+def _how_to_go_on(out: Path) -> str:
+    return f"The sweep in {out} is not over: the same command with out={out} goes on with it."
 
 
 def asked(config: DictConfig) -> list[list[str]]:
     """The overrides of each run that a sweep's command asks for; none where the sweeper finds them as it goes."""
     if not str(config.hydra.sweeper["_target_"]).endswith(".BasicSweeper"):
         return []
-    params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}))
-    given = [f"{name}={value}" for name, value in params.items()] + list(config.hydra.overrides.task)
-    batches = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(given), None)
+    params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=False)
+    given = [f"{name}={value}" for name, value in params.items()] + overrides_of(config.hydra)
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # glob(*) asks it which options there are
+    overrides, number = parser.parse_overrides(given), 1
+    for one in overrides:
+        if one.is_sweep_override():
+            number *= _values(one)
+    if number > MOST_RUNS:
+        raise SystemExit(f"spec_lab: the sweep has more than {MOST_RUNS} runs; name fewer values")
+    batches = BasicSweeper.split_arguments(overrides, None)
     return [one for batch in batches for one in batch]
+
+
+def _values(override: Override) -> int:
+    """The number of values that a sweep gives an option; no more than ``MOST_RUNS`` + 1 are counted."""
+    if not override.is_discrete_sweep():
+        raise SystemExit(
+            f"spec_lab: {override.input_line}: an interval is for a search (hydra/sweeper=search); a sweep takes "
+            "values, such as range(1,9) or 1,2,4"
+        )
+    try:
+        number = sum(1 for _ in islice(override.sweep_iterator(), MOST_RUNS + 1))
+    except (HydraException, ValueError) as error:
+        raise SystemExit(f"spec_lab: {override.input_line}: {reason(error)}") from error
+    if not number:
+        raise SystemExit(f"spec_lab: {override.input_line} names no value; see the files of conf")
+    return number
+
+
+def check_name(given: Any) -> None:
+    """Leave with exit code 1 unless the experiment's name can be a folder's; see ``options.file_name``."""
+    try:
+        file_name("name", given)
+    except ValueError as error:
+        raise SystemExit(f"spec_lab: {error}") from error
 
 
 def check_writable(out: Any) -> list[Path]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +14,42 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_lab import sweep
+from spec_lab import interrupt, sweep
 from spec_lab.entry.parts import Refused, build, reason, start
+from spec_lab.entry.redaction import overrides_of, without_values
 from spec_lab.entry.search import result
 from spec_lab.files import read_json
 
 
 def job(config: DictConfig) -> float | None:
     """One run, as composed by Hydra: alone, or as one of a sweep; returns what it is worth to a search."""
-    if OmegaConf.is_missing(HydraConfig.get().job, "num"):
-        alone(config)
-        return None
-    one_of_many(config)
+    try:
+        if OmegaConf.is_missing(HydraConfig.get().job, "num"):
+            alone(config)
+            return None
+        one_of_many(config)
+    except Exception:
+        if interrupt.interrupted():  # some libraries turn it into another error
+            raise KeyboardInterrupt from None
+        raise
     return result(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 def alone(config: DictConfig) -> None:
     """A run; what is refused leaves nothing behind."""
     out = Path(HydraConfig.get().runtime.output_dir)
+    interrupt.change(interrupt.Leave(folder=str(out)))
     try:
         with sweep.holding(out):
             code = carry_out(config, out)
     except (Refused, OSError, ValueError, sweep.Held, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
-        if isinstance(error, Refused):
+        said = without_values(config, reason(error))
+        if isinstance(error, Refused) and said == reason(error):
             raise
-        raise Refused(f"spec_lab: {reason(error)}") from (None if isinstance(error, OmegaConfBaseException) else error)
+        said = said.removeprefix("spec_lab: ")
+        raise Refused(f"spec_lab: {said}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
 
@@ -49,7 +59,7 @@ def one_of_many(config: DictConfig) -> None:
     folder, and spares the others.
     """
     facts = HydraConfig.get()
-    out, overrides, began = Path(facts.runtime.output_dir), list(facts.overrides.task), time.perf_counter()
+    out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{sweep.place(out)}: {what}", file=sys.stderr, flush=True)
@@ -66,11 +76,14 @@ def one_of_many(config: DictConfig) -> None:
             try:
                 code = carry_out(config, out, overrides)
             except Exception as error:
-                said = reason(error).removeprefix("spec_lab: ")
+                if interrupt.interrupted():
+                    raise KeyboardInterrupt from None
+                said = without_values(config, reason(error).removeprefix("spec_lab: "))
                 if done:  # with another configuration: what there is stays
                     raise Refused(f"spec_lab: {sweep.place(out)}: {said}") from error
                 try:
-                    sweep.fail(out, overrides, error, said, time.perf_counter() - began)
+                    hide = partial(without_values, config)
+                    sweep.fail(out, overrides, error, said, time.perf_counter() - began, hide)
                 except OSError as full:
                     said += f"; that could not be noted in {out} ({full.strerror})"
                 return say(f"failed: {said}")

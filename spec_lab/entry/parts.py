@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from spec_lab import ranks, sweep
+from spec_lab import interrupt, ranks, sweep
+from spec_lab.entry.redaction import written
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -214,26 +215,36 @@ def check_torchrun(config: DictConfig) -> None:
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
 
 
+def named_as_written(target: Any, path: Any, shown: Mapping[str, Any]) -> Any:
+    """The target under the name that files may hold: not with values of environment variables in its path."""
+    if is_dataclass(target) and getattr(target, "name", None) == path != shown.get("path", path):
+        return replace(target, name=shown["path"])  # type: ignore[type-var]
+    return target
+
+
 def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
     """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
     check_options(config)
     check_torchrun(config)
     from spec_lab.lab import Lab, Settings
-    from spec_lab.manifest import begun_trees
+    from spec_lab.manifest import begun_trees, digest
 
     work = task(config)
     resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    shown, identity = written(config), digest(resolved)
     given = None if overrides is None else sweep.own(overrides)
-    settings = Settings(out=out, overrides=given, **{name: resolved[name] for name in Settings.names()})
+    scalars = {name: resolved[name] for name in Settings.names()}
+    settings = Settings(out=out, overrides=given, config_sha256=identity, **scalars)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
-    begun = with_trees(config, begun_trees(out, resolved))
-    target = build(config, "target")
+    begun = with_trees(config, begun_trees(out, shown, identity))
+    target = named_as_written(build(config, "target"), OmegaConf.select(config, "target.path"), shown["target"])
     proposer = build(begun, "proposer", target=target)
     beside = build_each(begun, "beside", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
     binding, pieces = bind(config, settings, target)
     lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers, binding, pieces)
-    return int(work(lab, settings, resolved))
+    with interrupt.Raising():
+        return int(work(lab, settings, shown))

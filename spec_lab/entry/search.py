@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from spec_lab import sweep
 from spec_lab.entry.parts import Refused, reason
+from spec_lab.entry.redaction import overrides_of
 from spec_lab.options import one_of, whole
 
 AGAIN = "again"
@@ -87,12 +88,22 @@ def check(config: DictConfig) -> None:
     whole("hydra.sweeper.n_jobs", sweeper.n_jobs)
     if not isinstance(sweeper.storage, str):
         raise ValueError(f"hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not {sweeper.storage!r}")
+    if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
+        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
+    if not OmegaConf.is_dict(sweeper.sampler) or "_target_" not in sweeper.sampler:
+        raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {sweeper.sampler!r}")
     one_of("hydra.sweeper.direction", sweeper.direction, ("maximize", "minimize"))
     searched, given = _space(config)
     objective, task = str(config.get("objective")), OmegaConf.select(config, "task._target_")
     if task == "spec_lab.run.run" and objective not in (known := figures()):  # of other tasks it shows at the end
-        near = get_close_matches(objective, known, 3) or ["tokens_per_second", "speedup.mean", "tau_pooled"]
+        near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
         raise ValueError(f"objective: there is no figure {objective}; there are {', '.join(near)} and others")
+    if task == "spec_lab.run.run" and "speedup" in objective:
+        other = "or search for objective=tokens_per_second"
+        if config.get("baseline") is False:
+            raise ValueError(f"objective={objective} compares with the baseline: set baseline=true, {other}")
+        if str(OmegaConf.select(config, "proposer._target_")).endswith(".Null.load"):
+            raise ValueError(f"objective={objective} compares with the baseline: choose a proposer, {other}")
     if out.is_dir():
         with _alone(out):
             _agree(_study(config), searched, given)
@@ -109,7 +120,7 @@ def _space(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     params = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
     try:
         with _quiet():
-            searched, given = create_params_from_overrides([*params, *config.hydra.overrides.task])
+            searched, given = create_params_from_overrides([*params, *overrides_of(config.hydra)])
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(f"a search takes ranges and choices of numbers and texts: {reason(error)}") from error
     searched = {name: one for name, one in searched.items() if name not in given}

@@ -38,7 +38,7 @@ def judge(
     Args:
         lab: the parts: all proposers, and ``verifiers`` (without any: the one verifier).
         settings: the scalars.
-        config: the resolved configuration, for the manifest.
+        config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
         every: tokens between two places where the proposers draft.
         repeats: how often each verification is timed.
@@ -63,7 +63,7 @@ def judge(
     said = lab.facts()
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts())
     own = facts
-    facts = claim(settings.out, own)
+    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
     finished = set(load(settings.out, "texts")["request"])
     todo = [one for one in requests if one.id not in finished]
     try:

@@ -1,0 +1,202 @@
+"""Keeps secrets and values of environment variables out of everything that a run writes.
+
+A secret on the command line is moved to an environment variable before Hydra reads the command line, and its option
+becomes ``${oc.env:NAME}``: folder names, ``multirun.yaml``, ``study.db`` and the files of launchers then hold the name
+of the variable only. Interpolations are written as they are, except those that read bundled files, the time or other
+options.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from spec_lab.redact import BLANK, URL_PASSWORD, is_secret_value, names_secret, redacted, without_secrets
+
+PLAIN = ("zoo", "now")
+"""Resolvers whose values are no secrets."""
+
+SHORTEST = 4
+"""Characters of the shortest text that is replaced in error messages."""
+
+
+class Unreadable(ValueError):
+    """A secret on the command line that cannot be read, or that is swept over."""
+
+
+# The command line --------------------------------------------------------------------------------------------------
+
+
+def moved(arguments: Sequence[str]) -> list[str]:
+    """The command line with its secrets moved to environment variables of this process, which its children inherit.
+
+    Args:
+        arguments: as in ``sys.argv``, without the program.
+
+    Raises:
+        Unreadable: a secret that Hydra cannot read, or several values for one.
+    """
+    return [_moved(one) if re.match(r"[+~]{0,2}[\w./@-]+=", one) else one for one in arguments]
+
+
+def _moved(argument: str) -> str:
+    option, _, text = argument.partition("=")
+    secret = names_secret(option)
+    if not secret and redacted(argument) == argument and URL_PASSWORD.search(text) is None:
+        return argument
+    try:
+        read = OverridesParser.create().parse_rule(argument, "override")
+    except HydraException:
+        if not secret:
+            return argument
+        raise Unreadable(f"{option} is not readable: quote its value, as in '{option}=\"...\"'") from None
+    if read.is_sweep_override():
+        raise Unreadable(
+            f"{option} cannot be swept: it holds a secret, and the values would name the runs' folders; give one value"
+        )
+    name = option.lstrip("+~")
+    value = _with_variables(read._value, name, name.replace("/", ".").rpartition(".")[2] if secret else "")
+    return argument if value == read._value else f"{option}={replace(read, _value=value).get_value_element_as_str()}"
+
+
+def _with_variables(value: Any, option: str, key: str) -> Any:
+    """The value of an option with each secret in it moved to an environment variable."""
+    if isinstance(value, Mapping):
+        return {name: _with_variables(inner, f"{option}.{_text(name)}", _text(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_variables(inner, f"{option}.{n}", key) for n, inner in enumerate(value)]
+    text = _text(value)
+    if not is_secret_value(key, text) and (not isinstance(text, str) or URL_PASSWORD.search(text) is None):
+        return value
+    variable = "SPEC_LAB_SECRET_" + re.sub(r"\W", "_", option).upper()
+    os.environ[variable] = str(text)
+    return QuotedString(f"${{oc.env:{variable}}}", Quote.double)
+
+
+def _text(value: Any) -> Any:
+    return value.text if isinstance(value, QuotedString) else value
+
+
+# Configs -----------------------------------------------------------------------------------------------------------
+
+
+def overrides_of(facts: Any) -> list[str]:
+    """The overrides of a run or a sweep as they were given, interpolations included; ``facts`` is Hydra's own part."""
+    found: Any = OmegaConf.to_container(facts.overrides.task, resolve=False)
+    return found
+
+
+def as_given(overrides: Sequence[str] | ListConfig) -> list[str]:
+    """The overrides that a resolver was called with, interpolations included."""
+    found: Any = OmegaConf.to_container(overrides, resolve=False) if OmegaConf.is_list(overrides) else list(overrides)
+    return found
+
+
+def blank(config: DictConfig) -> None:
+    """Blank secrets in the config of a sweep, which Hydra writes to ``multirun.yaml``; runs compose their own."""
+    for key in [key for key in config if key != "hydra"]:
+        plain = OmegaConf.create({key: config._get_node(key)})
+        raw = OmegaConf.to_container(plain, resolve=False)
+        if without_secrets(raw) != raw:
+            with read_write(config), open_dict(config):
+                config[key] = without_secrets(raw)[key]
+
+
+def written(config: DictConfig) -> dict[str, Any]:
+    """The config as it is written to files: resolved, except what environment variables may be read for.
+
+    Raises:
+        OmegaConfBaseException: a value is missing or cannot be resolved.
+    """
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    return {name: _written(raw[name], inner, name, raw) for name, inner in _resolved(config).items()}
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return resolved
+
+
+def _written(raw: Any, resolved: Any, path: str, root: Mapping[str, Any]) -> Any:
+    if isinstance(raw, Mapping):
+        return {name: _written(raw[name], inner, f"{path}.{name}", root) for name, inner in resolved.items()}
+    if isinstance(raw, list):
+        return [_written(*both, path, root) for both in zip(raw, resolved, strict=True)]
+    if not isinstance(resolved, str):  # readers of files count on numbers
+        return resolved
+    return resolved if _is_plain(raw, path, root, frozenset()) else raw
+
+
+def _is_plain(raw: Any, path: str, root: Mapping[str, Any], seen: frozenset[str]) -> bool:
+    """Whether resolving ``raw``, which stands at ``path``, reads only other options, bundled files and the time."""
+    if isinstance(raw, Mapping):
+        return all(_is_plain(inner, f"{path}.{name}", root, seen) for name, inner in raw.items())
+    if isinstance(raw, list):
+        return all(_is_plain(inner, path, root, seen) for inner in raw)
+    if not isinstance(raw, str) or "${" not in raw:
+        return True
+    found = re.findall(r"\$\{([^${}]*)\}", raw)
+    if len(found) != raw.count("${"):  # nested
+        return False
+    for one in found:
+        resolver, colon, _ = one.partition(":")
+        if colon:
+            if resolver.strip() not in PLAIN:
+                return False
+        elif one in seen or not _reads_plain(one.strip(), root, seen | {one}):
+            return False
+    return True
+
+
+def _reads_plain(reference: str, root: Mapping[str, Any], seen: frozenset[str]) -> bool:
+    found: Any = root
+    for name in reference.split("."):
+        if not isinstance(found, Mapping) or name not in found:  # relative, or below another interpolation
+            return False
+        found = found[name]
+    return _is_plain(found, reference, root, seen)
+
+
+def without_values(config: DictConfig, text: str) -> str:
+    """An error message without secrets, and with interpolations in place of the values that they stand for."""
+    try:
+        pairs = dict(_pairs(without_secrets(written(config)), _resolved(config)))
+    except OmegaConfBaseException:
+        return text
+    for value in sorted(pairs, key=len, reverse=True):
+        text = text.replace(value, pairs[value])
+    return text
+
+
+def _pairs(shown: Any, resolved: Any) -> Iterator[tuple[str, str]]:
+    """Each text of the resolved config that is not shown, with what is shown in its place."""
+    if isinstance(shown, Mapping) and isinstance(resolved, Mapping):
+        for name, inner in shown.items():
+            yield from _pairs(inner, resolved[name])
+    elif isinstance(shown, list) and isinstance(resolved, list):
+        for both in zip(shown, resolved, strict=True):
+            yield from _pairs(*both)
+    elif shown != resolved and isinstance(shown, str):
+        for one in _texts(resolved):
+            if len(one) >= SHORTEST:
+                yield one, shown or BLANK
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, Mapping):
+        for inner in tree.values():
+            yield from _texts(inner)
+    elif isinstance(tree, list):
+        for inner in tree:
+            yield from _texts(inner)
+    elif isinstance(tree, str):
+        yield tree

@@ -1,0 +1,74 @@
+"""What a sweep may be asked for: Hydra's ways to name values, and what is refused before anything is written."""
+
+import pytest
+
+from spec_lab import sweep
+from spec_lab.entry import door
+
+
+@pytest.fixture
+def sweep_of(cli, monkeypatch, tmp_path):
+    """Sweep with runs that do nothing: (exit code, what was printed, the last option of each run)."""
+
+    def start(config, out, overrides=None):
+        (out / "left").touch()
+        return 0
+
+    monkeypatch.setattr("spec_lab.entry.jobs.start", start)
+
+    def call(*options: str) -> tuple[int, str, set[str]]:
+        code, said, errors = cli("--multirun", *options, "out=swept")
+        found = sweep.runs(tmp_path / "swept") if sweep.is_sweep(tmp_path / "swept") else []
+        return code, said + errors, {" ".join(one.overrides) for one in found}
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("option", "runs"),
+    [
+        ("verifier=glob(t*)", {"verifier=token", "verifier=traversal", "verifier=typical"}),
+        ("verifier=glob(t*,exclude=ty*)", {"verifier=token", "verifier=traversal"}),
+        ("seed=range(1,4)", {"seed=1", "seed=2", "seed=3"}),
+        ("seed=choice(1,2)", {"seed=1", "seed=2"}),
+        ("seed=sort(2,1,reverse=true)", {"seed=1", "seed=2"}),
+        ("seed=shuffle(range(0,3))", {"seed=0", "seed=1", "seed=2"}),
+        ("name='a b',\"c,d\"", {"name='a b'", 'name="c,d"'}),
+        ('+hydra.sweeper.params.seed="1,2"', {"seed=1", "seed=2"}),
+    ],
+)
+def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
+    code, said, found = sweep_of(option)
+    assert code == 0, said
+    assert found == runs
+
+
+@pytest.mark.parametrize("jobs", [0, 10**20])
+def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
+    code, printed, _ = sweep_of("seed=1,2", "hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}")
+    assert code == 1
+    assert "hydra.launcher.n_jobs must be a number of processes" in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("verifier=glob(zzz*)", "verifier=glob(zzz*) names no value"),
+        ("seed=glob(*)", "seed=glob(*) names no value"),
+        ("seed=interval(1,3)", "an interval is for a search (hydra/sweeper=search)"),
+        ("seed=range(0,5,0)", "seed=range(0,5,0): "),
+        ("seed=range(0,1000000000000)", f"more than {door.MOST_RUNS} runs"),
+        ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
+        ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size must be a whole number of 1 or more"),
+        ("verifier=5,6", "verifier=5 is no name: name a file of conf/verifier"),
+        ("verifier=null,token", "verifier cannot be null: name a file of conf/verifier"),
+        ("name='a/b'", "name must be a text of 1 to 100 printable characters"),
+        ("hydra.sweep.subdir=x", "hydra.sweep.subdir cannot be set"),
+    ],
+)
+def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, said):
+    code, printed, _ = sweep_of(option)
+    assert code == 1
+    assert said in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
