@@ -330,7 +330,7 @@ def test_the_cells_are_given_back_where_a_verifier_fails(tmp_path):
             raise ZeroDivisionError
 
     one = recorded_lab(verifiers={"fails": Fails()}, beside=proposers(iid="2x1", without="2"))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ValueError, match="verifier 'token' raised ZeroDivisionError"):
         judge(one, one_at_a_time(tmp_path), {}, quiet())
     assert held(one) == 0
 

@@ -63,10 +63,10 @@ def pairs(
             {"proposer": name, "drawn": proposer.drawn, "verifier": key} for key in verifiers if key not in judges[name]
         ]
         if not judges[name]:
-            tree = "a tree " if branches(proposer) else ""
-            raise ValueError(
-                f"proposer '{name}' draws {tree}'{proposer.drawn}', which no verifier here judges; add one"
-            )
+            what = f"draws '{proposer.drawn}'"
+            if any(proposer.drawn in one.accepts for one in verifiers.values()):
+                what = f"drafts trees drawn '{proposer.drawn}'"  # and those verify chains only
+            raise ValueError(f"proposer '{name}' {what}, which no verifier here judges; add one")
     return judges, left_out
 
 
