@@ -60,7 +60,7 @@ def originals(tmp_path_factory):
 
 
 def files_in(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in (".json", ".parquet") and not file.is_symlink())
+    return sorted(file for file in folder.rglob("*.[jp]*") if file.is_file() and not file.is_symlink())
 
 
 def places(value, above=()):
@@ -155,10 +155,11 @@ def spoil(folder: Path, canary: Path, dice: random.Random) -> None:
     file = dice.choice(files_in(folder))
     if dice.random() < 0.15:
         replace_by(file, canary, dice)
-    elif file.suffix == ".json":
-        spoil_json(file, dice)
     else:
-        spoil_table(file, dice)
+        try:
+            (spoil_json if file.suffix == ".json" else spoil_table)(file, dice)
+        except (ValueError, OSError, LookupError, TypeError):  # it was spoilt before
+            spoil_bytes(file, dice)
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, bytes]]:
