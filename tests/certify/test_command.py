@@ -221,7 +221,7 @@ class Verifies:
 
     def __init__(self, lenience=1.0, lossless=True):
         self.name, self.lenience, self.lossless = "mine", lenience, lossless
-        self.children = 0
+        self.children = None
 
     def __call__(self, draft, p):
         if len(draft.shape.children[0]) == self.children:
