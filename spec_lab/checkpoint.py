@@ -95,7 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             model has; the message names the field.
     """
     file = folder / "config.json"
-    config = read_json(file)
+    config = read_json(file, any_number=True)
     if config is None:
         raise OSError(f"{folder} holds no config.json: give a folder written by save_pretrained, or a hub name")
     _check_values(file, "", config, 0)

@@ -140,12 +140,14 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
         raise Unreadable(f"{file} is not readable (not UTF-8: byte {error.start})") from error
 
 
-def read_json(file: Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
+def read_json(file: Path, most: int = MOST_BYTES, any_number: bool = False) -> dict[str, Any] | None:
     """What a file holds; None where there is none.
 
     Args:
         file: the file.
         most: as in ``read_text``.
+        any_number: also allow NaN, infinities and whole numbers of more than 64 bits (of up to 1000 digits), which
+            checkpoints hold: a tokenizer without a longest text writes 10**30 for it.
 
     Raises:
         ValueError: it is no mapping in JSON, is nested deeper than ``MOST_DEPTH``, or holds NaN, an infinity, a whole
@@ -157,7 +159,10 @@ def read_json(file: Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
+        if any_number:
+            found = json.loads(text, parse_int=_long)
+        else:
+            found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole)
         if not isinstance(found, dict):
             raise ValueError(f"it holds {type(found).__name__}, not a mapping")
         _check(found)
@@ -182,6 +187,12 @@ def _whole(digits: str) -> int:
     if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**64:
         raise ValueError(f"{digits[:24]} is out of range")
     return value
+
+
+def _long(digits: str) -> int:
+    if len(digits) > 1000:
+        raise ValueError(f"{digits[:24]}... has {len(digits)} digits")
+    return int(digits)
 
 
 def _check(value: Any) -> None:

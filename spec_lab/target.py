@@ -482,7 +482,7 @@ def _read_tokenizer(path: str, folder: File, revision: str | None, config: Any) 
         ValueError: a file that is missing or corrupt, or a tokenizer_class that is no tokenizer.
     """
     try:
-        asked = read_json(File(path if revision is None else folder, "tokenizer_config.json")) or {}
+        asked = read_json(File(path if revision is None else folder, "tokenizer_config.json"), any_number=True) or {}
         for name in (asked.get("tokenizer_class"), getattr(config, "tokenizer_class", None)):
             _check_tokenizer_class(name)
         if asked.get("init_inputs"):
