@@ -271,6 +271,6 @@ def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=constraint_placement", *short])
     main()
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
-    assert summary["constraint"] == "lark" and summary["constraint_facts"]["placement"] == "both"
+    assert summary["constraint"] == "json_schema" and summary["constraint_facts"]["placement"] == "both"
     assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
     assert summary["legal_share"] == 1 and 0 < summary["mask_exposed_share"] < 1

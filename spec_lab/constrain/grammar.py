@@ -205,10 +205,31 @@ def compiled(kind: str, source: str, schema_options: Mapping[str, Any]) -> str:
     if value is False:
         raise ValueError("the schema false allows no text")
     if value is True:  # the engine applies its options to objects only
-        source = "{}"
+        source, value = "{}", {}
     elif not isinstance(value, dict):
         raise ValueError(f"a JSON schema is an object, true or false, not {source[:40]!r}")
-    return LLMatcher.grammar_from_json_schema(source, overrides=dict(schema_options))  # type: ignore[arg-type]
+    options = dict(schema_options)
+    if options.pop("lines", False):
+        return LLMatcher.grammar_from_lark(_json_lines(value, options))
+    return LLMatcher.grammar_from_json_schema(source, overrides=options)  # type: ignore[arg-type]
+
+
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""llguidance's options for JSON on one line."""
+
+
+def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """A Lark grammar of one JSON value, and of several as JSON Lines; ``options`` are those of the first value.
+
+    Raises:
+        ValueError: the schema's own options are no object.
+    """
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise ValueError(f"x-guidance in a schema must be an object, not {str(own)[:40]!r}")
+    inline = {name: value for name, value in options.items() if name != "whitespace_pattern"} | ONE_LINE
+    first, further = (json.dumps({**schema, "x-guidance": own | one}) for one in (dict(options), inline))
+    return f'start: value ("\\n" line)* "\\n"?\nvalue: %json {first}\nline: %json {further}\n'
 
 
 def _either(choices: Any) -> str:
@@ -252,6 +273,7 @@ def json_schema(
     item_separator: str | None = None,
     key_separator: str | None = None,
     lenient: bool = False,
+    lines: bool = False,
     limits: Mapping[str, int] | None = None,
     threads: int = 1,
 ) -> Grammar:
@@ -264,6 +286,7 @@ def json_schema(
         item_separator: a regex between items, otherwise a comma.
         key_separator: a regex between key and value, otherwise a colon.
         lenient: ignore what the engine does not know of in a schema, instead of refusing it.
+        lines: allow further values of the schema after the first, each on one line, and a last line feed.
 
     Raises:
         ValueError: both schema and path; a file that cannot be read; otherwise as ``Grammar``.
@@ -274,6 +297,7 @@ def json_schema(
         "item_separator": item_separator,
         "key_separator": key_separator,
         "lenient": lenient,
+        "lines": lines or None,
     }
     given = {name: value for name, value in options.items() if value is not None}
     source = as_text("schema", read_source("schema", schema, path))

@@ -15,7 +15,6 @@ from spec_lab.constrain.binding import Binding
 from spec_lab.constrain.control import Controlled
 from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.source import read_source
 from spec_lab.constrain.state import Constraint
 from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
@@ -64,59 +63,22 @@ def json_schema(
         prompt: as in ``regex``.
         engine: as in ``regex``.
         lines: also allow JSON Lines: after the first value, further values of the schema, each on one line, and a last
-            line feed. Requires the engine llguidance and a schema. Compiles to a Lark grammar, so a source that a
-            prompt brings is then a Lark grammar too.
+            line feed. Requires the engine llguidance.
         options: of the engine, such as llguidance's ``whitespace_flexible``, ``threads`` and ``limits``. With
             ``lines``, those of white space and separators apply to the first value only.
 
     Raises:
-        ValueError: a schema that is none or cannot be compiled, an unknown engine; ``lines`` without a schema or with
-            another engine.
+        ValueError: a schema that is none or cannot be compiled, an unknown engine, ``lines`` with another engine.
         OSError: no such file.
     """
     if not isinstance(lines, bool):
         raise ValueError(f"constraint.lines must be true or false, not {brief(lines)}")
+    if lines and engine != "llguidance":
+        raise ValueError(f"constraint.lines=true requires constraint.engine=llguidance, not {engine!r}")
     text = schema if isinstance(schema, str) or schema is None else json.dumps(schema)
     if lines:
-        if engine != "llguidance":
-            raise ValueError(f"constraint.lines=true requires constraint.engine=llguidance, not {engine!r}")
-        written = {name: options.pop(name) for name in JSON_OPTIONS if name in options}
-        grammar = json_lines(read_source("schema", text or None, path), written)
-        return _compile(engine, "lark", vocabulary, grammar, prompt=prompt, **options)
+        options["lines"] = True
     return _compile(engine, "json_schema", vocabulary, text or None, path=path, prompt=prompt, **options)
-
-
-JSON_OPTIONS = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator", "lenient")
-"""llguidance's options of how JSON is written and which schemas it accepts."""
-
-ONE_LINE = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ?", "key_separator": ": ?"}
-"""Those options for JSON on one line."""
-
-
-def json_lines(schema: str | None, options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar of JSON that fits a schema, or of several such values as JSON Lines.
-
-    Args:
-        schema: a JSON object.
-        options: among ``JSON_OPTIONS``, for the first value; None is as good as absent.
-
-    Raises:
-        ValueError: no schema, or not a JSON object.
-    """
-    try:
-        value = None if schema is None else json.loads(schema)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"constraint.json_schema: not JSON: {error}") from None
-    if not isinstance(value, dict):
-        what = "there is none" if schema is None else f"this is {schema[:40]!r}"
-        raise ValueError(f"constraint.lines=true requires a schema that is a JSON object: {what}")
-
-    def rule(own: Mapping[str, Any]) -> str:
-        both = {**value.get("x-guidance", {}), **own}
-        guidance = {name: option for name, option in both.items() if option is not None}
-        return f"%json {json.dumps(value | {'x-guidance': guidance})}"
-
-    return f'start: value ("\\n" line)* "\\n"?\nvalue: {rule(options)}\nline: {rule({**options, **ONE_LINE})}\n'
 
 
 def lark(

@@ -139,6 +139,14 @@ def test_a_schema_of_lines_allows_further_values_each_on_one_line():
 
     assert all(allowed(text) for text in ("[1, 2]", "[1,\n2]", "[1]\n[2, 3]", "[1]\n[2,3]\n", "[\n1]\n[2]"))
     assert not any(allowed(text) for text in ("[1][2]", "[1]\n[2,\n3]", "[1]\n\n[2]", "[1]\n1", "[1]\n\n"))
+    assert made.facts["kind"] == "json_schema" and made.facts["schema_options"]["lines"] is True
+
+
+def test_a_prompt_may_bring_a_schema_of_lines():
+    state = load.json_schema(bundled(), lines=True).start(Request(0, "r", (1,), constraint='{"const": 1}'))
+    for token in bundled().engine.tokenize_str("1\n1"):
+        state.advance(token)
+    assert unpack(state.mask(), bundled().size)[list(bundled().ends)].any()
 
 
 @pytest.mark.parametrize(
@@ -146,11 +154,11 @@ def test_a_schema_of_lines_allows_further_values_each_on_one_line():
     [
         ({"schema": {}, "lines": "yes"}, "constraint.lines must be true or false"),
         ({"schema": {}, "lines": True, "engine": "automaton"}, "constraint.lines=true requires constraint.engine="),
-        ({"lines": True}, "constraint.lines=true requires a schema"),
-        ({"schema": "true", "lines": True}, "constraint.lines=true requires a schema"),
         ({"schema": "{", "lines": True}, "constraint.json_schema: not JSON"),
+        ({"schema": {"x-guidance": 3}, "lines": True}, "constraint.json_schema: x-guidance in a schema"),
+        ({"schema": {"maximum": 2**53 + 1}, "lines": True}, "constraint.json_schema: .* would not be enforced exactly"),
     ],
 )
-def test_lines_require_a_schema_and_llguidance(options, message):
+def test_wrong_options_of_lines_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         load.json_schema(toy(), **options)
