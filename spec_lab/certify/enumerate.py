@@ -35,7 +35,7 @@ class Unrepeatable(Passing, ValueError):
 
 
 class Asked(NamedTuple):
-    """A choice: its key, as of request 0, and its weights ``[V]``, which sum to 1."""
+    """A choice: its key, but for request and round, and its weights ``[V]``, which sum to 1."""
 
     key: Key
     weights: np.ndarray
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     def __str__(self) -> str:
         options = np.flatnonzero(self.weights > 0).tolist()
         purpose = {int(one): one.name for one in Purpose}.get(self.key.purpose, self.key.purpose)
-        return f"{purpose} of step {self.key.round} among {options}"
+        return f"{purpose} among {options}"
 
 
 class Script:
@@ -85,7 +85,7 @@ class Script:
         if len(options) == 1:
             return int(options[0])
         number = len(self.chosen)
-        asked = Asked(key._replace(request=0), weights / weights.sum())
+        asked = Asked(key._replace(request=0, round=0), weights / weights.sum())
         if number < len(self.known) and not asked.like(self.known[number]):
             raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {asked}")
         self.asked.append(asked)
