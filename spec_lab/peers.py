@@ -26,6 +26,9 @@ from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.record import Outcome
 from spec_lab.target import Target, load_model, weights_hash
 
+MOST_TOKENS, MOST_NGRAM = 1024, 64
+"""Bounds of a peer's options."""
+
 
 class Stopwatch(BaseStreamer):
     """Counts and times what ``generate`` emits."""
@@ -87,8 +90,8 @@ class Generate:
         Args:
             target: as in the class, as are ``sampling`` and ``seed``.
             path: the draft's folder or hub name.
-            tokens: most tokens drafted each round; None leaves transformers' defaults, whatever ``confidence``: up to
-                20, ended early by a threshold on the draft's confidence.
+            tokens: most tokens drafted each step, at most 1024; None leaves transformers' defaults, whatever
+                ``confidence``: up to 20, ended early by a threshold on the draft's confidence.
             confidence: a drafted token with less probability ends the draft; 0 never ends it.
 
         Raises:
@@ -98,7 +101,7 @@ class Generate:
         """
         config = GenerationConfig()
         if tokens is not None:
-            config.num_assistant_tokens = whole("tokens", tokens)
+            config.num_assistant_tokens = whole("tokens", tokens, most=MOST_TOKENS)
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = share("confidence", confidence)
         lm = target.lm
@@ -113,15 +116,15 @@ class Generate:
 
         Args:
             target: as in the class, as are ``sampling`` and ``seed``.
-            tokens: most tokens drafted each round.
-            max_ngram: longest n-gram looked up.
+            tokens: most tokens drafted each step, at most 1024.
+            max_ngram: longest n-gram looked up, at most 64.
 
         Raises:
             ValueError: ``tokens`` or ``max_ngram`` is no count.
         """
         options = {
-            "prompt_lookup_num_tokens": whole("tokens", tokens),
-            "max_matching_ngram_size": whole("max_ngram", max_ngram),
+            "prompt_lookup_num_tokens": whole("tokens", tokens, most=MOST_TOKENS),
+            "max_matching_ngram_size": whole("max_ngram", max_ngram, most=MOST_NGRAM),
         }
         return Generate(target, sampling, seed, options)
 

@@ -158,6 +158,14 @@ def test_drafts_are_counted_in_whole_tokens(folder, wrong):
         Generate.lookup(target, Sampling(), 0, max_ngram=wrong)
 
 
+def test_drafts_have_an_upper_bound(folder):
+    target = Target.load(str(folder / "target"), dtype="float64")
+    with pytest.raises(ValueError, match="tokens must be at most 1024, not 1025"):
+        Generate.lookup(target, Sampling(), 0, tokens=1025)
+    with pytest.raises(ValueError, match="max_ngram must be at most 64, not 65"):
+        Generate.lookup(target, Sampling(), 0, max_ngram=65)
+
+
 def test_a_draft_with_other_tokens_is_refused(folder, tmp_path):
     checkpoints.checkpoint(tmp_path / "other", vocab_size=70)
     target = Target.load(str(folder / "target"), dtype="float64")

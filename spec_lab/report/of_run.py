@@ -51,7 +51,7 @@ def page(folder: Path) -> str:
     if not len(tables.requests):
         _not_of_another_task(folder)
     arms = metrics.arms(tables)
-    drafted = {arm: trees.parse(one["tree"]) for arm, one in begin["proposers"].items() if one.get("tree")}
+    drafted = {arm: trees.parse(one["tree"]) for arm, one in begin["proposers"].items() if _has_tree(one)}
     drawn = figures.draw_all(tables, folder / "figures", drafted)
     colours = figures.colours(arms)
     table = [_arm(tables, arm, colours[arm], begin, summary) for arm in arms]
@@ -160,6 +160,11 @@ def _not_of_another_task(folder: Path) -> None:
             f"{folder} holds no rows of a run, of which a report is made; "
             + (f"what its task has left is in {what}" if left else "its task has left nothing but the manifest")
         )
+
+
+def _has_tree(proposer: Mapping[str, Any]) -> bool:
+    """Whether a proposer drafted a fixed tree; "none" is the tree of one that drafted nothing."""
+    return isinstance(proposer.get("tree"), str) and proposer["tree"] not in ("", "none")
 
 
 def _summary(folder: Path) -> dict[str, Any]:

@@ -67,6 +67,16 @@ def swept(ran, tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_run_that_drafted_nothing_has_a_report(ran, tmp_path):
+    out = tmp_path / "none"
+    shutil.copytree(ran, out)
+    facts = json.loads((out / "manifest.json").read_text())
+    for one in facts["proposers"].values():
+        one["tree"] = "none"  # of a Medusa run on a machine where no tree pays
+    write_json(out / "manifest.json", facts)
+    assert report.write(out).is_file()
+
+
 class Parsed(HTMLParser):
     """Tags with their attributes, and the text outside scripts and styles."""
 
