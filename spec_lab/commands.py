@@ -127,9 +127,21 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
         found = compare(given.folders, given.level)
         show(found, console)
     if given.csv:
-        as_frame(found).to_csv(given.csv, index=False)
+        _write_table(given.csv, as_frame(found).to_csv(index=False))
         _say(console, f"Table: {given.csv}")
     return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
+
+
+def _write_table(file: Path, text: str) -> None:
+    """Write a table where the user asked for it: a file is replaced once whole, and /dev/stdout may be given.
+
+    Raises:
+        OSError: it cannot be written; names it.
+    """
+    if file.exists() and not file.is_file():
+        file.write_text(text)
+    else:
+        write_text(file, text)
 
 
 def _report(given: argparse.Namespace, console: Console) -> int:

@@ -294,7 +294,8 @@ def propose(proposer: Proposer, batch: Batch) -> Draft:
     """The proposer's draft, cut where the context ends.
 
     Raises:
-        PartError: the proposer raised an error, or returned no draft for the batch; names it.
+        PartError: the proposer raised an error, or returned no draft for the batch, or one with tokens that the target
+            does not have; names it.
     """
     with attributed("proposer", proposer):
         draft = proposer.propose(batch)
@@ -302,7 +303,22 @@ def propose(proposer: Proposer, batch: Batch) -> Draft:
             raise TypeError(f"propose must return a Draft, not {type(draft).__name__}")
         if draft.shape.heads != len(batch.sequences):
             raise ValueError(f"its draft has {draft.shape.heads} trees for {len(batch.sequences)} sequences")
+        _check_tokens(draft, batch.target.vocabulary)
         return draft.cut(batch.room())
+
+
+def _check_tokens(draft: Draft, vocabulary: int) -> None:
+    """Refuse draft tokens that the target does not have. Not on a GPU, where looking would wait for it.
+
+    Raises:
+        ValueError: names such a token.
+    """
+    if not draft.shape.nodes or draft.token.device.type != "cpu":
+        return
+    low, high = (int(one) for one in draft.token.aminmax())
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(f"its draft holds the token {wrong}, but the target has {vocabulary} tokens, from 0")
 
 
 def _silence(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool

@@ -2,9 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from spec_lab.decode import propose
+from spec_lab.draft import Draft, chain, forest
 from spec_lab.faults import PartError, Passing, attributed
 
 
@@ -45,6 +49,19 @@ def test_an_error_outside_the_part_s_code_has_no_line():
     Foreign.__module__ = "elsewhere.parts"
     with pytest.raises(PartError, match=r"^verifier 'Foreign' raised ValueError$"), attributed("verifier", Foreign()):
         raise ValueError
+
+
+@pytest.mark.parametrize("token", [-1, 5, 10**6])
+def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault(token):
+    class Beyond:
+        name = "beyond"
+
+        def propose(self, batch):
+            return Draft(forest((chain(2),)), torch.tensor([0, token]))
+
+    target = SimpleNamespace(vocabulary=5)
+    with pytest.raises(PartError, match=f"proposer 'beyond' raised .* the token {token}, but the target has 5 tokens"):
+        propose(Beyond(), SimpleNamespace(sequences=[None], target=target, room=lambda: [2]))
 
 
 @pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])
