@@ -6,14 +6,13 @@ chooses no code: fields that select an attention or experts implementation, kern
 ignored, and fields that select another loader are refused by name.
 
 Bounds: a JSON file of a checkpoint has at most 64 MiB (``files.MOST_BYTES``) and a tokenizer file at most 256 MiB; JSON
-is nested at most 32 levels deep; a config names at most 1024 layers or experts, and no more layers than the checkpoint
-has tensors. Every file must be a regular file; a symbolic link to one is allowed, since the hub's cache and many users
-link weights.
+is nested at most 64 levels deep (``files.MOST_DEPTH``); a config names at most 1024 layers or experts, and no more
+layers than the checkpoint has tensors. Every file that is read must be a regular file; a symbolic link to one is
+allowed, since the hub's cache and many users link weights. Files that are not read are not checked.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +23,24 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from spec_lab.files import MOST_BYTES, read_json
+from spec_lab.options import brief
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TEXT_KINDS = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
+    "sentencepiece.model", "spiece.model", "spm.model", "tiktoken.model", "tekken.json", "emoji.json",
+)  # fmt: skip
+"""Files from which transformers reads the tokenizer of a causal LM."""
+VOCABULARIES = {
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
+    "sentencepiece.model", "spiece.model", "spm.model", "tiktoken.model", "tekken.json",
+}  # fmt: skip
+"""Those that may have ``MOST_TOKENIZER`` bytes: each holds a whole vocabulary."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates, which transformers reads with the tokenizer."""
 MOST_TOKENIZER = 256 * 2**20
-"""Largest file of a tokenizer, in bytes."""
-MOST_NESTED = 32
-"""Most levels of nesting in a config."""
+"""Largest file of a vocabulary, in bytes."""
 MOST_LAYERS = 1024
 """Most layers or experts that a config may name."""
 MOST_WHOLE = 2**53
@@ -42,7 +52,10 @@ IGNORED = {
     "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels", "id2label", "label2id",
     "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "torchscript", "use_cache",
 }  # fmt: skip
-"""Fields of a config that do not describe the model: they choose how it runs, which is not the checkpoint's to say."""
+"""Fields of a config that do not describe the model but how it runs, which the options of a run decide."""
+
+UNBOUNDED = {"time_step_limit"}
+"""Fields that may be infinite: models of type mamba have them, which are refused by their type."""
 
 REFUSED = {
     "quantization_config": "quantized checkpoints need loaders and kernels of their own; use the unquantized one",
@@ -62,22 +75,22 @@ DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 
 
 def check_files(folder: Path) -> None:
-    """Check the kinds and sizes of a checkpoint's files before any of them is opened.
+    """Check the kinds and sizes of a checkpoint's JSON and tokenizer files before any of them is opened.
 
     Raises:
-        OSError: the folder cannot be listed, or holds no config.json.
-        ValueError: a pipe, a device or a socket; a text file that is too large; an adapter.
+        OSError: the folder holds no config.json.
+        ValueError: a folder, pipe, device or socket in place of a file; a file that is too large; an adapter.
     """
     if not (folder / "config.json").exists():
         raise OSError(f"{folder} holds no config.json: give a folder written by save_pretrained, or a hub name")
-    for file in sorted(folder.iterdir()):
-        if file.is_dir() or not file.exists():
+    names = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+    for file in (*(folder / name for name in names), *sorted((folder / TEMPLATES).glob("*.jinja"))):
+        if not file.exists():
             continue
         if not file.is_file():
             raise ValueError(f"{file} is not a regular file: a checkpoint holds files only; remove it")
-        tokenizer = file.name == "tokenizer.json" or file.suffix in (".txt", ".model", ".tiktoken")
-        most = MOST_TOKENIZER if tokenizer else MOST_BYTES
-        if file.suffix in TEXT_KINDS and (size := file.stat().st_size) > most:
+        most = MOST_TOKENIZER if file.name in VOCABULARIES else MOST_BYTES
+        if (size := file.stat().st_size) > most:
             raise ValueError(f"{file} has {size} bytes, more than the {most} that are read of such a file")
     if (folder / "adapter_config.json").exists():
         raise ValueError(
@@ -98,10 +111,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(file, any_number=True)
     if config is None:
         raise OSError(f"{folder} holds no config.json: give a folder written by save_pretrained, or a hub name")
-    _check_values(file, "", config, 0)
+    _check_values(file, "", config)
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
-        raise ValueError(f"{file}: model_type must name a kind of model of transformers, not {_short(kind)}")
+        raise ValueError(f"{file}: model_type must name a kind of model of transformers, not {brief(kind)}")
     return _described(file, config)
 
 
@@ -122,7 +135,7 @@ def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise ValueError(f"{where}: eos_token_id must be a token id or a list of them, not {_short(value)}")
+            raise ValueError(f"{where}: eos_token_id must be a token id or a list of them, not {brief(value)}")
     return where, tokens
 
 
@@ -146,7 +159,7 @@ def shard_names(folder: Path) -> list[str]:
         plain = isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) and not name.startswith(".")
         if not plain:
             raise ValueError(
-                f"{file}: weight_map says that {_short(tensor)} is in {_short(name)}, which is not the name of a "
+                f"{file}: weight_map says that {brief(tensor)} is in {brief(name)}, which is not the name of a "
                 ".safetensors file in the same folder: only such files are read"
             )
     return sorted(set(shards.values()))
@@ -184,9 +197,11 @@ def open_weights(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 new = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             except SafetensorError as error:
-                raise OSError(f"{file} is truncated or corrupt ({named(error)}): copy or download it again") from error
+                raise OSError(
+                    f"{file} is truncated or corrupt ({one_line(error)}): copy or download it again"
+                ) from error
             if twice := sorted(new.keys() & tensors.keys()):
-                raise ValueError(f"the tensor {_short(twice[0])} is both in {places[twice[0]]} and in {file}")
+                raise ValueError(f"the tensor {brief(twice[0])} is both in {places[twice[0]]} and in {file}")
             tensors |= new
             places |= dict.fromkeys(new, file)
         yield tensors
@@ -217,33 +232,25 @@ def _described(file: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {name: _described(file, value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
-def _check_values(file: Path, name: str, value: Any, depth: int) -> None:
+def _check_values(file: Path, name: str, value: Any) -> None:
     """Refuse values that no config of a model has.
 
     Raises:
         ValueError: names the field.
     """
-    if depth > MOST_NESTED:
-        raise ValueError(f"{file}: {name} is nested more than {MOST_NESTED} levels deep")
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else ((name, one) for one in value)
         for key, one in items:
-            _check_values(file, key, one, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
+            _check_values(file, key, one)
+    elif isinstance(value, float) and not math.isfinite(value) and not (name in UNBOUNDED and math.isinf(value)):
         raise ValueError(f"{file}: {name} must be a finite number, not {value}")
     elif isinstance(value, int) and abs(value) > MOST_WHOLE:
-        raise ValueError(f"{file}: {name} is {_short(value)}, too large a number")
+        raise ValueError(f"{file}: {name} is {brief(value)}, too large a number")
     elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS and value != -1:
         raise ValueError(f"{file}: {name} must lie between 0 and {MOST_LAYERS}, not {value}")
 
 
-def named(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error of another package on one line, with its type."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
-
-
-def _short(value: Any) -> str:
-    """A value as a message shows it."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

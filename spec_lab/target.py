@@ -14,12 +14,15 @@ from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
 from importlib.util import find_spec
 from inspect import signature
+from logging import getLogger
 from pathlib import Path as File
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -39,6 +42,8 @@ from spec_lab.draft import Draft, Shape
 from spec_lab.files import read_json
 from spec_lab.model import CausalLM
 from spec_lab.options import whole
+
+log = getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -84,11 +89,11 @@ class Target:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that the model's generation config and the tokenizer call the end."""
+        """The end-of-text tokens of the model's generation config and of the tokenizer, of those that the model has."""
         config = getattr(self.lm.model, "generation_config", None)
         named = [getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)]
         flat = [token for one in named for token in (one if isinstance(one, list) else [one])]
-        return frozenset(token for token in flat if token is not None)
+        return frozenset(token for token in flat if token is not None and token < self.vocabulary)
 
     @staticmethod
     def load(
@@ -124,10 +129,12 @@ class Target:
 
         Raises:
             ValueError: an unknown device or dtype, no GPU, a bad context; a config that describes no model; weights
-                for another config, more of them or fewer; an unreadable tokenizer, or one with tokens that the model
-                does not have; a device map that leaves a module out, names none, or puts one on no device; ranks
-                without torchrun, or that cannot share the heads evenly.
-            OSError: no checkpoint there, or not as safetensors; a truncated or corrupt file, by its name.
+                for another config, more of them or fewer; an unreadable tokenizer, or one whose own vocabulary (without
+                added tokens) has tokens that the model does not have; end-of-text tokens none of which the model has; a
+                device map that leaves a module out, names none, or puts one on no device; ranks without torchrun, or
+                that cannot share the heads evenly.
+            OSError: no checkpoint there, or not as safetensors; a truncated or corrupt file, by its name; a file of the
+                hub that cannot be fetched.
             Unsupported: the model fails the self-check, or is of a kind known to fail.
         """
         if attention not in ("spans", "dense"):
@@ -172,7 +179,7 @@ def load_model(
     where = _device(device)
     if not File(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
-        raise OSError(f"there is no folder {path}, and it is no name of the hub (owner/name){hint}")
+        raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
     folder, revision = _folder(path)
     config = _read_config(path, folder)
     _fetch_weights(path, folder, revision)
@@ -181,7 +188,7 @@ def load_model(
         gc.collect()  # such models are in cycles: that of an earlier run must not fill the devices
     if device_map is not None:
         check_device_map(described, device_map)
-        model = _read_weights(path, dtype, device_map=device_map)
+        model = _fill(path, folder, described, dtype, device_map=device_map)
         refuse_offloading(model)
     elif tensor_parallel:
         check_ranks(described.config)
@@ -189,15 +196,13 @@ def load_model(
             how = {"path": path, "dtype": dtype, "over": ranks.size(), "threads": torch.get_num_threads()}
             model = link.join().load(_read_weights, **how, sha256=weights_hash(path))
         else:
-            model = _read_weights(path, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+            model = _fill(path, folder, described, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
-        model = _read_weights(path, dtype).to(where)
+        model = _fill(path, folder, described, dtype).to(where)
     vocabulary = int(described.get_output_embeddings().weight.shape[0])
     vocabulary = min(vocabulary, int(described.get_input_embeddings().weight.shape[0]))
-    named, stops = checkpoint.stop_tokens(folder, getattr(config, "eos_token_id", None))
-    if beyond := [token for token in stops if token >= vocabulary]:
-        raise ValueError(f"{named}: eos_token_id {beyond[0]} is not a token: the model has {vocabulary}, from 0")
-    model.generation_config = GenerationConfig(eos_token_id=stops or None)
+    where_named, stops = checkpoint.stop_tokens(folder, getattr(config, "eos_token_id", None))
+    model.generation_config = GenerationConfig(eos_token_id=check_stop_tokens(where_named, stops, vocabulary) or None)
     tokenizer = _read_tokenizer(path, folder, revision, config)
     check_vocabulary(path, tokenizer, vocabulary)
     return model, tokenizer
@@ -206,40 +211,62 @@ def load_model(
 def _folder(path: str) -> tuple[File, str | None]:
     """The folder of a checkpoint, its files checked; for a hub name, the one in the cache, and its revision.
 
+    Of a hub name, every file but the weights is fetched before it is checked.
+
     Raises:
-        OSError: there is no config.json.
+        OSError: there is no config.json, or the hub cannot be reached.
         ValueError: as for ``checkpoint.check_files``.
     """
     if File(path).exists():
         folder, revision = File(path), None
     else:
-        folder = File(cached_file(path, "config.json")).parent
+        config = cached_file(path, "config.json")
+        if config is None:
+            raise OSError(f"{path} holds no config.json: give the hub name of a model written by save_pretrained")
+        folder = File(config).parent
         revision = folder.name
-        _fetched(path, "generation_config.json", revision)
+        for name in ("generation_config.json", "adapter_config.json", *checkpoint.TOKENIZER_FILES):
+            _fetched(path, name, revision)
     checkpoint.check_files(folder)
     return folder, revision
 
 
 def _fetched(path: str, name: str, revision: str) -> bool:
-    """Whether the hub has such a file; then it is in the cache."""
+    """Whether a model of the hub has such a file; then it is in the cache.
+
+    Offline, a file that is not in the cache counts as one that the model does not have.
+
+    Raises:
+        OSError: the hub cannot be reached, or refuses.
+    """
+    known = try_to_load_from_cache(path, name, revision=revision)
+    if known is not None:
+        return isinstance(known, str)  # else the cache records that the hub has no such file
     try:
-        return cached_file(path, name, revision=revision) is not None
-    except OSError:
-        return False
+        hf_hub_download(path, name, revision=revision)
+    except Exception as error:  # also those of the HTTP library
+        missing = isinstance(error, EntryNotFoundError)
+        if missing and (is_offline_mode() or not isinstance(error, LocalEntryNotFoundError)):
+            return False
+        raise OSError(
+            f"{name} of {path} cannot be fetched from the hub ({checkpoint.one_line(error)}): try again when the hub "
+            "can be reached, or set HF_HUB_OFFLINE=1 to use only the files in the cache"
+        ) from error
+    return True
 
 
 def _fetch_weights(path: str, folder: File, revision: str | None) -> None:
     """Of a hub name, get the weight files into the cache.
 
     Raises:
-        OSError: there are none, or they cannot be reached.
+        OSError: there are none, or they cannot be fetched.
         ValueError: as for ``checkpoint.shard_names``.
     """
     if revision is None or _fetched(path, checkpoint.SINGLE, revision):
         return
     _fetched(path, checkpoint.INDEX, revision)
     for name in checkpoint.shard_names(folder):
-        cached_file(path, name, revision=revision)
+        _fetched(path, name, revision)
 
 
 def _read_config(path: str, folder: File) -> Any:
@@ -266,7 +293,7 @@ def _read_config(path: str, folder: File) -> Any:
         raise
     except Exception as error:  # transformers raises whatever it trips over
         raise ValueError(
-            f"{folder / 'config.json'} holds a value that it cannot have ({checkpoint.named(error)})"
+            f"{folder / 'config.json'} holds a value that it cannot have ({checkpoint.one_line(error)})"
         ) from error
 
 
@@ -285,7 +312,8 @@ def _describe(path: str, folder: File, config: Any) -> Any:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever it trips over
         raise ValueError(
-            f"{folder / 'config.json'} describes no causal LM that transformers can build ({checkpoint.named(error)})"
+            f"{folder / 'config.json'} describes no causal LM that transformers can build "
+            f"({checkpoint.one_line(error)})"
         ) from error
     for what, size in (("parameters", model.parameters()), ("numbers in tables", model.buffers())):
         if (wanted := sum(tensor.numel() for tensor in size)) > 4 * held + 2**26:  # exact sizes are compared on loading
@@ -307,17 +335,54 @@ def _fields_of(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[
 
 
 def check_vocabulary(path: str, tokenizer: Any, vocabulary: int) -> None:
-    """Refuse a tokenizer with tokens that the model does not have.
+    """Refuse a tokenizer whose own vocabulary has tokens that the model does not have.
+
+    An added token may lie beyond the model's vocabulary, as a padding token that was added later often does: it is
+    never emitted, and a prompt that holds it is refused.
 
     Raises:
         ValueError: names the token.
     """
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-    if largest >= vocabulary:
+    added = tokenizer.get_added_vocab()
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= vocabulary}
+    own = {token: number for token, number in beyond.items() if token not in added}
+    token, largest = max((own or beyond).items(), key=lambda item: item[1], default=("", -1))
+    if own:
         raise ValueError(
             f"the tokenizer of {path} has the token {token!r} with the id {largest}, but the model has {vocabulary} "
             "tokens, from 0: they do not belong together; take the tokenizer that came with the weights"
         )
+    if beyond:
+        more = f" (and {len(beyond) - 1} more)" if len(beyond) > 1 else ""
+        log.warning(
+            "the tokenizer of %s has the added token %r with the id %d%s, but the model has %d tokens: such a token is "
+            "never emitted, and prompts that hold it are refused", path, token, largest, more, vocabulary,
+        )  # fmt: skip
+
+
+def check_stop_tokens(where: str, tokens: Sequence[int], vocabulary: int) -> list[int]:
+    """Return the end-of-text tokens that the model has; the others, which it never emits, are ignored with a warning.
+
+    Args:
+        where: the file that names them.
+        tokens: their ids.
+        vocabulary: number of the model's tokens.
+
+    Raises:
+        ValueError: tokens are named, but the model has none of them.
+    """
+    held = [token for token in tokens if token < vocabulary]
+    if tokens and not held:
+        raise ValueError(
+            f"{where}: eos_token_id {tokens[0]} is not a token: the model has {vocabulary}, from 0; correct it, or "
+            "remove the field"
+        )
+    if len(held) < len(tokens):
+        beyond = next(token for token in tokens if token >= vocabulary)
+        log.warning(
+            "%s: eos_token_id %d is ignored: the model has %d tokens and never emits it", where, beyond, vocabulary
+        )
+    return held
 
 
 def _device(name: str | int) -> torch.device:
@@ -417,32 +482,46 @@ def check_ranks(config: Any) -> None:
             raise ValueError(f"target.tensor_parallel: {heads} heads ({name}) cannot be shared by {size} ranks evenly")
 
 
-def _read_weights(
-    path: str,
-    dtype: str,
-    device_map: str | Mapping[str, str | int] | None = None,
-    over: int = 1,
-    threads: int | None = None,
-    sha256: str = "",
-) -> Any:
-    """The model with every tensor from the checkpoint. (transformers would fill gaps with random numbers.)
+def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = None, sha256: str = "") -> Any:
+    """What a rank of tensor parallelism does to load its part of a model.
 
     Args:
-        path, dtype, device_map: as in ``Target.load``.
+        path, dtype: as in ``Target.load``.
         over: number of ranks over which the model is split; this one reads its part.
         threads: for torch to use, on ranks to which nobody else says so.
         sha256: ``weights_hash`` on the first rank, with which the others compare theirs; empty for a hub name.
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    folder, revision = _folder(path)
+    config = _read_config(path, folder)
+    _fetch_weights(path, folder, revision)
+    model = _fill(path, folder, _describe(path, folder, config), dtype, over=over)
+    if ranks.rank() and sha256 and weights_hash(path) != sha256:
+        raise OSError(f"{path} holds other weights than on the first rank: copy the same checkpoint to every machine")
+    return model
+
+
+def _fill(
+    path: str,
+    folder: File,
+    described: Any,
+    dtype: str,
+    device_map: str | Mapping[str, str | int] | None = None,
+    over: int = 1,
+) -> Any:
+    """The model with every tensor from the checkpoint. (transformers would fill gaps with random numbers.)
+
+    Args:
+        path, dtype, device_map: as in ``Target.load``.
+        folder: of the weight files.
+        described: the model as ``_describe`` returns it.
+        over: as in ``_read_weights``.
+    """
     more: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     if over > 1:
         more["distributed_config"] = DistributedConfig(tp_size=over)
     logging.disable_progress_bar()
-    folder, revision = _folder(path)
-    config = _read_config(path, folder)
-    _fetch_weights(path, folder, revision)
-    described = _describe(path, folder, config)
     with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
         try:
             # Given tensors and no path, transformers opens no file: no adapter, other format or other shard.
@@ -452,7 +531,7 @@ def _read_weights(
             )  # fmt: skip
         except SafetensorError as error:
             raise OSError(
-                f"{path} is truncated or corrupt ({checkpoint.named(error)}): copy or download it again"
+                f"{path} is truncated or corrupt ({checkpoint.one_line(error)}): copy or download it again"
             ) from error
     wrong = {f"{name} is missing" for name in report["missing_keys"]}
     wrong |= {f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]}
@@ -462,8 +541,6 @@ def _read_weights(
         raise ValueError(
             f"the weights of {path} do not fit its config.json: {'; '.join(sorted(wrong)[:3])}{more_wrong}"
         )
-    if ranks.rank() and sha256 and weights_hash(path) != sha256:
-        raise OSError(f"{path} holds other weights than on the first rank: copy the same checkpoint to every machine")
     return model.eval()
 
 
@@ -482,11 +559,12 @@ def _read_tokenizer(path: str, folder: File, revision: str | None, config: Any) 
         ValueError: a file that is missing or corrupt, or a tokenizer_class that is no tokenizer.
     """
     try:
-        asked = read_json(File(path if revision is None else folder, "tokenizer_config.json"), any_number=True) or {}
+        asked = read_json(folder / "tokenizer_config.json", any_number=True) or {}
         for name in (asked.get("tokenizer_class"), getattr(config, "tokenizer_class", None)):
             _check_tokenizer_class(name)
-        if asked.get("init_inputs"):
-            raise ValueError("tokenizer_config.json sets init_inputs")
+        for name in ("init_inputs", "fast_tokenizer_files"):  # arguments and files of the checkpoint's own choice
+            if asked.get(name):
+                raise ValueError(f"tokenizer_config.json sets {name}")
         more = {} if revision is None else {"revision": revision}
         tokenizer = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, **more)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -496,7 +574,7 @@ def _read_tokenizer(path: str, folder: File, revision: str | None, config: Any) 
         return tokenizer
     except Exception as error:  # tokenizers raises plain Exceptions, transformers whatever it trips over
         raise ValueError(
-            f"the tokenizer of {path} cannot be read ({checkpoint.named(error)}): its tokenizer_config.json or "
+            f"the tokenizer of {path} cannot be read ({checkpoint.one_line(error)}): its tokenizer_config.json or "
             "its tokenizer.json is missing or corrupt; copy or download it again"
         ) from error
 

@@ -39,10 +39,13 @@ class Vocabulary:
             raise ValueError(
                 f"the target {target.name} has no fast tokenizer, which constraints need to read its tokens"
             )
-        if len(tokenizer) > target.vocabulary:
+        token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+        if largest >= target.vocabulary:
             raise ValueError(
-                f"the target's tokenizer has {len(tokenizer)} tokens, its logits are only {target.vocabulary} wide: "
-                "no mask fits both"
+                f"the tokenizer of the target {target.name} has the token {token!r} with the id {largest}, but the "
+                f"model has {target.vocabulary} tokens, from 0, and a token mask must fit both: remove the added "
+                "tokens that the model does not have from the tokenizer, or resize the model's embeddings to hold "
+                "them (transformers' resize_token_embeddings)"
             )
         if not ends:
             raise ValueError(f"the target {target.name} names no token that ends a text, so no grammar could finish")

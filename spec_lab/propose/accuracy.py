@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
-from reprlib import repr as short
 
 import numpy as np
 import torch
 
-from spec_lab.checkpoint import named
+from spec_lab.checkpoint import one_line
 from spec_lab.draft import empty
 from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law
+from spec_lab.options import brief
 from spec_lab.propose.heads import Heads, read_json
 from spec_lab.propose.trees import Ranks, by_rank, write
 from spec_lab.target import Target
@@ -119,14 +119,14 @@ class Accuracy:
         value = read_json(file, "calibration of Medusa heads (give proposer.tree=..., or measure one)")
         for key in ("temperature", "samples"):
             if isinstance(value.get(key), bool | str):
-                raise ValueError(f"{file} is malformed: {key!r} must be a number, not {short(value[key])}")
+                raise ValueError(f"{file} is malformed: {key!r} must be a number, not {brief(value[key])}")
         try:
             temperature = float(value.get("temperature", 0.0))
             accuracy = [[float(p) for p in head] for head in value["accuracy"]]
             paths = {tuple(map(int, path.split("."))): int(count) for path, count in value.get("paths", {}).items()}
             samples = int(value.get("samples", 0)) if paths else 0
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{file} is malformed: {named(error)}") from error
+            raise ValueError(f"{file} is malformed: {one_line(error)}") from error
         if not (math.isfinite(temperature) and temperature >= 0 and samples >= 0):
             raise ValueError(f"{file} is malformed: 'temperature' and 'samples' must be finite and at least 0")
         if any(count < 0 or min(path) < 0 for path, count in paths.items()):

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as File
-from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -28,7 +27,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from spec_lab import files
-from spec_lab.checkpoint import named
+from spec_lab.checkpoint import one_line
+from spec_lab.options import brief
 from spec_lab.target import Target, weights_hash
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Heads:
             least = name not in ("num_layers", "trunk_size")
             if isinstance(size, bool) or not isinstance(size, int) or size < least:
                 kind = "positive whole number" if least else "whole number, 0 for none"
-                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {short(size)}")
+                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {brief(size)}")
         vocabulary, hidden = target.lm.model.get_output_embeddings().weight.shape
         if sizes["hidden_size"] != hidden:
             raise ValueError(
@@ -179,7 +179,7 @@ class Heads:
                 tensors = {name: opened.get_tensor(name) for name in shapes}
         except SafetensorError as error:
             raise ValueError(
-                f"{file} cannot be read ({named(error)}): truncated or corrupt; copy or download it again"
+                f"{file} cannot be read ({one_line(error)}): truncated or corrupt; copy or download it again"
             ) from error
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
@@ -204,7 +204,7 @@ def _check_shapes(file: File, held: dict[str, tuple[Any, ...]], wanted: dict[str
         if held[name] != shape:
             raise ValueError(f"{file}: '{name}' is {held[name]}, config.json says {shape}")
     if more := sorted(held.keys() - wanted.keys()):
-        raise ValueError(f"{file}: {short(more[0])} has no place in heads as config.json describes them")
+        raise ValueError(f"{file}: {brief(more[0])} has no place in heads as config.json describes them")
 
 
 def _hash(folder: File) -> str:

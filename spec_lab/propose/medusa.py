@@ -75,7 +75,7 @@ class Medusa:
         Args:
             target: whose hidden states the heads read.
             path: folder of the heads.
-            tree: as ``trees.parse`` reads it (at most 4096 nodes, 256 deep), "none" to draft nothing, or "calibrated":
+            tree: as ``trees.parse`` reads it (at most 1024 nodes, 256 deep), "none" to draft nothing, or "calibrated":
                 the most expected tokens per second for the accuracies in the folder's calibration and the measured
                 cost of steps on this machine. Costs are measured once (some seconds) and kept in a cache, so that the
                 same command chooses the same tree. Where no tree beats decoding without a draft, nothing is drafted,
@@ -83,7 +83,7 @@ class Medusa:
                 accuracies.
             batch_size: sequences decoded together, for which the tree is calibrated.
             temperature: of the target; the calibration measured nearest to it is taken.
-            max_nodes: largest calibrated tree; nodes of the likeliest. From 1 to 4096.
+            max_nodes: largest calibrated tree; nodes of the likeliest. From 1 to 1024.
             max_depth: of the deepest calibrated or likeliest tree, from 1 to 256; None, or more than there are heads:
                 as deep as there are heads.
             recalibrate: measure the costs of steps even if the cache has them, and replace them there. Costs older

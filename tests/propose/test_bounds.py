@@ -1,6 +1,4 @@
-"""Sizes have upper bounds, checked before anything is built: an error names the option, at once."""
-
-import time
+"""Sizes have upper bounds, checked before anything is built: an error names the option."""
 
 import pytest
 
@@ -32,14 +30,13 @@ HUGE = 10**400
     ],
     ids=lambda tree: str(tree)[:12] if isinstance(tree, str) else type(tree).__name__,
 )
-def test_a_tree_that_is_too_large_or_none_is_refused_at_once(tree):
+def test_a_tree_that_is_too_large_or_none_is_refused(tree):
     if tree == "1":
         assert parse(tree) == ((0,),)
         return
-    start = time.perf_counter()
     with pytest.raises(ValueError, match=r"^proposer\.tree") as error:
         parse(tree)
-    assert time.perf_counter() - start < 1 and len(str(error.value)) < 400
+    assert len(str(error.value)) < 400
 
 
 def test_the_largest_trees_are_read():
