@@ -287,6 +287,7 @@ def never_killed(yard: Yard, place: Path, arguments: list[str]) -> dict[str, Tab
 # Kills -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo, tmp_path):
     draft = f"proposer.path={zoo / 'draft'}"
     arguments = options(zoo, "proposer=draft_chain", draft, "proposer.depth=1,3", "seed=1,2")
@@ -397,6 +398,7 @@ def launch():
         one.close()
 
 
+@pytest.mark.nightly
 def test_killed_workers_and_launchers_of_joblib_lose_nothing(yard, zoo, tmp_path, launch):
     arguments = options(zoo, "proposer=ngram", "baseline=false", f"prompts.path={zoo / 'many.jsonl'}", "seed=1,2,3")
     reference, seen = never_killed(yard, tmp_path / "reference", arguments), {}
