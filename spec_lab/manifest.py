@@ -25,6 +25,10 @@ from spec_lab.redact import without_secrets
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
+MEDUSA = "spec_lab.propose.medusa.Medusa.load"
+MEASURING = ("recalibrate", "cache")
+"""Options of ``MEDUSA`` that say only how a tree is chosen when a run begins. The chosen tree itself is compared."""
+
 JOBS = ("ended.json", "queued.json")
 """Files of a run's directory that are no results: what a sweep notes of its jobs."""
 SHAPE = {
@@ -206,14 +210,26 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved configuration, without what says only where results go."""
+    """SHA-256 of a resolved configuration; see ``_configuration``."""
     plain = json.dumps(_configuration(_as_read(without_secrets(config))), sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what says only where results go, or that a failed run is tried again."""
-    return {key: value for key, value in config.items() if key not in PLACES}
+    """The configuration without ``PLACES`` and without ``MEASURING`` of Medusa proposers: what must agree."""
+    kept = {key: value for key, value in config.items() if key not in PLACES}
+    if "proposer" in kept:
+        kept["proposer"] = _without_measuring(kept["proposer"])
+    if isinstance(beside := kept.get("beside"), Mapping):
+        kept["beside"] = {name: _without_measuring(one) for name, one in beside.items()}
+    return kept
+
+
+def _without_measuring(proposer: Any) -> Any:
+    """The options of a proposer without ``MEASURING``, if it is Medusa."""
+    if not isinstance(proposer, Mapping) or proposer.get("_target_") != MEDUSA:
+        return proposer
+    return {key: value for key, value in proposer.items() if key not in MEASURING}
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:

@@ -158,6 +158,25 @@ def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
     assert not (tmp_path / "manifest.json").exists()
 
 
+MEDUSA = {"_target_": "spec_lab.propose.medusa.Medusa.load", "tree": "calibrated"}
+MEASURED = {"recalibrate": True, "cache": "elsewhere"}
+
+
+def test_how_a_tree_is_measured_makes_no_other_run(tmp_path):
+    config = CONFIG | {"proposer": MEDUSA, "beside": {"one": MEDUSA}}
+    otherwise = CONFIG | {"proposer": MEDUSA | MEASURED, "beside": {"one": MEDUSA | MEASURED}}
+    claim(tmp_path, facts(config=config))
+    assert claim(tmp_path, facts(config=otherwise)) == begun(tmp_path)
+    assert begun_trees(tmp_path, otherwise) == {"speculative": "0 0.0"}
+    assert digest(config) == digest(otherwise)
+
+
+def test_options_of_these_names_of_other_proposers_make_another_run():
+    other = {"_target_": "elsewhere.Cached.load"}
+    assert digest({"proposer": other}) != digest({"proposer": other | {"cache": "a"}})
+    assert digest({"proposer": MEDUSA}) != digest({"proposer": MEDUSA | {"max_nodes": 3}})
+
+
 # Taken back
 
 
