@@ -132,23 +132,29 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     return there
 
 
-def unclaim(out: Path, facts: Mapping[str, Any]) -> None:
-    """Take a claim back: remove the manifest of a run that has failed before it left any result.
+def unclaim(out: Path, facts: Mapping[str, Any], error: Exception, decoded: bool) -> None:
+    """Remove the manifest of a run that was refused before it decoded anything, and its folder if that is empty.
 
-    So a command that was refused late, once corrected, can use the same directory.
+    So the corrected command can use the same directory. A run that has decoded, or that failed with another error than
+    a refusal, keeps its manifest and with it the draft tree that it chose: the same command resumes it.
 
     Args:
         out: the run's directory.
         facts: as given to ``claim``. A run that was resumed began before them, and keeps its manifest.
+        error: what the run failed with; a ``ValueError`` is a refusal.
+        decoded: whether the target has computed anything since the claim.
     """
-    there = begun(out)
-    results = [*out.glob("*.parquet"), *out.glob("parts/*.parquet"), *out.glob("*.json")]
-    if there is None or there["began"] != facts["began"] or {file.name for file in results} - {"manifest.json", *JOBS}:
+    if decoded or not isinstance(error, ValueError):
         return
-    (out / "manifest.json").unlink()
-    for folder in (out / "parts", out / "figures", out):
-        with suppress(OSError):  # not empty, or not there
-            folder.rmdir()
+    with suppress(ValueError, OSError):  # the run's own error is what the user must see
+        there = begun(out)
+        results = {file.name for kind in ("*.parquet", "parts/*.parquet", "*.json") for file in out.glob(kind)}
+        if there is None or there.get("began") != facts["began"] or results - {"manifest.json", *JOBS}:
+            return
+        (out / "manifest.json").unlink()
+        for folder in (out / "parts", out / "figures", out):
+            with suppress(OSError):  # not empty, or not there
+                folder.rmdir()
 
 
 def begun(out: Path) -> dict[str, Any] | None:

@@ -179,14 +179,16 @@ def test_options_of_these_names_of_other_proposers_make_another_run():
 
 # Taken back
 
+REFUSED = ValueError("refused")
+
 
 def test_a_claim_without_results_is_taken_back_with_its_folder(tmp_path):
     out, mine = tmp_path / "out", facts()
     claim(out, mine)
     (out / "parts").mkdir()
-    unclaim(out, mine)
+    unclaim(out, mine, REFUSED, decoded=False)
     assert not out.exists()
-    unclaim(out, mine)  # nothing is there
+    unclaim(out, mine, REFUSED, decoded=False)  # nothing is there
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "summary.json", "rounds.parquet", "parts/rounds-0.parquet"])
@@ -195,12 +197,26 @@ def test_results_keep_their_manifest(tmp_path, name):
     claim(tmp_path, mine)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    unclaim(tmp_path, mine)
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
     assert (tmp_path / "manifest.json").exists()
 
 
 def test_a_run_that_was_resumed_keeps_its_manifest(tmp_path):
     claim(tmp_path, facts() | {"began": "earlier"})
     claim(tmp_path, mine := facts() | {"began": "now"})
-    unclaim(tmp_path, mine)
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
     assert (tmp_path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("error", "decoded"), [(REFUSED, True), (RuntimeError("out of memory"), False)])
+def test_a_run_that_has_decoded_or_failed_otherwise_keeps_its_manifest(tmp_path, error, decoded):
+    claim(tmp_path, mine := facts())
+    unclaim(tmp_path, mine, error, decoded)
+    assert begun_trees(tmp_path, CONFIG) == {"speculative": "0 0.0"}
+
+
+def test_a_manifest_that_was_damaged_meanwhile_does_not_hide_the_run_s_own_error(tmp_path):
+    claim(tmp_path, mine := facts())
+    (tmp_path / "manifest.json").write_text("half a fi")
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
+    assert (tmp_path / "manifest.json").read_text() == "half a fi"

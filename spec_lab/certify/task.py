@@ -94,10 +94,11 @@ def certify(
     work.check()
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
     claim(settings.out, facts | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
     try:
         return _certify(work, chosen, left_out, facts, console or Console())
-    except Exception:
-        unclaim(settings.out, facts)
+    except Exception as error:
+        unclaim(settings.out, facts, error, decoded=lab.target.lm.forwards > before)
         raise
 
 
