@@ -48,7 +48,7 @@ SHAPE = {
     "threads": int,
     "?ranks": int,
     "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
-    "proposers": {str: {"?name": (str, None), "?drawn": (str, None), "?tree": (str, None)}},
+    "proposers": {str: {}},  # of any contents: a proposer of another package says there what it likes
     "?groups": (int, None),
     "?overrides": (None, [str]),
     "?parts": {},
@@ -56,7 +56,7 @@ SHAPE = {
     "?files_sha256": {str: str},
     "?began": str,
 }
-"""What ``manifest.json`` has."""
+"""What ``manifest.json`` has, as far as it is read."""
 
 
 def manifest(
@@ -87,7 +87,7 @@ def manifest(
     return {
         "config": without_secrets(config),
         "seed": seed,
-        "weights_sha256": dict(weights),
+        "weights_sha256": {name: str(one) for name, one in weights.items()},
         "prompts_sha256": prompts,
         "commit": head,
         "code": code,
@@ -187,7 +187,7 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
         return {}
     if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
         return {}
-    return {arm: one["tree"] for arm, one in there["proposers"].items() if "tree" in one}
+    return {arm: one["tree"] for arm, one in there["proposers"].items() if isinstance(one.get("tree"), str)}
 
 
 def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,6 +158,13 @@ def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
     assert not (tmp_path / "manifest.json").exists()
 
 
+def test_a_proposer_may_tell_of_itself_what_it_likes(tmp_path):
+    """A plugin's proposer whose tree is a list, and whose weights have a number for a hash."""
+    told = facts(proposers={"speculative": {"name": "mine", "drawn": "point", "tree": [[0], [0, 0]]}}, weights={"a": 7})
+    assert claim(tmp_path, told) == begun(tmp_path) == claim(tmp_path, told)
+    assert begun_trees(tmp_path, CONFIG) == {}
+
+
 MEDUSA = {"_target_": "spec_lab.propose.medusa.Medusa.load", "tree": "calibrated"}
 MEASURED = {"recalibrate": True, "cache": "elsewhere"}
 
