@@ -206,13 +206,19 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the code of other packages, and the files that their options name, are those that a manifest knows."""
+    """Whether code of other packages, and files that their options name, are those of a manifest, as far as it knows.
+
+    Args:
+        facts: the manifest; an older one, or none, does not know of code.
+        config: the resolved configuration.
+    """
+    if "code" not in facts:
+        return True
     made_of = {key: value for key, value in config.items() if key not in PLACES}
-    code = {name: one for name, one in facts.get("code", {}).items() if name != sources.OWN}
+    code = {name: one for name, one in facts["code"].items() if name != sources.OWN}
     known = {**code, **sources.code(made_of)}
-    return all(sources.source(name) == code.get(name) for name in known) and sources.data(made_of) == facts.get(
-        "files_sha256", {}
-    )
+    same = all(sources.source(name) == code.get(name) for name in known)
+    return same and sources.data(made_of) == facts.get("files_sha256", {})
 
 
 def digest(config: Mapping[str, Any]) -> str:
