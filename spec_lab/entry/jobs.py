@@ -18,6 +18,7 @@ from spec_lab import interrupt, sweep
 from spec_lab.entry.parts import Refused, build, reason, start
 from spec_lab.entry.redaction import overrides_of, without_values
 from spec_lab.entry.search import result
+from spec_lab.faults import of_a_part
 from spec_lab.files import read_json
 
 
@@ -49,6 +50,8 @@ def alone(config: DictConfig) -> None:
         if isinstance(error, Refused) and said == reason(error):
             raise
         said = said.removeprefix("spec_lab: ")
+        if of_a_part(error):
+            said += ". Set HYDRA_FULL_ERROR=1 to see the traceback"
         raise Refused(f"spec_lab: {said}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
