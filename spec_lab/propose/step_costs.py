@@ -156,7 +156,6 @@ def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, flo
     return [size for size in best if size <= largest], spent
 
 
-
 def _summary(
     sizes: Sequence[int], passes: Sequence[Mapping[int, list[float]]], threads: int, load: float | None
 ) -> StepCosts:
