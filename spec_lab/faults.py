@@ -36,6 +36,15 @@ def attributed(kind: str, part: object) -> Iterator[None]:
         raise PartError(f"{kind} '{name}' raised {said}{place(error, part)}") from error
 
 
+def of_a_part(error: BaseException | None) -> bool:
+    """Whether an error is a ``PartError``, or was raised from one."""
+    while error is not None:
+        if isinstance(error, PartError):
+            return True
+        error = error.__cause__
+    return False
+
+
 def place(error: BaseException, part: object) -> str:
     """`` (file:line, in function)`` of the innermost frame of the part's own package; empty where there is none."""
     package = type(part).__module__.partition(".")[0]

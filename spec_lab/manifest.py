@@ -25,6 +25,10 @@ from spec_lab.redact import without_secrets
 from spec_lab.sweep import PLACES
 
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
+MEDUSA = "spec_lab.propose.medusa.Medusa.load"
+MEASURING = ("recalibrate", "cache")
+"""Options of ``MEDUSA`` that say only how a tree is chosen when a run begins. The chosen tree itself is compared."""
+
 JOBS = ("ended.json", "queued.json")
 """Files of a run's directory that are no results: what a sweep notes of its jobs."""
 SHAPE = {
@@ -44,7 +48,7 @@ SHAPE = {
     "threads": int,
     "?ranks": int,
     "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
-    "proposers": {str: {"?name": (str, None), "?drawn": (str, None), "?tree": (str, None)}},
+    "proposers": {str: {}},  # of any contents: a proposer of another package says there what it likes
     "?groups": (int, None),
     "?overrides": (None, [str]),
     "?parts": {},
@@ -52,7 +56,7 @@ SHAPE = {
     "?files_sha256": {str: str},
     "?began": str,
 }
-"""What ``manifest.json`` has."""
+"""What ``manifest.json`` has, as far as it is read."""
 
 
 def manifest(
@@ -83,7 +87,7 @@ def manifest(
     return {
         "config": without_secrets(config),
         "seed": seed,
-        "weights_sha256": dict(weights),
+        "weights_sha256": {name: str(one) for name, one in weights.items()},
         "prompts_sha256": prompts,
         "commit": head,
         "code": code,
@@ -128,23 +132,29 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     return there
 
 
-def unclaim(out: Path, facts: Mapping[str, Any]) -> None:
-    """Take a claim back: remove the manifest of a run that has failed before it left any result.
+def unclaim(out: Path, facts: Mapping[str, Any], error: Exception, decoded: bool) -> None:
+    """Remove the manifest of a run that was refused before it decoded anything, and its folder if that is empty.
 
-    So a command that was refused late, once corrected, can use the same directory.
+    So the corrected command can use the same directory. A run that has decoded, or that failed with another error than
+    a refusal, keeps its manifest and with it the draft tree that it chose: the same command resumes it.
 
     Args:
         out: the run's directory.
         facts: as given to ``claim``. A run that was resumed began before them, and keeps its manifest.
+        error: what the run failed with; a ``ValueError`` is a refusal.
+        decoded: whether the target has computed anything since the claim.
     """
-    there = begun(out)
-    results = [*out.glob("*.parquet"), *out.glob("parts/*.parquet"), *out.glob("*.json")]
-    if there is None or there["began"] != facts["began"] or {file.name for file in results} - {"manifest.json", *JOBS}:
+    if decoded or not isinstance(error, ValueError):
         return
-    (out / "manifest.json").unlink()
-    for folder in (out / "parts", out / "figures", out):
-        with suppress(OSError):  # not empty, or not there
-            folder.rmdir()
+    with suppress(ValueError, OSError):  # the run's own error is what the user must see
+        there = begun(out)
+        results = {file.name for kind in ("*.parquet", "parts/*.parquet", "*.json") for file in out.glob(kind)}
+        if there is None or there.get("began") != facts["began"] or results - {"manifest.json", *JOBS}:
+            return
+        (out / "manifest.json").unlink()
+        for folder in (out / "parts", out / "figures", out):
+            with suppress(OSError):  # not empty, or not there
+                folder.rmdir()
 
 
 def begun(out: Path) -> dict[str, Any] | None:
@@ -177,7 +187,7 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
         return {}
     if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
         return {}
-    return {arm: one["tree"] for arm, one in there["proposers"].items() if "tree" in one}
+    return {arm: one["tree"] for arm, one in there["proposers"].items() if isinstance(one.get("tree"), str)}
 
 
 def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,24 +206,42 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the code of other packages, and the files that their options name, are those that a manifest knows."""
+    """Whether code of other packages, and files that their options name, are those of a manifest, as far as it knows.
+
+    Args:
+        facts: the manifest; an older one, or none, does not know of code.
+        config: the resolved configuration.
+    """
+    if "code" not in facts:
+        return True
     made_of = {key: value for key, value in config.items() if key not in PLACES}
-    code = {name: one for name, one in facts.get("code", {}).items() if name != sources.OWN}
+    code = {name: one for name, one in facts["code"].items() if name != sources.OWN}
     known = {**code, **sources.code(made_of)}
-    return all(sources.source(name) == code.get(name) for name in known) and sources.data(made_of) == facts.get(
-        "files_sha256", {}
-    )
+    same = all(sources.source(name) == code.get(name) for name in known)
+    return same and sources.data(made_of) == facts.get("files_sha256", {})
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved configuration, without what says only where results go."""
+    """SHA-256 of a resolved configuration; see ``_configuration``."""
     plain = json.dumps(_configuration(_as_read(without_secrets(config))), sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what says only where results go, or that a failed run is tried again."""
-    return {key: value for key, value in config.items() if key not in PLACES}
+    """The configuration without ``PLACES`` and without ``MEASURING`` of Medusa proposers: what must agree."""
+    kept = {key: value for key, value in config.items() if key not in PLACES}
+    if "proposer" in kept:
+        kept["proposer"] = _without_measuring(kept["proposer"])
+    if isinstance(beside := kept.get("beside"), Mapping):
+        kept["beside"] = {name: _without_measuring(one) for name, one in beside.items()}
+    return kept
+
+
+def _without_measuring(proposer: Any) -> Any:
+    """The options of a proposer without ``MEASURING``, if it is Medusa."""
+    if not isinstance(proposer, Mapping) or proposer.get("_target_") != MEDUSA:
+        return proposer
+    return {key: value for key, value in proposer.items() if key not in MEASURING}
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:

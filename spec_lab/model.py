@@ -66,6 +66,7 @@ class CausalLM:
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         self.clock = Clock(self.device)
+        self.forwards = 0  # of the model, so far
         self._hidden: Tensor | None = None
         self._hook: Any = None
 
@@ -199,6 +200,7 @@ class CausalLM:
         pack = Pack(self.cells, pieces, self.device, self.attention == "dense")
         mask = self._dense_mask(pieces, len(ids)) if pack.dense else None
         where = torch.from_numpy(positions).to(self.device)[None]
+        self.forwards += 1
         start = self.clock.mark()
         output = self.model(
             input_ids=ids[None],

@@ -60,6 +60,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     facts["parts"] = _named(lab, next(iter(arms.values())))
     own = facts
     facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
     for line in show.chosen_trees(lab.facts(), facts["proposers"]):
         console.print(line, soft_wrap=True, highlight=False)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
@@ -89,7 +90,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         )
         return INTERRUPTED
     except Exception as error:
-        unclaim(settings.out, own)
+        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
         if isinstance(error, PartError) and (done := len(recorder.finished())):
             raise PartError(
                 f"{error}; the rows of {done} finished groups of {len(groups)} are in {settings.out}, and the same "

@@ -36,12 +36,13 @@ def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mappi
             continue
         tree, option = facts["tree"], "proposer.tree" if arm == "speculative" else f"beside.{arm}.tree"
         depth = 0 if tree == "none" else max(path.count(".") + 1 for path in tree.split())
+        busy = not facts.get("costs_steady", True)
         if "costs_measured" not in now.get(arm, {}):
-            origin = "chosen when this run began"
+            origin = "chosen when this run began" + (", calibrated on a busy machine" if busy else "")
         elif facts["costs"] == "cached":
             origin = f"step costs from the cache, measured {facts['costs_measured']}"
         else:
-            origin = "step costs measured now" + ("" if facts["costs_steady"] else " on a busy machine, not kept")
+            origin = "step costs measured now" + (", calibrated on a busy machine and not kept" if busy else "")
         lines.append(
             f"{arm}: calibrated tree of {facts['nodes']} nodes, {depth} deep, expected tau "
             f"{facts['expected_tokens']:.2f} ({origin}); repeat it with {option}='{tree}'"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from importlib.metadata import packages_distributions, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,19 @@ OWN = "spec_lab"
 MOST_SOURCES = 5000, 64 * 2**20
 """Files and bytes of the largest package whose source is hashed; of a larger one the version alone is noted."""
 
+INPUTS = ("weights", "checkpoint", "model", "tokenizer", "vocab", "prompts", "schema", "grammar")
+"""Options of foreign parts whose names contain one of these name files that decide the output, as ``path`` does."""
+
+OUTPUTS = {"log", "logs", "cache", "out", "output", "outputs", "tmp"}
+"""Words of a name that say that the part writes there, as in ``model_cache``; such options are left out."""
+
 MOST_DATA = 4 * 2**30
-"""Bytes of the largest file or folder named by an option ``path`` that is hashed by its contents; of a larger one the
-files' names, sizes and times of modification are.
+"""Bytes of the largest file or folder named by an option that is hashed by its contents; of a larger one the files'
+names, sizes and times of modification are.
 """
+
+MOST_FILES = 10_000
+"""Files and folders in the largest folder that is hashed; a larger one is left out."""
 
 
 def code(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, dict[str, Any]]:
@@ -35,7 +45,7 @@ def code(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, dict
     return {name: source(name) for name in sorted({*named, *built} - known)}
 
 
-@cache  # the code that this process runs is what it has imported, whatever is edited meanwhile
+@cache  # A process runs the code that it imported, so edits after the first call must not change what its runs record.
 def source(package: str) -> dict[str, Any]:
     """Versions of the distributions that hold a top-level package, and SHA-256 of its source.
 
@@ -74,12 +84,14 @@ def _hash(found: Mapping[str, Path]) -> str | None:
 
 
 def data(config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 of the files and folders that options of parts from elsewhere name, by option.
+    """SHA-256 of the files and folders that options of parts from elsewhere read, by option.
 
-    Those are options called ``path``, or ending in ``_path``, whose value is a file or a folder. See ``MOST_DATA``.
+    Those are the options called ``path`` and those whose name contains one of ``INPUTS`` and no word of ``OUTPUTS``,
+    where the value is a file or a folder. Others, such as ``log_path``, may name what the part writes. Contents are
+    read once in a process, unless a size or a time of modification changes. Bounds: ``MOST_DATA``, ``MOST_FILES``.
     """
     found = {}
-    for option, value in _paths(config):
+    for option, value in _inputs(config):
         try:
             found[option] = _contents(Path(value).expanduser())
         except (OSError, ValueError, RuntimeError):  # no path, or not readable: the part itself will say so
@@ -88,21 +100,37 @@ def data(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _contents(path: Path) -> str:
+    """SHA-256 of a file or a folder; empty where there are no files, or too many."""
     if path.is_file():
         files = {"": path}
     else:
-        files = {str(one.relative_to(path)): one for one in sorted(path.rglob("*")) if one.is_file()}
+        inside = list(islice(path.rglob("*"), MOST_FILES + 1))
+        if len(inside) > MOST_FILES:
+            return ""
+        files = {str(one.relative_to(path)): one for one in sorted(inside) if one.is_file()}
     stats = {name: file.stat() for name, file in files.items()}
-    whole, large = sha256(), sum(one.st_size for one in stats.values()) > MOST_DATA
-    for name, file in files.items():
-        whole.update(f"{name}\0{stats[name].st_size}\n".encode())
+    known = tuple((name, one.st_size, one.st_mtime_ns) for name, one in stats.items())
+    return _digest(path.absolute(), known) if files else ""
+
+
+@lru_cache(maxsize=64)  # of the contents alone: other sizes or times are other arguments
+def _digest(path: Path, files: tuple[tuple[str, int, int], ...]) -> str:
+    """SHA-256 of files by name, size and contents, or time where they are larger than ``MOST_DATA``.
+
+    Args:
+        path: the file, or the folder.
+        files: name in the folder (empty for the file itself), size and time of modification of each.
+    """
+    whole, large = sha256(), sum(size for _, size, _ in files) > MOST_DATA
+    for name, size, time in files:
+        whole.update(f"{name}\0{size}\n".encode())
         if large:
-            whole.update(str(stats[name].st_mtime_ns).encode())
+            whole.update(str(time).encode())
             continue
-        with file.open("rb") as stream:
+        with (path / name if name else path).open("rb") as stream:
             while piece := stream.read(2**20):
                 whole.update(piece)
-    return whole.hexdigest() if files else ""
+    return whole.hexdigest()
 
 
 def _named(config: Any) -> Iterator[str]:
@@ -117,12 +145,18 @@ def _named(config: Any) -> Iterator[str]:
             yield from _named(value)
 
 
-def _paths(config: Mapping[str, Any], above: str = "", foreign: bool = False) -> Iterator[tuple[str, str]]:
-    """Options called ``path`` of parts that are not this package's, and what they name."""
+def _inputs(config: Mapping[str, Any], above: str = "", foreign: bool = False) -> Iterator[tuple[str, str]]:
+    """Options of parts that are not this package's that name what the part reads, and their values. See ``data``."""
     own = (config.get(key) for key in ("_target_", "make"))
     foreign = foreign or any(isinstance(one, str) and one.partition(".")[0] != OWN for one in own)
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _paths(value, f"{above}{key}.", foreign)
-        elif foreign and isinstance(value, str) and value and (key == "path" or str(key).endswith("_path")):
+            yield from _inputs(value, f"{above}{key}.", foreign)
+        elif foreign and isinstance(value, str) and value and _is_input(str(key).lower()):
             yield f"{above}{key}", value
+
+
+def _is_input(option: str) -> bool:
+    """Whether an option of this name says what the part reads."""
+    named = option == "path" or any(word in option for word in INPUTS)
+    return named and not OUTPUTS & set(option.split("_"))

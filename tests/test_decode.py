@@ -90,7 +90,7 @@ def test_a_verifier_that_cannot_judge_the_draft_is_refused_at_once(target, truth
     class Sampled(Token):
         accepts = frozenset({"iid"})
 
-    said = "verifier 'token' judges drafts drawn iid; proposer 'foretold' draws 'point'"
+    said = "verifier 'token' supports drafts drawn iid; proposer 'foretold' draws 'point'"
     with pytest.raises(ValueError, match=said):
         Group(target, Foretold(truth), Sampled(), requests(), CounterDraws(0))
 

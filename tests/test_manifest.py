@@ -158,16 +158,44 @@ def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
     assert not (tmp_path / "manifest.json").exists()
 
 
+def test_a_proposer_may_tell_of_itself_what_it_likes(tmp_path):
+    """A plugin's proposer whose tree is a list, and whose weights have a number for a hash."""
+    told = facts(proposers={"speculative": {"name": "mine", "drawn": "point", "tree": [[0], [0, 0]]}}, weights={"a": 7})
+    assert claim(tmp_path, told) == begun(tmp_path) == claim(tmp_path, told)
+    assert begun_trees(tmp_path, CONFIG) == {}
+
+
+MEDUSA = {"_target_": "spec_lab.propose.medusa.Medusa.load", "tree": "calibrated"}
+MEASURED = {"recalibrate": True, "cache": "elsewhere"}
+
+
+def test_how_a_tree_is_measured_makes_no_other_run(tmp_path):
+    config = CONFIG | {"proposer": MEDUSA, "beside": {"one": MEDUSA}}
+    otherwise = CONFIG | {"proposer": MEDUSA | MEASURED, "beside": {"one": MEDUSA | MEASURED}}
+    claim(tmp_path, facts(config=config))
+    assert claim(tmp_path, facts(config=otherwise)) == begun(tmp_path)
+    assert begun_trees(tmp_path, otherwise) == {"speculative": "0 0.0"}
+    assert digest(config) == digest(otherwise)
+
+
+def test_options_of_these_names_of_other_proposers_make_another_run():
+    other = {"_target_": "elsewhere.Cached.load"}
+    assert digest({"proposer": other}) != digest({"proposer": other | {"cache": "a"}})
+    assert digest({"proposer": MEDUSA}) != digest({"proposer": MEDUSA | {"max_nodes": 3}})
+
+
 # Taken back
+
+REFUSED = ValueError("refused")
 
 
 def test_a_claim_without_results_is_taken_back_with_its_folder(tmp_path):
     out, mine = tmp_path / "out", facts()
     claim(out, mine)
     (out / "parts").mkdir()
-    unclaim(out, mine)
+    unclaim(out, mine, REFUSED, decoded=False)
     assert not out.exists()
-    unclaim(out, mine)  # nothing is there
+    unclaim(out, mine, REFUSED, decoded=False)  # nothing is there
 
 
 @pytest.mark.parametrize("name", ["certificate.json", "summary.json", "rounds.parquet", "parts/rounds-0.parquet"])
@@ -176,12 +204,26 @@ def test_results_keep_their_manifest(tmp_path, name):
     claim(tmp_path, mine)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    unclaim(tmp_path, mine)
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
     assert (tmp_path / "manifest.json").exists()
 
 
 def test_a_run_that_was_resumed_keeps_its_manifest(tmp_path):
     claim(tmp_path, facts() | {"began": "earlier"})
     claim(tmp_path, mine := facts() | {"began": "now"})
-    unclaim(tmp_path, mine)
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
     assert (tmp_path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("error", "decoded"), [(REFUSED, True), (RuntimeError("out of memory"), False)])
+def test_a_run_that_has_decoded_or_failed_otherwise_keeps_its_manifest(tmp_path, error, decoded):
+    claim(tmp_path, mine := facts())
+    unclaim(tmp_path, mine, error, decoded)
+    assert begun_trees(tmp_path, CONFIG) == {"speculative": "0 0.0"}
+
+
+def test_a_manifest_that_was_damaged_meanwhile_does_not_hide_the_run_s_own_error(tmp_path):
+    claim(tmp_path, mine := facts())
+    (tmp_path / "manifest.json").write_text("half a fi")
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
+    assert (tmp_path / "manifest.json").read_text() == "half a fi"

@@ -243,14 +243,16 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
 
 def test_a_verifier_that_judges_no_proposer_is_refused(tmp_path):
     one = recorded_lab(beside=proposers(without="2", point="2"))
-    with pytest.raises(ValueError, match=r"'kseq' judges drafts drawn iid, but the proposers draw point, without: .*~"):
+    with pytest.raises(
+        ValueError, match=r"'kseq' supports drafts drawn iid, but the proposers draw point, without: .*~"
+    ):
         judge(one, one_at_a_time(tmp_path / "out"), {}, quiet())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_proposer_that_no_verifier_judges_is_refused(tmp_path):
     one = recorded_lab(beside=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
-    with pytest.raises(ValueError, match="'gumbel' draws 'gumbel', which no verifier here judges"):
+    with pytest.raises(ValueError, match="'gumbel' draws 'gumbel', which no verifier here supports"):
         judge(one, one_at_a_time(tmp_path), {}, quiet())
 
 

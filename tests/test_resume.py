@@ -31,9 +31,9 @@ def command(zoo, tmp_path, monkeypatch):
         "max_new_tokens=8", "warmup=0", "out=here",
     ]  # fmt: skip
 
-    def run() -> int | None:
+    def run(*more: str) -> int | None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments])
+        monkeypatch.setattr(sys, "argv", ["spec-lab", *arguments, *more])
         try:
             main()
         except SystemExit as left:
@@ -97,3 +97,9 @@ def test_another_commit_makes_another_run(command, interrupted, monkeypatch, cap
     assert command() == 1
     said = capsys.readouterr().err
     assert "already holds another run (commit: " in said and "'later' here); choose another out=DIR" in said
+
+
+def test_it_is_resumed_whatever_cache_of_costs_it_now_names(command, interrupted, monkeypatch, capsys):
+    calibrating(monkeypatch)  # nothing is calibrated again
+    assert command("proposer.recalibrate=true", "beside.other.cache=elsewhere") == 0, capsys.readouterr().err
+    assert metrics.load(interrupted).requests["group"].unique().tolist() == [0, 1]

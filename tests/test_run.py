@@ -12,6 +12,7 @@ from rich.console import Console
 
 from spec_lab import metrics
 from spec_lab.lab import Decoded, Loop
+from spec_lab.manifest import begun_trees
 from spec_lab.propose import Null
 from spec_lab.run import run
 from spec_lab.verify import Gumbel, Lenient, Match, Token
@@ -249,6 +250,29 @@ class Fails(Repeat):
 
     def propose(self, batch):
         raise KeyError("lost")
+
+
+class Later(Repeat):
+    """Raises in the second step, and has chosen its tree by timing."""
+
+    steps = 0
+
+    @property
+    def facts(self):
+        return {"tree": "0 0.0"}
+
+    def propose(self, batch):
+        self.steps += 1
+        if self.steps == 2:
+            raise KeyError("lost")
+        return super().propose(batch)
+
+
+def test_a_run_that_fails_in_its_first_group_keeps_the_tree_it_chose(tmp_path):
+    out = tmp_path / "here"
+    with pytest.raises(ValueError, match="proposer 'repeat' raised KeyError"):
+        run(lab(TEXTS[2:], proposer=Later()), settings(out), {"name": "toy"}, quiet())
+    assert begun_trees(out, {"name": "toy"}) == {"speculative": "0 0.0"}
 
 
 def test_another_run_in_the_same_directory_is_refused(done):

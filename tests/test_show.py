@@ -92,3 +92,14 @@ def test_at_temperature_0_every_arm_whose_outputs_differ_is_named(summary):
     told = " ".join(shown(summary).split())
     assert "identical to the baseline's: speculative 50.0%, longer 98.5% of the prompts." in told
     assert "identical to" not in shown(summary | {"temperature": 1.0})
+
+
+@pytest.mark.parametrize(("steady", "now", "busy"), [(False, True, True), (True, True, False), (False, False, True)])
+def test_the_line_of_a_tree_says_whether_it_was_calibrated_on_a_busy_machine(steady, now, busy):
+    facts = {
+        "tree": "0 0.0", "nodes": 2, "expected_tokens": 1.5, "costs": "measured",
+        "costs_measured": "2026-01-02T12:00:00+00:00", "costs_steady": steady,
+    }  # fmt: skip
+    (line,) = show.chosen_trees({"speculative": facts if now else {}}, {"speculative": facts})
+    assert ("busy machine" in line) is busy
+    assert "proposer.tree='0 0.0'" in line

@@ -107,9 +107,44 @@ def test_files_that_options_of_such_parts_name_are_known_by_their_contents(tmp_p
     part = {"_target_": "elsewhere.Heads", "path": str(weights), "size": 3, "more": {"extra_path": "nowhere"}}
     before = sources.data({"proposer": part})
     assert before.keys() == {"proposer.path"}
-    (weights / "model.bin").write_bytes(b"2")
+    (weights / "model.bin").write_bytes(b"22")
     assert sources.data({"proposer": part}) != before
     assert not sources.data({"target": part | {"_target_": "spec_lab.target.Target.load"}}), "it hashes its own"
+
+
+@pytest.mark.parametrize("option", ["path", "weights", "model_path", "checkpoint_dir", "vocab_file", "prompts_path"])
+def test_options_that_name_what_a_part_reads_are_known(tmp_path, option):
+    (tmp_path / "file").write_text("1")
+    part = {"_target_": "elsewhere.Part", "more": {option: str(tmp_path / "file")}}
+    assert sources.data({"verifier": part}).keys() == {f"verifier.more.{option}"}
+
+
+@pytest.mark.parametrize("option", ["log_path", "cache_path", "output_path", "model_cache_path", "weights_log"])
+def test_options_that_name_where_a_part_may_write_are_not(tmp_path, option):
+    (tmp_path / "file").write_text("1")
+    assert not sources.data({"verifier": {"_target_": "elsewhere.Part", option: str(tmp_path / "file")}})
+
+
+def test_contents_are_read_once_in_a_process_and_again_once_a_file_changes(tmp_path, monkeypatch):
+    file, opened, plain = tmp_path / "weights", [], Path.open
+    file.write_text("1")
+    monkeypatch.setattr(Path, "open", lambda self, *mode: opened.append(self) or plain(self, *mode))
+    config = {"proposer": {"_target_": "elsewhere.Part", "path": str(file)}}
+    first = sources.data(config)
+    assert sources.data(config) == first and opened == [file]
+    with plain(file, "w") as stream:
+        stream.write("22")
+    assert sources.data(config) != first and opened == [file, file]
+
+
+def test_folders_of_too_many_files_are_left_out(tmp_path, monkeypatch):
+    config = {"proposer": {"_target_": "elsewhere.Part", "path": str(tmp_path)}}
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sources, "MOST_FILES", 3)
+    assert sources.data(config)
+    (tmp_path / "d").write_text("d")
+    assert not sources.data(config)
 
 
 def test_the_function_that_makes_a_controller_is_known(anew, tmp_path, monkeypatch):

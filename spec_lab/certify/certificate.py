@@ -161,7 +161,7 @@ def _fails(
     if isinstance(error, PartError):
         return ValueError(f"{error}, on a toy draft {by} ({instance.name})")
     if isinstance(error, Unrepeatable):
-        whose = f"verifier '{verifier.name}' judges"
+        whose = f"verifier '{verifier.name}' verifies"
         if not isinstance(drafting, str) and _repeats(instance, drafting.drawn, verifier, sampling):
             whose = f"proposer '{drafting.name}' drafts"
         return ValueError(

@@ -76,12 +76,10 @@ class Walked:
 
     Args:
         rows: compared.
-        different: of them, those that differ from what a fresh state says.
+        different: of them, those that differ from those of a fresh state.
         steps: in which they were drafted.
         texts: begun.
         longest: tokens of the longest text.
-        refused: prompts at which the constraint cannot start; left out.
-        refusal: what it says of the first one.
         first: the first row that differs; None for none.
     """
 
@@ -90,13 +88,11 @@ class Walked:
     steps: int = 0
     texts: int = 0
     longest: int = 0
-    refused: int = 0
-    refusal: str = ""
     first: Difference | None = None
 
 
 class _Row(NamedTuple):
-    """What a state says at the end of a path."""
+    """The mask after a path of tokens, whether the path is legal, and whether the constraint requires an action."""
 
     bits: np.ndarray  # [W], all zero where nothing may come
     legal: bool
@@ -124,8 +120,9 @@ def walk(
 
     In each step some texts get a random tree or chain each, of tokens that are mostly legal. The constraint gives its
     masks as it does in decoding; in half of the steps the guide of a growing draft is asked before. Then a part of a
-    legal path is committed, and one more token. States live on from step to step. What they say is compared with fresh
-    states: started at the prompt and only ever advanced, over the committed tokens and down one path of the draft.
+    legal path is committed, and one more token. States live on from step to step. Their masks are compared with those
+    of fresh states: started at the prompt and only ever advanced, over the committed tokens and down one path of the
+    draft.
 
     Tokens without letters and white space are preferred, and most texts begin as an earlier one did. So texts
     nest deeply, where tokens drawn uniformly would soon end them or stay within one long string.
@@ -135,7 +132,8 @@ def walk(
 
     Args:
         binding: the run's.
-        requests: the run's; texts follow their prompts in turn.
+        requests: those of the run at whose prompts the constraint can start; texts follow their prompts in turn.
+            Without any, nothing is compared.
         rows: to compare; the last step may compare a few more.
         seed: of all random choices.
         pieces: the bytes of each token; None where they are not known.
@@ -143,17 +141,16 @@ def walk(
     """
     found = Walked()
     walker = _Walker(binding, np.random.default_rng([seed, 20_000]), pieces, found)
-    fit = walker.fit(requests)
-    if not fit:
+    if not requests:
         return found
-    live = [walker.begin(fit) for _ in range(HEADS)]
+    live = [walker.begin(requests) for _ in range(HEADS)]
     while found.rows < rows:
         before = found.rows
         heads = np.sort(walker.rng.permutation(HEADS)[: walker.rng.integers(1, HEADS + 1)]).tolist()
         ended = walker.step([live[head] for head in heads])
         for head, over in zip(heads, ended, strict=True):
             if over:
-                live[head] = walker.begin(fit)
+                live[head] = walker.begin(requests)
         tick(min(found.rows, rows) - min(before, rows))
     return found
 
@@ -176,19 +173,7 @@ class _Walker:
         self.past: list[tuple[Request, list[int]]] = []
         self.begun = 0
 
-    def fit(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests at whose prompts the constraint can start; the others are counted."""
-        fit = []
-        for request in requests:
-            try:
-                self.constraint.start(request)
-                fit.append(request)
-            except Stuck as error:
-                self.found.refusal = self.found.refusal or str(error)
-                self.found.refused += 1
-        return fit
-
-    def begin(self, fit: Sequence[Request]) -> _Text:
+    def begin(self, requests: Sequence[Request]) -> _Text:
         """A new text, which may begin as an earlier one did."""
         self.found.texts += 1
         if self.past and self.rng.random() < AGAIN:
@@ -196,7 +181,7 @@ class _Walker:
             own = tokens[: int(self.rng.integers(len(tokens) + 1))]
             return _Text(request, self._fresh(request, own), list(own))
         self.begun += 1
-        request = fit[self.begun % len(fit)]
+        request = requests[self.begun % len(requests)]
         return _Text(request, self._fresh(request, ()))
 
     def step(self, texts: Sequence[_Text]) -> list[bool]:
@@ -206,12 +191,12 @@ class _Walker:
         going = []
         for text in texts:
             self.found.longest = max(self.found.longest, len(text.tokens))
-            here = _say(self._fresh(text.request, text.tokens), self.vocabulary)
+            here = _row_of(self._fresh(text.request, text.tokens), self.vocabulary)
             if here.bits.any():
                 going.append(text)
             else:  # nothing may come, or an action
                 over[id(text)] = True
-                self._compare(text, (), here, _say(text.state, self.vocabulary))
+                self._compare(text, (), here, _row_of(text.state, self.vocabulary))
         if going:
             over |= {id(text): ended for text, ended in zip(going, self._drafted(going), strict=True)}
         return [over[id(text)] for text in texts]
@@ -246,10 +231,10 @@ class _Walker:
         return Shape(1, np.array(parents, dtype=np.int64))
 
     def _expected(self, text: _Text, tree: Shape) -> tuple[list[int], list[_Row]]:
-        """Tokens for a tree, and what fresh states say at its rows. Each leaf has a state of its own."""
+        """Tokens for a tree, and the rows of fresh states. Each leaf has a state of its own."""
         state = self._fresh(text.request, text.tokens)
         tokens: list[int] = []
-        rows, ready = [_say(state, self.vocabulary)], {0: state}
+        rows, ready = [_row_of(state, self.vocabulary)], {0: state}
         nothing = np.zeros(width(self.vocabulary), dtype=np.uint32)
         for node, parent in enumerate(tree.parent.tolist()):
             above = rows[parent]
@@ -263,14 +248,14 @@ class _Walker:
                     path = [tokens[row - 1] for row in tree.path(parent)]
                     one = self._fresh(text.request, [*text.tokens, *path])
                 one.advance(tokens[-1])
-                rows.append(_say(one, self.vocabulary))
+                rows.append(_row_of(one, self.vocabulary))
                 ready[node + 1] = one
             except Stuck:  # nothing comes after it
                 rows.append(_Row(nothing, True, False))
         return tokens, rows
 
     def _asked(self, texts: Sequence[_Text], shape: Shape, token: np.ndarray, wanted: Sequence[_Row]) -> list[bool]:
-        """Compare what the constraint says of the forest; returns in which trees it is wrong."""
+        """Compare the constraint's masks of the forest; returns in which trees it is wrong."""
         states: list[State | None] = [text.state for text in texts]
         wrong = [False] * len(texts)
         if self.peeks and self.rng.random() < 0.5:
@@ -361,8 +346,8 @@ class _Walker:
         return state
 
 
-def _say(state: State, vocabulary: int) -> _Row:
-    """What a state says; where it is stuck, that nothing may come."""
+def _row_of(state: State, vocabulary: int) -> _Row:
+    """The row of a state; one that allows nothing where the state raises ``Stuck``."""
     nothing = np.zeros(width(vocabulary), dtype=np.uint32)
     try:
         if state.action() is not None:

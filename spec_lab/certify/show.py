@@ -68,7 +68,11 @@ def show(
 
 def _masks(masks: Mapping[str, Any]) -> str:
     """What was compared, in words."""
-    refused = f"; {masks['refused_prompts']} prompts refused: {masks['refusal']}" if masks["refused_prompts"] else ""
+    prompts, refused = masks["refused_prompts"], ""
+    if prompts:
+        refused = f"; {prompts} prompt{'s' if prompts > 1 else ''} refused: {masks['refusal']}"
+    if not masks["rows"]:
+        return f"Masks: no masks were compared, as the constraint refuses every prompt{refused}."
     return (
         f"Masks: {masks['rows']} rows of random drafts under the run's own constraint and vocabulary compared with "
         f"states that saw no draft ({masks['steps']} steps, {masks['texts']} texts of up to {masks['longest']} "

@@ -94,10 +94,11 @@ def certify(
     work.check()
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
     claim(settings.out, facts | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
     try:
         return _certify(work, chosen, left_out, facts, console or Console())
-    except Exception:
-        unclaim(settings.out, facts)
+    except Exception as error:
+        unclaim(settings.out, facts, error, decoded=lab.target.lm.forwards > before)
         raise
 
 
@@ -213,7 +214,7 @@ class _Work:
 
     @property
     def refused(self) -> list[str]:
-        """What the constraint says of the other prompts."""
+        """The constraint's messages for the other prompts."""
         return self._started[1]
 
     def masks(self, tick: Callable[[float], object]) -> Walked | None:
@@ -333,7 +334,7 @@ def _facts(
     """
     lossless = [pair for pair in pairs if pair.verifier.lossless]
     tvs = [pair.proof.worst.tv for pair in lossless if pair.proof.worst]
-    masks = None if walked is None else _mask_facts(walked, work.lab)
+    masks = None if walked is None else _mask_facts(walked, work.lab, work.refused)
     wrong = masks["failed"] if masks else None
     undecided = {} if control is not None and not wrong else {"certified": None}
     failed = [f"{pair.name}: {pair.failed}" for pair in pairs if pair.failed]
@@ -364,8 +365,14 @@ def _facts(
     }
 
 
-def _mask_facts(walked: Walked, lab: Lab) -> dict[str, Any]:
-    """What comparing masks found, with the first difference as tokens and as text."""
+def _mask_facts(walked: Walked, lab: Lab, refused: Sequence[str]) -> dict[str, Any]:
+    """What comparing masks found, with the first difference as tokens and as text.
+
+    Args:
+        walked: what ``walk`` found.
+        lab: the run's.
+        refused: the constraint's messages, one for each prompt that it refuses.
+    """
     assert lab.binding is not None
     facts: dict[str, Any] = {
         "rows": walked.rows,
@@ -373,8 +380,8 @@ def _mask_facts(walked: Walked, lab: Lab) -> dict[str, Any]:
         "steps": walked.steps,
         "texts": walked.texts,
         "longest": walked.longest,
-        "refused_prompts": walked.refused,
-        "refusal": walked.refusal or None,
+        "refused_prompts": len(refused),
+        "refusal": refused[0] if refused else None,
         "first": None,
         "failed": None,
     }

@@ -75,6 +75,7 @@ def measure(
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
     own = facts
     facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
     finished = set(load(settings.out)[["turn", "batch", "context"]].itertuples(index=False, name=None))
     visits = list(product(range(turns), batches, contexts))
     try:
@@ -100,8 +101,8 @@ def measure(
             file=sys.stderr,
         )
         return INTERRUPTED
-    except Exception:
-        unclaim(settings.out, own)
+    except Exception as error:
+        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
         raise
     finally:
         lab.tracker.close()

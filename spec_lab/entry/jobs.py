@@ -18,6 +18,7 @@ from spec_lab import interrupt, sweep
 from spec_lab.entry.parts import Refused, build, reason, start
 from spec_lab.entry.redaction import overrides_of, without_values
 from spec_lab.entry.search import result
+from spec_lab.faults import of_a_part
 from spec_lab.files import read_json
 
 
@@ -49,6 +50,8 @@ def alone(config: DictConfig) -> None:
         if isinstance(error, Refused) and said == reason(error):
             raise
         said = said.removeprefix("spec_lab: ")
+        if of_a_part(error):
+            said += ". Set HYDRA_FULL_ERROR=1 to see the traceback"
         raise Refused(f"spec_lab: {said}") from (None if isinstance(error, OmegaConfBaseException) else error)
     if code:
         sys.exit(code)
@@ -123,19 +126,21 @@ def identity(config: DictConfig) -> str:
     """What tells a configuration from others, but for where results go."""
     from spec_lab.manifest import digest
 
-    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return digest(resolved)
+    return digest(_resolved(config))
 
 
 def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
     """Whether the run that is done is the one asked for: its configuration, prompts and code from other packages."""
-    from spec_lab.manifest import same_code
-    from spec_lab.prompts import digest
+    from spec_lab.manifest import digest, same_code
+    from spec_lab.prompts import digest as of_prompts
 
-    begun = read_json(out / "manifest.json") or {}
-    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    begun, resolved = read_json(out / "manifest.json") or {}, _resolved(config)
     return (
-        how.get("config_sha256") == identity(config)
-        and ("prompts_sha256" not in begun or begun["prompts_sha256"] == digest(build(config, "prompts")))
-        and ("code" not in begun or same_code(begun, resolved))
+        how.get("config_sha256") == digest(resolved)
+        and ("prompts_sha256" not in begun or begun["prompts_sha256"] == of_prompts(build(config, "prompts")))
+        and same_code(begun, resolved)
     )
+
+
+def _resolved(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

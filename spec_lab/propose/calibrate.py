@@ -45,7 +45,7 @@ LEVEL = 0.98
 CONTEXT = 200
 """Tokens of context at which steps are timed, where the target has room for so many."""
 
-PROCEDURE = 1
+PROCEDURE = 2
 """Version of how steps are timed: costs of another version are measured again. Raise it with every change."""
 
 

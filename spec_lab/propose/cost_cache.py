@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from spec_lab.files import write_json
+from spec_lab.files import read_json, write_json
 from spec_lab.propose.step_costs import StepCosts
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,13 @@ NOTICE, PATIENCE = 10.0, 600.0
 """Seconds of waiting for another process that measures: until it is reported, and until this one measures anyway."""
 
 
-def default_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else ``~/.cache/spec_lab``; None without a home."""
+def default_folder(environment: Mapping[str, str] | None = None) -> Path | None:
+    """``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else ``~/.cache/spec_lab``; None without a home.
+
+    Args:
+        environment: variables by name; None: those of this process.
+    """
+    environment = os.environ if environment is None else environment
     if given := environment.get("SPEC_LAB_CACHE"):
         return Path(given).absolute()
     given = environment.get("XDG_CACHE_HOME", "")
@@ -121,17 +126,14 @@ class CostCache:
         """
         file = self._file(conditions)
         try:
-            if file is None or not file.exists():
-                return None
-            if not file.is_file():
-                raise ValueError("not a regular file")
-            with file.open("rb") as opened:
-                data = opened.read(LARGEST + 1)
-            if len(data) > LARGEST:
-                raise ValueError(f"larger than {LARGEST} bytes")
-            found = _parse(json.loads(data), conditions, sizes)
-        except (OSError, RecursionError) as error:
+            value = None if file is None else read_json(file, LARGEST)
+        except NotADirectoryError:
+            return None
+        except OSError as error:
             raise ValueError(f"it cannot be read ({type(error).__name__})") from error
+        if value is None:
+            return None
+        found = _parse(value, conditions, sizes)
         moment = datetime.fromisoformat(found.measured)
         return found if oldest <= moment <= self.clock() + timedelta(days=1) else None
 

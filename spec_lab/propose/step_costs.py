@@ -14,8 +14,8 @@ from spec_lab.machine import Usage, other_load
 VISIT = 4
 """Steps of one size in a row, as in decoding; the first warms up the others and is not counted."""
 
-SCOUTS = 2
-"""Passes before the timed ones: they warm up, and find the sizes that are worth timing."""
+WARM_UP = 2
+"""Passes before the timed ones: they warm up, and show which sizes are too slow to be timed."""
 
 PASSES = 6
 """Timed passes over all sizes at least."""
@@ -24,10 +24,12 @@ BLOCKS = 3
 """Blocks of passes at most: a measurement that is not steady is extended up to twice."""
 
 LONGEST = 30.0
-"""Seconds of timing after which no more passes follow, once there are two."""
+"""Seconds, those of the warm-up included, after which no more passes follow once two are timed. A warm-up that takes
+longer stops there, and the sizes that it did not reach are not timed, except the first two.
+"""
 
-HOPELESS = 0.5
-"""Of the best rate: sizes beyond the largest that reaches it are not timed. Noise on single sizes cuts none off."""
+MIN_RATE = 0.5
+"""Share of the best rate. Sizes above the largest one that reaches it are not timed; a slow size below it is."""
 
 QUANTILE = 0.1
 """Of the timed steps of a size, which one counts as its cost."""
@@ -41,7 +43,8 @@ SLACK = 0.3
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured seconds of a step for each tree size: drafting, the target's forward, its law and the commit.
+    """Measured seconds of a step for each tree size: drafting, the target's forward, its
+    distribution and the commit.
 
     Args:
         seconds: by the number of nodes; 0 is a step without a draft.
@@ -69,8 +72,8 @@ class StepCosts:
         """The spread that decides whether the costs are trusted: that of a step without a draft, or the upper quartile
         over the other sizes, whichever is larger.
 
-        The costs of trees are smoothed by a line that a quarter of bad values cannot turn; the cost without a draft
-        stands alone.
+        The costs of trees are smoothed by a line that a quarter of bad values does not change; the cost without a
+        draft is used as it was timed.
         """
         others = [value for size, value in self.spread.items() if size] or [0.0]
         return max(self.spread[0], float(np.quantile(others, 0.75, method="lower")))
@@ -100,22 +103,22 @@ def measure(
     1. Sizes take turns (round robin, rising and falling in alternation), so that a change of load hits all sizes alike
        and not those that happened to be timed then.
     2. The cost of a size is the lowest tenth of its timed steps: other processes only ever add time. The plain
-       minimum would rest on a single step, and on a machine under constant load one lucky step in a size's favour
-       turns the choice; medians and means contain the load.
+       minimum depends on a single step, so on a machine under constant load one fast step could change the choice;
+       medians and means contain the load.
     3. The costs from even and from odd passes are compared. Where they differ too much, or where other processes used
        the cores that this one needs, timing goes on, up to ``BLOCKS`` times in all.
 
     Args:
         visit: times ``VISIT`` steps of a size and returns the seconds of all but the first.
-        tokens: that a step is expected to give, by size, in rising order; size 0 included. Sizes beyond the largest
-            promising one (``HOPELESS``) are not timed.
+        tokens: that a step is expected to give, by size, in rising order; size 0 included. Sizes that are too slow
+            (``MIN_RATE``, ``LONGEST``) are not timed.
         seconds: of timing in each block at least.
         threads: cores that the process needs.
         usage: of the machine's processors, up to now.
     """
-    sizes = _promising(visit, tokens)
+    sizes, spent = _warmed_up(visit, tokens)
     passes: list[dict[int, list[float]]] = []
-    start, spent = usage(), 0.0
+    start = usage()
     for block in range(1, BLOCKS + 1):
         least = len(passes) + PASSES
         while (
@@ -133,15 +136,24 @@ def measure(
     return found
 
 
-def _promising(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, float]) -> list[int]:
-    """The sizes up to the largest whose rate, by the fastest step of the scouting passes, is not hopeless."""
-    best = dict.fromkeys(tokens, math.inf)
-    for _ in range(SCOUTS):
-        for size in tokens:
-            best[size] = min(best[size], *visit(size))
-    rates = {size: tokens[size] / best[size] for size in tokens}
-    largest = max(size for size, rate in rates.items() if rate >= HOPELESS * max(rates.values()))
-    return [size for size in tokens if size <= largest]
+def _warmed_up(visit: Callable[[int], Sequence[float]], tokens: Mapping[int, float]) -> tuple[list[int], float]:
+    """Warm up, for ``LONGEST`` seconds at most.
+
+    Returns:
+        The sizes to time, by the rates of their fastest steps, and the seconds that the warm-up took.
+    """
+    best: dict[int, float] = {}
+    spent = 0.0
+    for _ in range(WARM_UP):
+        for place, size in enumerate(tokens):
+            if spent >= LONGEST and (place > 1 or size in best):
+                break
+            took = visit(size)
+            spent += sum(took) * VISIT / (VISIT - 1)
+            best[size] = min(best.get(size, math.inf), *took)
+    rates = {size: tokens[size] / seconds for size, seconds in best.items()}
+    largest = max(size for size, rate in rates.items() if rate >= MIN_RATE * max(rates.values()))
+    return [size for size in best if size <= largest], spent
 
 
 def _summary(

@@ -51,8 +51,8 @@ def pairs(
     for name, verifier in verifiers.items():
         if not verifier.accepts & {*draws}:
             raise ValueError(
-                f"verifier '{name}' judges drafts drawn {', '.join(sorted(verifier.accepts))}, but the proposers draw "
-                f"{', '.join(draws)}: add a proposer that draws so, or leave it out with '~verifiers.{name}'"
+                f"verifier '{name}' supports drafts drawn {', '.join(sorted(verifier.accepts))}, but the proposers "
+                f"draw {', '.join(draws)}: add a proposer that draws so, or leave it out with '~verifiers.{name}'"
             )
     judges, left_out = {}, []
     for name, proposer in proposers.items():
@@ -66,7 +66,7 @@ def pairs(
             what = f"draws '{proposer.drawn}'"
             if any(proposer.drawn in one.accepts for one in verifiers.values()):
                 what = f"drafts trees drawn '{proposer.drawn}'"  # and those verify chains only
-            raise ValueError(f"proposer '{name}' {what}, which no verifier here judges; add one")
+            raise ValueError(f"proposer '{name}' {what}, which no verifier here supports; add one")
     return judges, left_out
 
 

@@ -64,6 +64,7 @@ def judge(
     facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts())
     own = facts
     facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
     finished = set(load(settings.out, "texts")["request"])
     todo = [one for one in requests if one.id not in finished]
     try:
@@ -99,8 +100,8 @@ def judge(
             file=sys.stderr,
         )
         return INTERRUPTED
-    except Exception:
-        unclaim(settings.out, own)
+    except Exception as error:
+        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
         raise
     finally:
         lab.tracker.close()

@@ -51,7 +51,7 @@ def page(folder: Path) -> str:
     if not len(tables.requests):
         _not_of_another_task(folder)
     arms = metrics.arms(tables)
-    drafted = {arm: trees.parse(one["tree"]) for arm, one in begin["proposers"].items() if _has_tree(one)}
+    drafted = {arm: tree for arm, one in begin["proposers"].items() if (tree := _tree(one.get("tree")))}
     drawn = figures.draw_all(tables, folder / "figures", drafted)
     colours = figures.colours(arms)
     table = [_arm(tables, arm, colours[arm], begin, summary) for arm in arms]
@@ -162,11 +162,6 @@ def _not_of_another_task(folder: Path) -> None:
         )
 
 
-def _has_tree(proposer: Mapping[str, Any]) -> bool:
-    """Whether a proposer drafted a fixed tree; "none" is the tree of one that drafted nothing."""
-    return isinstance(proposer.get("tree"), str) and proposer["tree"] not in ("", "none")
-
-
 def _summary(folder: Path) -> dict[str, Any]:
     """What ``summary.json`` says; nothing of a run that has not ended.
 
@@ -187,6 +182,14 @@ def _temperature(begin: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
     """The temperature of the requests; 0 where the run does not say."""
     said = summary.get("temperature", begin["config"].get("sampling", {}).get("temperature", 0.0))
     return float(said or 0.0)
+
+
+def _tree(told: Any) -> tuple[Ranks, ...]:
+    """The draft tree that a manifest tells of; empty where it is not written as ``trees.parse`` reads it."""
+    try:
+        return trees.parse(told) if isinstance(told, str) and told else ()
+    except ValueError:  # a proposer of another package may write its trees otherwise
+        return ()
 
 
 def _arm(tables: Tables, arm: str, colour: str, begin: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:

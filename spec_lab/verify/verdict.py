@@ -99,7 +99,7 @@ def misfit(proposer: str, drawn: Drawn, verifier: Verifier, branches: bool | Non
     if drawn not in verifier.accepts:
         fits = ", ".join(sorted(verifier.accepts))
         return (
-            f"verifier '{verifier.name}' judges drafts drawn {fits}; proposer '{proposer}' draws '{drawn}'. "
+            f"verifier '{verifier.name}' supports drafts drawn {fits}; proposer '{proposer}' draws '{drawn}'. "
             f"Choose another verifier, or let the proposer draw one of: {fits}."
         )
     if branches and chains_only(verifier):

@@ -85,7 +85,7 @@ def test_recorded_drafts_of_trees_are_not_judged_by_it():
     judges, left_out = pairs(proposers, {"straight": Straight(), "token": Token()})
     assert {name: [*found] for name, found in judges.items()} == {"tree": ["token"], "chain": ["straight", "token"]}
     assert [one["proposer"] for one in left_out] == ["tree"]
-    with pytest.raises(ValueError, match="proposer 'tree' drafts trees drawn 'iid', which no verifier here judges"):
+    with pytest.raises(ValueError, match="proposer 'tree' drafts trees drawn 'iid', which no verifier here supports"):
         pairs(proposers, {"straight": Straight()})
 
 

@@ -163,7 +163,7 @@ def test_a_race_is_certified_by_samples_and_the_reason_printed(flat_cli, certifi
         ("task.samples=many", "task.samples must be a whole number of 1 or more, not 'many'"),
         ("task.tokenz=3", "Key 'tokenz' is not in struct"),
         ("+task.tokenz=3", "unexpected keyword argument 'tokenz'"),
-        ("verifier=kseq", "verifier 'kseq' judges drafts drawn iid; proposer 'ngram' draws 'point'"),
+        ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'point'"),
     ],
 )
 def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, override, said):

@@ -82,7 +82,7 @@ def test_what_is_no_draft_for_the_batch_is_refused_in_its_name(proposer):
 
 @pytest.mark.parametrize(
     ("proposer", "verifier", "whose"),
-    [(Dice(), Token(), "proposer 'dice' drafts"), ("iid", Moody(), "verifier 'moody' judges")],
+    [(Dice(), Token(), "proposer 'dice' drafts"), ("iid", Moody(), "verifier 'moody' verifies")],
     ids=["proposer", "verifier"],
 )
 def test_chance_of_one_s_own_is_detected_and_the_rule_is_said(proposer, verifier, whose):

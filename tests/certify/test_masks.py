@@ -213,18 +213,9 @@ def test_the_same_seed_compares_the_same_rows_and_says_how_many():
     assert one != walk(Binding(Corrupt()), REQUESTS, 800, 6, PIECES)
 
 
-def test_prompts_that_a_constraint_refuses_are_counted():
-    class Picky(Brackets):
-        def start(self, request):
-            if request.id == 1:
-                raise Stuck(f"request '{request.name}': not this one")
-            return super().start(request)
-
-    seen = found(Picky(), rows=200)
-    assert (seen.refused, seen.refusal, seen.different) == (1, "request 'prompt 1': not this one", 0)
-    assert seen.rows >= 200
-    alone = found(Picky(), rows=200, requests=REQUESTS[1:2])
-    assert (alone.refused, alone.rows, alone.texts) == (1, 0, 0)
+def test_without_requests_nothing_is_compared():
+    seen = found(Brackets(), rows=200, requests=[])
+    assert (seen.rows, seen.texts, seen.different) == (0, 0, 0)
 
 
 def test_a_constraint_that_breaks_on_a_draft_counts_as_different():
@@ -320,12 +311,12 @@ class State:
 class Constraint:
     name, acts = "mine", False
 
-    def __init__(self, vocabulary, every=0, refuses=False, breaks=False):
+    def __init__(self, vocabulary, every=0, refuses=(), breaks=False):
         self.vocabulary, self.every, self.refuses, self.breaks = vocabulary.size, every, refuses, breaks
         self.count = 0
 
     def start(self, request):
-        if self.refuses:
+        if request.id in self.refuses:
             raise Stuck(f"request '{request.name}': refused")
         return State(self.vocabulary)
 
@@ -379,6 +370,23 @@ def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
     assert "FAILS: constraint 'mine'" in said and "masks are wrong" in said
 
 
+def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
+    code, said, errors, found = mine(*MINE, "task.mask_rows=400", "constraint.options={refuses: [1]}")
+    assert code == 0, errors
+    masks = found["constraint"]["masks"]
+    assert masks["rows"] >= 400
+    assert masks["refused_prompts"] == 1 and masks["refusal"].endswith(": refused")
+    assert "1 prompt refused" in said
+
+
+def test_where_every_prompt_is_refused_the_table_says_that_nothing_was_compared(mine):
+    refuses_all = ["constraint.options={refuses: [0, 1]}", "constraint.placement=draft"]
+    code, said, errors, found = mine(*MINE, "task.mask_rows=400", *refuses_all)
+    assert code == 0, errors
+    assert found["constraint"]["masks"]["rows"] == 0 and found["constraint"]["masks"]["refused_prompts"] == 2
+    assert "no masks were compared" in said and "none differ" not in said
+
+
 def test_without_rows_no_masks_are_compared(mine):
     assert mine(*MINE, "task.mask_rows=0")[3]["constraint"]["masks"] is None
 
@@ -387,7 +395,7 @@ def test_without_rows_no_masks_are_compared(mine):
     ("options", "said"),
     [
         ([*MINE, "task.mask_rows=-1"], "task.mask_rows must be a whole number of 0 or more, not -1"),
-        ([*MINE, "constraint.options={refuses: true}"], "constraint 'mine' refuses every prompt"),
+        ([*MINE, "constraint.options={refuses: [0, 1]}"], "constraint 'mine' refuses every prompt"),
         ([*MINE, "constraint.options={breaks: true}"], "constraint 'mine' raised KeyError: 'lost' ("),
     ],
 )

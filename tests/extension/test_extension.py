@@ -85,7 +85,7 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_
 def test_a_verifier_that_cannot_judge_its_drafts_is_refused_by_name(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=kseq")
     assert code == 1
-    assert "verifier 'kseq' judges drafts drawn iid; proposer 'bigram' draws 'point'" in errors
+    assert "verifier 'kseq' supports drafts drawn iid; proposer 'bigram' draws 'point'" in errors
 
 
 def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_cli, tmp_path):

@@ -197,7 +197,7 @@ def test_its_steps_are_recorded_as_given_the_noise(target):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
-    with pytest.raises(ValueError, match=f"verifier '{verifier.name}' judges drafts drawn iid, point, without"):
+    with pytest.raises(ValueError, match=f"verifier '{verifier.name}' supports drafts drawn iid, point, without"):
         Group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
 
 

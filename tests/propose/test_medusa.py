@@ -21,7 +21,7 @@ from spec_lab.propose.calibrate import calibrate, time_steps
 from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.heads import Heads, Trunk
 from spec_lab.propose.medusa import Medusa
-from spec_lab.propose.step_costs import SCOUTS, VISIT, StepCosts
+from spec_lab.propose.step_costs import VISIT, WARM_UP, StepCosts
 from spec_lab.propose.trees import by_rank, expected_tokens, grow, parse, widths, write
 from spec_lab.verify import Traversal
 from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, emitted, plain_greedy, requests
@@ -257,7 +257,7 @@ def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, mon
         return plain(paths, pending, draft)
 
     monkeypatch.setattr(target.lm, "forward", watched)
-    monkeypatch.setattr("spec_lab.propose.step_costs.HOPELESS", 0.0)
+    monkeypatch.setattr("spec_lab.propose.step_costs.MIN_RATE", 0.0)
     monkeypatch.setattr("spec_lab.propose.step_costs.STEADY", float("inf"))
     monkeypatch.setattr("spec_lab.propose.step_costs.SLACK", float("inf"))
     found = calibrated(
@@ -268,7 +268,7 @@ def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, mon
     first, *steps = seen
     assert first == (0, {200}, {0})  # the prompt
     assert steps[: VISIT - 1] == [(batch_size, {1}, {200 + n}) for n in range(VISIT - 1)]
-    order = [*sizes * SCOUTS, *(sizes + sizes[::-1]) * 3]
+    order = [*sizes * WARM_UP, *(sizes + sizes[::-1]) * 3]
     assert steps[VISIT - 1 :] == [(size * batch_size, {1}, {200 + n}) for size in order for n in range(VISIT)]
     costs = found.costs.seconds
     assert list(costs) == sizes and min(costs.values()) > 0

@@ -4,7 +4,7 @@ import pytest
 
 from spec_lab.machine import Usage
 from spec_lab.propose import step_costs
-from spec_lab.propose.step_costs import BLOCKS, PASSES, SCOUTS, VISIT, StepCosts, measure
+from spec_lab.propose.step_costs import BLOCKS, LONGEST, PASSES, VISIT, WARM_UP, StepCosts, measure
 
 TRUE = {0: 0.010, 1: 0.012, 2: 0.013, 4: 0.015}  # seconds
 TOKENS = {0: 1.0, 1: 1.5, 2: 1.8, 4: 2.2}
@@ -30,7 +30,7 @@ def test_sizes_take_turns_in_both_directions():
     machine = Machine()
     found = timed(machine)
     rising = list(TRUE)
-    assert machine.visited == rising * SCOUTS + (rising + rising[::-1]) * (PASSES // 2)
+    assert machine.visited == rising * WARM_UP + (rising + rising[::-1]) * (PASSES // 2)
     assert found.seconds == pytest.approx(TRUE)
     assert found.spread == dict.fromkeys(TRUE, 0.0)
     assert found.steps == PASSES * (VISIT - 1)
@@ -43,12 +43,12 @@ def test_disturbed_steps_do_not_count():
     assert found.steady
 
 
-def test_a_burst_that_hits_some_sizes_while_they_are_scouted_cuts_none_off():
+def test_a_burst_that_hits_some_sizes_in_the_warm_up_cuts_none_off():
     found = timed(Machine(lambda visit: 0.5 * (visit in (2, 3))))
     assert found.seconds == pytest.approx(TRUE)
 
 
-def test_sizes_beyond_the_largest_promising_one_are_not_timed():
+def test_sizes_above_the_largest_fast_enough_one_are_not_timed():
     true = {0: 0.010, 1: 0.011, 2: 0.090, 3: 0.090, 4: 0.012, 5: 0.090, 6: 0.090}
     found = timed(Machine(true=true), dict.fromkeys(true, 1.0))
     assert list(found.seconds) == [0, 1, 2, 3, 4]
@@ -62,7 +62,7 @@ def test_an_unsteady_measurement_is_extended_and_then_not_trusted():
 
 
 def test_it_becomes_steady_once_the_load_is_gone():
-    loud = (SCOUTS + PASSES) * len(TRUE)
+    loud = (WARM_UP + PASSES) * len(TRUE)
     found = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2) if visit <= loud else 0.0))
     assert found.steady
     assert found.seconds == pytest.approx(TRUE)
@@ -75,13 +75,22 @@ def test_a_slow_machine_is_not_timed_for_ever():
     assert found.steps == 2 * (VISIT - 1)
 
 
+@pytest.mark.parametrize(("step", "timed_sizes"), [(0.3, 20), (1.0, 8), (100.0, 2)])
+def test_the_time_limit_covers_the_warm_up(step, timed_sizes):
+    machine = Machine(true=dict.fromkeys(range(20), step))
+    found = timed(machine, dict.fromkeys(range(20), 1.0))
+    assert list(found.seconds) == list(range(timed_sizes))
+    first_pass = timed_sizes * VISIT * step
+    assert len(machine.visited) * VISIT * step <= LONGEST + VISIT * step + 3 * first_pass
+
+
 @pytest.mark.parametrize(
     ("spread", "steady"),
     [
         ({0: 0.01, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, True),
         ({0: 0.01, 1: 0.02, 2: 0.90, 4: 0.0, 8: 0.03}, True),  # one size: the line over all sizes does not follow it
         ({0: 0.01, 1: 0.30, 2: 0.90, 4: 0.0, 8: 0.03}, False),
-        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # what drafting nothing costs stands alone
+        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # what drafting nothing costs is not smoothed
     ],
 )
 def test_spreads_decide_whether_costs_are_trusted(spread, steady):

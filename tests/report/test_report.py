@@ -187,6 +187,15 @@ def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
     assert "me/tiny" in text and "me/code.jsonl" in text and "/data" not in text
 
 
+def test_a_tree_in_a_notation_of_another_package_is_left_out(ran, tmp_path):
+    for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
+        shutil.copy(ran / name, tmp_path)
+    facts = json.loads((ran / "manifest.json").read_text())
+    facts["proposers"] = {arm: {"tree": tree} for arm, tree in (("speculative", [[0]]), ("other", "left, right"))}
+    write_json(tmp_path / "manifest.json", facts)
+    assert report.write(tmp_path).is_file()
+
+
 def test_the_variance_that_exact_acceptance_saves_is_told(ran, tmp_path):
     assert "variance" not in Parsed(report.write(ran)).text  # at temperature 0 there is no luck to take out
     steps = pd.read_parquet(ran / "steps.parquet")

@@ -56,5 +56,5 @@ def test_a_draft_that_a_verifier_cannot_judge_is_refused_by_name():
         accepts = frozenset({"without", "iid"})
 
     check_pair("chain", "iid", Narrow())
-    with pytest.raises(ValueError, match="'token' judges drafts drawn iid, without; proposer 'ngram' draws 'point'"):
+    with pytest.raises(ValueError, match="'token' supports drafts drawn iid, without; proposer 'ngram' draws 'point'"):
         check_pair("ngram", "point", Narrow())
