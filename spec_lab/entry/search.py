@@ -89,8 +89,6 @@ def check(config: DictConfig) -> None:
     whole("hydra.sweeper.n_jobs", sweeper.n_jobs)
     if not isinstance(sweeper.storage, str):
         raise ValueError(f"hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not {sweeper.storage!r}")
-    if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
-        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
     if not OmegaConf.is_dict(sweeper.sampler) or "_target_" not in sweeper.sampler:
         raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {sweeper.sampler!r}")
     _sampler(sweeper.sampler, 0)
@@ -106,6 +104,9 @@ def check(config: DictConfig) -> None:
             raise ValueError(f"objective={objective} compares with the baseline: set baseline=true, {other}")
         if str(OmegaConf.select(config, "proposer._target_")).endswith(".Null.load"):
             raise ValueError(f"objective={objective} compares with the baseline: choose a proposer, {other}")
+    # Checked after objective, which is its default.
+    if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
+        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
     if out.is_dir():
         with _alone(out):
             _agree(_study(config), searched, given)
@@ -266,7 +267,7 @@ def _sampler(named: DictConfig, tried: int) -> Any:
         ValueError: it cannot be built, or is not a sampler of Optuna.
     """
     with _installed():
-        from optuna.samplers import BaseSampler
+        import optuna
     seed = named.get("seed")
     try:
         with _quiet():
@@ -274,7 +275,7 @@ def _sampler(named: DictConfig, tried: int) -> Any:
     except (InstantiationException, TypeError, ValueError) as error:
         target = f"hydra.sweeper.sampler._target_={named['_target_']}"
         raise ValueError(f"{target} cannot be built: {reason(error)}; choose a sampler of optuna.samplers") from error
-    if not isinstance(made, BaseSampler):
+    if not isinstance(made, optuna.samplers.BaseSampler):
         raise ValueError(
             f"hydra.sweeper.sampler._target_={named['_target_']} makes an object of type {type(made).__name__}, not a "
             "sampler of Optuna; choose one such as optuna.samplers.TPESampler"
