@@ -29,6 +29,9 @@ __all__ = ["Door", "bind", "build", "conf", "job", "known", "main", "vars_of", "
 OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
 
+LONGEST_NAME = 200
+"""Characters of the longest name of an option of a config group."""
+
 
 def literal(option: str) -> str:
     """``prompt=TEXT`` with the text quoted for Hydra, to which much of code means something; others as they are."""
@@ -72,15 +75,18 @@ def check_overrides(arguments: Sequence[str]) -> None:
         if one.startswith("~"):
             continue
         for value in values:
-            if value == "" or not isinstance(value, str | list | dict):
-                raise ValueError(_not_an_option(option.lstrip("+"), group, value))
+            names = value if isinstance(value, list) else [value]
+            for name in map(unquoted, names):
+                if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
+                    raise ValueError(_not_an_option(option.lstrip("+"), group, name))
 
 
 def _not_an_option(option: str, group: str, value: object) -> str:
     """The message for a value of a config group that Hydra does not take as a name."""
-    shown = str(value).lower() if isinstance(value, bool) else value
+    shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
     names = ", ".join(sorted(file.stem for file in Path(conf(), group).glob("*.yaml")))
-    quotes = f"; if a file of your own is called so, quote its name: \"{option}='{shown}'\"" if value != "" else ""
+    number = isinstance(value, int | float)
+    quotes = f"; if a file of your own is called so, quote its name: \"{option}='{shown}'\"" if number else ""
     return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"
 
 
