@@ -4,7 +4,7 @@ from spec_lab import interrupt
 
 
 def main() -> None:
-    """Carry out the command line; after Ctrl-C the exit code is 130, whatever became of the ``KeyboardInterrupt``."""
+    """Run the command line. After Ctrl-C the exit code is 130, even if a library caught the ``KeyboardInterrupt``."""
     interrupt.install(interrupt.Leave())
     try:
         from spec_lab.entry import main as command_line

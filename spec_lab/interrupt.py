@@ -93,15 +93,16 @@ def change(handler: Leave | Raise) -> None:
 
 
 def keep_from_workers() -> None:
-    """Let processes that are started from here on be deaf to Ctrl-C; this one still hears it.
+    """Block SIGINT in processes that are started after this call; this process still receives it.
 
-    A terminal sends it to all of them, and each would print a traceback while it starts. Children inherit the signals
-    that the main thread blocks; another thread, which does not, receives them for it.
+    A terminal sends SIGINT to every process of the foreground job, and a worker that is starting would print a
+    traceback. Child processes inherit the signals that the main thread blocks. Another thread of this process does not
+    block SIGINT and receives it.
     """
     import threading
     from multiprocessing.resource_tracker import ensure_running
 
-    ensure_running()  # before: it lets the signal through again as it starts
+    ensure_running()  # called first, because it unblocks SIGINT when it starts
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
@@ -112,7 +113,7 @@ def raises() -> bool:
 
 
 def interrupted() -> bool:
-    """Whether Ctrl-C was pressed, whatever became of the ``KeyboardInterrupt`` that it raised."""
+    """Whether Ctrl-C was pressed, even if a library caught the ``KeyboardInterrupt``."""
     return isinstance(signal.getsignal(signal.SIGINT), Again)
 
 

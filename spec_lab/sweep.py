@@ -356,7 +356,7 @@ def reading(*folders: Path) -> Iterator[None]:
         if said or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        raise Unreadable(f"files that no run leaves, in {' or '.join(map(str, folders))} ({what})") from error
+        raise Unreadable(f"the files in {' or '.join(map(str, folders))} are not those of a run ({what})") from error
 
 
 # All of them -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ def sweep_of(cli, monkeypatch, tmp_path):
     ("option", "runs"),
     [
         ("verifier=glob(t*)", {"verifier=token", "verifier=traversal", "verifier=typical"}),
+        ("verifier='token',\"typical\"", {"verifier='token'", 'verifier="typical"'}),
         ("verifier=glob(t*,exclude=ty*)", {"verifier=token", "verifier=traversal"}),
         ("seed=range(1,4)", {"seed=1", "seed=2", "seed=3"}),
         ("seed=choice(1,2)", {"seed=1", "seed=2"}),
@@ -43,7 +44,7 @@ def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
     assert found == runs
 
 
-@pytest.mark.parametrize("jobs", [0, 10**20])
+@pytest.mark.parametrize("jobs", [0, 10**20, "null", "1e400", "true", "abc", "1.5"])
 def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
     code, printed, _ = sweep_of("seed=1,2", "hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}")
     assert code == 1
@@ -52,16 +53,29 @@ def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
 
 
 @pytest.mark.parametrize(
+    "sampler", ["{_target_: a.b}", "{_target_: builtins.dict}", "{_target_: optuna.samplers.TPESampler, seed: x}"]
+)
+def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
+    search = ["hydra/sweeper=search", "objective=tau_pooled", f"hydra.sweeper.sampler={sampler}"]
+    code, printed, _ = sweep_of("seed=range(0,3)", *search)
+    assert code == 1
+    assert "hydra.sweeper.sampler" in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("verifier=glob(zzz*)", "verifier=glob(zzz*) names no value"),
-        ("seed=glob(*)", "seed=glob(*) names no value"),
+        ("verifier=glob(zzz*)", "verifier=glob(zzz*) has no values"),
+        ("seed=glob(*)", "seed=glob(*) has no values"),
         ("seed=interval(1,3)", "an interval is for a search (hydra/sweeper=search)"),
         ("seed=range(0,5,0)", "seed=range(0,5,0): "),
         ("seed=range(0,1000000000000)", f"more than {door.MOST_RUNS} runs"),
         ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
         ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size must be a whole number of 1 or more"),
-        ("verifier=5,6", "verifier=5 is no name: name a file of conf/verifier"),
+        ("verifier=5,6", "verifier=5 is not an option of conf/verifier; the options are cascade, "),
+        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
+        ("constraint='',none", "constraint= is not an option of conf/constraint; the options are choice, "),
         ("verifier=null,token", "verifier cannot be null: name a file of conf/verifier"),
         ("name='a/b'", "name must be a text of 1 to 100 printable characters"),
         ("hydra.sweep.subdir=x", "hydra.sweep.subdir cannot be set"),

@@ -352,8 +352,13 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("proposer=null", "proposer cannot be null: name a file of conf/proposer"),
         ("sampling=null", "sampling cannot be null: name a file of conf/sampling"),
         ("tracker=null", "tracker cannot be null: name a file of conf/tracker"),
-        ("proposer=3", "proposer=3 is no name: name a file of conf/proposer"),
-        ("verifier=true", "verifier=True is no name: name a file of conf/verifier"),
+        ("proposer=3", "proposer=3 is not an option of conf/proposer; the options are draft_chain, "),
+        ("verifier=true", "verifier=true is not an option of conf/verifier; the options are cascade, "),
+        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
+        ("tracker=" + "x" * 5000, "is not an option of conf/tracker; the options are files, wandb"),
+        ("target=[[]]", "target=[] is not an option of conf/target; the options are zoo"),
+        ("sampling=[1,a,null]", "sampling=1 is not an option of conf/sampling; the options are greedy, "),
+        ("prompts=2024", "prompts=2024 is not an option of conf/prompts; the options are bundled, "),
         ("name=ключ", "name=ключ is not readable"),
         ("name='a/../b'", "name must be a text of 1 to 100 printable characters without '/'"),
         ("name=" + "x" * 101, "name must be a text of 1 to 100 printable characters"),
@@ -381,6 +386,16 @@ def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_p
     assert said in line
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_whose_name_is_a_number_is_chosen_in_quotes(cli, tmp_path):
+    (tmp_path / "own" / "prompts").mkdir(parents=True)
+    shutil.copy(Path(conf(), "prompts", "jsonl.yaml"), tmp_path / "own" / "prompts" / "2024.yaml")
+    code, said, errors = cli(
+        "prompts='2024'", "prompts.path=here", "--config-dir=own", "--cfg=job", "--package=prompts"
+    )
+    assert code == 0, errors
+    assert "path: here" in said
 
 
 def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):

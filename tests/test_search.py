@@ -179,7 +179,7 @@ def test_a_value_that_was_not_told_before_a_kill_is_read_from_the_run(cli, tiny,
         patch.setattr(optuna.Study, "tell", stopped)
         code, _, errors = cli(*some)
     assert code == 130
-    assert "The sweep in swept is not over" not in errors, "said at the process's end only"
+    assert "The sweep in swept is not finished" not in errors, "said at the process's end only"
     assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE, TrialState.RUNNING]
     ran = list(decoded)
     code, _, errors = cli(*some)

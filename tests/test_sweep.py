@@ -618,7 +618,7 @@ def test_ctrl_c_in_a_sweep_says_how_to_go_on(tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "finished groups of 400 are in " in errors and "the same command with out=swept goes on" in errors
+    assert "finished groups of 400 are in " in errors and "the same command with out=swept resumes it" in errors
     assert "Traceback" not in errors
     first, second = sweep.runs(tmp_path / "swept")
     assert (first.state, second.state) == ("waiting", "waiting")

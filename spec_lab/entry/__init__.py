@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,15 +19,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from spec_lab import interrupt, ranks, sweep
-from spec_lab.entry.door import Door
+from spec_lab.entry.door import Door, check_workers
 from spec_lab.entry.jobs import job
 from spec_lab.entry.parts import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
-from spec_lab.entry.redaction import Unreadable, as_given, moved
+from spec_lab.entry.redaction import as_given, moved, unquoted
 
 __all__ = ["Door", "bind", "build", "conf", "job", "known", "main", "vars_of", "zoo"]
 
 OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
+
+LONGEST_NAME = 200
+"""Characters of the longest name of an option of a config group."""
 
 
 def literal(option: str) -> str:
@@ -44,7 +48,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
     """Refuse what Hydra would answer with a traceback, or in words that do not say what to do.
 
     Raises:
-        ValueError: an override that is not readable; a group whose value is no name. Names it.
+        ValueError: an override is not readable; the value of a config group is empty, null, a number or a bool; a
+            number of workers is not a whole number. Names the option.
     """
     for one in arguments:
         option, equals, _ = one.partition("=")
@@ -56,16 +61,33 @@ def check_overrides(arguments: Sequence[str]) -> None:
             said = str(error).splitlines()[0] if str(error) else "it does not parse"
             raise ValueError(f"{one} is not readable ({said}): quote the value, as in '{option}=\"...\"'") from error
         try:
-            values = list(islice(read.sweep_iterator(), 1000)) if read.is_discrete_sweep() else [read.value()]
+            swept = islice(read.sweep_iterator(), 1000) if read.is_discrete_sweep() else [read.value()]
+            values = [unquoted(value) for value in swept]
         except (HydraException, TypeError, ValueError):
             continue  # a glob, which needs the configs, or a range that is none: the sweep answers it
+        if option == "hydra.launcher.n_jobs":
+            check_workers(values)
         group = option.lstrip("+~").partition("@")[0]
         if group not in {*groups(), "experiment"}:
             continue
         if None in values:
             raise ValueError(f"{option.lstrip('+')} cannot be null: name a file of conf/{group}")
-        if wrong := [one for one in values if not isinstance(one, str | list | dict)]:
-            raise ValueError(f"{option.lstrip('+')}={wrong[0]} is no name: name a file of conf/{group}")
+        if one.startswith("~"):
+            continue
+        for value in values:
+            names = value if isinstance(value, list) else [value]
+            for name in map(unquoted, names):
+                if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
+                    raise ValueError(_not_an_option(option.lstrip("+"), group, name))
+
+
+def _not_an_option(option: str, group: str, value: object) -> str:
+    """The message for a value of a config group that Hydra does not take as a name."""
+    shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
+    names = ", ".join(sorted(file.stem for file in Path(conf(), group).glob("*.yaml")))
+    number = isinstance(value, int | float)
+    quotes = f"; if a file of your own is called so, quote its name: \"{option}='{shown}'\"" if number else ""
+    return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"
 
 
 def main() -> None:
@@ -103,7 +125,7 @@ def command_line() -> None:
     try:
         sys.argv[1:] = moved(sys.argv[1:])
         check_overrides(sys.argv[1:])
-    except (Unreadable, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"spec_lab: {error}")
     sys.path.append(str(PACKAGE / "plugins"))  # where Hydra finds our launcher
     try:

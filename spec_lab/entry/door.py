@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry import search
 from spec_lab.entry.parts import groups, reason
 from spec_lab.entry.redaction import blank, overrides_of
-from spec_lab.options import file_name, whole
+from spec_lab.options import brief, file_name, whole
 
 MOST_RUNS = 100_000
 """Most runs of a sweep."""
@@ -118,14 +119,25 @@ def check_sweeper(config: DictConfig) -> None:
     try:
         if config.hydra.sweeper.get("max_batch_size") is not None:
             whole("hydra.sweeper.max_batch_size", config.hydra.sweeper.max_batch_size, otherwise=", or null for all")
-        jobs = config.hydra.launcher.get("n_jobs", 1)
-        if jobs == 0 or not -MOST_WORKERS <= jobs <= MOST_WORKERS:
-            raise ValueError(
-                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one a core, "
-                f"not {jobs}"
-            )
+        check_workers([config.hydra.launcher.get("n_jobs", 1)])
     except ValueError as error:
         raise SystemExit(f"spec_lab: {reason(error)}") from error
+
+
+def check_workers(values: Iterable[Any]) -> None:
+    """Check values of ``hydra.launcher.n_jobs``; a text with an interpolation passes, since it is not resolved yet.
+
+    Raises:
+        ValueError: one is not a number of processes from 1 to ``MOST_WORKERS``, or its negative.
+    """
+    for value in values:
+        if isinstance(value, str) and "${" in value:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= abs(value) <= MOST_WORKERS:
+            raise ValueError(
+                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one a core, "
+                f"not {'null' if value is None else brief(value)}"
+            )
 
 
 def go_on(out: Path) -> None:
@@ -134,7 +146,7 @@ def go_on(out: Path) -> None:
 
 
 def _how_to_go_on(out: Path) -> str:
-    return f"The sweep in {out} is not over: the same command with out={out} goes on with it."
+    return f"The sweep in {out} is not finished; the same command with out={out} resumes it."
 
 
 def asked(config: DictConfig) -> list[list[str]]:
@@ -166,7 +178,7 @@ def _values(override: Override) -> int:
     except (HydraException, ValueError) as error:
         raise SystemExit(f"spec_lab: {override.input_line}: {reason(error)}") from error
     if not number:
-        raise SystemExit(f"spec_lab: {override.input_line} names no value; see the files of conf")
+        raise SystemExit(f"spec_lab: {override.input_line} has no values; see the files of conf")
     return number
 
 

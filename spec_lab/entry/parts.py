@@ -215,10 +215,11 @@ def check_torchrun(config: DictConfig) -> None:
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
 
 
-def named_as_written(target: Any, path: Any, shown: Mapping[str, Any]) -> Any:
+def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
     """The target under the name that files may hold: not with values of environment variables in its path."""
-    if is_dataclass(target) and getattr(target, "name", None) == path != shown.get("path", path):
-        return replace(target, name=shown["path"])  # type: ignore[type-var]
+    name = shown.get("path", path) if isinstance(shown, Mapping) else shown
+    if is_dataclass(target) and getattr(target, "name", None) == path != name:
+        return replace(target, name=name)  # type: ignore[type-var]
     return target
 
 

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from spec_lab.redact import BLANK, URL_PASSWORD, is_secret_value, names_secret, redacted, without_secrets
+from spec_lab.redact import BLANK, INTERPOLATION, below, is_secret, key_of, redacted, replace_secrets, without_secrets
 
 PLAIN = ("zoo", "now")
 """Resolvers whose values are no secrets."""
@@ -29,8 +29,8 @@ SHORTEST = 4
 """Characters of the shortest text that is replaced in error messages."""
 
 
-class Unreadable(ValueError):
-    """A secret on the command line that cannot be read, or that is swept over."""
+class InvalidSecret(ValueError):
+    """A secret on the command line that cannot be read, or that is swept over or mixed with interpolations."""
 
 
 # The command line --------------------------------------------------------------------------------------------------
@@ -43,46 +43,42 @@ def moved(arguments: Sequence[str]) -> list[str]:
         arguments: as in ``sys.argv``, without the program.
 
     Raises:
-        Unreadable: a secret that Hydra cannot read, or several values for one.
+        InvalidSecret: a secret that Hydra cannot read, or several values for one.
     """
     return [_moved(one) if re.match(r"[+~]{0,2}[\w./@-]+=", one) else one for one in arguments]
 
 
 def _moved(argument: str) -> str:
-    option, _, text = argument.partition("=")
-    secret = names_secret(option)
-    if not secret and redacted(argument) == argument and URL_PASSWORD.search(text) is None:
+    option = argument.partition("=")[0]
+    if redacted(argument) == argument and not is_secret(key_of(option)):
         return argument
     try:
         read = OverridesParser.create().parse_rule(argument, "override")
     except HydraException:
-        if not secret:
-            return argument
-        raise Unreadable(f"{option} is not readable: quote its value, as in '{option}=\"...\"'") from None
+        raise InvalidSecret(f"{option} is not readable: quote its value, as in '{option}=\"...\"'") from None
     if read.is_sweep_override():
-        raise Unreadable(
+        raise InvalidSecret(
             f"{option} cannot be swept: it holds a secret, and the values would name the runs' folders; give one value"
         )
-    name = option.lstrip("+~")
-    value = _with_variables(read._value, name, name.replace("/", ".").rpartition(".")[2] if secret else "")
+    value = replace_secrets(read._value, _variable, key_of(option), option.lstrip("+~"), unquoted)
     return argument if value == read._value else f"{option}={replace(read, _value=value).get_value_element_as_str()}"
 
 
-def _with_variables(value: Any, option: str, key: str) -> Any:
-    """The value of an option with each secret in it moved to an environment variable."""
-    if isinstance(value, Mapping):
-        return {name: _with_variables(inner, f"{option}.{_text(name)}", _text(name)) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_variables(inner, f"{option}.{n}", key) for n, inner in enumerate(value)]
-    text = _text(value)
-    if not is_secret_value(key, text) and (not isinstance(text, str) or URL_PASSWORD.search(text) is None):
-        return value
-    variable = "SPEC_LAB_SECRET_" + re.sub(r"\W", "_", option).upper()
-    os.environ[variable] = str(text)
+def _variable(value: Any, _: str, path: str) -> QuotedString:
+    """Move a secret to an environment variable; returns the interpolation that reads it."""
+    secret = str(unquoted(value))
+    if INTERPOLATION.search(secret):
+        raise InvalidSecret(
+            f"{path} holds a password and an interpolation: set an environment variable to the password, and write "
+            "${oc.env:NAME} in its place"
+        )
+    variable = "SPEC_LAB_SECRET_" + re.sub(r"\W", "_", path).upper()
+    os.environ[variable] = str(OmegaConf.create([secret])[0])  # "\\${" stands for "${"
     return QuotedString(f"${{oc.env:{variable}}}", Quote.double)
 
 
-def _text(value: Any) -> Any:
+def unquoted(value: Any) -> Any:
+    """A value of Hydra's parser, without its quotes."""
     return value.text if isinstance(value, QuotedString) else value
 
 
@@ -112,7 +108,9 @@ def blank(config: DictConfig) -> None:
 
 
 def written(config: DictConfig) -> dict[str, Any]:
-    """The config as it is written to files: resolved, except what environment variables may be read for.
+    """The config as it is written to files: resolved, except values for which environment variables may be read.
+
+    Such values are written as their interpolations, whatever their type; numbers of ``sampling`` are resolved.
 
     Raises:
         OmegaConfBaseException: a value is missing or cannot be resolved.
@@ -131,7 +129,7 @@ def _written(raw: Any, resolved: Any, path: str, root: Mapping[str, Any]) -> Any
         return {name: _written(raw[name], inner, f"{path}.{name}", root) for name, inner in resolved.items()}
     if isinstance(raw, list):
         return [_written(*both, path, root) for both in zip(raw, resolved, strict=True)]
-    if not isinstance(resolved, str):  # readers of files count on numbers
+    if path.startswith("sampling.") and isinstance(resolved, int | float):  # reports and resumed runs read them
         return resolved
     return resolved if _is_plain(raw, path, root, frozenset()) else raw
 
@@ -159,11 +157,12 @@ def _is_plain(raw: Any, path: str, root: Mapping[str, Any], seen: frozenset[str]
 
 def _reads_plain(reference: str, root: Mapping[str, Any], seen: frozenset[str]) -> bool:
     found: Any = root
+    key = ""
     for name in reference.split("."):
         if not isinstance(found, Mapping) or name not in found:  # relative, or below another interpolation
             return False
-        found = found[name]
-    return _is_plain(found, reference, root, seen)
+        found, key = found[name], below(key, name)
+    return without_secrets(found, key) == found and _is_plain(found, reference, root, seen)
 
 
 def without_values(config: DictConfig, text: str) -> str:
@@ -198,5 +197,5 @@ def _texts(tree: Any) -> Iterator[str]:
     elif isinstance(tree, list):
         for inner in tree:
             yield from _texts(inner)
-    elif isinstance(tree, str):
-        yield tree
+    elif isinstance(tree, str | int | float) and not isinstance(tree, bool):
+        yield str(tree)

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
@@ -88,10 +89,9 @@ def check(config: DictConfig) -> None:
     whole("hydra.sweeper.n_jobs", sweeper.n_jobs)
     if not isinstance(sweeper.storage, str):
         raise ValueError(f"hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not {sweeper.storage!r}")
-    if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
-        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
     if not OmegaConf.is_dict(sweeper.sampler) or "_target_" not in sweeper.sampler:
         raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {sweeper.sampler!r}")
+    _sampler(sweeper.sampler, 0)
     one_of("hydra.sweeper.direction", sweeper.direction, ("maximize", "minimize"))
     searched, given = _space(config)
     objective, task = str(config.get("objective")), OmegaConf.select(config, "task._target_")
@@ -104,6 +104,9 @@ def check(config: DictConfig) -> None:
             raise ValueError(f"objective={objective} compares with the baseline: set baseline=true, {other}")
         if str(OmegaConf.select(config, "proposer._target_")).endswith(".Null.load"):
             raise ValueError(f"objective={objective} compares with the baseline: choose a proposer, {other}")
+    # Checked after objective, which is its default.
+    if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
+        raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
     if out.is_dir():
         with _alone(out):
             _agree(_study(config), searched, given)
@@ -258,9 +261,26 @@ def _go_on(study: Any, config: DictConfig, out: Path) -> int:
 
 
 def _sampler(named: DictConfig, tried: int) -> Any:
-    """The sampler, with a seed for each beginning: the same seed would draw the same trials again."""
+    """The sampler, with a seed for each beginning: the same seed would draw the same trials again.
+
+    Raises:
+        ValueError: it cannot be built, or is not a sampler of Optuna.
+    """
+    with _installed():
+        import optuna
     seed = named.get("seed")
-    return instantiate(named) if seed is None else instantiate(named, seed=seed + tried)
+    try:
+        with _quiet():
+            made = instantiate(named) if seed is None else instantiate(named, seed=seed + tried)
+    except (InstantiationException, TypeError, ValueError) as error:
+        target = f"hydra.sweeper.sampler._target_={named['_target_']}"
+        raise ValueError(f"{target} cannot be built: {reason(error)}; choose a sampler of optuna.samplers") from error
+    if not isinstance(made, optuna.samplers.BaseSampler):
+        raise ValueError(
+            f"hydra.sweeper.sampler._target_={named['_target_']} makes an object of type {type(made).__name__}, not a "
+            "sampler of Optuna; choose one such as optuna.samplers.TPESampler"
+        )
+    return made
 
 
 def tell(config: DictConfig) -> None:
