@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BLANK = "***"
-NAMES = r"(api|access|secret|private)[_-]?key|auth|authorization|credential|pass(word|wd|phrase)|pwd|secret"
+OWNERS = (
+    r"api|access|secret|private|account|client|service|signing|encryption|license|ssh|"
+    r"openai|anthropic|wandb|hf|hub|aws|azure|gcp|google|github|gitlab"
+)
+NAMES = (
+    rf"({OWNERS})[_-]?key([_-]pem)?|auth|authorization|bearer|cookie|credential|jwt|pat|pass(word|wd|phrase)|pwd|secret"
+)
 VOCABULARY = r"bos|eos|pad|unk|sep|cls|mask|stop|start|end|image|audio|video"
 SECRET = re.compile(rf"(^|[_-])(({NAMES})s?|token)$", re.IGNORECASE)
 TOKEN = re.compile(r"(^|[_-])token$", re.IGNORECASE)

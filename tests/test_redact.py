@@ -261,3 +261,15 @@ def test_a_run_notices_that_an_environment_variable_has_another_value(quick_cli,
     code, _, errors = quick_cli(*options)
     assert code == 1
     assert "already holds another run" in errors and "environment variable" in errors
+
+
+@pytest.mark.parametrize(
+    "key", ["openai_key", "WANDB_API_KEY", "private_key_pem", "github_pat", "bearer", "cookies", "sshKey", "hf_token"]
+)
+def test_what_services_call_their_secrets_is_a_secret(key):
+    assert without_secrets({"a": {key: "canary"}}) == {"a": {key: BLANK}}
+
+
+@pytest.mark.parametrize("key", ["sort_key", "key_separator", "path", "pattern", "num_key_value_heads", "tokens"])
+def test_ordinary_keys_are_no_secrets(key):
+    assert without_secrets({key: "canary"}) == {key: "canary"}
