@@ -308,19 +308,10 @@ class _Walker:
         if wanted[row].bits.any():
             path.append(self._draw(wanted[row].bits, text.request.stop, 0.0))
         try:
-            for token in path:
-                if token in text.request.stop or len(text.tokens) == LONGEST:
-                    return True
-                text.state.advance(token)
-                text.tokens.append(token)
-                if text.state.action() is not None:
-                    return True
+            if any(_extend(text, token) for token in path):
+                return True
             while self.fast_forward and (forced := forced_token(text.state)) is not None:
-                if forced in text.request.stop or len(text.tokens) == LONGEST:
-                    return True
-                text.state.advance(forced)
-                text.tokens.append(forced)
-                if text.state.action() is not None:
+                if _extend(text, forced):
                     return True
         except Stuck:
             return True
@@ -356,6 +347,15 @@ def _row_of(state: State, vocabulary: int) -> _Row:
     except Stuck:
         return _Row(nothing, True, False)
     return _Row(everything(vocabulary) if mask is None else mask.copy(), True, False)
+
+
+def _extend(text: _Text, token: int) -> bool:
+    """Commit a token, unless the text ends there; returns whether it has ended."""
+    if token in text.request.stop or len(text.tokens) == LONGEST:
+        return True
+    text.state.advance(token)
+    text.tokens.append(token)
+    return text.state.action() is not None
 
 
 def _path(shape: Shape, token: np.ndarray, row: int) -> tuple[int, ...]:
