@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.decode import Group, Round
 from spec_lab.lab import Lab, Settings
 from spec_lab.law import CounterDraws, Sampling
+from spec_lab.options import brief
 from spec_lab.prompts import Prompt
 from spec_lab.propose import Null, Proposer, branches
 from spec_lab.target import Target
@@ -121,7 +122,12 @@ def generate(
             fit the context.
         OSError: at the call, no model there.
     """
-    several = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+    several: list[Any] = [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | Prompt):
+        several = list(prompts)
+    wrong = [one for one in several if not isinstance(one, str | Prompt)]
+    if wrong:
+        raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief(wrong[0])}")
     named = [one if isinstance(one, Prompt) else Prompt(f"prompt {place}", one) for place, one in enumerate(several)]
     if not named:
         raise ValueError("prompts holds none: give at least one")

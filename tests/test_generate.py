@@ -261,6 +261,8 @@ def test_closing_early_gives_every_cell_back(target):
     ("prompts", "options", "said"),
     [
         ([], {}, "prompts holds none"),
+        (3, {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
+        (["a", 3], {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
         ("", {}, "prompt 'prompt 0' has no tokens"),
         ([Prompt("x", "a"), Prompt("x", "b")], {}, "two prompts have the same name"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of 1 or more"),
