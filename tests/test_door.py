@@ -86,3 +86,11 @@ def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sw
     assert code == 1
     assert said in printed and "Traceback" not in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interpolation_that_leads_nowhere_is_named_with_its_option(flat_cli, tmp_path):
+    launcher = ["--multirun", "hydra/launcher=joblib", "hydra.launcher.n_jobs='${nothing}'", "seed=1,2"]
+    for given, named in ((launcher, "hydra.launcher.n_jobs"), (["sampling='${nothing}'"], "sampling=${nothing}")):
+        code, _, errors = flat_cli(*given, "out=here")
+        assert code == 1 and named in errors and "Traceback" not in errors
+        assert not (tmp_path / "here").exists()

@@ -404,3 +404,11 @@ def test_the_dashboard_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(OSError, match=r"pip install 'spec-lab\[dashboard\]'"):
         dashboard.dashboard("project", "entity")
+
+
+@pytest.mark.parametrize("name", [True, 3, "", "a/b", "x" * 129, ["a"], "a\nb"])
+def test_names_that_weights_and_biases_would_refuse_later_are_refused(name):
+    with pytest.raises(ValueError, match=r"tracker\.project must be"):
+        Wandb(project=name)
+    with pytest.raises(ValueError, match=r"tracker\.entity must be"):
+        Wandb(entity=name)

@@ -77,6 +77,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
         for value in values:
             names = value if isinstance(value, list) else [value]
             for name in map(unquoted, names):
+                if isinstance(name, str) and "${" in name and group != "experiment":
+                    raise ValueError(_not_an_option(option.lstrip("+"), group, name))
                 if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
                     raise ValueError(_not_an_option(option.lstrip("+"), group, name))
 

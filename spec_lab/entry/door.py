@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab import interrupt, ranks, sweep
 from spec_lab.entry import search
@@ -120,6 +121,9 @@ def check_sweeper(config: DictConfig) -> None:
         if config.hydra.sweeper.get("max_batch_size") is not None:
             whole("hydra.sweeper.max_batch_size", config.hydra.sweeper.max_batch_size, otherwise=", or null for all")
         check_workers([config.hydra.launcher.get("n_jobs", 1)])
+    except OmegaConfBaseException as error:  # some are ValueErrors
+        option = error.full_key or "hydra.launcher.n_jobs"
+        raise SystemExit(f"spec_lab: {option} cannot be resolved: {reason(error)}") from None
     except ValueError as error:
         raise SystemExit(f"spec_lab: {reason(error)}") from error
 

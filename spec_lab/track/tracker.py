@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,6 +49,15 @@ class Files:
         """Nothing to do."""
 
 
+def _check_name(option: str, value: Any) -> None:
+    """Check a name that Weights & Biases would refuse only once the run has begun."""
+    if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
+        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
+        raise ValueError(
+            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % :, not {shown}"
+        )
+
+
 class Wandb:
     """Shows the run on Weights & Biases: each group's figures as it finishes, all else (``board.replay``) at the end.
 
@@ -56,15 +66,21 @@ class Wandb:
     is the run's own.
 
     Args:
-        project: where the run appears.
+        project: where the run appears; at most 128 characters, without slashes, backslashes or any of ``# ? % :``.
         entity: whose project; None for the default of the login.
         mode: "online", "offline" (files under the run's directory, to be synchronised later), "disabled", or "auto":
             online where a login is configured, offline where none is. ``WANDB_MODE`` decides for "auto" where set.
+
+    Raises:
+        ValueError: an option out of its range; names it.
     """
 
     def __init__(self, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> None:
         if mode != "auto":
             board.resolved(mode)
+        _check_name("tracker.project", project)
+        if entity is not None:
+            _check_name("tracker.entity", entity)
         self.project, self.entity, self.mode = project, entity, mode
         self._run: Any = None
         self._forget()

@@ -155,5 +155,5 @@ def test_a_search_on_slurm_goes_on_from_its_storage_after_a_kill(on):
     assert launcher.wait() == -signal.SIGKILL
     again = on.start(*LAUNCHER, *search, seeds="0")
     assert again.wait(timeout=240) == 0, on.said()
-    assert "best tokens_per_second of 4 trials" in on.said()
+    assert "best speedup.mean of 4 trials" in on.said()
     assert {run.state for run in sweep.runs(on.folder)} == {"done"}
