@@ -323,7 +323,7 @@ def ended(folder: Path) -> dict[str, Any] | None:
 
 
 def _running(folder: Path) -> bool:
-    """Whether a living process is at it.
+    """Whether a running process holds its lock.
 
     Raises:
         Unreadable: its lock cannot be opened.

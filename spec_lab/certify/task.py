@@ -38,8 +38,8 @@ from spec_lab.sweep import INTERRUPTED
 from spec_lab.verify import Verifier, check_pair, misfit
 
 FAILED = 1
-"""Exit code where a verifier that declares itself lossless is not, a lossy one misses the law it aims at, or masks are
-wrong."""
+"""Exit code where a verifier that declares itself lossless is not, a lossy one misses the distribution that it is exact
+against, or masks are wrong."""
 
 
 SHOWN = 8
@@ -330,7 +330,7 @@ def _facts(
         work: how they were examined.
         walked: what comparing masks found; None where none were compared.
         facts: the manifest's.
-        control: the joint law's test of a broken verifier.
+        control: the test of a broken verifier's texts.
     """
     lossless = [pair for pair in pairs if pair.verifier.lossless]
     tvs = [pair.proof.worst.tv for pair in lossless if pair.proof.worst]

@@ -12,7 +12,7 @@ class Proposer(Protocol):
     """Drafts a tree below each live sequence. It never sees the verifier.
 
     It may offer more: ``facts``, a mapping of what a record should keep; ``sha256`` of its weights;
-    ``check(sampling)``, which refuses by a ``ValueError``, at the door, what it cannot draft for; whether its drafts
+    ``check(sampling)``, which raises ``ValueError`` at start-up for unsupported sampling; whether its drafts
     branch (``Branching``); and ``toy(target, draft, tree)``, the same proposer for a toy target, drafting ``tree`` with
     the toy model ``draft`` if it needs one: what ``certify`` enumerates. Without it the proposer itself is tried on the
     toy, and only where it fails there the drafts of a reference that draws the same way are enumerated in their place.

@@ -44,8 +44,8 @@ class Verdict:
 class Verifier(Protocol):
     """A pure function of (draft, p), vectorised over the forest, at least in float32.
 
-    A lossy one may offer ``aim(draft, p)``: the law ``[R, V]`` that it is exact against in place of p. One whose code
-    handles only one path below each root declares it (``ChainsOnly``).
+    A lossy one may offer ``aim(draft, p)``: the distribution ``[R, V]`` that it is exact against in place of p.
+    One whose code handles only one path below each root declares it (``ChainsOnly``).
     """
 
     @property
