@@ -17,10 +17,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spec_lab import metrics
-from spec_lab.figures import COLOURS, GREY, STYLE
-from spec_lab.metrics.paired import Totals, acceptance_totals, change, speedup_totals
-from spec_lab.sweep import collect, runs
+from spec_lab.analysis import metrics
+from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis.metrics.paired import Totals, acceptance_totals, change, speedup_totals
+from spec_lab.results.sweep import collect, runs
 
 NAMES = {
     "medusa": "Medusa tree",
@@ -41,7 +41,7 @@ WORKLOADS = ("code", "json", "prose")
 
 
 def swept(sweep: Path) -> pd.DataFrame:
-    """The rows of ``spec_lab.sweep.collect`` but for the baselines'; the main arm goes by its proposer's name.
+    """The rows of ``spec_lab.results.sweep.collect`` but for the baselines'; the main arm goes by its proposer's name.
 
     ``recorded`` is the arm's name in the run's rows, ``baseline_loops`` how much of the baseline's own text repeats.
 

@@ -49,10 +49,10 @@ from itertools import pairwise
 
 import torch
 
-from spec_lab.batch import Batch, Sequence
-from spec_lab.draft import Draft, Drawn, chain, forest
-from spec_lab.options import whole
-from spec_lab.target import Target
+from spec_lab.core.draft import Draft, Drawn, chain, forest
+from spec_lab.core.options import whole
+from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ assert recent.follow([1, 2, 3], 4) == []  # nothing has followed 3
 # %%
 import pandas as pd
 
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 tables = metrics.load("measured")
 steps = {arm: metrics.decode_steps(tables.steps, arm) for arm in ("speculative", "ngram")}
@@ -147,7 +147,7 @@ pd.DataFrame(
 # %%
 import matplotlib.pyplot as plt
 
-from spec_lab import figures
+from spec_lab.analysis import figures
 
 # %matplotlib inline
 plt.rcParams.update(figures.STYLE)
@@ -157,7 +157,7 @@ figures.acceptance(tables)
 # Is the difference real? `compare` looks at the two arms prompt by prompt.
 
 # %%
-from spec_lab import compare
+from spec_lab.analysis import compare
 
 found = compare.as_frame(compare.compare([Path("measured")]))
 found = found[found["other_arm"] == "ngram"].set_index("figure")
@@ -212,7 +212,7 @@ assert pair["exact"]["drafted"] > 100  # and there were some
 # Further on:
 #
 # - Draws at random? Then `drawn` is `iid` or `without`, and the draft carries the laws it drew from (`q`, `q_row` of
-#   `spec_lab/draft.py`); drafts that do not follow the law they state are what `certify` is for.
+#   `spec_lab/core/draft.py`); drafts that do not follow the law they state are what `certify` is for.
 # - Wants weights? `load` gets what the YAML names; a method `toy(target, draft, tree)` makes the same proposer for a
 #   toy target, so that it can be enumerated.
 # - Trees: `tree(((0,), (1,), (0, 0)))` in place of `chain(3)`.

@@ -48,7 +48,7 @@ os.environ["COLUMNS"] = "100"
 # %%
 from IPython.display import display
 
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 print(*sorted(str(file) for file in Path("first").rglob("*") if file.is_file()), sep="\n")
 tables = metrics.load("first")
@@ -67,7 +67,7 @@ assert len(tables.requests) == 2 * 8  # both arms decoded every prompt
 import matplotlib.pyplot as plt
 import numpy as np
 
-from spec_lab import figures
+from spec_lab.analysis import figures
 
 # %matplotlib inline
 plt.rcParams.update(figures.STYLE)
@@ -123,7 +123,7 @@ figure.tight_layout()
 # was drafted and accepted; the rest is the target's own choice.
 
 # %%
-from spec_lab.metrics import frames
+from spec_lab.analysis.metrics import frames
 
 spans = frames.spans(tables, request=1, arm="speculative")
 own = tables.requests.query("request == 1 and arm == 'speculative'").iloc[0]
@@ -141,7 +141,7 @@ assert {"accepted", "bonus"} <= {one.kind for one in spans}
 # %%
 import spec_lab
 from spec_lab.propose.ngram import Ngram
-from spec_lab.text import Finish
+from spec_lab.text.detokenizer import Finish
 
 prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def"
 print(prompt, end="")

@@ -40,7 +40,7 @@ os.environ["COLUMNS"] = "100"
 import numpy as np
 import torch
 
-from spec_lab.draft import Draft, chain
+from spec_lab.core.draft import Draft, chain
 from spec_lab.verify import Token
 
 p = torch.tensor([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]], dtype=torch.float64)
@@ -66,7 +66,7 @@ assert np.allclose(verdict.residual(np.array([0]))[0], [0, 0.2, 0.2])  # its siz
 # looks natural, and is wrong.
 
 # %%
-from spec_lab.certify.certificate import Control
+from spec_lab.tasks.certify.certificate import Control
 
 
 def first_token(verifier) -> np.ndarray:
@@ -97,7 +97,7 @@ assert np.abs(first_token(Control()) - p[0].numpy()).max() > 0.05
 # %%
 import pandas as pd
 
-from spec_lab.certify.certificate import QUICK, prove
+from spec_lab.tasks.certify.certificate import QUICK, prove
 from spec_lab.verify import KSeq, Lenient, Match, Traversal
 
 pairs = [
@@ -140,9 +140,9 @@ assert control.failure.wrong.startswith("after [")
 # %%
 from IPython.display import display
 
-from spec_lab.certify.picture import convergence
-from spec_lab.certify.sampled import joint
-from spec_lab.certify.statistics import distance, expected_distance
+from spec_lab.tasks.certify.picture import convergence
+from spec_lab.tasks.certify.sampled import joint
+from spec_lab.tasks.certify.statistics import distance, expected_distance
 
 # %matplotlib inline
 

@@ -39,7 +39,7 @@ import shlex
 import subprocess
 import time
 
-from spec_lab import sweep
+from spec_lab.results import sweep
 
 folder = Path("depths")
 command = f"""
@@ -107,7 +107,7 @@ speculative[[*columns, "speedup", "speedup_low", "speedup_high"]].round(2)
 # %%
 import matplotlib.pyplot as plt
 
-from spec_lab import figures
+from spec_lab.analysis import figures
 
 # %matplotlib inline
 plt.rcParams.update(figures.STYLE)
@@ -129,7 +129,7 @@ figure.tight_layout()
 # chain, how many tokens were accepted?
 
 # %%
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 deepest = speculative[speculative["proposer.depth"] == 5].set_index("sampling")["run"]
 figure, panels = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
@@ -152,7 +152,7 @@ figure.tight_layout()
 # %%
 from rich.console import Console
 
-from spec_lab import compare
+from spec_lab.analysis import compare
 
 greedy = speculative[speculative["sampling"] == "greedy"].set_index("proposer.depth")["run"]
 comparison = compare.compare([folder / greedy[1], folder / greedy[5]])

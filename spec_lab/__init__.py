@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # as in typing, whose import takes longer than all else h
 if TYPE_CHECKING:
     from typing import Any
 
-    from spec_lab.generation import generate
+    from spec_lab.tasks.generation import generate
 
 __all__ = ["generate"]
 
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module("spec_lab.generation"), name)
+        return getattr(import_module("spec_lab.tasks.generation"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,13 @@
 """The command line, as ``spec-lab`` and as ``python -m spec_lab``."""
 
-from spec_lab import interrupt
+from spec_lab.cli import interrupt
 
 
 def main() -> None:
     """Run the command line. After Ctrl-C the exit code is 130, even if a library caught the ``KeyboardInterrupt``."""
     interrupt.install(interrupt.Leave())
     try:
-        from spec_lab.entry import main as command_line
+        from spec_lab.cli.main import main as command_line
 
         command_line()
     except BaseException as error:

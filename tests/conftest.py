@@ -26,8 +26,8 @@ def one_thread_and_a_fixed_seed():
 
 @pytest.fixture(autouse=True)
 def every_test_checks_its_targets():
-    """Weights that an earlier test has loaded are checked again (``spec_lab.target.checked``)."""
-    if loaded := sys.modules.get("spec_lab.target"):
+    """Weights that an earlier test has loaded are checked again (``spec_lab.models.target.checked``)."""
+    if loaded := sys.modules.get("spec_lab.models.target"):
         loaded._CHECKED.clear()
 
 
@@ -49,7 +49,7 @@ def an_empty_cache(a_cache_of_their_own, monkeypatch):
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
     """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""
-    from spec_lab.entry import main
+    from spec_lab.cli.main import main
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.chdir(tmp_path)
@@ -72,9 +72,9 @@ def quick_cli(cli, monkeypatch, tmp_path):
     """As ``cli``, on a wide terminal and without what is slow and proved elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("spec_lab.manifest.commit", lambda _: "here")
-    monkeypatch.setattr("spec_lab.run.in_short", lambda *_: {"certified": None})
-    monkeypatch.setattr("spec_lab.run._ENUMERATED", {})
+    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "here")
+    monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
+    monkeypatch.setattr("spec_lab.tasks.benchmark._ENUMERATED", {})
     return cli
 
 

@@ -1,6 +1,6 @@
 """A part of a run that needs a secret, for the tests of what is written."""
 
-from spec_lab.prompts import Prompt, jsonl
+from spec_lab.text.prompts import Prompt, jsonl
 
 
 def load(

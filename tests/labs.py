@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from spec_lab.batch import Batch
-from spec_lab.draft import Draft, chain, forest
-from spec_lab.lab import Lab, Settings
-from spec_lab.law import Sampling
-from spec_lab.prompts import Prompt
-from spec_lab.track import Files
+from spec_lab.analysis.tracking import Files
+from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.batch import Batch
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token
 from tests.tiny import VOCABULARY, tiny_target
 

@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spec_lab.metrics import Interval
-from spec_lab.target import Target
+from spec_lab.analysis.metrics import Interval
+from spec_lab.models.target import Target
 from tests.checkpoints import zoo
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"

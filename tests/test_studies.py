@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from experiments import plots
-from spec_lab import metrics
-from spec_lab.entry import conf, main, zoo
+from spec_lab.analysis import metrics
+from spec_lab.cli.main import conf, main, zoo
 from spec_lab.propose.step_costs import StepCosts
 from spec_lab.propose.trees import parse
 from tests import checkpoints
@@ -64,8 +64,8 @@ def tiny_zoo(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         costs = StepCosts({0: 1.0, 1: 1.1, 2: 1.2}, dict.fromkeys(range(3), 0.0), 10)
         patch.setattr("spec_lab.propose.calibrate.time_steps", lambda *given: costs)
-        patch.setattr("spec_lab.run.in_short", lambda *given: {"certified": None})  # tests/certify enumerates
-        patch.setattr("spec_lab.run._ENUMERATED", {})
+        patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *given: {"certified": None})
+        patch.setattr("spec_lab.tasks.benchmark._ENUMERATED", {})
         yield folder
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 

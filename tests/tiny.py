@@ -6,9 +6,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spec_lab.attention import Attention
-from spec_lab.model import CausalLM
-from spec_lab.target import Target
+from spec_lab.engine.attention import Attention
+from spec_lab.engine.runner import CausalLM
+from spec_lab.models.target import Target
 
 VOCABULARY = 61
 CONTEXT = 256

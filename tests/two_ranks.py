@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spec_lab import link, ranks
-from spec_lab import target as loading
-from spec_lab.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.models import ranks, tensor_parallel
+from spec_lab.models import target as loading
+from spec_lab.models.target import Target, follow
 from spec_lab.propose.heads import Heads
-from spec_lab.target import Target, follow
 
 HERE = Path(sys.argv[1])
 
@@ -72,9 +72,11 @@ def watched(read):
 
     def shards(path: str, *more, **how):
         if path.endswith("unseen"):  # nothing slow is left to wait for
-            link.join().failed = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+            tensor_parallel.join().failed = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
         if ranks.rank():
-            held.append({"layers": sum(one() is not None for one in seen), "things": len(link.join()._things)})
+            held.append(
+                {"layers": sum(one() is not None for one in seen), "things": len(tensor_parallel.join()._things)}
+            )
             (HERE / "held.json").write_text(json.dumps(held))
             if path.endswith("unseen"):
                 raise OSError("there is nothing on this machine")

@@ -28,7 +28,7 @@ from experiments.plots import (
     swept,
     tau_beyond,
 )
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 BLOCK = 16
 """Prompts that are taken together at every batch size."""

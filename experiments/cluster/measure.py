@@ -18,7 +18,7 @@ import hydra
 import pandas as pd
 from tqdm import tqdm
 
-import spec_lab.entry
+import spec_lab.cli.main
 
 HERE = Path(__file__).resolve().parent
 PLAN = {0.0: (100, (1, 2, 4, 8)), 1.0: (32, (2, 8)), 4.0: (16, (2, 8))}
@@ -71,7 +71,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--multirun" in sys.argv:
-        sys.path.append(str(Path(spec_lab.__file__).parent / "plugins"))
-        hydra.main(version_base="1.3", config_path=spec_lab.entry.conf(), config_name="config")(nap)()
+        sys.path.append(str(Path(spec_lab.__file__).parent / "cli" / "plugins"))
+        hydra.main(version_base="1.3", config_path=spec_lab.cli.main.conf(), config_name="config")(nap)()
     else:
         main()

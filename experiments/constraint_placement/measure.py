@@ -21,13 +21,14 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from spec_lab import entry, metrics
+from spec_lab.analysis import metrics
+from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.cli import main as cli
 from spec_lab.constrain import Binding, Stuck
-from spec_lab.figures import COLOURS, GREY, STYLE
-from spec_lab.lab import Lab, Loop, Settings, requests_of
-from spec_lab.manifest import begun
 from spec_lab.propose import Null
-from spec_lab.run import run
+from spec_lab.results.manifest import begun
+from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.lab import Lab, Loop, Settings, requests_of
 from spec_lab.verify import Match
 
 HERE = Path(__file__).resolve().parent
@@ -89,7 +90,7 @@ def configured(workload: str, temperature: int, options: Sequence[str]) -> DictC
     """The experiment's config for one run."""
     sampling = "greedy" if temperature == 0 else "temperature_1"
     overrides = ["+experiment=constraint_placement", *WORKLOADS[workload][1], f"sampling={sampling}", *options]
-    with initialize_config_dir(entry.conf(), version_base="1.3"):
+    with initialize_config_dir(cli.conf(), version_base="1.3"):
         return compose("config", overrides)
 
 
@@ -100,12 +101,12 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     resolved: Any = OmegaConf.to_container(config, resolve=True)
     settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})
     settings.use_threads()
-    target = entry.build(config, "target")
+    target = cli.build(config, "target")
     names = TEMPERATURES[temperature]
     parts = {"draft_chain": "proposer"} | {name: f"beside.{name}" for name in names if name != "draft_chain"}
-    proposers = {name: entry.build(config, parts[name], target=target) for name in names}
-    verifier, sampling = entry.build(config, "verifier"), entry.build(config, "sampling")
-    binding = entry.bind(config, settings, target)[0]
+    proposers = {name: cli.build(config, parts[name], target=target) for name in names}
+    verifier, sampling = cli.build(config, "verifier"), cli.build(config, "sampling")
+    binding = cli.bind(config, settings, target)[0]
     arms = {}
     for way in ways(temperature):
         own = replace(binding, placement=way.placement, fast_forward=way.fast_forward)
@@ -113,8 +114,8 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
             arms[way.arm] = Loop(target, proposers[way.proposer], verifier, settings.seed, own)
         elif way.arm != "baseline":  # that one every run has
             arms[way.arm] = Loop(target, Null.load(target), Match(), settings.seed, own)
-    prompts = [prompt for prompt in entry.build(config, "prompts") if follows(binding, target, prompt, sampling)]
-    tracker = entry.build(config, "tracker")
+    prompts = [prompt for prompt in cli.build(config, "prompts") if follows(binding, target, prompt, sampling)]
+    tracker = cli.build(config, "tracker")
     lab = Lab(target, Null.load(target), Match(), sampling, prompts[:limit], tracker, peers=arms)
     resolved["limit"] = limit
     if "medusa" in proposers:

@@ -25,20 +25,20 @@ from rich.console import Console
 
 import spec_lab
 from experiments.plots import bounds, factor, fill, markdown, shown
-from spec_lab import cost as costs
-from spec_lab import metrics
-from spec_lab.cost import show
-from spec_lab.figures import COLOURS, GREY, STYLE
-from spec_lab.lab import Lab, Settings
-from spec_lab.law import Sampling
-from spec_lab.prompts import jsonl
+from spec_lab.analysis import metrics
+from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis.tracking import Files
+from spec_lab.core.probabilities import Sampling
+from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
-from spec_lab.run import run
-from spec_lab.target import Target
-from spec_lab.track import Files
+from spec_lab.tasks import cost as costs
+from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.cost import show
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Token
 
 HERE = Path(__file__).resolve().parent

@@ -25,7 +25,7 @@ from experiments.plots import (
     study,
     swept,
 )
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 KEYS = ("prompts", "depth")
 REFERENCE = 4  # tokens drafted; fixed before anything was measured

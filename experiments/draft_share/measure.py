@@ -10,12 +10,12 @@ import torch
 from tqdm import tqdm
 
 import spec_lab
-from spec_lab.lab import requests_of
-from spec_lab.law import Sampling
-from spec_lab.metrics import interval
-from spec_lab.peers import Bare
-from spec_lab.prompts import jsonl
-from spec_lab.target import Target
+from spec_lab.analysis.metrics import interval
+from spec_lab.core.probabilities import Sampling
+from spec_lab.models.target import Target
+from spec_lab.tasks.lab import requests_of
+from spec_lab.tasks.peers import Bare
+from spec_lab.text.prompts import jsonl
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 

@@ -18,17 +18,18 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import spec_lab
-from spec_lab.batch import Request
-from spec_lab.decode import Group
-from spec_lab.lab import requests_of
-from spec_lab.law import CounterDraws, Sampling
-from spec_lab.prompts import Prompt, jsonl
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group
+from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.proposer import Proposer
-from spec_lab.target import Target
+from spec_lab.tasks.lab import requests_of
+from spec_lab.text.prompts import Prompt, jsonl
 from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal, Verifier, check_pair
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"

@@ -14,17 +14,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from spec_lab import metrics, record
+from spec_lab.analysis import metrics
+from spec_lab.cli.main import zoo
 from spec_lab.constrain import Binding
-from spec_lab.constrain.grammar import json_schema
+from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.entry import zoo
-from spec_lab.lab import Loop, requests_of
-from spec_lab.law import Sampling
-from spec_lab.prompts import jsonl
+from spec_lab.core.probabilities import Sampling
+from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.target import Target
+from spec_lab.results import writer
+from spec_lab.tasks.lab import Loop, requests_of
+from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Token
 
 HERE = Path(__file__).parent
@@ -73,7 +74,7 @@ def measure(target, proposer, binding, requests, size, bar) -> dict:
     for number, start in enumerate(range(0, len(requests), size)):
         for way in list(ways)[:: 1 if number % 2 else -1]:
             done = ways[way].decode(requests[start : start + size])
-            found = record.round_rows(done.rounds, target.lm.clock, number, way)
+            found = writer.round_rows(done.rounds, target.lm.clock, number, way)
             rounds[way] += [row for row in found if not row["prefill"]]
             seconds[way].append(sum(row["whole"] for row in found if not row["prefill"]))
         bar.update(size)

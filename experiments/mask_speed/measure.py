@@ -16,13 +16,13 @@ from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 from transformers import AutoTokenizer
 
 import spec_lab
-from spec_lab.batch import Request
-from spec_lab.constrain.grammar import Grammar, json_schema, regex
-from spec_lab.constrain.state import unpack, width
+from spec_lab.constrain.engines.grammar import Grammar, json_schema, regex
+from spec_lab.constrain.engines.walk import Matched
+from spec_lab.constrain.protocol import unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.constrain.walk import Matched
-from spec_lab.draft import Shape, chain, forest, tree
-from spec_lab.manifest import machine
+from spec_lab.core.draft import Shape, chain, forest, tree
+from spec_lab.engine.batch import Request
+from spec_lab.results.manifest import machine
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 SCHEMA = {

@@ -27,7 +27,7 @@ from experiments.plots import (
     swept,
     tau_beyond,
 )
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 KEYS = ("prompts", "temperature")
 REFERENCE = "draft_chain"

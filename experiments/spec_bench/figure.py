@@ -24,7 +24,7 @@ from experiments.plots import (
     speed_over,
     study,
 )
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 TASKS = {
     "conversation": "conversation",

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_lab import metrics, sweep
-from spec_lab.manifest import machine, write_json
+from spec_lab.analysis import metrics
+from spec_lab.results import sweep
+from spec_lab.results.manifest import machine, write_json
 
 JOB = ["proposer=draft_chain", "threads=1", "warmup=0"]
 """Without what a run does by request: no warm-up, and no tree that is calibrated (some seconds of timing)."""

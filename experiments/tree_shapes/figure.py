@@ -24,7 +24,7 @@ from experiments.plots import (
     swept,
     tau_beyond,
 )
-from spec_lab import metrics
+from spec_lab.analysis import metrics
 
 REFERENCE = "grown_63"
 

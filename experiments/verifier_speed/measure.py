@@ -19,17 +19,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 import spec_lab
-from spec_lab.batch import Batch, by_row
-from spec_lab.batch import Sequence as Live
-from spec_lab.clock import Clock
-from spec_lab.commit import Step, commit
-from spec_lab.draft import Draft, chain, empty, forest
-from spec_lab.lab import requests_of
-from spec_lab.law import CounterDraws, Sampling, law, law_dtype
-from spec_lab.manifest import machine
-from spec_lab.prompts import jsonl
+from spec_lab.core.clock import Clock
+from spec_lab.core.draft import Draft, chain, empty, forest
+from spec_lab.core.probabilities import Sampling, law, law_dtype
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Batch, by_row
+from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.commit import Step, commit
+from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.target import Target
+from spec_lab.results.manifest import machine
+from spec_lab.tasks.lab import requests_of
+from spec_lab.text.prompts import jsonl
 from spec_lab.verify import Verifier, choose
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"

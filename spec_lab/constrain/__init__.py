@@ -6,6 +6,6 @@ protocol) into a constraint; ``healing``, ``banned`` and ``lengths`` are text's 
 """
 
 from spec_lab.constrain.binding import Binding, Bound
-from spec_lab.constrain.state import Constraint, Masks, Onward, State, Stuck
+from spec_lab.constrain.protocol import Constraint, Masks, Onward, State, Stuck
 
 __all__ = ["Binding", "Bound", "Constraint", "Masks", "Onward", "State", "Stuck"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.batch import Request
 from spec_lab.constrain.healing import Prefix
-from spec_lab.constrain.state import Onward, everything, only
-from spec_lab.strings import Match, Strings, Watcher
+from spec_lab.constrain.protocol import Onward, everything, only
+from spec_lab.engine.batch import Request
+from spec_lab.text.strings import Match, Strings, Watcher
 
 
 @dataclass(frozen=True)

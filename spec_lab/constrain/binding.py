@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch, Request
-from spec_lab.constrain.state import Constraint, Masks, State, Stuck, allows, by_forks, the_only, unpack
-from spec_lab.draft import Draft, Shape
-from spec_lab.options import one_of, whole
+from spec_lab.constrain.protocol import Constraint, Masks, State, Stuck, allows, by_forks, the_only, unpack
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.options import one_of, whole
+from spec_lab.engine.batch import Batch, Request
 
 PLACES = ("target", "draft", "both", "none")
 

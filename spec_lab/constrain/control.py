@@ -24,8 +24,8 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from spec_lab.batch import Ended, Request
-from spec_lab.constrain.state import Onward, State, Stuck, only, width
+from spec_lab.constrain.protocol import Onward, State, Stuck, only, width
+from spec_lab.engine.batch import Ended, Request
 
 ANY: Final = "any"
 """Every token."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.batch import Request
-from spec_lab.constrain.state import everything, only
+from spec_lab.constrain.protocol import everything, only
+from spec_lab.engine.batch import Request
 
 
 @dataclass(frozen=True)

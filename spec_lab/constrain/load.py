@@ -9,16 +9,16 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
-from spec_lab.constrain import automaton, grammar
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.binding import Binding
 from spec_lab.constrain.control import Controlled
+from spec_lab.constrain.engines import automaton, grammar
 from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.state import Constraint
+from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.options import brief, one_of, strings, whole
+from spec_lab.core.options import brief, one_of, strings, whole
 
 ENGINES = ("llguidance", "automaton", "xgrammar")
 
@@ -197,5 +197,5 @@ def _engine(name: str) -> ModuleType:
             raise ValueError(
                 f"constraint.engine=xgrammar needs the extra of that name: pip install 'spec-lab[xgrammar]' ({error})"
             ) from error
-        return import_module("spec_lab.constrain.xgrammar")
+        return import_module("spec_lab.constrain.engines.xgrammar")
     return grammar if name == "llguidance" else automaton

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from spec_lab.batch import Request
-from spec_lab.constrain.state import Constraint, Masks, Onward, State, by_forks
-from spec_lab.draft import Shape
+from spec_lab.constrain.protocol import Constraint, Masks, Onward, State, by_forks
+from spec_lab.core.draft import Shape
+from spec_lab.engine.batch import Request
 
 Past = tuple["Past", int] | None
 """The tokens of a path, the last one first: forks share it."""

@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from spec_lab.target import Target
+from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True, eq=False)

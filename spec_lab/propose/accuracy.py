@@ -15,13 +15,14 @@ from pathlib import Path as File
 import numpy as np
 import torch
 
-from spec_lab.checkpoint import one_line
-from spec_lab.draft import empty
-from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law
-from spec_lab.options import brief
+from spec_lab.core.draft import empty
+from spec_lab.core.options import brief
+from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.models.checkpoint import one_line
+from spec_lab.models.target import Target
 from spec_lab.propose.heads import Heads, read_json
 from spec_lab.propose.trees import Ranks, by_rank, write
-from spec_lab.target import Target
 
 FILE = "calibration.json"
 ENOUGH = 200  # samples for a conditional accuracy; below, the marginal one is taken

@@ -21,18 +21,19 @@ import torch
 from scipy.stats import theilslopes
 from torch import Tensor
 
-from spec_lab import ranks
-from spec_lab.batch import Batch, Request
-from spec_lab.batch import Sequence as Live
-from spec_lab.commit import Step, commit
-from spec_lab.law import CounterDraws, Sampling, law, law_dtype
-from spec_lab.machine import cores, processor
+from spec_lab.core.machine import cores, processor
+from spec_lab.core.probabilities import Sampling, law, law_dtype
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Batch, Request
+from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.commit import Step, commit
+from spec_lab.models import ranks
+from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.cost_cache import CostCache
 from spec_lab.propose.proposer import Proposer
 from spec_lab.propose.step_costs import VISIT, StepCosts, measure
 from spec_lab.propose.trees import Choices, expected_tokens, grow, parse, write
-from spec_lab.target import Target
 
 log = logging.getLogger(__name__)
 

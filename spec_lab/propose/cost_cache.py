@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from spec_lab.files import read_json, write_json
+from spec_lab.core.files import read_json, write_json
 from spec_lab.propose.step_costs import StepCosts
 
 log = logging.getLogger(__name__)

@@ -11,17 +11,17 @@ from typing import Any, cast
 
 import torch
 
-from spec_lab.batch import Batch, Guide, Sequence
-from spec_lab.draft import Draft, Drawn, forest
-from spec_lab.draft import tree as shape_of
-from spec_lab.law import Sampling
-from spec_lab.model import CausalLM
-from spec_lab.options import one_of, share, temperature_or_none, whole
+from spec_lab.core.draft import Draft, Drawn, forest
+from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.options import one_of, share, temperature_or_none, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.batch import Batch, Guide, Sequence
+from spec_lab.engine.runner import CausalLM
+from spec_lab.models.target import Target, checked, load_model, model_context, weights_hash
+from spec_lab.propose.draft_cache import Trail
 from spec_lab.propose.forced import ForcedChains
 from spec_lab.propose.growth import Growth
-from spec_lab.propose.trail import Trail
 from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of, parse, width_of, widths, write
-from spec_lab.target import Target, checked, load_model, model_context, weights_hash
 
 
 class DraftModel:

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch, Guide, by_row, healed
-from spec_lab.draft import Draft, Drawn, chain, empty, forest
-from spec_lab.law import Key, Purpose, Sampling, law, law_dtype
-from spec_lab.model import CausalLM
-from spec_lab.propose.trail import Held, Trail
+from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
+from spec_lab.core.probabilities import Sampling, law, law_dtype
+from spec_lab.core.randomness import Key, Purpose
+from spec_lab.engine.batch import Batch, Guide, by_row, healed
+from spec_lab.engine.runner import CausalLM
+from spec_lab.propose.draft_cache import Held, Trail
 
 RUN = 24
 """Most forced tokens of one chain."""

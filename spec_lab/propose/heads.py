@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from spec_lab import files
-from spec_lab.checkpoint import one_line
-from spec_lab.options import brief
-from spec_lab.target import Target, weights_hash
+from spec_lab.core import files
+from spec_lab.core.options import brief
+from spec_lab.models.checkpoint import one_line
+from spec_lab.models.target import Target, weights_hash
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.batch import Batch, Sequence
-from spec_lab.draft import Draft, Drawn, Shape, forest
-from spec_lab.draft import tree as shape_of
-from spec_lab.law import likeliest
-from spec_lab.model import CausalLM
-from spec_lab.options import temperature_or_none, whole
+from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.options import temperature_or_none, whole
+from spec_lab.core.probabilities import likeliest
+from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.runner import CausalLM
+from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.cost_cache import CostCache, default_folder
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, grow, parse, width_of, write
-from spec_lab.target import Target
 
 log = logging.getLogger(__name__)
 

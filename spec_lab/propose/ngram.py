@@ -13,11 +13,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from spec_lab.batch import Batch, Sequence
-from spec_lab.draft import Draft, Drawn, Shape, chain, forest
-from spec_lab.options import whole
+from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
+from spec_lab.core.options import whole
+from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.models.target import Target
 from spec_lab.propose.trees import MOST_NODES
-from spec_lab.target import Target
 
 SCAN = 32
 """Most earlier occurrences of one n-gram that a tree looks at, the most recent first."""

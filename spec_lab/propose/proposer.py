@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from spec_lab.batch import Batch, Sequence
-from spec_lab.draft import Draft, Drawn
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.engine.batch import Batch, Sequence
 
 
 class Proposer(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.machine import Usage, other_load
+from spec_lab.core.machine import Usage, other_load
 
 VISIT = 4
 """Steps of one size in a row, as in decoding; the first warms up the others and is not counted."""

@@ -15,8 +15,8 @@ from typing import TypeGuard
 
 import numpy as np
 
-from spec_lab.draft import tree as shape_of
-from spec_lab.options import brief
+from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.options import brief
 
 Ranks = tuple[int, ...]
 """A node, as the path of child ranks that leads to it."""

@@ -6,8 +6,8 @@ import math
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from spec_lab.models.target import Target
 from spec_lab.propose.heads import Heads
-from spec_lab.target import Target
 from spec_lab.train import distill, pretrain, prompts
 from spec_lab.train.export import file_sha256
 from spec_lab.train.settings import Settings

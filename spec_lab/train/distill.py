@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 
-from spec_lab.options import whole
+from spec_lab.core.options import whole
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
 from spec_lab.train.generate import Generation, Part, continue_text
 from spec_lab.train.pretrain import Plan, Trainer, schedule

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from spec_lab.decode import Group
-from spec_lab.lab import requests_of
-from spec_lab.law import CounterDraws, Sampling
-from spec_lab.metrics import repeated_8gram_share
-from spec_lab.prompts import Prompt
+from spec_lab.analysis.metrics import repeated_8gram_share
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.step import Group
+from spec_lab.models.target import Target
 from spec_lab.propose import Null
-from spec_lab.target import Target
+from spec_lab.tasks.lab import requests_of
+from spec_lab.text.prompts import Prompt
 from spec_lab.train.corpus import WINDOWS, WORKLOADS, Document, shared_windows
 from spec_lab.verify import Match
 

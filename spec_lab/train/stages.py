@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import measure
 from spec_lab.propose.heads import Heads
-from spec_lab.target import Target
 from spec_lab.train import card as cards
 from spec_lab.train import corpus as texts
 from spec_lab.train import distill as distillation

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn
-from spec_lab.options import one_of, share
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.options import one_of, share
 from spec_lab.verify.siblings import arrange, check_rows, view
 from spec_lab.verify.token import Token
 from spec_lab.verify.verdict import CHUNK, Verdict, parts

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn
-from spec_lab.law import argmax
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.probabilities import argmax
 from spec_lab.verify.siblings import arrange, check_rows, repeated, rows_of, view
 from spec_lab.verify.verdict import Verdict
 

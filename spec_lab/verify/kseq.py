@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.verify.siblings import TINY, drawn_laws, first_accepted, remainder, view
 from spec_lab.verify.verdict import Verdict, parts
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from spec_lab.draft import Draft
-from spec_lab.options import share
+from spec_lab.core.draft import Draft
+from spec_lab.core.options import share
 from spec_lab.verify.match import walk
 from spec_lab.verify.siblings import (
     EVERY_DRAW,

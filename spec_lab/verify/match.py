@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.verify.siblings import EVERY_DRAW, check_rows, rows_of, view
 from spec_lab.verify.verdict import Verdict, gather
 

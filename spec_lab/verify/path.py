@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from spec_lab.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.verify.siblings import arrange, check_rows, view
 from spec_lab.verify.verdict import CHUNK, Verdict, gather, parts
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn
-from spec_lab.options import share, whole
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.options import share, whole
 from spec_lab.verify.path import accept_longest
 from spec_lab.verify.verdict import Verdict
 

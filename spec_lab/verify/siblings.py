@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.verify.verdict import CHUNK, gather, gather_rows, parts
 
 EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from spec_lab.draft import Draft
+from spec_lab.core.draft import Draft
 from spec_lab.verify.match import walk
 from spec_lab.verify.siblings import EVERY_DRAW, acceptance, arrange, drawn_laws, excess_mass, first_accepted, remainder
 from spec_lab.verify.verdict import Verdict

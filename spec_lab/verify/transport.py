@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from spec_lab.draft import Drawn
+from spec_lab.core.draft import Drawn
 
 STEP = 0.2  # of the quadrature in log t; its error is 1e-14 up to a dozen siblings, 1e-7 at 40 (with 0.1: 1e-14)
 START = -17.0  # log t where it starts: the integrand is O(t^2), what lies below is under 1e-14

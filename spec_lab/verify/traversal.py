@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from spec_lab.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape
 from spec_lab.verify.match import walk
 from spec_lab.verify.siblings import (
     EVERY_DRAW,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft, Drawn, Shape
-from spec_lab.law import Draws, Key, Purpose
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.randomness import Draws, Key, Purpose
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spec_lab.constrain.grammar import Grammar
-from spec_lab.constrain.state import Masks, State, Stuck, allows, unpack
-from spec_lab.draft import Shape
+from spec_lab.constrain.engines.grammar import Grammar
+from spec_lab.constrain.protocol import Masks, State, Stuck, allows, unpack
+from spec_lab.core.draft import Shape
 from tests.constrain.parts import after, allowed, by_fresh_matchers, request, wood
 
 STRUCTURE = frozenset('{}[]()":,;=+*')

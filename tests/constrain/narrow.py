@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from spec_lab.certify.worlds import Random, code, text_of
+from spec_lab.tasks.certify.worlds import Random, code, text_of
 
 V = 4
 

@@ -9,12 +9,12 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from transformers import AutoTokenizer
 
-from spec_lab.batch import Request
-from spec_lab.constrain.grammar import Grammar, compiled
-from spec_lab.constrain.state import Masks, State, Stuck, allows, unpack, width
+from spec_lab.cli.main import zoo
+from spec_lab.constrain.engines.grammar import Grammar, compiled
+from spec_lab.constrain.protocol import Masks, State, Stuck, allows, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.draft import Shape, chain, forest
-from spec_lab.entry import zoo
+from spec_lab.core.draft import Shape, chain, forest
+from spec_lab.engine.batch import Request
 
 END, A, B, AB, C, ONE, TWO, QUOTE, E1, E2, E = range(11)
 TOKENS = [b"<end>", b"a", b"b", b"ab", b"c", b"1", b"2", b'"', b"\xc3", b"\xa9", b"\xc3\xa9"]

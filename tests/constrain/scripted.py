@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import exp, prod
 
-from spec_lab.certify.worlds import code, logits
 from spec_lab.constrain.control import ANY, Branch, Event
+from spec_lab.tasks.certify.worlds import code, logits
 from tests.constrain.narrow import V
 
 # The oracle: the protocol as its docstrings say it, token by token, in plain Python ----------------------------------

@@ -13,15 +13,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, regex_to_lark
 
-from spec_lab.batch import Request
-from spec_lab.constrain import automaton, expressions, languages
-from spec_lab.constrain.automaton import Automaton
-from spec_lab.constrain.nfa import Language
-from spec_lab.constrain.state import Stuck, allows, by_forks, unpack, width
+from spec_lab.cli.main import zoo
+from spec_lab.constrain.engines import automaton, expressions, languages
+from spec_lab.constrain.engines.automaton import Automaton
+from spec_lab.constrain.engines.nfa import Language
+from spec_lab.constrain.protocol import Stuck, allows, by_forks, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.draft import chain, forest
-from spec_lab.entry import zoo
-from spec_lab.target import Target
+from spec_lab.core.draft import chain, forest
+from spec_lab.engine.batch import Request
+from spec_lab.models.target import Target
 
 LONGER = (
     'ab abc aab ba bb the cat 12 01 123 -1 .5 e+ {" {} [] [{ ": ", },{ "} ":" null true false nul se é 日 日本 \\n '

@@ -8,11 +8,12 @@ from functools import cache
 
 import pytest
 
-from spec_lab.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
-from spec_lab.certify.exact import Instance
-from spec_lab.constrain import Binding, automaton, grammar
+from spec_lab.constrain import Binding
+from spec_lab.constrain.engines import automaton, grammar
 from spec_lab.constrain.healing import Prefix
 from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.tasks.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
+from spec_lab.tasks.certify.exact import Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import distance
 

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.batch import Request
-from spec_lab.certify.constrained import decoded, truth
-from spec_lab.certify.exact import Instance
 from spec_lab.constrain import Binding
 from spec_lab.constrain.control import ANY, Branch, Controlled, Event
 from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.state import Stuck, pack
+from spec_lab.constrain.protocol import Stuck, pack
 from spec_lab.constrain.together import Together
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Sampling
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group
 from spec_lab.propose import Null
+from spec_lab.tasks.certify.constrained import decoded, truth
+from spec_lab.tasks.certify.exact import Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.narrow import FEW, TWO, V
 from tests.constrain.scripted import ALONE, GO, SEVERAL, Scripted, after, at, oracle, text_after

@@ -8,20 +8,21 @@ import yaml
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
-from spec_lab.batch import Ended, Request
-from spec_lab.certify.constrained import decoded, truth
-from spec_lab.certify.exact import Instance
-from spec_lab.certify.worlds import Random
 from spec_lab.constrain import Binding
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.control import Branch, Controlled, Event
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Sampling
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Ended, Request
+from spec_lab.engine.step import Group
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.tasks.certify.constrained import decoded, truth
+from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.worlds import Random
 from spec_lab.verify import Token, Traversal
 from tests.constrain.narrow import FEW
 from tests.constrain.toys import Table, distance, uneven

@@ -11,10 +11,10 @@ import pytest
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 
-from spec_lab.constrain.grammar import Grammar, choice, json_schema, lark, regex
-from spec_lab.constrain.state import Stuck, by_forks, only, unpack, width
+from spec_lab.constrain.engines.grammar import Grammar, choice, json_schema, lark, regex
+from spec_lab.constrain.protocol import Stuck, by_forks, only, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.draft import Shape, chain, forest
+from spec_lab.core.draft import Shape, chain, forest
 from tests.constrain import parts
 from tests.constrain.decoding import NESTED_ARRAYS, TREE, wrong_rows
 from tests.constrain.parts import after, allowed, bundled, by_fresh_matchers, drafted, prefix, request, same, toy, wood

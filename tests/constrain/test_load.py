@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from spec_lab.batch import Request
 from spec_lab.constrain import Stuck, load
 from spec_lab.constrain.binding import Binding
-from spec_lab.constrain.state import unpack
+from spec_lab.constrain.protocol import unpack
+from spec_lab.engine.batch import Request
 from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 

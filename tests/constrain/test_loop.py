@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from spec_lab.batch import Request
-from spec_lab.certify.constrained import decoded, truth
-from spec_lab.certify.exact import Instance
-from spec_lab.certify.worlds import Random
 from spec_lab.constrain import Binding, Stuck
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group
+from spec_lab.tasks.certify.constrained import decoded, truth
+from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.worlds import Random
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import At, Table, distance, uneven
 from tests.labs import Repeat

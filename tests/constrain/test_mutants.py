@@ -7,13 +7,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import spec_lab.commit
 import spec_lab.constrain.binding
-import spec_lab.decode
-from spec_lab.certify.constrained import bound, examine
-from spec_lab.certify.enumerate import Reused
+import spec_lab.engine.commit
+import spec_lab.engine.step
 from spec_lab.constrain.binding import Bound, Guide
-from spec_lab.constrain.state import Masks, State, allows, by_forks, everything
+from spec_lab.constrain.protocol import Masks, State, allows, by_forks, everything
+from spec_lab.tasks.certify.constrained import bound, examine
+from spec_lab.tasks.certify.enumerate import Reused
 from spec_lab.verify import Token
 
 
@@ -51,11 +51,11 @@ def _first_allowed(state):
     return None if mask is None else next((token for token in range(5) if allows(mask, token)), None)
 
 
-def _same_stream(batch, sequence, number, fork=spec_lab.commit.fork):
+def _same_stream(batch, sequence, number, fork=spec_lab.engine.commit.fork):
     return replace(fork(batch, sequence, number), lineage=sequence.lineage)
 
 
-def _one_less(batch, sequence, count, rewind=spec_lab.commit.rewind):
+def _one_less(batch, sequence, count, rewind=spec_lab.engine.commit.rewind):
     return rewind(batch, sequence, max(count - 1, 0))
 
 
@@ -73,9 +73,9 @@ MUTANTS = {
     "the target is not masked": lambda: masks_changed(
         lambda masks, shape: replace(masks, bits=np.where(masks.barrier[:, None], masks.bits, everything(5)))
     ),
-    "forced means first allowed": lambda: mock.patch.object(spec_lab.commit, "forced_token", _first_allowed),
-    "forks share their noise": lambda: mock.patch.object(spec_lab.commit, "fork", _same_stream),
-    "a token too few is taken back": lambda: mock.patch.object(spec_lab.commit, "rewind", _one_less),
+    "forced means first allowed": lambda: mock.patch.object(spec_lab.engine.commit, "forced_token", _first_allowed),
+    "forks share their noise": lambda: mock.patch.object(spec_lab.engine.commit, "fork", _same_stream),
+    "a token too few is taken back": lambda: mock.patch.object(spec_lab.engine.commit, "rewind", _one_less),
 }
 
 

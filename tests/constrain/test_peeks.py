@@ -2,15 +2,16 @@
 
 import pytest
 
-from spec_lab import commit
-from spec_lab.batch import Request
 from spec_lab.constrain import Binding
 from spec_lab.constrain.control import Branch, Controlled
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Sampling
-from spec_lab.model import CausalLM
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine import commit
+from spec_lab.engine.batch import Request
+from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.step import Group
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.none import Null
+from spec_lab.propose.null import Null
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token
 from tests.constrain.toys import Table

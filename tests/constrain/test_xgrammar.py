@@ -9,9 +9,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from spec_lab.constrain import automaton, grammar, load
-from spec_lab.constrain.state import Stuck, by_forks, only, unpack, width
-from spec_lab.draft import Shape, chain, forest
+from spec_lab.constrain import load
+from spec_lab.constrain.engines import automaton, grammar
+from spec_lab.constrain.protocol import Stuck, by_forks, only, unpack, width
+from spec_lab.core.draft import Shape, chain, forest
 from tests.constrain import parts
 from tests.constrain.parts import TOKENS, after, allowed, bundled, drafted, request, same, toy, wood
 
@@ -38,7 +39,7 @@ SOURCES = {
 @pytest.fixture
 def engine():
     pytest.importorskip("xgrammar")
-    from spec_lab.constrain import xgrammar
+    from spec_lab.constrain.engines import xgrammar
 
     return xgrammar
 
@@ -449,7 +450,7 @@ def test_configs_reach_the_engine_by_its_name(engine):
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.delitem(sys.modules, "spec_lab.constrain.xgrammar", raising=False)
+    monkeypatch.delitem(sys.modules, "spec_lab.constrain.engines.xgrammar", raising=False)
     with pytest.raises(ValueError, match=r"needs the extra of that name: pip install 'spec-lab\[xgrammar\]'"):
         load.regex(toy(), "a", engine="xgrammar")
     assert automaton.regex(toy(), "a").vocabulary == len(TOKENS)  # the others go on without it

@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 import torch
 
-from spec_lab.certify.certificate import QUICK, every, prove
-from spec_lab.certify.constrained import END, WORLD, examine
-from spec_lab.certify.exact import Instance
 from spec_lab.constrain import Binding
 from spec_lab.constrain.binding import PLACES
-from spec_lab.draft import Draft, tree
+from spec_lab.core.draft import Draft, tree
+from spec_lab.tasks.certify.certificate import QUICK, every, prove
+from spec_lab.tasks.certify.constrained import END, WORLD, examine
+from spec_lab.tasks.certify.exact import Instance
 from spec_lab.verify import Match, Token
 
 PACKAGE = Path(__file__).parent / "package"
@@ -152,7 +152,7 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
 
 
 def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behind, monkeypatch):
-    monkeypatch.setattr("spec_lab.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
     code, said, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
@@ -160,7 +160,7 @@ def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behi
 
 
 def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_cli, left_behind, monkeypatch):
-    monkeypatch.setattr("spec_lab.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
     options = ["proposer=bigram", "verifier=agree", "constraint=apart", "task.tokens=64", "max_new_tokens=16"]
     code, _, errors = flat_cli(*BY_NAME, *CERTIFY, *options)
     assert code == 0, errors
@@ -173,7 +173,7 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
 
 
 def test_a_constraint_whose_states_are_no_copies_fails(flat_cli, monkeypatch):
-    monkeypatch.setattr("spec_lab.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors

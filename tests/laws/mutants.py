@@ -20,20 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import spec_lab.batch
-import spec_lab.commit
+import spec_lab.engine.batch
+import spec_lab.engine.commit
 import spec_lab.propose.growth
-from spec_lab.batch import Batch
-from spec_lab.certify import exact
-from spec_lab.certify.certificate import Control, prove
-from spec_lab.certify.exact import LOOPS, PLAIN, Instance, reference
-from spec_lab.certify.outputs import EXACT
-from spec_lab.certify.sampled import JOINT, joint
-from spec_lab.certify.statistics import chi_square
-from spec_lab.certify.worlds import PROMPT, Random, code, logits
-from spec_lab.draft import Draft, Drawn
-from spec_lab.law import Draws, Key, Purpose, law
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.probabilities import law
+from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.engine.batch import Batch
 from spec_lab.propose import Proposer
+from spec_lab.tasks.certify import exact
+from spec_lab.tasks.certify.certificate import Control, prove
+from spec_lab.tasks.certify.exact import LOOPS, PLAIN, Instance, reference
+from spec_lab.tasks.certify.outputs import EXACT
+from spec_lab.tasks.certify.sampled import JOINT, joint
+from spec_lab.tasks.certify.statistics import chi_square
+from spec_lab.tasks.certify.worlds import PROMPT, Random, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, excess
 from tests.laws import twin
@@ -331,12 +332,12 @@ def shared(purpose: Purpose) -> AbstractContextManager[Any]:
 
 def standing_still() -> AbstractContextManager[Any]:
     """A round number that stands still: each step gets the uniforms of the first."""
-    return mock.patch.object(spec_lab.batch.Sequence, "who", property(lambda s: (s.request.id, s.branch, 0)))
+    return mock.patch.object(spec_lab.engine.batch.Sequence, "who", property(lambda s: (s.request.id, s.branch, 0)))
 
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
     """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
-    right = spec_lab.commit._commit
+    right = spec_lab.engine.commit._commit
 
     def late(batch: Any, tree: int, sequence: Any, *rest: Any) -> Any:
         asked, before = sequence.request, len(sequence.tokens)
@@ -347,7 +348,7 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
             sequence.finish = "stop"
         return done
 
-    return mock.patch.object(spec_lab.commit, "_commit", late)
+    return mock.patch.object(spec_lab.engine.commit, "_commit", late)
 
 
 # The table

@@ -1,7 +1,7 @@
 """Verifiers judged by themselves on tables: every draft of a tree side by side in one forest, nothing sampled.
 
-The drafting here is a twin of the draft model's, token by token in plain Python. ``spec_lab.certify`` enumerates the
-real one; its laws of outputs and its enumerating draws are used here.
+The drafting here is a twin of the draft model's, token by token in plain Python. ``spec_lab.tasks.certify`` enumerates
+the real one; its laws of outputs and its enumerating draws are used here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from spec_lab.certify import outputs
-from spec_lab.certify.enumerate import explore
-from spec_lab.certify.worlds import Random, code
-from spec_lab.draft import Draft, Drawn, Shape
-from spec_lab.law import Draws, Key, Purpose
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.tasks.certify import outputs
+from spec_lab.tasks.certify.enumerate import explore
+from spec_lab.tasks.certify.worlds import Random, code
 from spec_lab.verify import Verdict
 
 Judge = Callable[[Draft, torch.Tensor], Verdict]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_lab.draft import chain, tree
+from spec_lab.core.draft import chain, tree
 from spec_lab.verify import Match, Token, Traversal
 from tests.laws.tabular import Outputs, World
 from tests.laws.test_lossless import TREES

@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from spec_lab.batch import Request
-from spec_lab.certify.enumerate import explore, side_by_side
-from spec_lab.certify.exact import PLAIN, Instance, examine, toy
-from spec_lab.certify.outputs import EXACT, Outputs, autoregressive
-from spec_lab.certify.worlds import PROMPT, Random, code
-from spec_lab.decode import Group
-from spec_lab.draft import Draft
-from spec_lab.law import CounterDraws, Sampling
+from spec_lab.core.draft import Draft
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.tasks.certify.enumerate import explore, side_by_side
+from spec_lab.tasks.certify.exact import PLAIN, Instance, examine, toy
+from spec_lab.tasks.certify.outputs import EXACT, Outputs, autoregressive
+from spec_lab.tasks.certify.worlds import PROMPT, Random, code
 from spec_lab.verify import KSeq, Match, Token, Traversal
 
 FEW = Random(8, support=2)

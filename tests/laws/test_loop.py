@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 import torch
 
-import spec_lab.decode
-from spec_lab.batch import Request
-from spec_lab.decode import Group
-from spec_lab.law import Sampling, law
-from spec_lab.model import CausalLM
+import spec_lab.engine.step
+from spec_lab.core.probabilities import Sampling, law
+from spec_lab.engine.batch import Request
+from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.step import Group
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
@@ -121,10 +121,10 @@ def test_a_stop_token_ends_the_text_and_leaves_its_law(target, draft, tree):
 
 
 def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
-    right = spec_lab.decode.law
+    right = spec_lab.engine.step.law
 
     def bare(logits, samplings, seen=None, mask=None, **more):
         return right(logits, [Sampling(s.temperature) for s in samplings], None, mask, **more)
 
-    monkeypatch.setattr(spec_lab.decode, "law", bare)
+    monkeypatch.setattr(spec_lab.engine.step, "law", bare)
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3

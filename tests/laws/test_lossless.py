@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from spec_lab.certify.enumerate import Reused, Script, explore
-from spec_lab.certify.exact import Instance, examine
-from spec_lab.draft import chain, tree
-from spec_lab.law import Key, Purpose
+from spec_lab.core.draft import chain, tree
+from spec_lab.core.randomness import Key, Purpose
+from spec_lab.tasks.certify.enumerate import Reused, Script, explore
+from spec_lab.tasks.certify.exact import Instance, examine
 from spec_lab.verify import Match, Token, Traversal
 from tests.laws.tabular import Outputs, World, every_draft, propose
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spec_lab.batch import Request
-from spec_lab.certify.certificate import QUICK, Control, prove
-from spec_lab.certify.exact import LOOPS, PLAIN, STEPS, Instance, toy
-from spec_lab.certify.sampled import JOINT, scores
-from spec_lab.certify.worlds import PROMPT
-from spec_lab.law import Purpose
+from spec_lab.core.randomness import Purpose
+from spec_lab.engine.batch import Request
+from spec_lab.tasks.certify.certificate import QUICK, Control, prove
+from spec_lab.tasks.certify.exact import LOOPS, PLAIN, STEPS, Instance, toy
+from spec_lab.tasks.certify.sampled import JOINT, scores
+from spec_lab.tasks.certify.worlds import PROMPT
 from spec_lab.verify import Lenient, Token, Verdict
 from tests.laws import mutants, twin
 from tests.laws.mutants import ALPHA, MUTANTS, PINNED, WEIGHT_IS_S, WEIGHT_STAYS, identify

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec_lab.draft import Draft
+from spec_lab.core.draft import Draft
 
 Law = tuple[np.ndarray, np.ndarray]
 

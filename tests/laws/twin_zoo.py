@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spec_lab.draft import Draft
+from spec_lab.core.draft import Draft
 from tests.laws import twin
 from tests.laws.twin import Law, norm, ratio
 

@@ -6,12 +6,12 @@ import pytest
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
-from spec_lab.batch import Request
-from spec_lab.certify.masks import walk
+from spec_lab.cli.main import zoo
 from spec_lab.constrain import Binding
-from spec_lab.constrain.grammar import json_schema
+from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.entry import zoo
+from spec_lab.engine.batch import Request
+from spec_lab.tasks.certify.masks import walk
 
 NODE = {
     "type": "object",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab import sweep
+from spec_lab.results import sweep
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]

@@ -17,14 +17,14 @@ from random import Random
 
 import pytest
 
-from spec_lab.batch import Request
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws
-from spec_lab.prompts import Prompt, encode
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group
+from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.medusa import Medusa
-from spec_lab.target import Target
+from spec_lab.text.prompts import Prompt, encode
 from spec_lab.verify import Token
 from tests.checkpoints import zoo
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spec_lab.entry import conf, known
+from spec_lab.cli.main import conf, known
 from tests import checkpoints
 
 JUNK = [
@@ -69,7 +69,7 @@ def sample(values: list[str], option: str) -> list[str]:
 @pytest.fixture
 def junk_cli(quick_cli, monkeypatch):
     """As ``quick_cli``, without the figures of a run."""
-    monkeypatch.setattr("spec_lab.run._draw", lambda *_: [])
+    monkeypatch.setattr("spec_lab.tasks.benchmark._draw", lambda *_: [])
     return quick_cli
 
 

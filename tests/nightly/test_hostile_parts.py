@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from spec_lab.batch import Request
 from spec_lab.constrain import Binding, Stuck, load
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Sampling
-from spec_lab.options import brief
+from spec_lab.core.options import brief
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse, width_of
 from spec_lab.verify import Cascade, Lenient, Match, Relaxed, Token, Typical

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from spec_lab import sweep
-from spec_lab.commands import command
-from spec_lab.entry import main
+from spec_lab.cli.commands import command
+from spec_lab.cli.main import main
+from spec_lab.results import sweep
 from tests import checkpoints
 
 pytestmark = pytest.mark.nightly

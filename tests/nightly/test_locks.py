@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_lab import sweep
+from spec_lab.results import sweep
 
 pytestmark = pytest.mark.nightly
 

@@ -10,8 +10,8 @@ import json
 import numpy as np
 import pytest
 
-from spec_lab.constrain.grammar import choice, json_schema, lark, regex
-from spec_lab.constrain.state import Masks, allows, everything, width
+from spec_lab.constrain.engines.grammar import choice, json_schema, lark, regex
+from spec_lab.constrain.protocol import Masks, allows, everything, width
 from tests.constrain.decoding import DIGIT, LINKED_LIST, NESTED_ARRAYS, TREE, closed, wrong_rows
 from tests.constrain.parts import bundled
 

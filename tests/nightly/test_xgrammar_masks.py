@@ -35,7 +35,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_masks_of_drafts_are_those_of_new_matchers(name):
-    from spec_lab.constrain.xgrammar import XGrammar
+    from spec_lab.constrain.engines.xgrammar import XGrammar
 
     grammar = XGrammar(bundled(), *SOURCES[name])
     assert wrong_rows(grammar, np.random.default_rng(len(name)), 10_000, fresh_masks=by_new_states) == []

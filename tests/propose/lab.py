@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spec_lab.batch import Batch, Request, Sequence
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Sampling, law
-from spec_lab.model import CausalLM
+from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Batch, Request, Sequence
+from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.step import Group
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.batch import Sequence
-from spec_lab.law import Sampling
-from spec_lab.model import CausalLM
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.batch import Sequence
+from spec_lab.engine.runner import CausalLM
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.verify import Match, Traversal
 from tests.propose.lab import (

@@ -9,12 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from spec_lab import record
-from spec_lab.batch import Sequence
-from spec_lab.decode import Group
-from spec_lab.law import CounterDraws, Key, Purpose, Sampling
-from spec_lab.model import CausalLM
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.engine.batch import Sequence
+from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.step import Group
 from spec_lab.propose.growth import Growth
+from spec_lab.results import writer
 from spec_lab.verify import Gumbel, Match, Token, Traversal
 from tests.propose.lab import (
     COLD,
@@ -187,12 +188,12 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sa
 def test_its_steps_are_recorded_as_given_the_noise(target):
     """Nothing is left to chance, so what is expected is what was accepted."""
     _, rounds = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
-    rows = record.step_rows([record.slim(one) for one in rounds], 0, "speculative")
+    rows = writer.step_rows([writer.slim(one) for one in rounds], 0, "speculative")
     assert len(rows) > 20 and {row["expected_kind"] for row in rows} == {"noise"}
     assert all(row["expected_accepted"] == row["accepted"] for row in rows)
     assert 0 < sum(row["accepted"] for row in rows) < sum(row["depth"] for row in rows)
     _, rounds = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Match())
-    assert {row["expected_kind"] for row in record.step_rows(rounds, 0, "speculative")} == {"exact"}
+    assert {row["expected_kind"] for row in writer.step_rows(rounds, 0, "speculative")} == {"exact"}
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])

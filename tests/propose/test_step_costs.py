@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_lab.machine import Usage
+from spec_lab.core.machine import Usage
 from spec_lab.propose import step_costs
 from spec_lab.propose.step_costs import BLOCKS, LONGEST, PASSES, VISIT, WARM_UP, StepCosts, measure
 

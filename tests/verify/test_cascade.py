@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from spec_lab.draft import Draft, Shape, chain, tree
+from spec_lab.core.draft import Draft, Shape, chain, tree
 from spec_lab.verify import Cascade, Token
 from tests.laws import twin_zoo
 from tests.laws.tabular import Outputs, World

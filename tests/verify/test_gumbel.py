@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from spec_lab.certify.worlds import code
-from spec_lab.draft import Draft, Shape, chain, empty, forest, tree
-from spec_lab.law import CounterDraws, Key, Purpose
+from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.tasks.certify.worlds import code
 from spec_lab.verify import Gumbel, Match, Token, Traversal, check_pair, choose, match_probability
 from tests.laws.tabular import World
 from tests.verify.test_twins import joint, random_law

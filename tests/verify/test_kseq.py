@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.draft import Draft, forest, tree
+from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.verify import KSeq, Token, Verdict, kseq
 from spec_lab.verify.kseq import least_rho
 from tests.laws import twin_zoo

@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spec_lab import metrics, record
-from spec_lab.batch import Batch, healed
-from spec_lab.decode import Group
-from spec_lab.draft import Draft, Shape, chain, forest, tree
-from spec_lab.law import CounterDraws, Key, Purpose, Sampling, law, likeliest
-from spec_lab.prompts import Prompt
+from spec_lab.analysis import metrics
+from spec_lab.core.draft import Draft, Shape, chain, forest, tree
+from spec_lab.core.probabilities import Sampling, law, likeliest
+from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.engine.batch import Batch, healed
+from spec_lab.engine.step import Group
 from spec_lab.propose import Null
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.trees import parse
-from spec_lab.record import Recorder, load
+from spec_lab.results import writer
+from spec_lab.results.writer import Recorder, load
+from spec_lab.text.prompts import Prompt
 from spec_lab.verify import (
     Cascade,
     Gumbel,
@@ -439,7 +441,7 @@ def test_in_double_precision_no_residual_is_empty(verifier, drawn):
     target = tiny_target()
     proposer = draft_model("2x2x1", drawn, temperature=1.5)
     _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
-    steps = [step for step in record.step_rows(rounds, 0, "speculative") if step["nodes"]]
+    steps = [step for step in writer.step_rows(rounds, 0, "speculative") if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
     own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything is accepted, or all but everything
     _, rounds = decode(target, own, requests(Sampling(1.0), 16), verifier)
@@ -486,14 +488,14 @@ def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_
     empty = np.array([flag for one in rounds for flag in one.empty])
     assert 0 < empty.sum() < len(empty)
     assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
-    steps = record.step_rows(rounds, 0, "speculative")
+    steps = writer.step_rows(rounds, 0, "speculative")
     assert [step["empty_residual"] for step in steps] == empty.tolist()
     clock = target.lm.clock
-    outcomes = record.outcomes(group.sequences, rounds, clock, group.errors)
+    outcomes = writer.outcomes(group.sequences, rounds, clock, group.errors)
     asked = [
-        record.request_row(one, Prompt(one.request.name, "x"), "x", [], 0, 0, "speculative", 0) for one in outcomes
+        writer.request_row(one, Prompt(one.request.name, "x"), "x", [], 0, 0, "speculative", 0) for one in outcomes
     ]
-    Recorder(tmp_path).write(0, record.round_rows(rounds, clock, 0, "speculative"), steps, asked)
+    Recorder(tmp_path).write(0, writer.round_rows(rounds, clock, 0, "speculative"), steps, asked)
     Recorder(tmp_path).gather()
     summary = metrics.summarise(load(tmp_path), "speculative")
     assert 0 < summary["empty_residuals"] <= empty.sum()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.draft import Draft, chain, forest, tree
+from spec_lab.core.draft import Draft, chain, forest, tree
 from spec_lab.verify import Match, Relaxed, Typical
 from spec_lab.verify.path import ends
 from tests.laws.tabular import Outputs, World

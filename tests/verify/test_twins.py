@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.verify import Match, Token, Traversal, choose, siblings
 from tests.laws import twin
 from tests.laws.tabular import explore

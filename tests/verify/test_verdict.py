@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.draft import chain, forest, tree
-from spec_lab.law import CounterDraws
+from spec_lab.core.draft import chain, forest, tree
+from spec_lab.core.randomness import CounterDraws
 from spec_lab.verify import Token, Verdict, check_pair, choose
 from tests.laws.tabular import explore
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spec_lab.certify.enumerate import explore
-from spec_lab.draft import Draft, Shape, chain, empty, forest
+from spec_lab.core.draft import Draft, Shape, chain, empty, forest
+from spec_lab.tasks.certify.enumerate import explore
 from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Typical, choose, kseq, path
 from spec_lab.verify import cascade as cascade_module
 from tests.laws import twin, twin_zoo

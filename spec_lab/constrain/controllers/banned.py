@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spec_lab.batch import Request
 from spec_lab.constrain.control import ANY, Branch, Controlled, Event
-from spec_lab.constrain.state import everything, only
+from spec_lab.constrain.protocol import everything, only
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.options import strings
-from spec_lab.text import Strings, Watcher
+from spec_lab.core.options import strings
+from spec_lab.engine.batch import Request
+from spec_lab.text.detokenizer import Strings, Watcher
 
 
 class Banned:

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from spec_lab.constrain.control import Branch, Controlled, Event
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.options import strings
+from spec_lab.core.options import strings
 
 Tokens = tuple[int, ...]
 

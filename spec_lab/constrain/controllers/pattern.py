@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from spec_lab.batch import Request
 from spec_lab.constrain import load as constraints
 from spec_lab.constrain.control import ANY, Branch, Controlled, Event
-from spec_lab.constrain.state import State
+from spec_lab.constrain.protocol import State
 from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.engine.batch import Request
 
 
 class Pattern:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spec_lab.constrain.control import Branch, Controlled, Event
-from spec_lab.constrain.state import only, pack
+from spec_lab.constrain.protocol import only, pack
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.options import brief, strings, whole
-from spec_lab.strings import check_strings
-from spec_lab.text import Strings, Watcher
+from spec_lab.core.options import brief, strings, whole
+from spec_lab.text.detokenizer import Strings, Watcher
+from spec_lab.text.strings import check_strings
 
 Part = bytes | tuple[int, Strings]
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import torch
 
-from spec_lab.batch import Batch, Sequence
-from spec_lab.draft import Draft, Drawn, chain, forest
-from spec_lab.options import whole
-from spec_lab.target import Target
+from spec_lab.core.draft import Draft, Drawn, chain, forest
+from spec_lab.core.options import whole
+from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_lab.draft import Draft
+from spec_lab.core.draft import Draft
 from spec_lab.verify import Verdict
 from toy_plugin.agree import Agree
 

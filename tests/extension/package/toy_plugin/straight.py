@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from spec_lab.draft import Draft
+from spec_lab.core.draft import Draft
 from spec_lab.verify import Verdict
 
 

@@ -1,0 +1,1 @@
+"""Views of what runs have left: metrics, comparisons, figures, reports, tracking."""

@@ -1,0 +1,253 @@
+"""From a config to the parts that it names: every refusal is one line that says which option is wrong."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import CompactHydraException, InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+from spec_lab.cli import interrupt
+from spec_lab.cli.redaction import written
+from spec_lab.models import ranks
+from spec_lab.results import sweep
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+NEEDS = {
+    "target": ("lm", "tokenizer", "context"),
+    "proposer": ("name", "drawn", "nodes", "propose", "close"),
+    "verifier": ("name", "accepts", "lossless", "__call__"),
+    "constraint": ("name", "vocabulary", "acts", "start"),
+    "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
+    "prompts": ("__len__", "__getitem__"),
+    "tracker": ("start", "group", "finish", "close"),
+    "peers": ("decode",),
+}
+"""What an object must have to be a part of the run."""
+
+
+def zoo(name: str) -> str:
+    """The path of a bundled file or folder."""
+    return str(PACKAGE / "zoo" / name)
+
+
+def conf() -> str:
+    """The folder of the configs: inside an installed package, beside the package in a checkout."""
+    for folder in (PACKAGE / "conf", PACKAGE.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"no conf/config.yaml in {PACKAGE} or beside it: install spec_lab again")
+
+
+class Refused(CompactHydraException):
+    """A run that cannot be: one line instead of a traceback (HYDRA_FULL_ERROR=1 shows it)."""
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong in one line."""
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def named_by(config: DictConfig, part: str) -> DictConfig:
+    """``config[part]``.
+
+    Raises:
+        Refused: it names nothing to build or call.
+    """
+    named = OmegaConf.select(config, part)
+    if not OmegaConf.is_dict(named) or "_target_" not in named:
+        raise Refused(f"spec_lab: {part} must be a mapping whose _target_ names what to build, not {named!r}")
+    return named
+
+
+def task(config: DictConfig) -> Any:
+    """What ``config.task`` names, with its scalar arguments: called with the lab, its settings and the config, it does
+    the work.
+
+    Raises:
+        Refused: there is no such thing; an option it does not take; names it.
+    """
+    named = named_by(config, "task")
+    try:
+        made = instantiate(named, _partial_=True)
+        inspect.signature(made.func).bind(None, None, None, **made.keywords)
+    except (InstantiationException, TypeError, ValueError) as error:
+        raise Refused(f"spec_lab: task: {reason(error)}") from error
+    return made
+
+
+def build(config: DictConfig, part: str, **live: Any) -> Any:
+    """Call what ``config[part]`` names with its scalar arguments and with live objects.
+
+    Live objects go in by call: Hydra would turn those that are dataclasses into configs.
+
+    Raises:
+        Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
+    """
+    named = named_by(config, part)
+    try:
+        made = instantiate(named, _partial_=True, _convert_="all")(**live)
+        if made is None and part == "constraint":
+            return None
+    except (InstantiationException, OSError, TypeError, ValueError) as error:
+        text = reason(error)
+        where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
+        raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
+    group = {"beside": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
+    if lacks := [name for name in NEEDS[group] if not hasattr(made, name)]:
+        kind = f"an object of type {type(made).__name__}, which has no {lacks[0]}"
+        raise Refused(f"spec_lab: {part}: {named._target_} does not make what {group} needs: it makes {kind}")
+    return made
+
+
+def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
+    """What binds the output, and the bytes of the target's tokens; None where nothing does, or nobody needs them.
+
+    ``config.constraint`` holds a constraint's own options beside those of ``Binding``.
+
+    Raises:
+        Refused: as in ``build``; parts that do not go together.
+    """
+    from spec_lab.constrain.binding import Binding
+    from spec_lab.constrain.load import together
+    from spec_lab.constrain.vocabulary import Vocabulary
+
+    named = named_by(config, "constraint")
+    options = {key: named[key] for key in vars_of(Binding) if key in named}
+    own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
+    text = {"healing": settings.heal, "banned": settings.banned, "at_least": settings.min_new_tokens}
+    try:
+        needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop
+        vocabulary = Vocabulary.of(target) if needed else None
+        constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
+        binding = together(constraint, vocabulary, options, **text)
+    except ValueError as error:
+        raise Refused(f"spec_lab: {reason(error)}") from error
+    return binding, vocabulary and vocabulary.bytes
+
+
+def vars_of(made: type) -> list[str]:
+    """The names of a dataclass's options, without the parts it is given."""
+    return [one.name for one in fields(made) if one.name != "constraint"]
+
+
+def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
+    """What each entry of ``config[group]`` names, by the entry's name; an absent or null group has none.
+
+    Raises:
+        Refused: as in ``build``; the group is no mapping.
+    """
+    named = OmegaConf.select(config, group)
+    if named is not None and not OmegaConf.is_dict(named):
+        raise Refused(f"spec_lab: {group} must be a mapping of names to what is measured, such as {{}}, not {named!r}")
+    return {name: build(config, f"{group}.{name}", **live) for name in named or {}}
+
+
+def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
+    """The config with the trees, by arm, that a run calibrated when it began, for going on without calibrating anew."""
+    config = deepcopy(config)
+    for arm, tree in trees.items():
+        option = "proposer.tree" if arm == "speculative" else f"beside.{arm}.tree"
+        if OmegaConf.select(config, option) == "calibrated":
+            OmegaConf.update(config, option, tree)
+    return config
+
+
+@cache
+def known() -> set[str]:
+    """The top-level options: those of the default config."""
+    return groups() | OmegaConf.load(Path(conf(), "config.yaml")).keys() - {"defaults", "hydra"}
+
+
+@cache
+def groups() -> set[str]:
+    """The parts that the default config chooses among files."""
+    config: Any = OmegaConf.to_container(OmegaConf.load(Path(conf(), "config.yaml")))
+    return {key for one in config["defaults"] if isinstance(one, dict) for key in one if " " not in key}
+
+
+def check_options(config: DictConfig) -> None:
+    """Refuse top-level options that nothing reads, and scalars removed with "~".
+
+    Raises:
+        Refused: names the option, and the known one nearest to it.
+    """
+    from spec_lab.tasks.lab import Settings
+
+    options = known()
+    for key in map(str, config):
+        if key not in options:
+            near = get_close_matches(key, options, 1)
+            hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
+            raise Refused(f"spec_lab: there is no option {key}; {hint}")
+    if (config.get("prompt") is None) == (OmegaConf.is_dict(config.get("task")) and "prompt" in config.task):
+        needed = "prompt has no default: give prompt=... on the command line"
+        other = "prompt is for +experiment=stream; other tasks read prompts=..."
+        raise Refused(f"spec_lab: {needed if config.get('prompt') is None else other}")
+    for name in Settings.names():
+        if name not in config:
+            raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
+
+
+def check_torchrun(config: DictConfig) -> None:
+    """Refuse ranks of torchrun that nothing is split over, and peers beside ranks.
+
+    Raises:
+        Refused: says so.
+    """
+    if ranks.size() == 1:
+        return
+    if not OmegaConf.select(config, "target.tensor_parallel"):
+        raise Refused(
+            "spec_lab: torchrun started several ranks, and they share no model: give target.tensor_parallel=true"
+        )
+    if config.get("peers"):
+        raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
+
+
+def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
+    """The target under the name that files may hold: not with values of environment variables in its path."""
+    name = shown.get("path", path) if isinstance(shown, Mapping) else shown
+    if is_dataclass(target) and getattr(target, "name", None) == path != name:
+        return replace(target, name=name)  # type: ignore[type-var]
+    return target
+
+
+def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
+    check_options(config)
+    check_torchrun(config)
+    from spec_lab.results.manifest import begun_trees, digest
+    from spec_lab.tasks.lab import Lab, Settings
+
+    work = task(config)
+    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    shown, identity = written(config), digest(resolved)
+    given = None if overrides is None else sweep.own(overrides)
+    scalars = {name: resolved[name] for name in Settings.names()}
+    settings = Settings(out=out, overrides=given, config_sha256=identity, **scalars)
+    settings.use_threads()
+    sampling, verifier = build(config, "sampling"), build(config, "verifier")
+    prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    begun = with_trees(config, begun_trees(out, shown, identity))
+    target = named_as_written(build(config, "target"), OmegaConf.select(config, "target.path"), shown["target"])
+    proposer = build(begun, "proposer", target=target)
+    beside = build_each(begun, "beside", target=target)
+    peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
+    verifiers = build_each(config, "verifiers")
+    binding, pieces = bind(config, settings, target)
+    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers, binding, pieces)
+    with interrupt.Raising():
+        return int(work(lab, settings, shown))

@@ -1,0 +1,267 @@
+"""Commands that read what runs have left: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spec_lab.core.files import replacing, write_text
+from spec_lab.core.terminal import visible
+from spec_lab.results import sweep
+
+
+def command(arguments: Sequence[str], console: Console | None = None) -> int:
+    """Carry out a command; returns the exit code. What is wrong is said in one line."""
+    console = console or Console(markup=False)
+    if arguments[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(
+            f"spec_lab: there is no command {arguments[0]}; commands are {known}; "
+            "an experiment is run by +experiment=NAME, an option is set by NAME=VALUE",
+            file=sys.stderr,
+        )
+        return 2
+    given = _parser().parse_args(arguments)
+    try:
+        return COMMANDS[given.command](given, console)
+    except (OSError, ValueError, sweep.Held) as error:
+        return _refuse(error)
+
+
+def _refuse(error: object) -> int:
+    """Say in one line what is wrong; returns the exit code."""
+    print(f"spec_lab: {visible(' '.join(str(error).split()))}", file=sys.stderr)
+    return 1
+
+
+def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
+    """Do it for each folder, whatever is wrong with the others; returns the exit code."""
+    code = 0
+    for folder in folders:
+        try:
+            with sweep.reading(folder):
+                code = max(code, what(folder))
+        except (OSError, ValueError, sweep.Held) as error:
+            code = _refuse(error)
+    return code
+
+
+def _unreadable(folder: Path) -> int:
+    """Name the runs of a sweep whose files are not readable; returns the exit code."""
+    spoilt = [one.unreadable for one in sweep.runs(folder) if one.unreadable]
+    return max((_refuse(f"unreadable: {one}") for one in spoilt), default=0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="spec-lab", description=__doc__)
+    which = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str) -> argparse.ArgumentParser:
+        what = (COMMANDS[name].__doc__ or "").strip()
+        return which.add_parser(name, help=what, description=what)
+
+    for name in ("state", "collect"):
+        add(name).add_argument("folder", type=Path, metavar="SWEEP", help="a sweep's directory")
+    compare = add("compare")
+    compare.add_argument(
+        "folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps; the first is the reference"
+    )
+    compare.add_argument("--level", type=float, default=0.95, help="of all intervals together (0.95)")
+    compare.add_argument("--csv", type=Path, metavar="FILE", help="write the comparison as a table as well")
+    add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
+    track = add("track")
+    track.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
+    dashboard = add("dashboard")
+    for one, default in ((track, None), (dashboard, ...)):
+        one.add_argument("--project", default="spec_lab", help="where it appears (spec_lab)")
+        one.add_argument("--entity", required=default is ..., help="whose project")
+    track.add_argument(
+        "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login"
+    )
+    return parser
+
+
+def _state(given: argparse.Namespace, console: Console) -> int:
+    """Where each run of a sweep stands: done, running, failed or waiting."""
+    with sweep.reading(given.folder):
+        tell_sweep(given.folder, console, every=True)
+        return _unreadable(given.folder)
+
+
+def _collect(given: argparse.Namespace, console: Console) -> int:
+    """Put a sweep's figures into one tidy table: table.parquet and table.csv in its directory."""
+    with sweep.reading(given.folder):
+        return _collect_into(given.folder, sweep.collect(given.folder), console)
+
+
+def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
+    code = _unreadable(folder)
+    if table.empty:
+        raise ValueError(f"no run of {folder} is done; spec-lab state {folder} says where they stand")
+    left = sum(one.state != "done" for one in sweep.runs(folder))
+    file = folder / "table.parquet"
+    with replacing(file) as stream:
+        table.to_parquet(stream, index=False)
+    write_text(file.with_suffix(".csv"), table.to_csv(index=False))
+    runs = table["run"].nunique()
+    missing = f"; {left} runs are not done, and not in it" * bool(left)
+    _say(console, f"{runs} runs, {len(table)} rows: {file} and .csv{missing}")
+    return code
+
+
+def _compare(given: argparse.Namespace, console: Console) -> int:
+    """Two or more runs or sweeps side by side, and which differences are real."""
+    from spec_lab.analysis.compare import as_frame, compare, show
+
+    if not 0 < given.level < 1:
+        raise ValueError(f"level must be between 0 and 1, not {given.level:g}")
+    with sweep.reading(*given.folders):
+        found = compare(given.folders, given.level)
+        show(found, console)
+    if given.csv:
+        _write_table(given.csv, as_frame(found).to_csv(index=False))
+        _say(console, f"Table: {given.csv}")
+    return max((_refuse(f"unreadable: {one}") for one in found.unreadable), default=0)
+
+
+def _write_table(file: Path, text: str) -> None:
+    """Write a table where the user asked for it: a file is replaced once whole, and /dev/stdout may be given.
+
+    Raises:
+        OSError: it cannot be written; names it.
+    """
+    if file.exists() and not file.is_file():
+        file.write_text(text)
+    else:
+        write_text(file, text)
+
+
+def _report(given: argparse.Namespace, console: Console) -> int:
+    """Make report.html and figures (PNG, SVG) in the directory of a run or a sweep."""
+    from spec_lab.analysis.report import write
+
+    def one(folder: Path) -> int:
+        _say(console, f"{write(folder)}, and figures beside it")
+        return 0 if sweep.is_run(folder) else _unreadable(folder)
+
+    return _each(given.folders, one)
+
+
+def _track(given: argparse.Namespace, console: Console) -> int:
+    """Show runs on Weights & Biases from their files, however they ended."""
+    from spec_lab.analysis.tracking import track_all
+
+    def one(folder: Path) -> int:
+        for line in track_all(folder, given.project, given.entity, given.mode):
+            _say(console, line)
+        return 0
+
+    return _each(given.folders, one)
+
+
+def _dashboard(given: argparse.Namespace, console: Console) -> int:
+    """Save the dashboard that shows runs on Weights & Biases; needs the extra of that name, and a login."""
+    from spec_lab.analysis.tracking.dashboard import save
+
+    _say(console, save(given.project, given.entity))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
+    "state": _state,
+    "collect": _collect,
+    "compare": _compare,
+    "report": _report,
+    "track": _track,
+    "dashboard": _dashboard,
+}
+
+
+def _say(console: Console, what: str) -> None:
+    console.print(visible(what), soft_wrap=True, highlight=False)
+
+
+def tell_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
+    """Print where a sweep stands: how many runs are in which state; each one, or those that did not go well.
+
+    Raises:
+        ValueError: it is no sweep.
+    """
+    console = console or Console(markup=False)
+    found = sweep.runs(folder)
+    label = sweep.labels({one.folder.name: one.overrides for one in found})
+    table = _table("run", "state", "groups", "seconds", "")
+    for one in found:
+        if every or one.state != "done" or one.code:
+            groups = f"{one.groups}/{'?' if one.of is None else one.of}"
+            note = one.error or (f"exit code {one.code}" if one.code else "")
+            if one.unreadable:
+                note = f"unreadable: {one.unreadable}"
+            seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
+            table.add_row(*map(visible, (label[one.folder.name], one.state, groups, seconds, note)))
+    if table.row_count:
+        console.print(table, highlight=False)
+    count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "waiting")}
+    said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
+    _say(console, f"{folder}: {said or 'no runs'}")
+    for name, values in sweep.mixed(found).items():
+        console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; their figures may not go together."))
+    if count["waiting"]:
+        console.print("The same command goes on with those that wait.", highlight=False)
+    if count["failed"]:
+        console.print("retry=true tries those again that failed; tracebacks are in ended.json.", highlight=False)
+
+
+def tell_results(folder: Path, console: Console | None = None) -> None:
+    """Print the main figures of a sweep's runs that are done, each arm but the baseline; the first ``MOST`` of them.
+
+    Raises:
+        ValueError: it is no sweep.
+    """
+    table = sweep.collect(folder)
+    if "tau_pooled" not in table or not len(table):
+        return
+    label = sweep.labels({one.folder.name: one.overrides for one in sweep.runs(folder)})
+    shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]
+    arms = ("arm",) if shown["arm"].nunique() > 1 else ()
+    printed = _table("run", *arms, *FIGURES)
+    for one in shown.head(MOST).to_dict("records"):
+        speedup, *others = (_number(one[name]) for name in FIGURES.values())
+        if speedup:
+            speedup += f" [{_number(one['speedup_low'])}, {_number(one['speedup_high'])}]"
+        named = (visible(label.get(one["run"], one["run"])), *(visible(one[arm]) for arm in arms))
+        printed.add_row(*named, speedup, *others)
+    (console or Console(markup=False)).print(printed, highlight=False)
+    if len(shown) > MOST:
+        (console or Console(markup=False)).print(f"The first {MOST} of {len(shown)}; collect puts all into a file.")
+
+
+FIGURES = {
+    "speed-up [95 %]": "speedup",
+    "tokens/s": "tokens_per_second",
+    "tau": "tau_pooled",
+    "E tau": "expected_tau",
+}
+"""Columns of a sweep's table on the screen, and where they come from."""
+
+MOST = 40  # rows of that table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        right = column in ("groups", "seconds", *FIGURES)
+        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
+    return table
+
+
+def _number(value: Any) -> str:
+    return "" if pd.isna(value) else f"{value:.2f}"

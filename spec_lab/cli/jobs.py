@@ -1,0 +1,147 @@
+"""One job, as composed by Hydra: a run alone, or one of a sweep."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from spec_lab.cli import interrupt
+from spec_lab.cli.build import Refused, build, reason, start
+from spec_lab.cli.redaction import overrides_of, without_values
+from spec_lab.cli.search import result
+from spec_lab.core.faults import of_a_part
+from spec_lab.core.files import read_json
+from spec_lab.results import sweep
+
+
+def job(config: DictConfig) -> float | None:
+    """One run, as composed by Hydra: alone, or as one of a sweep; returns what it is worth to a search."""
+    try:
+        if OmegaConf.is_missing(HydraConfig.get().job, "num"):
+            alone(config)
+            return None
+        one_of_many(config)
+    except Exception:
+        if interrupt.interrupted():  # some libraries turn it into another error
+            raise KeyboardInterrupt from None
+        raise
+    return result(config, Path(HydraConfig.get().runtime.output_dir))
+
+
+def alone(config: DictConfig) -> None:
+    """A run; what is refused leaves nothing behind."""
+    out = Path(HydraConfig.get().runtime.output_dir)
+    interrupt.change(interrupt.Leave(folder=str(out)))
+    try:
+        with sweep.holding(out):
+            code = carry_out(config, out)
+    except (Refused, OSError, ValueError, sweep.Held, OmegaConfBaseException) as error:
+        with suppress(OSError):
+            out.rmdir()  # Hydra made it
+        said = without_values(config, reason(error))
+        if isinstance(error, Refused) and said == reason(error):
+            raise
+        said = said.removeprefix("spec_lab: ")
+        if of_a_part(error):
+            said += ". Set HYDRA_FULL_ERROR=1 to see the traceback"
+        raise Refused(f"spec_lab: {said}") from (None if isinstance(error, OmegaConfBaseException) else error)
+    if code:
+        sys.exit(code)
+
+
+def one_of_many(config: DictConfig) -> None:
+    """A run of a sweep: not done again where it is done, gone on with where it was stopped; a failure is noted in its
+    folder, and spares the others.
+    """
+    facts = HydraConfig.get()
+    out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{sweep.place(out)}: {what}", file=sys.stderr, flush=True)
+
+    try:
+        # On a cluster the job before this one may not be quite gone.
+        patience = 120 if str(facts.launcher["_target_"]).endswith(".Cluster") else 1
+        with sweep.holding(out, patience):
+            if known := before(config, out):
+                return say(known)
+            done = (sweep.ended(out) or {"state": ""})["state"] == "done"
+            if not done:
+                sweep.begin(out)
+            try:
+                code = carry_out(config, out, overrides)
+            except Exception as error:
+                if interrupt.interrupted():
+                    raise KeyboardInterrupt from None
+                said = without_values(config, reason(error).removeprefix("spec_lab: "))
+                if done:  # with another configuration: what there is stays
+                    raise Refused(f"spec_lab: {sweep.place(out)}: {said}") from error
+                try:
+                    hide = partial(without_values, config)
+                    sweep.fail(out, overrides, error, said, time.perf_counter() - began, hide)
+                except OSError as full:
+                    said += f"; that could not be noted in {out} ({full.strerror})"
+                return say(f"failed: {said}")
+            if code == sweep.INTERRUPTED:
+                sys.exit(code)
+            say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
+    except sweep.Held:
+        say("another process is at it; left to that one")
+
+
+def before(config: DictConfig, out: Path) -> str:
+    """Why the run in ``out`` need not be carried out: it is done, or has failed; empty of one that must be."""
+    how = sweep.ended(out)
+    if how is None:
+        return ""
+    if how["state"] == "done":
+        return "done before" if unchanged(config, out, how) else ""
+    return "" if config.get("retry") else f"failed before ({how['error']}); retry=true tries again"
+
+
+def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+    """The run itself, from its parts to the note that it is done; returns its exit code.
+
+    Args:
+        config: as composed.
+        out: the run's directory.
+        overrides: of a run that is one of a sweep, what the command line says of it.
+    """
+    began = time.perf_counter()
+    code = start(config, out, overrides)
+    if code != sweep.INTERRUPTED and any(one.name != ".lock" for one in out.iterdir()):  # some tasks leave nothing
+        sweep.end(out, overrides or (), identity(config), code, time.perf_counter() - began)
+    return code
+
+
+def identity(config: DictConfig) -> str:
+    """What tells a configuration from others, but for where results go."""
+    from spec_lab.results.manifest import digest
+
+    return digest(_resolved(config))
+
+
+def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
+    """Whether the run that is done is the one asked for: its configuration, prompts and code from other packages."""
+    from spec_lab.results.manifest import digest, same_code
+    from spec_lab.text.prompts import digest as of_prompts
+
+    begun, resolved = read_json(out / "manifest.json") or {}, _resolved(config)
+    return (
+        how.get("config_sha256") == digest(resolved)
+        and ("prompts_sha256" not in begun or begun["prompts_sha256"] == of_prompts(build(config, "prompts")))
+        and same_code(begun, resolved)
+    )
+
+
+def _resolved(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

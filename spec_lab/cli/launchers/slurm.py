@@ -1,0 +1,284 @@
+"""Jobs through Slurm, handed over by submitit, in arrays.
+
+submitit writes the batch script, starts a job again that ran out of time or had to make room, and brings back what it
+returned. What it does not tell (who was cancelled, what will never start) Slurm is asked for here.
+
+Each array has a folder of its own, its comment in Slurm. ``runs.json`` there names its runs, and is written before the
+array is handed over: a launcher that was killed at any moment has left nothing that the next one would not find.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import submitit
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from spec_lab.cli.build import Refused
+from spec_lab.cli.launchers import Ended, Job, Queued
+from spec_lab.core.files import read_json, write_json
+from spec_lab.core.options import whole
+
+ARRAY = 1000
+"""Jobs handed over at once: one below what Slurm takes in an array by default (MaxArraySize)."""
+
+HOPELESS = (
+    "AccountNotAllowed", "AssocMaxCpuPerJobLimit", "AssocMaxGRESPerJob", "AssocMaxMemPerJob", "AssocMaxNodePerJobLimit",
+    "AssocMaxWallDurationPerJobLimit", "BadConstraints", "DependencyNeverSatisfied", "InvalidAccount", "InvalidQOS",
+    "PartitionNodeLimit", "PartitionTimeLimit", "QOSMaxCpuPerJobLimit", "QOSMaxGRESPerJob", "QOSMaxMemoryPerJob",
+    "QOSMaxNodePerJobLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinCpuNotSatisfied", "QOSMinGRES", "QOSMinMemory",
+    "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
+)  # fmt: skip
+"""Why Slurm says that a job waits which will never start."""
+
+USUAL = ("None", "Resources", "Priority", "BeginTime", "Dependency", "JobArrayTaskLimit", "Prolog", "Cleaning")
+"""Why a job waits that will start by itself."""
+
+SECONDS = 60
+"""How long Slurm may take to answer, and what a job wrote to be seen from here."""
+
+PATIENCE = 600
+"""Seconds after which a Slurm that does not answer is given up."""
+
+
+class Known(NamedTuple):
+    """A job that waits or runs, as Slurm has it: state, why it waits, and its comment."""
+
+    state: str
+    why: str
+    comment: str
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """See ``Engine``.
+
+    Args:
+        folder: for the arrays' folders.
+        parameters: of submitit's executor.
+        restarts: how often a job that runs out of time is started again.
+        poll: seconds between two questions to Slurm.
+        queue: what the queue held at first, by job.
+    """
+
+    folder: Path
+    parameters: dict[str, Any]
+    restarts: int
+    poll: float
+    queue: dict[str, Known]
+
+    def living(self) -> dict[str, str]:
+        """See ``Engine``."""
+        found = {}
+        for id, known in self.queue.items():
+            array = Path(known.comment)
+            if array.parent == self.folder:
+                runs = (read_json(array / "runs.json") or {"runs": []})["runs"]
+                found.update({runs[place]: id for place in [int(id.partition("_")[2] or 0)] if place < len(runs)})
+        return found
+
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
+        """See ``Engine``."""
+        living = self.living()
+        waiting = {n: self._job(living[name]) for n, name in enumerate(names) if name in living}
+        new = [n for n, name in enumerate(names) if name not in living]
+        for first in range(0, len(new), ARRAY):
+            some = new[first : first + ARRAY]
+            try:
+                handed = self._handed([jobs[n] for n in some], [names[n] for n in some])
+            except (FailedJobError, FailedSubmissionError) as error:
+                said = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
+                if not waiting:
+                    raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not take the jobs: {said}") from error
+                yield from (Ended(n, lost=f"not taken by Slurm: {said}") for n in new[first:])
+                break
+            for n, job in zip(some, handed, strict=True):
+                waiting[n] = job
+                yield Queued(n, job.job_id)
+        try:
+            yield from self._ended(waiting)
+        except KeyboardInterrupt:
+            arrays = " ".join(sorted({job.job_id.partition("_")[0] for job in waiting.values()}))
+            print(f"\n{len(waiting)} jobs go on in Slurm; scancel {arrays} ends them.", file=sys.stderr)
+            raise
+
+    def _job(self, id: str) -> submitit.Job[Any]:
+        return submitit.SlurmJob(Path(self.queue[id].comment) / "%j", id)
+
+    def _handed(self, jobs: Sequence[Job], names: Sequence[str]) -> list[submitit.Job[Any]]:
+        array = self.folder / uuid4().hex[:12]
+        array.mkdir(parents=True)
+        write_json(array / "runs.json", {"runs": list(names)})
+        executor = submitit.SlurmExecutor(array / "%j", max_num_timeout=self.restarts)
+        more = self.parameters["additional_parameters"] | {"comment": str(array)}
+        executor.update_parameters(**self.parameters | {"additional_parameters": more})
+        own = {name: os.environ[name] for name in os.environ if name == "SLURM_CONF" or name.startswith("SBATCH_")}
+        with submitit.helpers.clean_env():  # of the job, or the ranks, among which this process may be
+            os.environ.update(own)  # what the user says of the cluster
+            with executor.batch():
+                return [executor.submit(_Again(job)) for job in jobs]
+
+    def _ended(self, waiting: dict[int, submitit.Job[Any]]) -> Iterator[Ended]:
+        """Each of the jobs as it ends, which empties ``waiting``.
+
+        Raises:
+            Refused: Slurm does not answer any more.
+        """
+        answered, told = time.monotonic(), set[str]()
+        gone: dict[int, float] = {}  # since when a job is not in the queue
+        while waiting:
+            time.sleep(self.poll)
+            now = time.monotonic()
+            if (queue := _queue()) is None:  # its controller may be starting anew
+                if now - answered > PATIENCE:
+                    raise Refused(
+                        f"spec_lab: hydra/launcher=slurm: Slurm has not answered for {PATIENCE} seconds; "
+                        f"{len(waiting)} jobs were handed over, and the same command waits for them"
+                    )
+                continue
+            answered = now
+            gone = {n: gone.get(n, now) for n, job in waiting.items() if job.job_id not in queue}
+            for n in [n for n in gone if waiting[n].paths.result_pickle.exists()]:
+                del gone[n]
+                yield _result(n, waiting.pop(n))
+            why = _why({waiting[n].job_id for n, since in gone.items() if since < now})
+            for n in [n for n in gone if waiting[n].job_id in why]:
+                said = why[waiting[n].job_id]
+                if not said.startswith("COMPLETED") or now - gone[n] > SECONDS:
+                    del gone[n], waiting[n]
+                    yield Ended(n, lost=said)
+            for n, job in list(waiting.items()):
+                state, reason, _ = queue.get(job.job_id, Known("", "", ""))
+                if state == "PENDING" and reason not in (*USUAL, *told):
+                    told.add(reason)
+                    print(f"Slurm lets job {job.job_id} wait: {reason}", file=sys.stderr, flush=True)
+                if state == "PENDING" and reason in HOPELESS:
+                    job.cancel(check=False)
+                    del waiting[n]
+                    yield Ended(n, lost=f"cancelled, as it would never start: {reason}")
+
+
+class _Again:
+    """A job that submitit may start again."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __call__(self) -> Any:
+        return self.job()
+
+    def checkpoint(self) -> Any:
+        """What to start again: the job goes on from its finished groups."""
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def engine(
+    folder: Path,
+    partition: str | None = None,
+    account: str | None = None,
+    qos: str | None = None,
+    constraint: str | None = None,
+    minutes: int = 240,
+    cpus: int = 2,
+    memory_gb: float | None = 8,
+    gpus: int = 0,
+    requeue: bool = True,
+    restarts: int = 10,
+    at_once: int = 256,
+    setup: Sequence[str] = (),
+    sbatch: dict[str, Any] | None = None,
+    poll: float = 10,
+) -> Slurm:
+    """Slurm as an engine.
+
+    Args:
+        folder: for submitit's scripts and logs; on a disk that all nodes share, as the sweep.
+        partition, account, qos, constraint: as of ``sbatch``; None: the cluster's default.
+        minutes: time limit of a job.
+        cpus, memory_gb, gpus: of a job; no memory: the cluster's default.
+        requeue: whether Slurm may start a job again that had to make room, or whose node died.
+        restarts: how often a job that runs out of time is started again.
+        at_once: most jobs of a thousand that run at the same time.
+        setup: lines of shell before Python.
+        sbatch: further options of ``sbatch``, by their long names.
+        poll: seconds between two questions to Slurm.
+
+    Raises:
+        ImportError: submitit is not installed.
+        TypeError, ValueError: an option that there is not, or not so.
+        Refused: there is no Slurm here, or it does not answer.
+    """
+    for name, number in (("minutes", minutes), ("cpus", cpus), ("at_once", at_once)):
+        whole(f"hydra.launcher.{name}", number)
+    if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
+        raise Refused(
+            f"spec_lab: hydra/launcher=slurm: there is no {missing[0]} here; run this on a node that submits jobs"
+        )
+    if (queue := _queue()) is None:
+        raise Refused("spec_lab: hydra/launcher=slurm: Slurm does not answer (squeue fails); is its controller up?")
+    parameters = {
+        "job_name": "spec_lab", "partition": partition, "account": account, "qos": qos, "constraint": constraint,
+        "time": minutes, "cpus_per_task": cpus, "gpus_per_node": gpus or None, "array_parallelism": at_once,
+        "mem": None if memory_gb is None else f"{round(memory_gb * 1024)}M", "signal_delay_s": 60,
+        "setup": [f"export OMP_NUM_THREADS={cpus}", *setup],
+        "srun_args": [f"--cpus-per-task={cpus}"],  # Slurm 22.05 to 23.02 would give the step one core
+        "additional_parameters": {"requeue" if requeue else "no-requeue": True, **(sbatch or {})},
+    }  # fmt: skip
+    return Slurm(folder.absolute(), parameters, restarts, poll, queue)
+
+
+def _asks(*command: str) -> str | None:
+    """What one of Slurm's commands prints; None where it fails."""
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if asked.returncode else asked.stdout
+
+
+def _queue() -> dict[str, Known] | None:
+    """Each job of this user that waits or runs, by its id; None where Slurm does not answer."""
+    said = _asks("squeue", "--me", "--noheader", "--array", "--format=%i|%T|%r|%k")
+    if said is None:
+        return None
+    lines = (line.split("|", 3) for line in said.splitlines())
+    return {id: Known(*known) for id, *known in lines}
+
+
+def _why(ids: Collection[str]) -> dict[str, str]:
+    """What became of jobs that left the queue without a result, by id."""
+    if not ids:
+        return {}
+    shown = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,ExitCode,NodeList"]
+    said = _asks("sacct", *shown, f"--jobs={','.join(ids)}")
+    if said is None:
+        return dict.fromkeys(ids, "it left the queue without a result, and sacct does not say why")
+    found = {}
+    for id, state, exit_code, nodes in (line.split("|") for line in said.splitlines()):
+        code, _, signal = exit_code.partition(":")
+        how = f", exit code {code}" * (code != "0") + f", signal {signal}" * (signal != "0")
+        found[id] = state + how + f", on {nodes}" * (nodes != "None assigned")
+    # sacct is some seconds behind squeue, and says so of a job that it takes to be running
+    return {id: what for id, what in found.items() if not what.startswith(("PENDING", "RUNNING", "REQUEUED"))}
+
+
+def _result(n: int, job: submitit.Job[Any]) -> Ended:
+    """What the job returned or raised."""
+    failed = job.exception()
+    if failed is None:
+        return Ended(n, job.result())
+    trace = str(failed).partition("----------------------")[2].rpartition("----------------------")[0]
+    said = [line for line in trace.splitlines() if line.strip()][-1]
+    kind, _, text = said.partition(": ")
+    if kind.endswith("UncompletedJobError"):
+        return Ended(n, lost=text.removeprefix("Job not requeued because: ").rstrip("."))
+    return Ended(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {said}"))

@@ -1,0 +1,142 @@
+"""The command line: the only place that knows Hydra. Below it there are typed objects, no configs.
+
+Everything heavy is imported inside the job, so that ``--cfg job`` and ``--help`` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
+from spec_lab.cli import interrupt
+from spec_lab.cli.build import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
+from spec_lab.cli.jobs import job
+from spec_lab.cli.preflight import Preflight, check_workers
+from spec_lab.cli.redaction import as_given, moved, unquoted
+from spec_lab.models import ranks
+from spec_lab.results import sweep
+
+__all__ = ["Preflight", "bind", "build", "conf", "job", "known", "main", "vars_of", "zoo"]
+
+OmegaConf.register_new_resolver("zoo", zoo, replace=True)
+OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
+
+LONGEST_NAME = 200
+"""Characters of the longest name of an option of a config group."""
+
+
+def literal(option: str) -> str:
+    """``prompt=TEXT`` with the text quoted for Hydra, to which much of code means something; others as they are."""
+    name, equals, text = option.partition("=")
+    quoted = len(text) > 1 and text[0] in "\"'" and text[0] == text[-1]
+    if name != "prompt" or quoted or text in ("", "null"):
+        return option
+    text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
+    text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
+    return f'{name}{equals}"{text}"'
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra would answer with a traceback, or in words that do not say what to do.
+
+    Raises:
+        ValueError: an override is not readable; the value of a config group is empty, null, a number or a bool; a
+            number of workers is not a whole number. Names the option.
+    """
+    for one in arguments:
+        option, equals, _ = one.partition("=")
+        if not equals or one.startswith("-"):
+            continue
+        try:
+            read = OverridesParser.create().parse_rule(one, "override")
+        except HydraException as error:
+            said = str(error).splitlines()[0] if str(error) else "it does not parse"
+            raise ValueError(f"{one} is not readable ({said}): quote the value, as in '{option}=\"...\"'") from error
+        try:
+            swept = islice(read.sweep_iterator(), 1000) if read.is_discrete_sweep() else [read.value()]
+            values = [unquoted(value) for value in swept]
+        except (HydraException, TypeError, ValueError):
+            continue  # a glob, which needs the configs, or a range that is none: the sweep answers it
+        if option == "hydra.launcher.n_jobs":
+            check_workers(values)
+        group = option.lstrip("+~").partition("@")[0]
+        if group not in {*groups(), "experiment"}:
+            continue
+        if None in values:
+            raise ValueError(f"{option.lstrip('+')} cannot be null: name a file of conf/{group}")
+        if one.startswith("~"):
+            continue
+        for value in values:
+            names = value if isinstance(value, list) else [value]
+            for name in map(unquoted, names):
+                if isinstance(name, str) and "${" in name and group != "experiment":
+                    raise ValueError(_not_an_option(option.lstrip("+"), group, name))
+                if not isinstance(name, dict) and not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME):
+                    raise ValueError(_not_an_option(option.lstrip("+"), group, name))
+
+
+def _not_an_option(option: str, group: str, value: object) -> str:
+    """The message for a value of a config group that Hydra does not take as a name."""
+    shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
+    names = ", ".join(sorted(file.stem for file in Path(conf(), group).glob("*.yaml")))
+    number = isinstance(value, int | float)
+    quotes = f"; if a file of your own is called so, quote its name: \"{option}='{shown}'\"" if number else ""
+    return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"
+
+
+def main() -> None:
+    """The console script. Of several ranks of torchrun the first one runs it, and the others do as it says."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
+    if ranks.rank():
+        interrupt.change(interrupt.Silent(""))
+        from spec_lab.models.target import follow
+
+        return follow()
+    try:
+        command_line()
+    except SystemExit as left:
+        if left.code or ranks.size() == 1:  # torchrun ends the others
+            raise
+    if ranks.size() > 1:
+        from spec_lab.models.tensor_parallel import join
+
+        join().leave()
+
+
+def command_line() -> None:
+    """What ``sys.argv`` asks for."""
+    if not {"-m", "--multirun"} & set(sys.argv):
+        sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
+    if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"
+        from spec_lab.cli.commands import command
+
+        try:
+            with interrupt.Raising():
+                sys.exit(command(sys.argv[1:]))
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            sys.exit(interrupt.CODE)
+    try:
+        sys.argv[1:] = moved(sys.argv[1:])
+        check_overrides(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"spec_lab: {error}")
+    sys.path.append(str(PACKAGE / "cli" / "plugins"))  # where Hydra finds our launcher
+    try:
+        hydra.main(version_base="1.3", config_path=conf(), config_name="config")(job)()
+    except KeyboardInterrupt:
+        many = {"-m", "--multirun"} & set(sys.argv)
+        print("\nInterrupted." if many else "\nInterrupted before anything was decoded.", file=sys.stderr)
+        sys.exit(interrupt.CODE)
+    except InterpolationResolutionError as error:  # hydra.run.dir is composed before any callback
+        sys.exit(f"spec_lab: out must name a directory: give out=DIR ({reason(error)})")

@@ -1,0 +1,223 @@
+"""What happens before and after the jobs: an output directory is tried, a sweep is noted and summed up."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from spec_lab.cli import interrupt, search
+from spec_lab.cli.build import groups, reason
+from spec_lab.cli.redaction import blank, overrides_of
+from spec_lab.core.options import brief, file_name, whole
+from spec_lab.models import ranks
+from spec_lab.results import sweep
+
+MOST_RUNS = 100_000
+"""Most runs of a sweep."""
+
+MOST_WORKERS = 1024
+"""Most processes of ``hydra/launcher=joblib``."""
+
+SUBDIR = "${folder_name:${hydra:overrides.task}}"
+"""What ``conf/config.yaml`` says of a run's folder."""
+
+
+class Preflight(Callback):
+    """Refuses an output directory that cannot be written, before Hydra itself trips over it."""
+
+    def __init__(self) -> None:
+        self.made: list[Path] = []
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Before a single run."""
+        check_name(config.get("name"))
+        self.made = check_writable(config.get("out"))
+
+    def on_run_end(self, **_: Any) -> None:
+        """After a single run: one that wrote nothing leaves no directory behind."""
+        for folder in self.made:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Before a sweep: what it is asked for is noted."""
+        check_sweeper(config)
+        check_name(config.get("name"))
+        out, jobs = Path(config.hydra.sweep.dir), asked(config)
+        for option in sweep.PLACES:
+            if len({one for job in jobs for one in job if sweep.key(one) == option}) > 1:
+                raise SystemExit(f"spec_lab: {option} cannot be swept: another value of it makes no other run")
+        if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
+            raise SystemExit("spec_lab: on ranks of torchrun the runs of a sweep take turns: use hydra/launcher=basic")
+        check_writable(config.get("out"))
+        chosen = {
+            one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in {*groups(), "experiment"}
+        }
+        try:
+            search.check(config)
+            for each in [*chosen.values(), *jobs[:1]]:
+                GlobalHydra.instance().config_loader().load_sweep_config(config, each)
+            sweep.plan(out, jobs)
+        except HydraException as error:
+            raise SystemExit(f"spec_lab: {str(error).strip()}") from error
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"spec_lab: {reason(error)}") from error
+        blank(config)
+        atexit.register(go_on, out)
+        if str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
+            interrupt.change(interrupt.Leave(f"Interrupted.\n{_how_to_go_on(out)}"))
+        else:  # other launchers end their workers, or say what becomes of their jobs
+            interrupt.change(interrupt.Raise())
+            if interrupt.raises() and str(config.hydra.launcher["_target_"]).endswith(".JoblibLauncher"):
+                from joblib.externals.loky.backend.resource_tracker import ensure_running
+
+                ensure_running()  # see keep_from_workers
+                interrupt.keep_from_workers()
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """After a sweep: where each of its runs stands; exit code 1 unless all that were asked for went well."""
+        from spec_lab.cli.commands import tell_results, tell_sweep
+
+        atexit.unregister(go_on)
+        out, code = Path(config.hydra.sweep.dir), 1
+        try:
+            names = {sweep.folder_name(one) for one in asked(config)}
+            mine = [one for one in sweep.runs(out) if one.folder.name in names or not names]
+            code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
+            tell_results(out)
+            tell_sweep(out)
+            search.tell(config)
+        except Exception as error:  # Hydra would only warn, and leave with 0
+            code = 1
+            print(f"spec_lab: {reason(error)}", file=sys.stderr)
+        if code:
+            raise SystemExit(code)
+
+
+def check_sweeper(config: DictConfig) -> None:
+    """Refuse options of Hydra that no sweep can have.
+
+    Raises:
+        SystemExit: names the option.
+    """
+    subdir: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if subdir["subdir"] != SUBDIR:
+        raise SystemExit("spec_lab: hydra.sweep.subdir cannot be set: each run's folder is named after its options")
+    try:
+        if config.hydra.sweeper.get("max_batch_size") is not None:
+            whole("hydra.sweeper.max_batch_size", config.hydra.sweeper.max_batch_size, otherwise=", or null for all")
+        check_workers([config.hydra.launcher.get("n_jobs", 1)])
+    except OmegaConfBaseException as error:  # some are ValueErrors
+        option = error.full_key or "hydra.launcher.n_jobs"
+        raise SystemExit(f"spec_lab: {option} cannot be resolved: {reason(error)}") from None
+    except ValueError as error:
+        raise SystemExit(f"spec_lab: {reason(error)}") from error
+
+
+def check_workers(values: Iterable[Any]) -> None:
+    """Check values of ``hydra.launcher.n_jobs``; a text with an interpolation passes, since it is not resolved yet.
+
+    Raises:
+        ValueError: one is not a number of processes from 1 to ``MOST_WORKERS``, or its negative.
+    """
+    for value in values:
+        if isinstance(value, str) and "${" in value:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= abs(value) <= MOST_WORKERS:
+            raise ValueError(
+                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one a core, "
+                f"not {'null' if value is None else brief(value)}"
+            )
+
+
+def go_on(out: Path) -> None:
+    """Said where a sweep's command ends before the sweep: by Ctrl-C, by a worker that was killed."""
+    print(_how_to_go_on(out), file=sys.stderr)
+
+
+def _how_to_go_on(out: Path) -> str:
+    return f"The sweep in {out} is not finished; the same command with out={out} resumes it."
+
+
+def asked(config: DictConfig) -> list[list[str]]:
+    """The overrides of each run that a sweep's command asks for; none where the sweeper finds them as it goes."""
+    if not str(config.hydra.sweeper["_target_"]).endswith(".BasicSweeper"):
+        return []
+    params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=False)
+    given = [f"{name}={value}" for name, value in params.items()] + overrides_of(config.hydra)
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # glob(*) asks it which options there are
+    overrides, number = parser.parse_overrides(given), 1
+    for one in overrides:
+        if one.is_sweep_override():
+            number *= _values(one)
+    if number > MOST_RUNS:
+        raise SystemExit(f"spec_lab: the sweep has more than {MOST_RUNS} runs; name fewer values")
+    batches = BasicSweeper.split_arguments(overrides, None)
+    return [one for batch in batches for one in batch]
+
+
+def _values(override: Override) -> int:
+    """The number of values that a sweep gives an option; no more than ``MOST_RUNS`` + 1 are counted."""
+    if not override.is_discrete_sweep():
+        raise SystemExit(
+            f"spec_lab: {override.input_line}: an interval is for a search (hydra/sweeper=search); a sweep takes "
+            "values, such as range(1,9) or 1,2,4"
+        )
+    try:
+        number = sum(1 for _ in islice(override.sweep_iterator(), MOST_RUNS + 1))
+    except (HydraException, ValueError) as error:
+        raise SystemExit(f"spec_lab: {override.input_line}: {reason(error)}") from error
+    if not number:
+        raise SystemExit(f"spec_lab: {override.input_line} has no values; see the files of conf")
+    return number
+
+
+def check_name(given: Any) -> None:
+    """Leave with exit code 1 unless the experiment's name can be a folder's; see ``options.file_name``."""
+    try:
+        file_name("name", given)
+    except ValueError as error:
+        raise SystemExit(f"spec_lab: {error}") from error
+
+
+def check_writable(out: Any) -> list[Path]:
+    """Leave with exit code 1 unless ``out`` can be made and written to. What is made to find out is removed again.
+
+    Returns:
+        The folders that are missing, the innermost first.
+    """
+    if not isinstance(out, str | int | float) or not str(out).strip():
+        raise SystemExit(f"spec_lab: out must name a directory, not {out!r}; choose another out=DIR")
+    folder, made = Path(str(out)).absolute(), []
+    existing = folder
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(0, "is not a directory")
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise SystemExit(f"spec_lab: cannot write to out={out}: {existing} {why}; choose another out=DIR") from error
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    return made

@@ -1,0 +1,333 @@
+"""Constraints by grammar, compiled by llguidance: a regex, a JSON schema, a Lark grammar or a list of choices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits
+
+from spec_lab.constrain.engines.source import MOST_THREADS, as_text, check_numbers, missing, read_source, shown
+from spec_lab.constrain.engines.walk import NOWHERE, Matched, brief, masks
+from spec_lab.constrain.protocol import Masks, Stuck, width
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.draft import Shape
+from spec_lab.core.options import one_of, whole
+from spec_lab.engine.batch import Request
+
+KINDS = ("regex", "json_schema", "lark", "choice")
+
+LIMITS = {
+    "source_characters": 100_000,
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+}
+"""What a grammar may cost to compile and in each step: its length, and llguidance's ``LLParserLimits``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A constraint that follows a grammar.
+
+    A grammar rules a text from its first token to the end token, which the mask allows wherever the text may end.
+
+    Args:
+        tokens: the vocabulary.
+        kind: "regex", "json_schema", "lark" or "choice".
+        source: the pattern, the schema as JSON, the grammar, or the choices as a JSON list; None: each request brings
+            its own. One that a request brings always goes before.
+        prompt: the text begins with the request's prompt, instead of after it.
+        schema_options: llguidance's ``JsonCompileOptions`` for schemas.
+        limits: in place of some of ``LIMITS``.
+        threads: at most 64; more than one computes the masks of several chains in parallel; see ``walk.masks``.
+
+    Raises:
+        ValueError: the source does not compile, or no text follows it; an option out of range. Names the option.
+    """
+
+    tokens: Vocabulary
+    kind: str
+    source: str | None = None
+    prompt: bool = False
+    schema_options: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    threads: int = 1
+
+    acts = False
+
+    def __post_init__(self) -> None:
+        one_of("constraint.kind", self.kind, KINDS)
+        whole("constraint.threads", self.threads, most=MOST_THREADS)
+        if not isinstance(self.prompt, bool):
+            raise ValueError(f"constraint.prompt must be true or false, not {self.prompt!r}")
+        for name, value in self.limits.items():
+            one_of("a name in constraint.limits", name, tuple(LIMITS))
+            whole(f"constraint.limits.{name}", value)
+        if self.tokens.engine.vocab_size != self.tokens.size:
+            raise ValueError(
+                f"the vocabulary has {self.tokens.size} tokens, its engine {self.tokens.engine.vocab_size}: "
+                "build the engine with as many tokens as the target has logits"
+            )
+        if self.source is not None:
+            try:
+                self._matcher(self.source)
+            except ValueError as error:
+                raise ValueError(f"constraint.{self.kind}: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """The kind."""
+        return self.kind
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.tokens.size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep: the source itself where it is short, its hash where it is not."""
+        return {
+            "kind": self.kind,
+            **shown(self.source),
+            "prompt": self.prompt,
+            "schema_options": dict(self.schema_options),
+            "limits": self._limits,
+        }
+
+    def start(self, request: Request) -> Matched:
+        """The state where the request's output begins. Each request has an engine of its own.
+
+        Raises:
+            Stuck: the request's own source does not compile; it brings none where it must; its prompt does not follow
+                the grammar.
+        """
+        own = request.constraint or self.source
+        if own is None:
+            raise missing(self.kind, request)
+        try:
+            matcher = self._matcher(own)
+        except ValueError as error:
+            raise Stuck(f"request '{request.name}': its {self.kind}: {error}") from None
+        if self.prompt:
+            self._read(matcher, request)
+        return Matched(matcher, self.vocabulary, request.name)
+
+    def masks(self, states: Sequence[Matched | None], shape: Shape, token: np.ndarray) -> Masks:
+        """``by_forks`` of states that this constraint started, faster. Other tokens than V has are illegal."""
+        return masks(states, shape, token, self.vocabulary, frozenset(self.tokens.ends), self._pool)
+
+    @cached_property
+    def _pool(self) -> LLExecutor | None:
+        return LLExecutor(self.threads) if self.threads > 1 else None
+
+    @cached_property
+    def _limits(self) -> dict[str, int]:
+        return LIMITS | dict(self.limits)
+
+    def _matcher(self, source: str) -> LLMatcher:
+        """A new engine at the beginning of the text.
+
+        Raises:
+            ValueError: the source does not compile, or no text follows it.
+        """
+        limits = dict(self._limits)
+        longest = limits.pop("source_characters")
+        if len(source) > longest:
+            raise ValueError(
+                f"the source has {len(source)} characters, the limit is {longest}: shorten it, or raise "
+                "constraint.limits.source_characters"
+            )
+        grammar = compiled(self.kind, source, self.schema_options)
+        bounds = LLParserLimits(**limits)  # type: ignore[arg-type]
+        matcher = LLMatcher(self.tokens.engine, grammar, log_level=0, limits=bounds)
+        if matcher.is_error():
+            raise ValueError(brief(matcher.get_error()))
+        mask = np.zeros(width(self.vocabulary), dtype=np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            error = matcher.get_error()
+            if error.startswith(NOWHERE):
+                raise ValueError("the tokens of this vocabulary spell no text that follows it")
+            raise ValueError(brief(error))
+        return matcher
+
+    def _read(self, matcher: LLMatcher, request: Request) -> None:
+        """Take the prompt, in whatever tokens it comes.
+
+        Raises:
+            Stuck: it leaves the grammar.
+        """
+        trial = matcher.deep_copy()  # it stays where the prompt left the grammar
+        fit = trial.try_consume_tokens(list(request.tokens))
+        if trial.is_error() or (fit == len(request.tokens) and not matcher.consume_tokens(list(request.tokens))):
+            raise Stuck(f"request '{request.name}': its prompt: {brief(trial.get_error() or matcher.get_error())}")
+        if fit < len(request.tokens):
+            text = self.tokens.engine.decode_bytes(list(request.tokens[: fit + 1])).decode("utf-8", "replace")
+            raise Stuck(
+                f"request '{request.name}': its prompt leaves the grammar at token {fit} of {len(request.tokens)}, at "
+                f"the end of {text[-60:]!r}"
+            )
+
+
+def compiled(kind: str, source: str, schema_options: Mapping[str, Any]) -> str:
+    """The source as the engine takes it. The engine finds most errors only when it starts.
+
+    Raises:
+        ValueError: not the text of such a source.
+    """
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} of the source is half a surrogate pair, which is no text") from None
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(source)
+    try:
+        value = json.loads(source)
+        if kind == "json_schema":
+            check_numbers(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("not JSON that can be read: it is nested too deeply") from None
+    if kind == "choice":
+        return LLMatcher.grammar_from_regex(_either(value))
+    if value is False:
+        raise ValueError("the schema false allows no text")
+    if value is True:  # the engine applies its options to objects only
+        source, value = "{}", {}
+    elif not isinstance(value, dict):
+        raise ValueError(f"a JSON schema is an object, true or false, not {source[:40]!r}")
+    options = dict(schema_options)
+    if options.pop("lines", False):
+        return LLMatcher.grammar_from_lark(_json_lines(value, options))
+    return LLMatcher.grammar_from_json_schema(source, overrides=options)  # type: ignore[arg-type]
+
+
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""llguidance's options for JSON on one line."""
+
+
+def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """A Lark grammar of one JSON value, and of several as JSON Lines; ``options`` are those of the first value.
+
+    Raises:
+        ValueError: the schema's own options are no object.
+    """
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise ValueError(f"x-guidance in a schema must be an object, not {str(own)[:40]!r}")
+    inline = {name: value for name, value in options.items() if name != "whitespace_pattern"} | ONE_LINE
+    first, further = (json.dumps({**schema, "x-guidance": own | one}) for one in (dict(options), inline))
+    return f'start: value ("\\n" line)* "\\n"?\nvalue: %json {first}\nline: %json {further}\n'
+
+
+def _either(choices: Any) -> str:
+    """A regex of these strings and no others; one lexeme, since grammars of many rules are slow to compile.
+
+    Raises:
+        ValueError: not a list of one or more different strings.
+    """
+    if not isinstance(choices, list) or not choices:
+        raise ValueError(f"choices must be a list of one or more strings, not {str(choices)[:40]}")
+    for place, one in enumerate(choices):
+        if not isinstance(one, str):
+            raise ValueError(f"choice {place} is {one!r}, not a string: put it in quotes")
+    if len(set(choices)) < len(choices):
+        twice = next(one for place, one in enumerate(choices) if one in choices[:place])
+        raise ValueError(f"the choice {twice[:60]!r} is there twice")
+    return "|".join("".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in one) for one in choices)
+
+
+def regex(
+    vocabulary: Vocabulary,
+    pattern: str | None = None,
+    prompt: bool = False,
+    limits: Mapping[str, int] | None = None,
+    threads: int = 1,
+) -> Grammar:
+    """All of the text matches ``pattern``, in the syntax of Rust's regex crate.
+
+    Without a pattern each request brings its own; so it is with the other kinds. See ``Grammar`` for the options.
+    """
+    return Grammar(vocabulary, "regex", as_text("pattern", pattern), prompt, {}, limits or {}, threads)
+
+
+def json_schema(
+    vocabulary: Vocabulary,
+    schema: str | None = None,
+    path: str | None = None,
+    prompt: bool = False,
+    whitespace_flexible: bool = True,
+    whitespace_pattern: str | None = None,
+    item_separator: str | None = None,
+    key_separator: str | None = None,
+    lenient: bool = False,
+    lines: bool = False,
+    limits: Mapping[str, int] | None = None,
+    threads: int = 1,
+) -> Grammar:
+    """The text is JSON of a schema, given as JSON or as a file.
+
+    Args:
+        vocabulary: see ``Grammar``, as of the options not named here.
+        whitespace_flexible: white space may stand wherever JSON allows it; False: nowhere.
+        whitespace_pattern: a regex of the white space allowed.
+        item_separator: a regex between items, otherwise a comma.
+        key_separator: a regex between key and value, otherwise a colon.
+        lenient: ignore what the engine does not know of in a schema, instead of refusing it.
+        lines: allow further values of the schema after the first, each on one line, and a last line feed.
+
+    Raises:
+        ValueError: both schema and path; a file that cannot be read; otherwise as ``Grammar``.
+    """
+    options = {
+        "whitespace_flexible": whitespace_flexible,
+        "whitespace_pattern": whitespace_pattern,
+        "item_separator": item_separator,
+        "key_separator": key_separator,
+        "lenient": lenient,
+        "lines": lines or None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    source = as_text("schema", read_source("schema", schema, path))
+    return Grammar(vocabulary, "json_schema", source, prompt, given, limits or {}, threads)
+
+
+def lark(
+    vocabulary: Vocabulary,
+    grammar: str | None = None,
+    path: str | None = None,
+    prompt: bool = False,
+    limits: Mapping[str, int] | None = None,
+    threads: int = 1,
+) -> Grammar:
+    """The text follows a grammar in llguidance's dialect of Lark, given as text or as a file.
+
+    Raises:
+        ValueError: both grammar and path; a file that cannot be read; otherwise as ``Grammar``.
+    """
+    source = as_text("grammar", read_source("grammar", grammar, path))
+    return Grammar(vocabulary, "lark", source, prompt, {}, limits or {}, threads)
+
+
+def choice(
+    vocabulary: Vocabulary,
+    choices: Sequence[str] | None = None,
+    prompt: bool = False,
+    limits: Mapping[str, int] | None = None,
+    threads: int = 1,
+) -> Grammar:
+    """The text is one of ``choices``, to the letter."""
+    source = None if choices is None else json.dumps(list(choices), ensure_ascii=False)
+    return Grammar(vocabulary, "choice", source, prompt, {}, limits or {}, threads)

@@ -1,0 +1,1 @@
+"""What everything else is built on: drafts, probabilities, keyed randomness, time, files."""

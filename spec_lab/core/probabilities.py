@@ -1,0 +1,198 @@
+"""From logits to the probabilities that are sampled.
+
+The same ``law`` warps the target, a draft model and the autoregressive baseline, once, in this order:
+repetition penalty, constraint mask, temperature, top-k, top-p, min-p (the order of transformers, the mask before the
+temperature). Temperature 0 is the one-hot law of the arg max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.options import HOTTEST, brief
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of one request.
+
+    Args:
+        temperature: 0 is greedy. At most 1e6.
+        top_k: keep the k likeliest tokens (and ties of the k-th); 0 keeps all. At most 2**31 - 1.
+        top_p: keep the smallest set of likeliest tokens with mass >= top_p; 1 keeps all.
+        min_p: keep tokens with at least min_p times the mass of the likeliest; 0 keeps all.
+        repetition_penalty: positive logits of tokens seen before (prompt included) are divided by it, negative ones
+            multiplied (CTRL, 1909.05858); 1 does nothing. From 0.01 to 100.
+
+    Within these bounds the distribution is never NaN for logits up to 1e30 in size, in float32 as in float64.
+
+    Raises:
+        ValueError: a parameter of the wrong type or out of its range; names it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            whole = name == "top_k"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"sampling.{name} must be {kind}, not {brief(value)}")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise ValueError(
+                f"sampling.temperature must be 0 or more and at most {HOTTEST:g}, not {brief(self.temperature)}"
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"sampling.top_k must be 0 (off) or more and at most {2**31 - 1}, not {brief(self.top_k)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p must lie in (0, 1], not {brief(self.top_p)}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"sampling.min_p must lie in [0, 1], not {brief(self.min_p)}")
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise ValueError(
+                "sampling.repetition_penalty must be from 0.01 to 100, not "
+                f"{brief(self.repetition_penalty)}: beyond, logits overflow"
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def law(
+    logits: Tensor,  # [R, V]
+    sampling: Sequence[Sampling],  # [R], or one for all rows
+    seen: Tensor | None = None,  # [R, V] bool
+    mask: Tensor | None = None,  # [R, V] bool
+    scratch: Tensor | None = None,  # [>= R, V]
+) -> Tensor:
+    """The law sampled at each row, ``[R, V]`` float32 (float64 for float64 logits); rows sum to 1.
+
+    Args:
+        logits: raw logits; -inf is no mass. Some of each row are finite, none is NaN or +inf.
+        sampling: parameters of each row; a single one serves all rows.
+        seen: tokens that occur in the row's history; needed where a repetition penalty is set.
+        mask: tokens that a constraint allows. A row that allows none with a finite logit is dead: its law is all zero,
+            never NaN.
+        scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use. The
+            logits may stand there already, and are then overwritten.
+            (Fresh megabytes cost more than the arithmetic: every page of them faults.)
+
+    Raises:
+        ValueError: parameters for another number of rows; a repetition penalty without ``seen``.
+    """
+    rows = list(sampling)
+    if len(rows) not in (1, len(logits)):
+        raise ValueError(f"sampling parameters of {len(rows)} rows for {len(logits)} rows of logits")
+    if scratch is None:
+        x = logits.to(law_dtype(logits), copy=True)
+    else:
+        x = scratch[: len(logits)]
+        if x.data_ptr() != logits.data_ptr():
+            x.copy_(logits)
+    if any(s.repetition_penalty != 1 for s in rows):
+        if seen is None:
+            raise ValueError("a repetition penalty needs the tokens seen before")
+        penalty = _column([s.repetition_penalty for s in rows], x)
+        x = torch.where(seen, torch.where(x > 0, x / penalty, x * penalty), x)
+    dead = None
+    if mask is not None:
+        x = x.masked_fill_(~mask, -torch.inf)
+        dead = x.amax(-1, keepdim=True) == -torch.inf
+    if all(s.temperature == 0 for s in rows):
+        p = one_hot_(argmax(x), x)
+    else:
+        cold = [row for row, s in enumerate(rows) if s.temperature == 0]
+        coldest = argmax(x[cold])
+        p = _softmax_(x, rows)
+        if any(s.truncates for s in rows):
+            p = _truncate(p, rows)
+        if cold:
+            p[cold] = one_hot_(coldest, p[cold])
+    return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
+
+
+def law_dtype(logits: Tensor) -> torch.dtype:
+    """Laws are float32, float64 where the logits are."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
+    """Arg max of each row, the first of equals. On the CPU NumPy's is ten times faster than torch's."""
+    if x.device.type == "cpu":
+        return torch.from_numpy(x.numpy().argmax(-1))
+    return x.argmax(-1)
+
+
+def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
+    """The ``width`` largest of each row, the largest first. A few are found faster by as many arg max."""
+    if x.device.type != "cpu" or width > FEW:
+        return x.topk(width, -1).indices
+    values = x.to(law_dtype(x), copy=True).numpy()
+    rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
+    for rank in range(width):
+        found[:, rank] = best = values.argmax(-1)
+        if rank == width - 1 and (values[rows, best] == -np.inf).any():  # what was found before is -inf as well
+            order = np.argsort(-x.to(law_dtype(x)).numpy(), axis=-1, kind="stable")  # of equals the first, as above
+            return torch.from_numpy(order[:, :width].copy())
+        values[rows, best] = -np.inf
+    return torch.from_numpy(found)
+
+
+FEW = 6
+
+
+def one_hot_(token: Tensor, law: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
+    """The law that gives ``token`` with certainty, written over ``law``."""
+    if law.device.type == "cpu":  # NumPy writes a few numbers three times as fast
+        law.zero_().numpy()[np.arange(len(law)), token.numpy()] = 1.0
+        return law
+    return law.zero_().scatter_(-1, token[:, None], 1.0)
+
+
+def _column(values: list[float], like: Tensor) -> Tensor:  # [R or 1, 1]
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
+    temperatures = [max(s.temperature, torch.finfo(x.dtype).tiny) if s.temperature else 1.0 for s in rows]
+    if min(temperatures) < 0.01:
+        x.sub_(x.amax(-1, keepdim=True))  # so that no logit overflows upwards
+    if any(t != 1 for t in temperatures):
+        x.div_(_column(temperatures, x))
+    p = torch.softmax(x, -1, out=x)
+    if p.shape[-1] > WIDE and p.dtype == torch.float32 and p.device.type == "cpu":
+        p.div_(p.sum(-1, keepdim=True))  # softmax adds up less well than sum: at 131072 tokens its law is off by 1e-5
+    return p
+
+
+WIDE = 2**14
+
+
+def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p; renormalised."""
+    if any(s.top_k for s in rows):
+        k = torch.tensor([min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows], device=p.device)
+        kth = p.topk(int(k.max()), -1).values.gather(-1, (k - 1)[:, None].expand(len(p), 1))
+        p = torch.where(p >= kth, p, 0.0)
+        p = p / p.sum(-1, keepdim=True)
+    if any(s.top_p < 1 for s in rows):
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        before = ordered.double().cumsum(-1) - ordered.double()
+        ordered = torch.where(before < _column([s.top_p for s in rows], before), ordered, 0.0)
+        full = torch.tensor([s.top_p >= 1 for s in rows], device=p.device)[:, None]
+        p = torch.where(full, p, torch.zeros_like(p).scatter_(-1, order, ordered))
+    if any(s.min_p > 0 for s in rows):
+        p = torch.where(p >= _column([s.min_p for s in rows], p) * p.amax(-1, keepdim=True), p, 0.0)
+    return p / p.sum(-1, keepdim=True)

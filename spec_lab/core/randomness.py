@@ -1,0 +1,147 @@
+"""Keyed randomness: the one seam through which anything is ever chosen. It can be sampled, enumerated or replayed."""
+
+from __future__ import annotations
+
+import math
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What a choice is for. Two choices of one request in one round never share a purpose and an index."""
+
+    STOP = 0
+    EMIT = 1
+    DRAFT = 2
+    RACE = 3
+
+
+class Key(NamedTuple):
+    """Names one random choice for ever: the same key under the same seed is the same uniform."""
+
+    request: int
+    branch: int
+    round: int
+    purpose: int
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which no key needs
+
+
+class Draws(Protocol):
+    """The one seam through which anything is chosen: it can be sampled, enumerated or replayed."""
+
+    def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+        """One index per row of ``weights`` ``[n, V]`` (not negative, some positive), as int64 ``[n]``."""
+        ...
+
+    def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
+        """Standard Gumbel noise ``[n, width]``, float64: arg max of log w + noise has the law w (Gumbel-max)."""
+        ...
+
+
+@dataclass(frozen=True)
+class CounterDraws:
+    """Samples by inverse law from uniforms that are a pure function of (seed, key).
+
+    Nothing is carried along, so runs resume and forks pair exactly, and batch mates cannot matter.
+    """
+
+    seed: int
+
+    def uniform(self, key: Key) -> float:
+        """One double in [0, 1), all 53 bits random."""
+        secret = struct.pack("<q", self.seed)
+        digest = blake2b(struct.pack("<5q", *key), digest_size=8, key=secret).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+    def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.pick``."""
+        return invert(weights, np.array([self.uniform(key) for key in keys]))
+
+    def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
+        """See ``Draws.race``. One key's uniforms come from a counter-based generator of its own (Philox)."""
+        race = np.array([self._generator(key).standard_exponential(width) for key in keys]).reshape(-1, width)
+        return -np.log(np.maximum(race, np.finfo(np.float64).tiny))
+
+    def _generator(self, key: Key) -> np.random.Generator:
+        digest = blake2b(struct.pack("<5q", *key), digest_size=16, key=struct.pack("<q", self.seed)).digest()
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]
+    """The inverse law: the first index whose cumulated weight exceeds ``uniform`` times the total.
+
+    Sums run in float64: float32 sums over a large vocabulary lose the tail. (On the CPU those over ``BLOCK`` neighbours
+    run in the weights' own precision.) An index of weight zero is never returned.
+
+    Raises:
+        ValueError: a row of weights whose sum is zero or not finite.
+    """
+    if isinstance(weights, Tensor):
+        if weights.device.type != "cpu":
+            return _invert_on_device(weights, uniform)
+        weights = weights.numpy()
+    rows, width = weights.shape
+    if width <= NARROW:
+        return _search(weights, uniform)[0]
+    # Find the block, then the index within it: a running sum over the whole vocabulary would take far longer.
+    if width % BLOCK:
+        weights = np.concatenate([weights, np.zeros((rows, -width % BLOCK), dtype=weights.dtype)], axis=-1)
+    blocks = weights.reshape(rows, -1, BLOCK)
+    sums = torch.from_numpy(blocks).sum(-1).numpy()  # ten times as fast as NumPy
+    block, within = _search(sums, uniform)
+    return block * BLOCK + _search(blocks[np.arange(rows), block], within)[0]
+
+
+BLOCK = NARROW = 128
+
+
+def _search(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, V], [n] -> [n], [n]
+    """The inverse law by a running sum, and how far into the share of its index each uniform lay: one again, given it.
+
+    Rounding can push the mass looked for up to the last total; the last index that adds to it is then meant.
+    """
+    if weights.size <= NARROW:
+        found = [_search_few(row, u) for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)]
+        return np.array([index for index, _ in found], dtype=np.int64), np.array([within for _, within in found])
+    total = weights.cumsum(-1, dtype=np.float64)
+    _check_totals(total[:, -1].tolist())
+    mass, each = uniform * total[:, -1], np.arange(len(total))
+    index = (total > np.minimum(mass, np.nextafter(total[:, -1], 0.0))[:, None]).argmax(-1)
+    below = np.where(index > 0, total[each, index - 1], 0.0)
+    return index, (mass - below) / (total[each, index] - below)
+
+
+def _search_few(row: list[float], u: float) -> tuple[int, float]:
+    """``_search`` of a few weights, without NumPy's price for a call."""
+    total = list(accumulate(row))
+    _check_totals(total[-1:])
+    mass = u * total[-1]
+    index = min(bisect_right(total, mass), bisect_left(total, total[-1]))
+    below = total[index - 1] if index else 0.0
+    return index, (mass - below) / (total[index] - below)
+
+
+def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:
+    total = weights.double().cumsum(-1)
+    _check_totals(total[:, -1].tolist())
+    u = torch.from_numpy(uniform).to(weights.device)[:, None]
+    chosen = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
+    # A parallel sum can round up where nothing is added: the last index with weight up to there is meant.
+    place = torch.arange(weights.shape[-1], device=weights.device)
+    weighty = torch.where(weights > 0, place, 0).cummax(-1).values
+    return weighty.gather(-1, chosen)[:, 0].cpu().numpy()
+
+
+def _check_totals(totals: list[float]) -> None:
+    if not all(0 < total < math.inf for total in totals):
+        raise ValueError(f"a law to sample from has total mass {totals}; it must be finite and positive")

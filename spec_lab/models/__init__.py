@@ -1,0 +1,1 @@
+"""Loading of models and their files; tensor parallelism."""

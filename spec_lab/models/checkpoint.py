@@ -1,0 +1,256 @@
+"""The files of a checkpoint, checked before anything is loaded from them.
+
+A checkpoint is untrusted input. Its weights are read from safetensors only: ``model.safetensors``, or the shards that
+``model.safetensors.index.json`` names; no other file is a source of weights. Its ``config.json`` describes a model and
+chooses no code: fields that select an attention or experts implementation, kernels, remote code or a data type are
+ignored, and fields that select another loader are refused by name.
+
+Bounds: a JSON file of a checkpoint has at most 64 MiB (``files.MOST_BYTES``) and a tokenizer file at most 256 MiB; JSON
+is nested at most 64 levels deep (``files.MOST_DEPTH``); a config names at most 1024 layers or experts, and no more
+layers than the checkpoint has tensors. Every file that is read must be a regular file; a symbolic link to one is
+allowed, since the hub's cache and many users link weights. Files that are not read are not checked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from spec_lab.core.files import MOST_BYTES, read_json
+from spec_lab.core.options import brief
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
+    "chat_template.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
+    "sentencepiece.model", "spiece.model", "spm.model", "tiktoken.model", "tekken.json", "emoji.json",
+)  # fmt: skip
+"""Files from which transformers reads the tokenizer of a causal LM."""
+VOCABULARIES = {
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
+    "sentencepiece.model", "spiece.model", "spm.model", "tiktoken.model", "tekken.json",
+}  # fmt: skip
+"""Those that may have ``MOST_TOKENIZER`` bytes: each holds a whole vocabulary."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates, which transformers reads with the tokenizer."""
+MOST_TOKENIZER = 256 * 2**20
+"""Largest file of a vocabulary, in bytes."""
+MOST_LAYERS = 1024
+"""Most layers or experts that a config may name."""
+MOST_WHOLE = 2**53
+"""Largest whole number in a config."""
+
+IGNORED = {
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal", "auto_map", "dtype",
+    "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels", "id2label", "label2id",
+    "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "torchscript", "use_cache",
+}  # fmt: skip
+"""Fields of a config that do not describe the model but how it runs, which the options of a run decide."""
+
+UNBOUNDED = {"time_step_limit"}
+"""Fields that may be infinite: models of type mamba have them, which are refused by their type."""
+
+REFUSED = {
+    "quantization_config": "quantized checkpoints need loaders and kernels of their own; use the unquantized one",
+    "compression_config": "compressed checkpoints need a loader of their own; use the uncompressed one",
+    "transformers_weights": f"weights are read from {SINGLE} or the shards of {INDEX} only; rename the file",
+    "fusion_config": "it replaces modules of the model; remove it",
+    "kernel_config": "it replaces modules of the model by kernels of the hub; remove it",
+    "use_kernels": "it replaces modules of the model by kernels of the hub; remove it",
+    "distributed_config": "how a model is split is said by target.tensor_parallel and target.device_map; remove it",
+}
+"""Fields of a config that make another loader or other code necessary, and why each is refused. null is allowed."""
+
+COUNTS = re.compile(r"(^|_)(layers?|blocks|experts)$")
+"""Names of fields that count layers or experts."""
+DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"}
+"""Names of fields that say how many layers a language model has."""
+
+
+def check_files(folder: Path) -> None:
+    """Check the kinds and sizes of a checkpoint's JSON and tokenizer files before any of them is opened.
+
+    Raises:
+        OSError: the folder holds no config.json.
+        ValueError: a folder, pipe, device or socket in place of a file; a file that is too large; an adapter.
+    """
+    if not (folder / "config.json").exists():
+        raise OSError(f"{folder} holds no config.json: give a folder written by save_pretrained, or a hub name")
+    names = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+    for file in (*(folder / name for name in names), *sorted((folder / TEMPLATES).glob("*.jinja"))):
+        if not file.exists():
+            continue
+        if not file.is_file():
+            raise ValueError(f"{file} is not a regular file: a checkpoint holds files only; remove it")
+        most = MOST_TOKENIZER if file.name in VOCABULARIES else MOST_BYTES
+        if (size := file.stat().st_size) > most:
+            raise ValueError(f"{file} has {size} bytes, more than the {most} that are read of such a file")
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} holds adapter_config.json: adapters are not supported and would be left out silently; merge it "
+            "into the weights (peft's merge_and_unload), or remove the adapter's files"
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of ``config.json`` that describe the model.
+
+    Raises:
+        OSError: there is none.
+        ValueError: not a JSON mapping within the bounds, no model_type, a field that is refused, or a value that no
+            model has; the message names the field.
+    """
+    file = folder / "config.json"
+    config = read_json(file, any_number=True)
+    if config is None:
+        raise OSError(f"{folder} holds no config.json: give a folder written by save_pretrained, or a hub name")
+    _check_values(file, "", config)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ValueError(f"{file}: model_type must name a kind of model of transformers, not {brief(kind)}")
+    return _described(file, config)
+
+
+def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
+    """Return where the end-of-text tokens are named (for messages), and those tokens.
+
+    Args:
+        folder: of the checkpoint.
+        default: what the model's config says, taken where there is no generation_config.json.
+
+    Raises:
+        ValueError: the file is no JSON mapping, or a value is no token id.
+    """
+    file = folder / "generation_config.json"
+    found = read_json(file)
+    value = default if found is None else found.get("eos_token_id")
+    where = str(folder / "config.json" if found is None else file)
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"{where}: eos_token_id must be a token id or a list of them, not {brief(value)}")
+    return where, tokens
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's weight files, as far as the folder says: those files need not exist.
+
+    Raises:
+        OSError: neither ``model.safetensors`` nor its index.
+        ValueError: an index that is malformed, or that names anything but safetensors files of this folder.
+    """
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    file = folder / INDEX
+    index = read_json(file)
+    if index is None:
+        raise OSError(f"{folder} holds neither {SINGLE} nor {INDEX}; weights are read from safetensors only")
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{file}: weight_map must map each tensor's name to its file; copy or download it again")
+    for tensor, name in shards.items():
+        plain = isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) and not name.startswith(".")
+        if not plain:
+            raise ValueError(
+                f"{file}: weight_map says that {brief(tensor)} is in {brief(name)}, which is not the name of a "
+                ".safetensors file in the same folder: only such files are read"
+            )
+    return sorted(set(shards.values()))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a checkpoint's weight files in order of name: exactly those that are loaded.
+
+    Raises:
+        OSError: there are none, or the index names one that is missing.
+        ValueError: as for ``shard_names``; a file that is not regular.
+    """
+    files = [folder / name for name in shard_names(folder)]
+    for file in files:
+        if not file.exists():
+            raise OSError(f"{file} is missing, but {INDEX} names it: copy or download it again")
+        if not file.is_file():
+            raise ValueError(f"{file} is not a regular file")
+    return files
+
+
+@contextmanager
+def open_weights(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Open weight files, and yield their tensors by name, not yet read (slices of ``safe_open``).
+
+    Raises:
+        OSError: a file is truncated or corrupt.
+        ValueError: a tensor is in two files.
+    """
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        places: dict[str, Path] = {}
+        for file in files:
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                new = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            except SafetensorError as error:
+                raise OSError(
+                    f"{file} is truncated or corrupt ({one_line(error)}): copy or download it again"
+                ) from error
+            if twice := sorted(new.keys() & tensors.keys()):
+                raise ValueError(f"the tensor {brief(twice[0])} is both in {places[twice[0]]} and in {file}")
+            tensors |= new
+            places |= dict.fromkeys(new, file)
+        yield tensors
+
+
+def check_counts(folder: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse a config with more layers than the checkpoint has tensors: building it could take forever.
+
+    Raises:
+        ValueError: names the field.
+    """
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
+        for name in sorted(DEPTHS & fields.keys()):
+            if isinstance(fields[name], int) and fields[name] > tensors:
+                raise ValueError(
+                    f"{folder / 'config.json'}: {name} is {fields[name]}, but the weight files hold {tensors} tensors"
+                )
+
+
+def _described(file: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` without what is ignored, at every level."""
+    for name, why in REFUSED.items():
+        if config.get(name) not in (None, False, {}):
+            raise ValueError(f"{file}: {name} is not supported: {why}")
+    dropped = IGNORED | REFUSED.keys()
+    kept = {name: value for name, value in config.items() if name not in dropped}
+    return {name: _described(file, value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+def _check_values(file: Path, name: str, value: Any) -> None:
+    """Refuse values that no config of a model has.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else ((name, one) for one in value)
+        for key, one in items:
+            _check_values(file, key, one)
+    elif isinstance(value, float) and not math.isfinite(value) and not (name in UNBOUNDED and math.isinf(value)):
+        raise ValueError(f"{file}: {name} must be a finite number, not {value}")
+    elif isinstance(value, int) and abs(value) > MOST_WHOLE:
+        raise ValueError(f"{file}: {name} is {brief(value)}, too large a number")
+    elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS and value != -1:
+        raise ValueError(f"{file}: {name} must lie between 0 and {MOST_LAYERS}, not {value}")
+
+
+def one_line(error: Exception) -> str:
+    """An error of another package on one line, with its type."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"

@@ -1,0 +1,243 @@
+"""Several processes of torchrun as one: the first rank runs the command, the others lend it their part of a model.
+
+Only the first rank reads options, draws numbers, times, writes and prints. The others ``follow``: they load their own
+shards of the models that the first one loads, and repeat each of its calls in step, with cells of their own for their
+own heads. So there is nothing on which ranks could decide differently, and nobody reads the other ranks' logits.
+
+What is told goes through gloo, on the CPU, as safetensors; what the models' layers exchange is transformers' business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from spec_lab.engine.attention import Pack, Piece
+from spec_lab.engine.kv_cache import Cells
+from spec_lab.models.ranks import rank
+
+IDLE = timedelta(days=7)
+"""How long the others wait for the first rank's next call."""
+
+GRACE = timedelta(seconds=10)
+"""How long a rank that failed waits for the others to fail of the same."""
+
+
+@cache
+def join() -> Link:
+    """Meet the other ranks, once in a process. When the first one ends in step, it lets the others end."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=IDLE)
+    link = Link()
+    if rank() == 0:
+        atexit.register(link.leave)
+    return link
+
+
+def follow(shards: Callable[..., Any]) -> None:
+    """Serve the first rank until it ends. An interruption is its to answer: Ctrl-C ends it, and with it this process.
+
+    Args:
+        shards: loads this rank's shards of a model, given what the first rank gave to ``Link.load``.
+
+    Raises:
+        SystemExit: with code 1: the first rank died, or this one failed of what the first one did not.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = join()
+    while link.repeat(shards):
+        pass
+    dist.destroy_process_group()
+
+
+class Link:
+    """One rank's end of what the first rank tells the others."""
+
+    def __init__(self) -> None:
+        self.words = dist.new_group(backend="gloo", timeout=IDLE)
+        self.failed = dist.new_group(backend="gloo", timeout=GRACE)
+        self.in_step = True  # no rank is inside a call; False for good once the first rank left one half-way
+        self._inside = False  # this rank is inside a call
+        self._counter = count()
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._gone: list[int] = []  # numbers of models and cells that the first rank has dropped
+        self._things: dict[int, Any] = {}  # on the others: models and cells by the first rank's numbers
+
+    # The first rank --------------------------------------------------------------------------------------------------
+
+    def load(self, shards: Callable[..., Any], **how: Any) -> Any:
+        """The first rank's shards of a model, every rank having loaded its own; to be called on this rank alone.
+
+        Args:
+            shards: called with ``how`` here; ``follow`` was given the others'.
+            how: as JSON can hold it.
+        """
+        with self._step():
+            self._tell({"do": "load", "number": (number := next(self._counter)), "how": how, **self._news()}, {})
+            model = shards(**how)
+        self._name(model, number)
+        for part, module in _parts(model).items():
+            module.forward = self._led(model, number, part, module.forward)
+        return model
+
+    def leave(self) -> None:
+        """Let the others end, unless they are inside a call: then they end as their connection does. Once is enough."""
+        if self.in_step and dist.is_initialized():
+            self._tell({"do": "end"}, {})
+            dist.destroy_process_group()
+
+    def _led(self, model: nn.Module, number: int, part: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """``own``, the forward of a part of the model, with every rank joining in."""
+        watched = weakref.proxy(model)
+
+        def forward(*given: Any, **named: Any) -> Any:
+            if self._inside:  # a part of a call in which the others are already
+                return own(*given, **named)
+            both = {str(place): value for place, value in enumerate(given)} | named
+            tensors = {name: value for name, value in both.items() if isinstance(value, Tensor)}
+            plain = {name: value for name, value in both.items() if not isinstance(value, Tensor | Pack)}
+            what = {"do": "call", "number": number, "part": part, "plain": plain}
+            what["attention"] = watched.config._attn_implementation
+            if isinstance(pack := both.get("past_key_values"), Pack):
+                what["pack"], more = self._packed(pack)
+                tensors |= more
+            with self._step(), torch.inference_mode():
+                self._tell(what | self._news(), tensors)
+                return own(*given, **named)
+
+        return forward
+
+    def _packed(self, pack: Pack) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What other ranks need to build the pack over their cells."""
+        pieces, tensors = [], {}
+        for place, piece in enumerate(pack.pieces):
+            slots = [piece.slots.start, piece.slots.stop] if isinstance(piece.slots, slice) else None
+            pieces.append([piece.span, piece.start, piece.stop, slots, piece.extent, piece.causal])
+            if isinstance(piece.slots, Tensor):
+                tensors[f"slots {place}"] = piece.slots
+            if piece.mask is not None:
+                tensors[f"mask {place}"] = piece.mask
+        cells = pack.cells
+        if cells not in self._numbers:
+            self._name(cells, next(self._counter))
+        return {"cells": self._numbers[cells], "size": [cells.spans, cells.capacity], "pieces": pieces}, tensors
+
+    def _name(self, thing: Any, number: int) -> None:
+        self._numbers[thing] = number
+        weakref.finalize(thing, self._gone.append, number).atexit = False
+
+    def _news(self) -> dict[str, list[int]]:
+        gone = self._gone.copy()
+        del self._gone[: len(gone)]
+        return {"gone": gone}
+
+    # The others ------------------------------------------------------------------------------------------------------
+
+    def repeat(self, shards: Callable[..., Any]) -> bool:
+        """Do what the first rank does next, if it does anything. Errors as in ``follow``."""
+        try:
+            what, tensors = self._hear()
+        except RuntimeError:  # the first rank is dead, and has said of what
+            sys.exit(1)
+        if what["do"] == "end":
+            return False
+        for number in what["gone"]:
+            self._things.pop(number, None)
+        try:
+            with self._step():
+                if what["do"] == "load":
+                    gc.collect()  # models that are split hold themselves in cycles
+                    self._things[what["number"]] = shards(**what["how"])
+                else:
+                    self._call(what, tensors)
+        except Exception:  # the first rank fails of it as well, and answers
+            pass
+        return True
+
+    @torch.inference_mode()
+    def _call(self, what: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+        model = self._things[what["number"]]
+        if model.config._attn_implementation != what["attention"]:
+            model.set_attn_implementation(what["attention"])
+        tensors = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+        named = what["plain"]
+        if "pack" in what:
+            named["past_key_values"] = self._unpacked(what["pack"], tensors, model.device)
+        named |= {name: tensor for name, tensor in tensors.items() if " " not in name}
+        given = [named.pop(name) for name in sorted(name for name in named if name.isdecimal())]
+        _parts(model)[what["part"]](*given, **named)
+
+    def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
+        cells = self._things.setdefault(facts["cells"], Cells())
+        cells.reserve(*facts["size"])
+        pieces = [
+            Piece(
+                span, start, stop, slice(*slots) if slots else tensors[f"slots {place}"], extent,
+                tensors.get(f"mask {place}"), causal,
+            )
+            for place, (span, start, stop, slots, extent, causal) in enumerate(facts["pieces"])
+        ]  # fmt: skip
+        return Pack(cells, pieces, device)
+
+    # Both ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """What every rank does. If it fails on all ranks, they go on; if on some, these end, and torchrun the rest.
+
+        Raises:
+            RuntimeError: an interruption has ended an earlier step half-way.
+        """
+        if not self.in_step:
+            raise RuntimeError("the ranks are out of step since a call was interrupted: start the command again")
+        self.in_step, self._inside = False, True
+        try:
+            yield
+        except Exception as error:
+            try:
+                dist.barrier(self.failed)
+            except RuntimeError:
+                said = " ".join(str(error).split()) or type(error).__name__
+                if rank() and isinstance(error, RuntimeError) and "by peer" in said:
+                    sys.exit(1)  # gloo lost another rank, which has said why it ended
+                raise SystemExit(f"spec_lab: rank {rank()}, and not every rank, failed: {said}") from error
+            self.in_step = True
+            raise
+        else:
+            self.in_step = True
+        finally:
+            self._inside = False
+
+    def _tell(self, what: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        words = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8)
+        every = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        told = torch.frombuffer(bytearray(save({**every, "": words})), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(told)]), 0, group=self.words)
+        dist.broadcast(told, 0, group=self.words)
+
+    def _hear(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        length = torch.empty(1, dtype=torch.long)
+        dist.broadcast(length, 0, group=self.words)
+        told = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(told, 0, group=self.words)
+        tensors = load(told.numpy().tobytes())
+        return json.loads(tensors.pop("").numpy().tobytes()), tensors
+
+
+def _parts(model: Any) -> dict[str, Any]:
+    """The modules that somebody calls: the model and, on hidden states of their own, heads its embeddings."""
+    return {"": model, "out": model.get_output_embeddings(), "in": model.get_input_embeddings()}

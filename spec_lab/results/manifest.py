@@ -1,0 +1,314 @@
+"""What a run was: configuration, code, versions, weights, prompts and machine."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import reprlib
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_lab.core import files
+from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.core.machine import processor
+from spec_lab.models import ranks
+from spec_lab.results import sources
+from spec_lab.results.redact import without_secrets
+from spec_lab.results.sweep import PLACES
+
+PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
+MEDUSA = "spec_lab.propose.medusa.Medusa.load"
+MEASURING = ("recalibrate", "cache")
+"""Options of ``MEDUSA`` that say only how a tree is chosen when a run begins. The chosen tree itself is compared."""
+
+JOBS = ("ended.json", "queued.json")
+"""Files of a run's directory that are no results: what a sweep notes of its jobs."""
+SHAPE = {
+    "config": {
+        "?name": str,
+        "?sampling": (None, {"?temperature": (float, None)}),
+        "?target": (None, {}),
+        "?prompts": (None, {}),
+        "?proposer": (None, {}),
+    },
+    "seed": int,
+    "arms": [str],
+    "weights_sha256": {str: str},
+    "prompts_sha256": str,
+    "commit": (str, None),
+    "versions": {str: (str, None)},
+    "threads": int,
+    "?ranks": int,
+    "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
+    "proposers": {str: {}},  # of any contents: a proposer of another package says there what it likes
+    "?groups": (int, None),
+    "?overrides": (None, [str]),
+    "?parts": {},
+    "?code": {str: {}},
+    "?files_sha256": {str: str},
+    "?began": str,
+}
+"""What ``manifest.json`` has, as far as it is read."""
+
+
+def manifest(
+    config: Mapping[str, Any],
+    seed: int,
+    weights: Mapping[str, str],
+    prompts: str,
+    arms: Sequence[str],
+    proposers: Mapping[str, Mapping[str, Any]],
+    parts: Iterable[Any] = (),
+) -> dict[str, Any]:
+    """The contents of ``manifest.json``.
+
+    Args:
+        config: the configuration; values of keys that look like secrets are blanked.
+        seed: the run's.
+        weights: SHA-256 of the weights of each part that has some; empty for weights from the hub, since transformers
+            does not tell which commit it has loaded: use a local folder where that matters.
+        prompts: SHA-256 of the prompts.
+        arms: names of the run's arms.
+        proposers: what each arm's proposer says of itself.
+        parts: the objects that decode; the code of those from other packages is noted (``sources``), and this
+            package's own where no commit tells it.
+    """
+    made_of = {key: value for key, value in config.items() if key not in PLACES}
+    head = commit(Path(__file__).resolve().parent)
+    code = sources.code(made_of, parts) | ({} if head else {sources.OWN: sources.source(sources.OWN)})
+    return {
+        "config": without_secrets(config),
+        "seed": seed,
+        "weights_sha256": {name: str(one) for name, one in weights.items()},
+        "prompts_sha256": prompts,
+        "commit": head,
+        "code": code,
+        "files_sha256": sources.data(made_of),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "ranks": ranks.size(),
+        "arms": list(arms),
+        "proposers": dict(proposers),
+        "began": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }
+
+
+def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``manifest.json`` into ``out``, or find that ``out`` already holds a part of this very run.
+
+    Returns:
+        What ``manifest.json`` says: of a run that is gone on with, what it said when the run began.
+
+    Raises:
+        ValueError: it holds another run; says what differs. It holds rows and no manifest.
+        OSError: it cannot be written.
+    """
+    facts = _as_read(facts)
+    there = begun(out)
+    if there is None:
+        if rows := sorted([*out.glob("*.parquet"), *out.glob("parts/*.parquet")]):
+            raise ValueError(
+                f"{out} holds rows ({rows[0].relative_to(out)}) but no manifest.json that says of which run; "
+                "choose another out=DIR, or remove it"
+            )
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "manifest.json", facts)
+        return facts
+    different = _differences(_identity(there), _identity(facts))
+    if not different and there.get("config_sha256", here := facts.get("config_sha256", "")) != here:
+        different = ["an environment variable that the configuration reads: one value there, another here"]
+    if different:
+        what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
+        raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
+    return there
+
+
+def unclaim(out: Path, facts: Mapping[str, Any], error: Exception, decoded: bool) -> None:
+    """Remove the manifest of a run that was refused before it decoded anything, and its folder if that is empty.
+
+    So the corrected command can use the same directory. A run that has decoded, or that failed with another error than
+    a refusal, keeps its manifest and with it the draft tree that it chose: the same command resumes it.
+
+    Args:
+        out: the run's directory.
+        facts: as given to ``claim``. A run that was resumed began before them, and keeps its manifest.
+        error: what the run failed with; a ``ValueError`` is a refusal.
+        decoded: whether the target has computed anything since the claim.
+    """
+    if decoded or not isinstance(error, ValueError):
+        return
+    with suppress(ValueError, OSError):  # the run's own error is what the user must see
+        there = begun(out)
+        results = {file.name for kind in ("*.parquet", "parts/*.parquet", "*.json") for file in out.glob(kind)}
+        if there is None or there.get("began") != facts["began"] or results - {"manifest.json", *JOBS}:
+            return
+        (out / "manifest.json").unlink()
+        for folder in (out / "parts", out / "figures", out):
+            with suppress(OSError):  # not empty, or not there
+                folder.rmdir()
+
+
+def begun(out: Path) -> dict[str, Any] | None:
+    """The manifest of the run that ``out`` holds, or None where it holds none.
+
+    Raises:
+        ValueError: the file is no manifest.
+    """
+    file = out / "manifest.json"
+    try:
+        there = read_json(file)
+        if there is not None:
+            expect(there, SHAPE, "")
+    except ValueError as error:
+        raise Unreadable(f"{file} is no manifest ({error}); choose another out=DIR, or remove it") from error
+    return there
+
+
+def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:
+    """The draft trees of the run that ``out`` holds, by arm; empty unless it was begun with this configuration.
+
+    A tree that is chosen by timing may come out differently the next time. A run that is gone on with must decode with
+    the one it began with.
+
+    Raises:
+        ValueError: as ``begun``.
+    """
+    there = begun(out)
+    if there is None or _configuration(there["config"]) != _configuration(_as_read(without_secrets(config))):
+        return {}
+    if config_sha256 and there.get("config_sha256", config_sha256) != config_sha256:
+        return {}
+    return {arm: one["tree"] for arm, one in there["proposers"].items() if isinstance(one.get("tree"), str)}
+
+
+def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What must agree for two runs to be one: whatever may change a token or a second."""
+    proposers = facts["proposers"].items()
+    return {
+        "config": _configuration(facts["config"]),
+        **{name: facts[name] for name in ("seed", "arms", "weights_sha256", "prompts_sha256", "commit", "versions")},
+        "threads": facts["threads"],
+        "ranks": facts.get("ranks", 1),
+        "code": facts.get("code", {}),
+        "files_sha256": facts.get("files_sha256", {}),
+        "machine": {name: facts["machine"][name] for name in ("processor", "gpus")},
+        "proposers": {arm: {name: one.get(name) for name in ("name", "drawn", "tree")} for arm, one in proposers},
+    }
+
+
+def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether code of other packages, and files that their options name, are those of a manifest, as far as it knows.
+
+    Args:
+        facts: the manifest; an older one, or none, does not know of code.
+        config: the resolved configuration.
+    """
+    if "code" not in facts:
+        return True
+    made_of = {key: value for key, value in config.items() if key not in PLACES}
+    code = {name: one for name, one in facts["code"].items() if name != sources.OWN}
+    known = {**code, **sources.code(made_of)}
+    same = all(sources.source(name) == code.get(name) for name in known)
+    return same and sources.data(made_of) == facts.get("files_sha256", {})
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a resolved configuration; see ``_configuration``."""
+    plain = json.dumps(_configuration(_as_read(without_secrets(config))), sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without ``PLACES`` and without ``MEASURING`` of Medusa proposers: what must agree."""
+    kept = {key: value for key, value in config.items() if key not in PLACES}
+    if "proposer" in kept:
+        kept["proposer"] = _without_measuring(kept["proposer"])
+    if isinstance(beside := kept.get("beside"), Mapping):
+        kept["beside"] = {name: _without_measuring(one) for name, one in beside.items()}
+    return kept
+
+
+def _without_measuring(proposer: Any) -> Any:
+    """The options of a proposer without ``MEASURING``, if it is Medusa."""
+    if not isinstance(proposer, Mapping) or proposer.get("_target_") != MEDUSA:
+        return proposer
+    return {key: value for key, value in proposer.items() if key not in MEASURING}
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """Where two trees differ, in words."""
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        inner = [(key, f"{name}.{key}" if name else str(key)) for key in {**there, **here}]
+        return [found for key, path in inner for found in _differences(there.get(key), here.get(key), path)]
+    return [] if there == here else [f"{name}: {reprlib.repr(there)} there, {reprlib.repr(here)} here"]
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` as JSON, NaN and infinities as null. Errors as in ``files.write_json``."""
+    files.write_json(file, finite(value))
+
+
+def _as_read(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The same tree as it reads back from JSON."""
+    return json.loads(json.dumps(finite(value), default=str))
+
+
+def finite(value: Any) -> Any:
+    """The same tree with NaN and infinities as None, as JSON wants it."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def commit(folder: Path) -> str | None:
+    """The git commit that holds ``folder``; None outside a repository.
+
+    Where tracked files differ from it, "+" and eight digits of the SHA-256 of ``git diff HEAD`` follow.
+    """
+
+    def git(*command: str) -> bytes:
+        return subprocess.run(
+            ["git", "-C", str(folder), *command], capture_output=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", str(folder / "__init__.py"))  # not merely inside somebody's repository
+        head = git("rev-parse", "HEAD").decode()
+        if not git("status", "--porcelain", "--untracked-files=no"):
+            return head
+        return f"{head}+{hashlib.sha256(git('diff', '--no-color', '--no-ext-diff', 'HEAD')).hexdigest()[:8]}"
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory in GiB, operating system, GPUs."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(pages / 2**30, 1),
+        "system": platform.platform(),
+        "gpus": gpus,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

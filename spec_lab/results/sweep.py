@@ -1,0 +1,583 @@
+"""A sweep is a directory: ``sweep.json`` names every run that was asked of it, and each run has a folder.
+
+What a run's folder holds says where the run stands, so that a kill at any moment leaves nothing to mend:
+
+- ``.lock``, held by a living process: running (the kernel lets go of it when the process dies);
+- ``ended.json``: done, or failed with its traceback;
+- ``queued.json``: its last job on a cluster, and what became of that where the job cannot have said so itself;
+- neither: waiting, perhaps with the rows of some finished groups, from which it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from errno import EINVAL
+from hashlib import sha256
+from pathlib import Path
+from re import ASCII, fullmatch, sub
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from filelock import FileLock, Timeout
+
+from spec_lab.core.files import Unreadable, expect, read_json, write_json
+from spec_lab.results.redact import redacted
+
+if TYPE_CHECKING:  # tables are for those who read them: composing a run imports nothing heavy
+    import pandas as pd
+
+State = Literal["done", "running", "failed", "waiting"]
+
+Known = TypeVar("Known")
+
+PLACES = ("out", "tracker", "retry", "objective")
+"""Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: the run has not ended, and the same command goes on."""
+
+BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_acceptance")
+"""Figures that are lists, one value for each depth from 1."""
+
+LONGEST = 120  # letters of a folder's name
+
+NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
+"""What ``folder_name`` makes: one folder, inside the sweep's."""
+
+ENDED = {
+    "state": {"done", "failed"},
+    "error": str,
+    "code": int,
+    "?config_sha256": str,
+    "?seconds": (float, None),
+    "?overrides": [str],
+    "?traceback": str,
+}
+"""The shape of ``ended.json``."""
+
+QUEUED = {"engine": str, "job": str, "lost": str}
+"""The shape of ``queued.json``."""
+
+BEGUN = {
+    "?groups": (int, None),
+    "?overrides": (None, [str]),
+    "?commit": (str, None),
+    "?prompts_sha256": (str, None),
+    "?weights_sha256": {str: str},
+    "?threads": (int, None),
+    "?machine": {"?processor": (str, None), "?gpus": [str]},
+    "?code": {str: {}},
+    "?files_sha256": {str: str},
+}
+"""The shape of what is read here of ``manifest.json``."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
+
+    Args:
+        folder: where its files are.
+        overrides: what the command line says of it, without ``PLACES``.
+        state: where it stands.
+        groups: finished groups on disk.
+        of: how many it will have; None while it is not known.
+        code: exit code of a run that is done.
+        error: what a failed run failed of, in one line; what became of the job of one that waits on a cluster, or that
+            was lost there; else empty.
+        seconds: that the process which ended it spent on it; None of a run that has not ended.
+        unreadable: which of its files is not readable, and why; empty for none.
+    """
+
+    folder: Path
+    overrides: tuple[str, ...]
+    state: State
+    groups: int = 0
+    of: int | None = None
+    code: int = 0
+    error: str = ""
+    seconds: float | None = None
+    unreadable: str = ""
+
+
+# What was asked ----------------------------------------------------------------------------------------------------
+
+
+def own(overrides: Iterable[str]) -> tuple[str, ...]:
+    """The overrides that make a run what it is, sorted, with secrets blanked."""
+    kept = (redacted(one) for one in overrides if key(one).partition(".")[0].partition("@")[0] not in PLACES)
+    return tuple(sorted(kept, key=lambda one: one.lstrip("+")))
+
+
+def key(override: str) -> str:
+    """What an override sets: the part before "=", without leading "+"."""
+    return override.partition("=")[0].lstrip("+")
+
+
+def folder_name(overrides: Iterable[str]) -> str:
+    """The folder of the run with these overrides: no slashes, not too long, different for different ones."""
+    text = ",".join(one.lstrip("+") for one in own(overrides)) or "default"
+    plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
+    if len(plain) <= LONGEST and plain == text:
+        return plain
+    return f"{plain[: LONGEST - 13]}-{sha256(text.encode()).hexdigest()[:12]}"
+
+
+def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
+    """Add runs, each given by its overrides, to what was asked of the sweep.
+
+    Raises:
+        ValueError: ``sweep.json`` is no list of runs.
+        OSError: it cannot be written.
+    """
+    sweep.mkdir(parents=True, exist_ok=True)
+    with file_lock(sweep / ".sweep.lock"):
+        asked = _asked(sweep) | {folder_name(one): own(one) for one in jobs}
+        write_json(sweep / "sweep.json", {"runs": [{"folder": name, "overrides": one} for name, one in asked.items()]})
+
+
+def _asked(sweep: Path) -> dict[str, tuple[str, ...]]:
+    """The overrides of each run that was asked of the sweep, by folder."""
+    file = sweep / "sweep.json"
+    try:
+        found = read_json(file) or {"runs": []}
+        expect(found, {"runs": [{"folder": str, "overrides": [str]}]}, "")
+        if bad := [one["folder"] for one in found["runs"] if not fullmatch(NAME, one["folder"], flags=ASCII)]:
+            raise ValueError(f"{bad[0]!r} is no name of a run's folder")
+    except ValueError as error:
+        raise Unreadable(f"{file} is no list of runs ({error}); remove it and sweep again") from error
+    return {one["folder"]: tuple(one["overrides"]) for one in found["runs"]}
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether the folder holds a sweep."""
+    return (folder / "sweep.json").is_file()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder holds a run, in whatever state."""
+    return (folder / "manifest.json").is_file()
+
+
+def labels(asked: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What tells each run from the others, by folder: its overrides that not all have."""
+    shared = set.intersection(*(set(one) for one in asked.values())) if len(asked) > 1 else set()
+    return {name: " ".join(one for one in given if one not in shared) or name for name, given in asked.items()}
+
+
+def place(folder: Path) -> str:
+    """Which run of its sweep the one in ``folder`` is, in words, such as "2 of 6, proposer.depth=5"."""
+    asked = _asked(folder.parent)
+    if folder.name not in asked:
+        return folder.name
+    return f"{list(asked).index(folder.name) + 1} of {len(asked)}, {labels(asked)[folder.name]}"
+
+
+# One run -----------------------------------------------------------------------------------------------------------
+
+
+class Held(Exception):
+    """Another process is at this run."""
+
+
+def file_lock(file: Path) -> FileLock:
+    """A lock on the file; refused is what is no file of its own, whose target would be opened.
+
+    Raises:
+        OSError: it is a symlink, or no regular file.
+    """
+    with suppress(FileNotFoundError):
+        if not S_ISREG(os.lstat(file).st_mode):
+            raise OSError(EINVAL, "is not a regular file, so it is no lock; remove it", str(file))
+    return FileLock(file)
+
+
+@contextmanager
+def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
+    """While inside, this process and no other is at the run in ``folder``.
+
+    Args:
+        folder: the run's.
+        patience: seconds to wait for whoever only looks (``runs`` does).
+
+    Raises:
+        Held: another process is.
+    """
+    lock = file_lock(folder / ".lock")
+    try:
+        lock.acquire(timeout=patience)
+    except Timeout as error:
+        raise Held(f"another process is at the run in {folder}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(folder / ".lock")  # while it is held: whoever waits for this file sees that it is gone
+        lock.release()
+
+
+def begin(folder: Path) -> None:
+    """Forget how the run ended before, and what became of its last job on a cluster."""
+    (folder / "ended.json").unlink(missing_ok=True)
+    if (known := queued(folder)) and known["lost"]:
+        write_json(folder / "queued.json", known | {"lost": ""})
+
+
+def queue(folder: Path, engine: str, job: str) -> None:
+    """Note that an engine (Slurm, Ray) has taken the run on, as the job that it calls so."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "queued.json", {"engine": engine, "job": job, "lost": "", "at": _now()})
+
+
+def lose(folder: Path, engine: str, why: str) -> None:
+    """Note what became of the run's job, which cannot say so itself: it was cancelled, killed, ran out of time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = queued(folder) or {"engine": engine, "job": ""}
+    write_json(folder / "queued.json", known | {"lost": why, "at": _now()})
+
+
+def queued(folder: Path) -> dict[str, Any] | None:
+    """What is known of the run's last job on a cluster: engine, job, lost (why; or empty); None if there was none."""
+    with suppress(ValueError):  # cut short: of no use, and no harm
+        return _queued(folder)
+    return None
+
+
+def _queued(folder: Path) -> dict[str, Any] | None:
+    """As ``queued``.
+
+    Raises:
+        Unreadable: the file is not what ``queue`` writes.
+    """
+    return _shaped(folder / "queued.json", QUEUED, "does not say what became of the run's job")
+
+
+def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable") -> dict[str, Any] | None:
+    """What a JSON file holds; None where there is none.
+
+    Raises:
+        Unreadable: it holds something of another shape; names the file, in the words of ``what``.
+    """
+    try:
+        if (found := read_json(file)) is not None:
+            expect(found, shape, "")
+    except Unreadable:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{file} is not readable ({error.strerror})") from error
+    except ValueError as error:
+        raise Unreadable(f"{file} {what} ({error})") from error
+    return found
+
+
+def end(folder: Path, overrides: Sequence[str], config: str, code: int, seconds: float) -> None:
+    """Note that the run is done; ``config`` identifies its configuration."""
+    facts = {"state": "done", "code": code, "config_sha256": config, "error": "", "traceback": ""}
+    write_json(folder / "ended.json", facts | _when(overrides, seconds))
+
+
+def fail(
+    folder: Path,
+    overrides: Sequence[str],
+    error: BaseException,
+    said: str,
+    seconds: float,
+    redact: Callable[[str], str] = str,
+) -> None:
+    """Note that the run failed; ``said`` is the error in one line; ``redact`` takes secrets out of the traceback."""
+    facts = {"state": "failed", "code": 1, "config_sha256": "", "error": said}
+    trace = redact("".join(traceback.format_exception(error)))
+    write_json(folder / "ended.json", facts | {"traceback": trace} | _when(overrides, seconds))
+
+
+def _when(overrides: Sequence[str], seconds: float) -> dict[str, Any]:
+    return {
+        "overrides": own(overrides),
+        "seconds": round(seconds, 3),
+        "at": _now(),
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def ended(folder: Path) -> dict[str, Any] | None:
+    """What is known of how the run ended; None of one that has not. One whose files are not readable has failed of
+    that.
+    """
+    try:
+        facts = _shaped(folder / "ended.json", ENDED, "does not say how the run ended")
+        if facts is not None and facts["state"] == "done":
+            list(_rows(folder)), _provenance(folder)
+        return facts
+    except Unreadable as error:
+        said = str(error)
+        return {"state": "failed", "code": 1, "config_sha256": "", "error": said, "unreadable": said}
+
+
+def _running(folder: Path) -> bool:
+    """Whether a running process holds its lock.
+
+    Raises:
+        Unreadable: its lock cannot be opened.
+    """
+    lock = folder / ".lock"
+    if not os.path.lexists(lock):
+        return False
+    try:
+        with file_lock(lock).acquire(blocking=False):
+            return False
+    except Timeout:
+        return True
+    except OSError as error:
+        raise Unreadable(f"{lock} is not readable ({error.strerror})") from error
+
+
+@contextmanager
+def reading(*folders: Path) -> Iterator[None]:
+    """Name the folders in whatever their files make go wrong; HYDRA_FULL_ERROR=1 lets it through, with its traceback.
+
+    Raises:
+        Unreadable: in place of any error but OSError, ``Held``, and a ValueError that names one of the folders.
+    """
+    try:
+        yield
+    except (OSError, Unreadable, Held):
+        raise
+    except Exception as error:
+        said = isinstance(error, ValueError) and any(str(one) in str(error) for one in folders)
+        if said or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        raise Unreadable(f"the files in {' or '.join(map(str, folders))} are not those of a run ({what})") from error
+
+
+# All of them -------------------------------------------------------------------------------------------------------
+
+
+def runs(sweep: Path) -> list[Run]:
+    """Every run asked of the sweep, in the order in which they were asked for.
+
+    Raises:
+        ValueError: the folder holds no sweep, or a ``sweep.json`` that is no list of runs.
+    """
+    if not is_sweep(sweep):
+        what = "holds a single run" if is_run(sweep) else "holds no sweep" if sweep.is_dir() else "does not exist"
+        raise ValueError(f"{sweep} {what}; a sweep is made by --multirun with out=DIR and has a sweep.json")
+    asked = _asked(sweep)
+    others = (one for one in sorted(sweep.iterdir()) if one.name not in asked and one.is_dir())
+    found = [one for one in others if is_run(one) or (one / "ended.json").is_file()]  # a sweeper that plans as it goes
+    return [look(sweep / name, given) for name, given in asked.items()] + [look(one) for one in found]
+
+
+def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
+    """Where the run in ``folder`` stands."""
+    spoilt: list[str] = []
+
+    def known(of: Callable[[Path], Known], otherwise: Known) -> Known:
+        try:
+            return of(folder)
+        except Unreadable as error:
+            spoilt.append(str(error))
+            return otherwise
+
+    running = known(_running, False)  # asked first: a run that ends meanwhile is seen as ended
+    how = ended(folder)
+    if how is not None and "unreadable" in how:
+        spoilt.append(how["unreadable"])
+    begun: dict[str, Any] = known(_begun, {})
+    job = "" if how or running else known(_on_cluster, "")
+    groups = begun.get("groups")
+    done = groups or 0 if how and how["state"] == "done" else known(_groups, 0)
+    given = overrides or tuple((how or {}).get("overrides", ())) or own(begun.get("overrides") or ())
+    state: State = how["state"] if how else "running" if running else "waiting"
+    error = how["error"] if how else "; ".join([*spoilt, *([job] if job else [])])
+    code, seconds = (how["code"], how.get("seconds")) if how else (0, None)
+    return Run(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(spoilt)))
+
+
+def _begun(folder: Path) -> dict[str, Any]:
+    """What the manifest says, as far as a sweep needs it; empty where there is none.
+
+    Raises:
+        Unreadable: it is not readable.
+    """
+    return _shaped(folder / "manifest.json", BEGUN) or {}
+
+
+def _on_cluster(folder: Path) -> str:
+    known = _queued(folder)
+    if known is None:
+        return ""
+    job = f"{known['engine']} job {known['job']}" if known["job"] else str(known["engine"])
+    return f"{job}: {known['lost']}" if known["lost"] else job
+
+
+def _groups(folder: Path) -> int:
+    """Groups of prompts whose rows are on disk."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = (one.stem.partition("-")[2] for one in folder.glob("parts/requests-*.parquet"))
+    found = {int(one) for one in names if one.isdecimal()}
+    file = folder / "requests.parquet"
+    with suppress(pa.ArrowException, OSError, KeyError):  # one that is no table is named by who reads its rows
+        if file.is_file():
+            found |= set(pq.read_table(file, columns=["group"], partitioning=None)["group"].to_pylist())
+    return len(found)
+
+
+def collect(sweep: Path) -> pd.DataFrame:
+    """One row for each arm of each run that is done.
+
+    Columns: ``run`` (its folder), ``arm``; one for each option that the sweep sets anywhere, named as on the command
+    line, numbers as numbers; ``proposer_name``, ``verifier_name`` and the other figures of ``summary.json``, flat
+    (``speedup``, ``speedup_low``, ``phase_law``, ``survival@2``, ...); ``PROVENANCE``; ``job_seconds``, of the process
+    that ended the run.
+
+    Raises:
+        ValueError: as in ``runs``.
+    """
+    import pandas as pd
+
+    rows: list[dict[str, Any]] = []
+    for run in runs(sweep):
+        if run.state == "done":
+            options = {key(one): _value(one.partition("=")[2]) for one in run.overrides}
+            with suppress(Unreadable):  # since ``runs`` has looked
+                facts = _provenance(run.folder) | {"job_seconds": run.seconds, "code": run.code}
+                rows += [options | figures | facts | {"run": run.folder.name} for figures in _rows(run.folder)]
+    table = pd.DataFrame(rows)
+    if len(table):
+        table.insert(0, "run", table.pop("run"))
+        table.insert(1, "arm", table.pop("arm"))
+    for name in table:
+        if table[name].dtype == object and f"?{name}" in NUMBERS:  # no run has a number there
+            table[name] = table[name].astype(float)
+        elif table[name].dtype == object and len({type(one) for one in table[name].dropna()}) > 1:
+            # A number here and a text there fit no file's column.
+            table[name] = table[name].map(str, na_action="ignore")
+    return table
+
+
+def left_behind(folder: Path) -> dict[str, Any]:
+    """The figures that a run has left: ``summary.json``, or ``certificate.json``; empty where it has neither.
+
+    Raises:
+        ValueError: it is not readable.
+    """
+    return read_json(folder / "summary.json") or read_json(folder / "certificate.json") or {}
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """The figures of each arm of a run that is done, without nesting.
+
+    Raises:
+        Unreadable: its files are not readable, or have something else where a figure must be.
+    """
+    name = "summary.json" if os.path.lexists(folder / "summary.json") else "certificate.json"
+    try:
+        rows = [figures | {"arm": arm} for arm, figures in _arms(left_behind(folder))]
+        for row in rows:
+            expect(row, dict.fromkeys(NUMBERS, (float, None)), "")
+    except Unreadable:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{error.filename or folder / name} is not readable ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error if isinstance(error, ValueError) else f"it is not nested as a run's: {error!r}"
+        raise Unreadable(f"{folder / name} is not readable ({why})") from error
+    return rows
+
+
+NUMBERS = tuple(
+    f"?{name}{end}"
+    for name in (
+        "speedup", "tau_pooled", "expected_tau", "tokens_per_second", "baseline_tokens_per_second", "nodes_per_step",
+        "draft_token_rate", "overhead", "repeated_8gram_share", "requests",
+    )
+    for end in ("", "_low", "_high")
+)  # fmt: skip
+"""Figures that are compared, drawn and sorted, so that they must be numbers where a run has them."""
+
+
+PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "gpus", "threads")
+"""Columns that say what a run's figures depend on beside its options."""
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    begun = _begun(folder)
+    weights = sha256(json.dumps(begun.get("weights_sha256"), sort_keys=True).encode()).hexdigest()
+    machine = begun.get("machine", {})
+    known = begun | {"processor": machine.get("processor"), "gpus": ", ".join(machine.get("gpus", ()))}
+    known["weights_sha256"] = weights
+    return {name: known.get(name) for name in PROVENANCE}
+
+
+def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
+    """Where runs that are done depend on what they should share, by name with the values: commit, processor and GPUs;
+    threads and prompts among runs with the same options for them.
+    """
+    values: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for one in found:
+        if one.state == "done":
+            try:
+                known = _provenance(one.folder)
+            except Unreadable:  # since ``found`` was looked up
+                continue
+            for name, group in (
+                ("commit", ""),
+                ("processor", ""),
+                ("gpus", ""),
+                ("threads", "threads"),
+                ("prompts_sha256", "prompts"),
+            ):
+                chosen = (own for own in one.overrides if key(own).partition(".")[0] in (group, "experiment"))
+                values.setdefault((name, tuple(chosen) if group else ()), set()).add(str(known[name]))
+    return {name: sorted(seen) for (name, _), seen in values.items() if len(seen) > 1}
+
+
+def _arms(summary: Mapping[str, Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Each arm's figures, beside what all arms share; of a summary without arms, the summary's own."""
+    shared = {name: value for name, value in summary.items() if not isinstance(value, dict | list)}
+    found = summary.get("arms")  # a task without arms may call a list so
+    arms: dict[str | None, dict[str, Any]] = found if isinstance(found, dict) and found else {None: {}}
+    for arm, figures in arms.items():
+        both = shared | figures if arm else shared
+        parts = ("proposer", "verifier", "constraint", "target")  # options too
+        named = {f"{name}_name" if name in parts else name: value for name, value in both.items()}
+        yield arm, dict(_flat(named))
+
+
+def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The figures without nesting."""
+    for name, value in figures.items():
+        if name == "intervals":
+            for inner, bounds in value.items():
+                yield from ((f"{inner}_{end}", bounds[end]) for end in ("low", "high"))
+        elif isinstance(value, dict) and {"mean", "low", "high"} <= value.keys():
+            for end, inner in value.items():
+                yield str({"mean": name, "low": f"{name}_low", "high": f"{name}_high"}.get(end, end)), inner
+        elif name == "phase_seconds":
+            yield from ((f"phase_{phase}", seconds) for phase, seconds in value.items())
+        elif name in BY_DEPTH:
+            yield from ((f"{name}@{depth}", rate) for depth, rate in enumerate(value, start=1))
+        elif not isinstance(value, dict | list):
+            yield name, value
+
+
+def _value(text: str) -> Any:
+    """An option's value: a number if it is one, None for null."""
+    if text == "null":
+        return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text

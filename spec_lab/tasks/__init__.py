@@ -1,0 +1,1 @@
+"""What ``task=`` can be, and what a task is given."""

@@ -1,0 +1,222 @@
+"""A run: groups of prompts decoded by every arm in turn, and what it leaves behind.
+
+Arms take turns group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that whatever drifts on the machine
+drifts for all of them. Rows are built and written between groups, never while the clock runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import current_process
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from tqdm import tqdm
+
+from spec_lab.analysis import metrics, show, tracking
+from spec_lab.core.faults import PartError
+from spec_lab.engine.batch import Request
+from spec_lab.propose import Null
+from spec_lab.results import writer
+from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
+from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.results.writer import Recorder
+from spec_lab.tasks.certify.certificate import in_short
+from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
+from spec_lab.text.prompts import digest
+from spec_lab.verify import Match
+
+
+def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:
+    """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.out``.
+
+    A directory that already holds a part of this very run is gone on with: its finished groups stay. The same run means
+    the same configuration, code, packages, machine, threads, weights, prompts and draft trees; a proposer that chose
+    its tree by timing must be built with the one it began with (``manifest.begun_trees``).
+
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        config: the configuration, for the manifest.
+        console: where the final table goes; default standard output.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: parts that do not fit each other, prompts that do not fit, a directory that holds another run.
+        OSError: a directory that cannot be written.
+    """
+    many = settings.overrides is not None
+    console = console or Console(quiet=many, markup=False)
+    arms, requests = lab.arms(settings), lab.requests(settings)
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
+    recorder, size = Recorder(settings.out), settings.batch_size
+    facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
+    facts["parts"] = _named(lab, next(iter(arms.values())))
+    own = facts
+    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
+    for line in show.chosen_trees(lab.facts(), facts["proposers"]):
+        console.print(line, soft_wrap=True, highlight=False)
+    groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
+    finished = recorder.finished()
+    todo = {number: group for number, group in groups.items() if number not in finished}
+    try:
+        lab.tracker.start(settings.name, facts, settings.out)
+        _warm_up(arms, requests[:size], settings.warmup if todo else 0)
+        with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="group", disable=one_of_several()) as bar:
+            for number, group in todo.items():
+                rows = _decode_group(lab, settings, arms, number, group, bar)
+                recorder.write(number, *rows)
+                seen = tracking.group_figures(pd.DataFrame(rows[2]))
+                lab.tracker.group(number, seen)
+                bar.set_postfix({name: f"{value:.3g}" for name, value in seen.items()})
+        tables = recorder.gather()
+        summary = _summary(lab, settings, arms, tables, config)
+        write_json(settings.out / "summary.json", summary)
+        drawn = [] if many else _draw(tables, settings.out / "figures")
+        lab.tracker.finish(summary, drawn, tables)
+    except KeyboardInterrupt:
+        done = recorder.gather().requests["group"].nunique()
+        print(
+            f"\nInterrupted: the rows of {done} finished groups of {len(groups)} are in {settings.out}; "
+            f"run the same command with out={config.get('out', settings.out)} to go on.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except Exception as error:
+        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
+        if isinstance(error, PartError) and (done := len(recorder.finished())):
+            raise PartError(
+                f"{error}; the rows of {done} finished groups of {len(groups)} are in {settings.out}, and the same "
+                f"command with out={config.get('out', settings.out)} resumes there"
+            ) from error
+        raise
+    finally:
+        lab.tracker.close()
+    show.show(summary, console)
+    console.print(f"Rows, summary, manifest and figures: {settings.out}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def one_of_several() -> bool | None:
+    """Whether other processes of a sweep share the screen, so that bars would run into each other; else None: a bar is
+    shown on a terminal.
+    """
+    return True if current_process().name != "MainProcess" else None
+
+
+def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) -> None:
+    """Let every arm decode a little, unmeasured: memory is allocated and code paths are chosen on first use."""
+    if tokens:
+        short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
+        for arm in arms.values():
+            arm.decode(short)
+
+
+def _decode_group(
+    lab: Lab, settings: Settings, arms: Mapping[str, Arm], number: int, group: Sequence[Request], bar: Any
+) -> tuple[writer.Rows, writer.Rows, writer.Rows]:
+    """Every arm's rows of one group, the arms in the group's order."""
+    clock = lab.target.lm.clock
+    rounds: writer.Rows = []
+    steps: writer.Rows = []
+    requests: writer.Rows = []
+    for order, name in enumerate(_order(list(arms), number)):
+        decoded = arms[name].decode(group)
+        rounds += writer.round_rows(decoded.rounds, clock, number, name)
+        steps += writer.step_rows(decoded.rounds, number, name)
+        for outcome in decoded.outcomes:
+            prompt = lab.prompts[outcome.request.id]
+            shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
+            requests.append(writer.request_row(outcome, prompt, *shown, settings.seed, number, name, order))
+            if outcome.error:
+                bar.write(f"{name}: {outcome.error}", file=sys.stderr)
+        bar.update()
+    return rounds, steps, requests
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """The arms' order in a group: rotated by one from group to group, every second full rotation backwards.
+
+    Two arms only rotate, as the two orders are each other's reverse.
+    """
+    shift = number % len(names)
+    order = names[shift:] + names[:shift]
+    return order[::-1] if len(names) > 2 and number // len(names) % 2 else order
+
+
+def _draw(tables: metrics.Tables, folder: Path) -> list[Path]:
+    from spec_lab.analysis import figures  # a sweep's jobs draw nothing, and matplotlib takes a while to import
+
+    return figures.draw(tables, folder)
+
+
+def _summary(
+    lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metrics.Tables, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms"."""
+    made_of = [{part: config.get(part) for part in ("proposer", "beside", "verifier")}, lab.weights(), lab.facts()]
+    each = {
+        name: _parts(arms[name], [name, *made_of]) | metrics.summarise(tables, name) for name in metrics.arms(tables)
+    }
+    main = next(iter(each.values()))
+    summary = {
+        "experiment": settings.name,
+        "target": lab.target.name,
+        "constraint": "none" if lab.binding is None else lab.binding.constraint.name,
+        "constraint_facts": {} if lab.binding is None else lab.binding.facts,
+        "temperature": lab.sampling.temperature,
+        "batch_size": settings.batch_size,
+        "groups": tables.requests["group"].nunique(),
+        "broken_groups": len(metrics.broken_groups(tables.requests)),
+        "short_groups": len(metrics.short_groups(tables.requests)),
+        **main,
+        "arms": each,
+        "against": metrics.against(tables),
+        "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
+    }
+    return finite(summary)
+
+
+def _named(lab: Lab, main: Arm) -> dict[str, Any]:
+    """The parts that the main arm is made of, by name, as known before anything is decoded."""
+    named: dict[str, Any] = {"constraint": "none" if lab.binding is None else lab.binding.constraint.name}
+    if isinstance(main, Loop):
+        verifier = main.verifier
+        named |= {"proposer": main.proposer.name, "verifier": verifier.name, "lossless": verifier.lossless}
+    return named
+
+
+def _parts(arm: Arm, made_of: Sequence[Any]) -> dict[str, Any]:
+    """Who drafts and who decides in an arm, and whether the pair is lossless; None where it is not the project's.
+
+    Args:
+        arm: one of the run's.
+        made_of: its name, and the options, weights and facts of all the run's pairs: what tells its pair from others.
+    """
+    if not isinstance(arm, Loop):
+        return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
+    parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
+    return parts | _in_short(arm, made_of)
+
+
+_ENUMERATED: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""What ``in_short`` found in this process, by what the pair is made of: a sweep's next job need not enumerate again."""
+
+
+def _in_short(arm: Loop, made_of: Sequence[Any]) -> dict[str, Any]:
+    constrained = arm.binding is not None
+    proposer = type(arm.proposer), arm.proposer.name, arm.proposer.drawn, arm.proposer.nodes
+    pair = (*proposer, type(arm.verifier), repr(arm.verifier), constrained)
+    baseline = isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match)
+    key = (*pair, "" if baseline else json.dumps(made_of, sort_keys=True, default=str))
+    if key not in _ENUMERATED:
+        _ENUMERATED[key] = in_short(arm.proposer, arm.verifier, constrained)
+    return _ENUMERATED[key]

@@ -1,0 +1,99 @@
+"""What costs look like: the tables at the end, and the figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.core.files import own_folder, replacing
+from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
+
+
+def summarise(frame: pd.DataFrame) -> dict[str, Any]:
+    """Medians over turns with the quartiles: of what nodes cost, and of what each arm adds; in seconds."""
+    fixed, own = frame[frame["fixed"]], frame[~frame["fixed"]]
+    return {
+        "nodes": _spread(fixed, ["batch", "context", "nodes"], fixed[list(OF_NODES)].sum(axis=1)),
+        "arms": _spread(own, ["arm", "batch", "context"], own[list(OF_ARM)].sum(axis=1)),
+    }
+
+
+def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict[str, Any]]:
+    three = seconds.groupby([frame[name] for name in by], sort=False).quantile([0.5, 0.25, 0.75]).unstack()
+    three.columns = pd.Index(["seconds", "low", "high"])
+    return three.reset_index().to_dict("records")
+
+
+def tell(summary: Mapping[str, Any], console: Console) -> None:
+    """Print what ``summary.json`` says."""
+    console.print(
+        f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} turns of "
+        f"{summary['rounds']} rounds",
+        style="bold",
+        highlight=False,
+    )
+    nodes = pd.DataFrame(summary["nodes"])
+    for ratio, title in enumerate(("t(n), milliseconds of a round with n nodes below each sequence", "t(n) / t(0)")):
+        table = _table(title)
+        for name in ("batch", "context", *(f"{n:g}" for n in sorted(nodes["nodes"].unique()))):
+            table.add_column(name, justify="right")
+        for (batch, context), rows in nodes.groupby(["batch", "context"]):
+            each = rows.sort_values("nodes")["seconds"]
+            shown = each / each.iloc[0] if ratio else 1e3 * each
+            table.add_row(str(batch), str(context), *(f"{value:.2f}" for value in shown))
+        console.print(table)
+    arms = pd.DataFrame(summary["arms"])
+    table = _table("What an arm adds, drafting and verifying: milliseconds of a round")
+    table.add_column("arm", no_wrap=True)
+    places = arms[["batch", "context"]].drop_duplicates().sort_values(["batch", "context"])
+    for batch, context in places.itertuples(index=False):
+        table.add_column(f"batch {batch}\n{context}", justify="right")
+    for name, rows in arms.groupby("arm", sort=False):
+        each = rows.sort_values(["batch", "context"])["seconds"]
+        table.add_row(str(name), *(f"{1e3 * t:.2f}" for t in each))
+    console.print(table)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw t(n); returns the file."""
+    own_folder(folder)
+    with rc_context(STYLE), replacing(folder / "cost.png") as stream:
+        nodes(summarise(frame)["nodes"]).savefig(stream, bbox_inches="tight")
+    return [folder / "cost.png"]
+
+
+def nodes(rows: list[dict[str, Any]]) -> Figure:
+    """t(n) by nodes, a column of panels for each context, a line for each batch size: milliseconds above, with the
+    middle half of the turns; below, times the round without nodes.
+    """
+    frame = pd.DataFrame(rows)
+    contexts = sorted(frame["context"].unique())
+    figure = Figure(figsize=(3.6 * len(contexts) + 0.6, 6.2), layout="constrained")
+    grid = figure.subplots(2, len(contexts), squeeze=False, sharex=True, sharey="row")
+    for panels, context in zip(grid.T, contexts, strict=True):
+        for colour, (batch, own) in zip(COLOURS, frame[frame["context"] == context].groupby("batch"), strict=False):
+            own = own.sort_values("nodes")
+            look = {"color": colour, "marker": "o", "markersize": 3.5, "label": f"batch {batch}"}
+            panels[0].plot(own["nodes"], 1e3 * own["seconds"], **look)
+            panels[0].fill_between(own["nodes"], 1e3 * own["low"], 1e3 * own["high"], color=colour, alpha=0.2, lw=0)
+            panels[1].plot(own["nodes"], own["seconds"] / own["seconds"].iloc[0], **look)
+        panels[1].axhline(1, color=GREY, linestyle="--", linewidth=1)
+        panels[0].set_title(f"{context} tokens of context", fontsize=10)
+        panels[1].set_xlabel("nodes below each sequence")
+    grid[0][0].set(ylabel="milliseconds of a round", ylim=(0, None))
+    grid[1][0].set(ylabel="times the round without nodes", ylim=(0, None))
+    grid[0][0].legend(fontsize=9)
+    return figure

@@ -1,0 +1,302 @@
+"""Text as it is decoded: every branch of every prompt, event by event, each token with where it came from."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from spec_lab.analysis.tracking import Files
+from spec_lab.constrain import Binding
+from spec_lab.constrain.load import together
+from spec_lab.constrain.protocol import Constraint
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.options import brief
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import BROKEN
+from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.step import Group, Round
+from spec_lab.models.target import Target
+from spec_lab.propose import Null, Proposer, branches
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
+from spec_lab.text.prompts import Prompt
+from spec_lab.verify import Token as TokenVerifier
+from spec_lab.verify import Verifier, check_pair
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a text.
+
+    Args:
+        id: its number.
+        logprob: its log-probability under the model's own law, temperature 1, given what the constraint allows.
+        origin: "accepted", "forced" or "emitted" (``batch.ORIGINS``).
+    """
+
+    id: int
+    logprob: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a text that one token brought. The last byte of a character decides whose it is.
+
+    Args:
+        text: the part.
+        place: of the token among those of its branch.
+        origin: as of ``Token``.
+    """
+
+    text: str
+    place: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """The branch has finished, and its constraint, asked once all had, kept others of the prompt."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Something has become certain about one branch.
+
+    Args:
+        prompt: its place among the prompts.
+        branch: which fork of which fork it is (``batch.Sequence.lineage``): empty for a prompt's first sequence; a fork
+            of branch ``b`` is called ``(*b, n, m)``, the m-th that came of ``b``'s n-th forking. A fork begins with a
+            ``Text`` of all that its parent had said.
+        event: what.
+        tokens: those that a ``Text`` completes; with a ``Finish``, those that belong to no text.
+        shares: of a ``Text``, which token each part came with; together they are its text.
+        error: with a ``Finish`` for "nan" or "stuck", what broke.
+    """
+
+    prompt: int
+    branch: tuple[int, ...]
+    event: Event | Dropped
+    tokens: tuple[Token, ...] = ()
+    shares: tuple[Share, ...] = ()
+    error: str = ""
+
+
+def generate(
+    prompts: str | Prompt | Sequence[str | Prompt],
+    target: Target | str | None = None,
+    proposer: Proposer | None = None,
+    verifier: Verifier | None = None,
+    constraint: Binding | Constraint | None = None,
+    sampling: Sampling | None = None,
+    max_new_tokens: int = 128,
+    stop: Sequence[str] = (),
+    banned: Sequence[str] = (),
+    min_new_tokens: int = 0,
+    heal: bool = False,
+    seed: int = 0,
+    vocabulary: Vocabulary | None = None,
+) -> Generator[Said, None, None]:
+    """Continue prompts, saying what comes as soon as it is certain.
+
+    For each branch the texts, less those withdrawn, are what its tokens read as up to the stop; the last event is a
+    ``Finish`` (after it, perhaps ``Dropped``). What breaks while decoding ends its own branch, with a ``Finish`` that
+    says "nan" or "stuck" and what went wrong; other prompts go on. Closing the generator early is fine.
+
+    Args:
+        prompts: one or several, decoded as one batch; a ``Prompt`` may bring its own pattern, schema or grammar.
+        target: the model; a path or hub name is loaded anew by every call. Default: the bundled one.
+        proposer: drafts; default: none, which is autoregressive decoding.
+        verifier: decides; default: ``verify.Token``.
+        constraint: what binds the output. Alone it binds target and draft, and appends what it forces at once.
+        sampling: default greedy.
+        max_new_tokens, stop, banned, min_new_tokens, heal, seed: as of ``lab.Settings``.
+        vocabulary: the target's, for those who have it already.
+
+    Raises:
+        ValueError: at the call, an option that cannot be, parts that do not fit each other, or a prompt that does not
+            fit the context.
+        OSError: at the call, no model there.
+    """
+    several: list[Any] = [prompts]
+    if isinstance(prompts, Iterable) and not isinstance(prompts, str | Prompt):
+        several = list(prompts)
+    wrong = [one for one in several if not isinstance(one, str | Prompt)]
+    if wrong:
+        raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief(wrong[0])}")
+    named = [one if isinstance(one, Prompt) else Prompt(f"prompt {place}", one) for place, one in enumerate(several)]
+    if not named:
+        raise ValueError("prompts holds none: give at least one")
+    if len({one.name for one in named}) < len(named):
+        raise ValueError("two prompts have the same name: give each one of its own")
+    settings = Settings(
+        out=Path(), name="generate", batch_size=len(named), max_new_tokens=max_new_tokens, warmup=0, seed=seed,
+        threads=None, baseline=False, stop=stop, banned=banned, min_new_tokens=min_new_tokens, heal=heal,
+    )  # fmt: skip
+    if not isinstance(target, Target):
+        target = Target.load(str(Path(__file__).parents[1] / "zoo" / "target") if target is None else target)
+    vocabulary = vocabulary or Vocabulary.of(target)
+    bare, options = constraint, {} if constraint is None else {"fast_forward": True}
+    if isinstance(constraint, Binding):
+        bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
+    text = {"healing": heal, "banned": banned, "at_least": min_new_tokens}
+    binding = together(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
+    lab = Lab(
+        target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
+        binding=binding, pieces=vocabulary.bytes,
+    )  # fmt: skip
+    group = listening(lab, settings)
+    return _said(group)
+
+
+def _said(group: Group) -> Generator[Said, None, None]:
+    with closing(rounds(group)) as decoding:
+        for _, said in decoding:
+            yield from said
+
+
+def listening(lab: Lab, settings: Settings) -> Group:
+    """All of the lab's prompts as one group whose texts are listened to. Errors as in ``generate``."""
+    if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
+        raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
+    if lab.binding is not None and lab.binding.constraint.vocabulary != lab.target.vocabulary:
+        raise ValueError(
+            f"the constraint '{lab.binding.constraint.name}' is over {lab.binding.constraint.vocabulary} tokens, the "
+            f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
+        )
+    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
+    getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
+    requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
+    draws = CounterDraws(settings.seed)
+    return Group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.binding, lab.pieces, listen=True)
+
+
+def rounds(group: Group) -> Generator[tuple[Round | None, list[Said]], None, None]:
+    """Decode: each round, and what was said in it. Last of all, without a round, what was said outside of any."""
+    heard: dict[Live, _Ear] = {}
+    with closing(cast(Generator[Round, None, None], iter(group))) as decoding:
+        for done in decoding:
+            yield done, _drain(group, heard)
+    dropped = [Said(one.request.id, one.lineage, Dropped()) for one in group.sequences if not one.kept]
+    yield None, _drain(group, heard) + dropped
+
+
+def _drain(group: Group, heard: dict[Live, _Ear]) -> list[Said]:
+    said = []
+    for sequence in group.sequences:
+        if sequence.events or sequence not in heard:
+            said += heard.setdefault(sequence, _Ear(sequence, group.pieces or ())).listen(group.errors)
+    return said
+
+
+class _Ear:
+    """Turns one sequence's events into what is said."""
+
+    def __init__(self, sequence: Live, pieces: Sequence[bytes]) -> None:
+        self.sequence = sequence
+        self.new = True
+        self.tokens = self.characters = 0  # said and not withdrawn
+        self.origins = _Characters(sequence, pieces)
+
+    def listen(self, errors: dict[str, str]) -> list[Said]:
+        """What the sequence said since it was asked last."""
+        sequence = self.sequence
+        events, sequence.events = net(sequence.events), []
+        if self.new and sequence.lineage:  # its past was its parent's to say
+            events = self._retold(events)
+        self.new = False
+        return [self._say(event, errors) for event in events]
+
+    def _retold(self, events: list[Event]) -> list[Event]:
+        stream = self.sequence.stream
+        assert stream is not None
+        past = Text(stream.text, stream.completed, tuple(self.sequence.logprobs[: stream.completed]))
+        said = [past] if past.text or past.tokens else []
+        held = [Held(stream.held)] if stream.held else []
+        return [*said, *held, *(event for event in events if isinstance(event, Finish))]
+
+    def _say(self, event: Event, errors: dict[str, str]) -> Said:
+        sequence, request = self.sequence, self.sequence.request
+        tokens: tuple[Token, ...] = ()
+        shares: tuple[Share, ...] = ()
+        error = ""
+        if isinstance(event, Withdrawn):
+            self.tokens -= event.tokens
+            self.characters -= len(event.text)
+        elif isinstance(event, Text | Finish):
+            own = slice(self.tokens, self.tokens + event.tokens)
+            each = zip(sequence.emitted[own], sequence.logprobs[own], sequence.origins[own], strict=True)
+            tokens = tuple(Token(*one) for one in each)
+            if isinstance(event, Text):
+                shares = self.origins.shares(self.tokens, self.characters, event.text)
+                self.characters += len(event.text)
+            elif event.reason in BROKEN:
+                error = errors.get(request.name, "")
+            self.tokens += event.tokens
+        return Said(request.id, sequence.lineage, event, tokens, shares, error)
+
+
+class _Characters:
+    """Which token each character of a sequence's text came with."""
+
+    def __init__(self, sequence: Live, pieces: Sequence[bytes]) -> None:
+        self.sequence, self.pieces = sequence, pieces
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.after: list[tuple[int, int, Any]] = []  # each token: characters, healed bytes to come, the decoder
+
+    def shares(self, completed: int, begin: int, text: str) -> tuple[Share, ...]:
+        """``text``, whose first character is number ``begin``, cut into what each token brought.
+
+        Args:
+            completed: tokens that were complete before it; those after them may have changed since they were read.
+            begin: where it begins.
+            text: it.
+        """
+        emitted, origins = self.sequence.emitted, self.sequence.origins
+        del self.after[completed:]
+        found, left, place = [], text, completed
+        while left and place < len(emitted):
+            end = self._read(emitted[place])
+            part, left = left[: max(end - begin, 0)], left[max(end - begin, 0) :]
+            begin += len(part)
+            if not left or place + 1 == len(emitted):  # an unfinished character that stays so is its last token's
+                part, left = part + left, ""
+            if part:
+                found.append(Share(part, place, origins[place]))
+            place += 1
+        return tuple(found)
+
+    def _read(self, token: int) -> int:
+        """How many characters there are after one more token."""
+        request = self.sequence.request
+        count, healed, state = self.after[-1] if self.after else (0, len(request.healed), (b"", 0))
+        piece = b"" if token in request.stop else self.pieces[token]
+        self.decoder.setstate(state)
+        count += len(self.decoder.decode(piece[healed:]))
+        self.after.append((count, max(healed - len(piece), 0), self.decoder.getstate()))
+        return count
+
+
+def net(events: Sequence[Event]) -> list[Event]:
+    """The events without what was withdrawn or replaced again among them."""
+    kept: list[Event] = []
+    for place, event in enumerate(events):
+        if isinstance(event, Held) and any(isinstance(later, Held) for later in events[place + 1 :]):
+            continue
+        if isinstance(event, Withdrawn):
+            text, tokens = event.text, event.tokens
+            while text or tokens:  # what is withdrawn is always a number of whole texts, the last ones
+                at = next((at for at in reversed(range(len(kept))) if isinstance(kept[at], Text)), None)
+                if at is None:
+                    kept.append(Withdrawn(text, tokens))
+                    break
+                last = cast(Text, kept.pop(at))
+                text, tokens = text[: len(text) - len(last.text)], tokens - last.tokens
+            continue
+        kept.append(event)
+    return kept

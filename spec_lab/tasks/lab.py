@@ -1,0 +1,299 @@
+"""What a run is made of: its scalars, its parts, and its arms.
+
+An arm is one way to decode. The baseline is the null proposer in the same loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from spec_lab.analysis.tracking import Tracker
+from spec_lab.constrain import Binding
+from spec_lab.constrain.healing import heal
+from spec_lab.core.options import brief, file_name, strings, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Request
+from spec_lab.engine.step import Group, Round
+from spec_lab.models.target import Target
+from spec_lab.propose import Null, Proposer, branches
+from spec_lab.results import writer
+from spec_lab.results.writer import Outcome
+from spec_lab.text.detokenizer import Rules, plain
+from spec_lab.text.prompts import Prompt, encode
+from spec_lab.text.strings import check_strings
+from spec_lab.verify import Match, Verifier, check_pair
+
+TORCHS_CHOICE = torch.get_num_threads()
+"""Threads that torch takes by itself."""
+
+MOST_NODES = 2**14
+"""Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run's scalars.
+
+    Args:
+        out: the run's directory.
+        name: the experiment's; at most 100 characters, without slashes.
+        batch_size: prompts decoded together; at most 1024.
+        max_new_tokens: most tokens emitted for each; at most 2**20.
+        warmup: tokens each arm decodes before anything is measured; 0 for none, at most 2**20.
+        seed: of every random choice, below 2**63.
+        threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
+        baseline: whether every group is decoded autoregressively as well.
+        stop: strings that end a text; at most 256, of 4096 bytes each and 65536 in all, as of ``banned``.
+        banned: strings that never appear.
+        min_new_tokens: before a text may end.
+        heal: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
+        max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
+        overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
+            prints no table and draws no figures.
+        config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
+            the names of environment variables, not with their values.
+    """
+
+    out: Path
+    name: str
+    batch_size: int
+    max_new_tokens: int
+    warmup: int
+    seed: int
+    threads: int | None
+    baseline: bool
+    stop: Sequence[str] = ()
+    banned: Sequence[str] = ()
+    min_new_tokens: int = 0
+    heal: bool = False
+    max_prompt_tokens: int | None = None
+    overrides: Sequence[str] | None = None
+    config_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        whole("batch_size", self.batch_size, most=1024)
+        whole("max_new_tokens", self.max_new_tokens, most=2**20)
+        whole("warmup", self.warmup, 0, most=2**20)
+        whole("seed", self.seed, 0)
+        if self.max_prompt_tokens is not None:
+            whole("max_prompt_tokens", self.max_prompt_tokens, most=2**31 - 1)
+        if self.threads is not None:
+            whole("threads", self.threads)
+        most = 4 * (os.cpu_count() or 1)
+        if self.threads is not None and self.threads > most:
+            raise ValueError(
+                f"threads must be at most {most}, four for each core of this machine, not {brief(self.threads)}"
+            )
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
+        for name in ("baseline", "heal"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        check_strings("stop", strings("stop", self.stop))
+        check_strings("banned", strings("banned", self.banned))
+        if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
+            )
+        file_name("name", self.name)
+
+    def use_threads(self) -> None:
+        """Set torch's threads, whatever a run before this one in the same process has set. Do it before the parts are
+        built: some measure the machine while they load.
+        """
+        torch.set_num_threads(TORCHS_CHOICE if self.threads is None else self.threads)
+
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the scalars that a config gives."""
+        return [one.name for one in fields(Settings) if one.name not in ("out", "overrides", "config_sha256")]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What an arm made of a group: every forward (none for arms that are not the project's loop), every outcome."""
+
+    rounds: list[Round]
+    outcomes: list[Outcome]
+
+
+class Arm(Protocol):
+    """One way to decode a group of requests."""
+
+    def decode(self, requests: Sequence[Request]) -> Decoded:
+        """Decode all requests, measuring."""
+        ...
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The project's decode loop with a proposer, a verifier and a constraint."""
+
+    target: Target
+    proposer: Proposer
+    verifier: Verifier
+    seed: int
+    binding: Binding | None = None
+    pieces: Sequence[bytes] | None = None
+
+    def decode(self, requests: Sequence[Request]) -> Decoded:
+        """See ``Arm``. Only rounds are kept while the clock runs."""
+        draws = CounterDraws(self.seed)
+        group = Group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
+        rounds = [writer.slim(done) for done in group]
+        clock = self.target.lm.clock
+        clock.synchronise()
+        return Decoded(rounds, writer.outcomes(group.sequences, rounds, clock, group.errors))
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a run is made of.
+
+    Args:
+        target: the model.
+        proposer: drafts; the null proposer makes the run autoregressive, with the baseline as its only arm.
+        verifier: decides.
+        sampling: how every arm samples.
+        prompts: what is continued.
+        tracker: watches.
+        beside: further proposers to measure in the same run, by the name of their arm.
+        peers: other implementations to measure in the same run, by the name of their arm.
+        verifiers: further verifiers, by name, for the tasks that compare them.
+        binding: the constraint, and where it binds; None for none.
+        pieces: the bytes of each token; needed for stop strings.
+    """
+
+    target: Target
+    proposer: Proposer
+    verifier: Verifier
+    sampling: Sampling
+    prompts: Sequence[Prompt]
+    tracker: Tracker
+    beside: Mapping[str, Proposer] = field(default_factory=dict)
+    peers: Mapping[str, Arm] = field(default_factory=dict)
+    verifiers: Mapping[str, Verifier] = field(default_factory=dict)
+    binding: Binding | None = None
+    pieces: Sequence[bytes] | None = None
+
+    def arms(self, settings: Settings) -> dict[str, Arm]:
+        """Every arm by name.
+
+        Raises:
+            ValueError: a proposer whose way of drawing the verifier cannot judge, or that refuses the sampling; more
+                than ``MOST_NODES`` nodes a step; a name used twice; peers in a batch, under a constraint or with stop
+                strings.
+        """
+        null = Null.load(self.target)
+        baseline = Loop(self.target, null, Match(), settings.seed, self.binding, self.pieces)
+        arms: dict[str, Arm] = {}
+        proposers = {"speculative": self.proposer, **self.beside}
+        if isinstance(self.proposer, Null):
+            del proposers["speculative"]
+        for name, proposer in proposers.items():
+            check_pair(proposer.name, proposer.drawn, self.verifier, branches(proposer))
+            getattr(proposer, "check", lambda _: None)(self.sampling)
+            if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
+                raise ValueError(
+                    f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
+                    f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
+                    "draft fewer nodes, or decode fewer prompts together"
+                )
+            arms[name] = Loop(self.target, proposer, self.verifier, settings.seed, self.binding, self.pieces)
+        if self.peers and settings.batch_size > 1:
+            raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
+        if self.peers and (self.binding is not None or settings.stop):
+            raise ValueError("peers know neither constraints nor stop strings; set constraint=none and stop=[]")
+        taken = {"speculative", "baseline"} & {*self.beside, *self.peers} | {*self.beside} & {*self.peers}
+        if taken:
+            raise ValueError(f"two arms are called '{taken.pop()}'; rename one under beside or peers")
+        arms |= self.peers
+        if settings.baseline or not arms:
+            arms["baseline"] = baseline
+        return arms
+
+    def requests(self, settings: Settings) -> list[Request]:
+        """The prompts as requests. Errors as in ``requests_of``."""
+        most = settings.max_new_tokens, settings.max_prompt_tokens
+        requests = requests_of(self.target, self.prompts, self.sampling, *most)
+        bare = next((one.name for one in requests if not one.constraint), None)
+        constraint = None if self.binding is None else self.binding.constraint
+        parts: Sequence[Any] = getattr(constraint, "parts", (constraint,))
+        for part in parts:
+            if getattr(part, "source", "") is None and bare is not None:
+                raise ValueError(
+                    f"constraint={part.name} has no source, and prompt '{bare}' brings none: give one on the command "
+                    "line, or a field 'constraint' in the prompt's line"
+                )
+        stop, pieces = tuple(settings.stop), self.pieces
+        if settings.heal and pieces is None:
+            raise ValueError("heal=true needs a target whose tokens' bytes are known")
+        begin = getattr(self.target.tokenizer, "bos_token_id", None)
+        healed = [heal(one, pieces, begin=begin) if settings.heal and pieces else one for one in requests]
+        text = dict(stop_strings=stop, banned_strings=tuple(settings.banned), min_new_tokens=settings.min_new_tokens)
+        return [replace(one, **text) for one in healed]  # type: ignore[arg-type]
+
+    def shown(self, request: Request, tokens: Sequence[int]) -> str:
+        """An output as text: without special tokens, without what was healed, cut where a stop string begins."""
+        if self.pieces is not None and (request.healed or request.stop_strings):
+            rules = Rules(request.stop, request.stop_strings, (), request.min_new_tokens)
+            return plain(self.pieces, tokens, rules, request.healed)
+        return str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def ends(self, request: Request, tokens: Sequence[int]) -> list[int]:
+        """After each token of an output, how many characters of its text (``shown``) are settled."""
+        text, settled = self.shown(request, tokens), []
+        for n in range(len(tokens)):
+            both = zip(self.shown(request, tokens[: n + 1]), text, strict=False)
+            settled.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both)))
+        return settled
+
+    def facts(self) -> dict[str, Any]:
+        """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
+        own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
+        proposers = {**own, **self.beside}
+        return {
+            name: {"name": one.name, "drawn": one.drawn, **getattr(one, "facts", {})} for name, one in proposers.items()
+        }
+
+    def parts(self) -> list[Any]:
+        """The objects that decode, and those that they are compared with."""
+        each = (self.beside, self.peers, self.verifiers)
+        constraint = None if self.binding is None else self.binding.constraint
+        return [self.target, self.proposer, self.verifier, constraint, *(one for some in each for one in some.values())]
+
+    def weights(self) -> dict[str, str]:
+        """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""
+        parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.beside, **self.peers}
+        found = {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
+        if self.binding is not None:  # its source may stand in a file
+            found["constraint"] = sha256(
+                json.dumps(self.binding.facts, sort_keys=True, default=str).encode()
+            ).hexdigest()
+        return found
+
+
+def requests_of(
+    target: Target, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int, longest: int | None = None
+) -> list[Request]:
+    """The prompts as requests to the target, numbered in order; ``longest`` as in ``prompts.encode``.
+
+    Raises:
+        ValueError: a prompt that does not fit the context; named.
+    """
+    encoded = encode(prompts, target.tokenizer, target.context, longest)
+    stop = target.ends
+    return [
+        Request(number, prompt.name, tokens, sampling, max_new_tokens, stop, prompt.constraint)
+        for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True))
+    ]

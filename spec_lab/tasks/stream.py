@@ -1,0 +1,194 @@
+"""``+experiment=stream``: one prompt continued on the terminal as it is decoded; where each token came from shows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text as Line
+
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.engine.batch import BROKEN, ORIGINS
+from spec_lab.engine.step import Group, Round
+from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.tasks.generation import Said, Share, listening, rounds
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.detokenizer import Finish, Text, Withdrawn
+from spec_lab.text.prompts import Prompt
+
+BROKE = 1
+"""Exit code where the request broke."""
+
+
+SHADES = {
+    "accepted": (Style.parse("black on #b7e4b0"), Style.parse("black on #94d38c")),
+    "forced": (Style.parse("black on #b5d3f5"), Style.parse("black on #8fbbec")),
+    "emitted": (Style(), Style()),
+}
+"""Of each origin, two shades taken in turn, so that tokens can be told apart."""
+
+TAKEN_BACK = Style(color="red", strike=True)
+QUIET = Style(dim=True)
+
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Control characters as pictures: on a terminal they would act."""
+
+
+def stream(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    errors: Console | None = None,
+    *,
+    prompt: str,
+) -> int:
+    """Continue ``prompt``, printing what comes as soon as it is certain, and a line of figures at the end.
+
+    On a terminal with colours the prompt is dim and tokens are shaded by where they came from; what is taken back after
+    it was printed is struck out and printed again as a marker. Elsewhere the text alone is printed; where a constraint
+    may take text back, not before its branch has finished. Forks follow, each under a heading, when what was printed
+    before them has finished.
+
+    Args:
+        lab: the parts; its prompts are not read.
+        settings: the scalars; nothing is written to ``out``.
+        config: not read.
+        console: where the text goes; default standard output.
+        errors: where the figures go; default standard error.
+        prompt: the text to continue.
+
+    Returns:
+        The exit code: 0; 1 where the request broke; 130 after Ctrl-C.
+
+    Raises:
+        ValueError: no prompt, or one that does not fit; parts that do not fit each other.
+    """
+    console, errors = console or Console(), errors or Console(stderr=True)
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(f"prompt must be a text that is not empty, not {prompt!r}")
+    pieces = Vocabulary.of(lab.target).bytes if lab.pieces is None else lab.pieces
+    group = listening(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
+    acts = lab.binding is not None and lab.binding.constraint.acts
+    page = _Page(console, prompt, whole=acts and not console.is_terminal)
+    done, code, began = [], 0, time.perf_counter()
+    try:
+        with closing(rounds(group)) as decoding:
+            for one, said in decoding:
+                done += [] if one is None else [one]
+                page.take(said)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    finally:
+        if settings.out.absolute() != Path.cwd():
+            with suppress(OSError):
+                settings.out.rmdir()  # Hydra made it
+    seconds = time.perf_counter() - began
+    page.end()
+    for why in group.errors.values():
+        errors.print(Line(why, "red"), soft_wrap=True)
+        code = code or BROKE * any(sequence.finish in BROKEN for sequence in group.sequences)
+    errors.print(_figures(group, done, seconds), soft_wrap=True)
+    return code
+
+
+class _Page:
+    """Prints one branch after the other, the first as it comes.
+
+    Args:
+        console: where to.
+        prompt: shown where there are colours.
+        whole: whether branches are printed when they have finished only.
+    """
+
+    def __init__(self, console: Console, prompt: str, whole: bool) -> None:
+        self.console, self.whole = console, whole
+        self.colour = console.is_terminal and console.color_system is not None and not console.no_color
+        self.waiting: dict[tuple[int, ...], list[Share]] = {}
+        self.finished: set[tuple[int, ...]] = set()
+        self.shown: list[tuple[int, ...]] = []
+        self.last = ""
+        if self.colour:
+            self._write(prompt, QUIET)
+
+    def take(self, said: list[Said]) -> None:
+        """Print what can be printed by now."""
+        for one in said:
+            shares = self.waiting.setdefault(one.branch, [])
+            if isinstance(one.event, Text):
+                shares += one.shares
+            elif isinstance(one.event, Withdrawn):
+                self._withdraw(shares, one.event.text)
+            elif isinstance(one.event, Finish):
+                self.finished.add(one.branch)
+        self._print(every=False)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._print(every=True)
+        if self.console.is_terminal and self.last not in ("", "\n"):
+            self._write("\n")
+
+    def _print(self, every: bool) -> None:
+        for branch in sorted(self.waiting):
+            over = every or branch in self.finished
+            if branch not in self.shown:
+                if self.shown and not (every or set(self.shown) <= self.finished):
+                    continue  # one at a time
+                if self.shown:
+                    self._heading(branch)
+                self.shown.append(branch)
+            if over or not self.whole:
+                for share in self.waiting[branch]:
+                    self._write(share.text, SHADES[share.origin][share.place % 2])
+                self.waiting[branch].clear()
+
+    def _heading(self, branch: tuple[int, ...]) -> None:
+        newline = "" if self.last in ("", "\n") else "\n"
+        self._write(f"{newline}── fork {'.'.join(map(str, branch))} ──\n", QUIET)
+
+    def _withdraw(self, shares: list[Share], text: str) -> None:
+        """Take text back, from what waits if it can be."""
+        while text and shares:
+            share = shares.pop()
+            kept = share.text[: max(len(share.text) - len(text), 0)]
+            text = text[: max(len(text) - len(share.text), 0)]
+            if kept:
+                shares.append(replace(share, text=kept))
+        if text:
+            self._write(text if self.colour else f"[taken back: {text}]", TAKEN_BACK)
+
+    def _write(self, text: str, style: Style | None = None) -> None:
+        """Print exactly this; on a terminal, control characters as pictures. Line ends are never shaded."""
+        if not text:
+            return
+        self.last = text[-1]
+        if self.console.is_terminal:
+            text = text.translate(VISIBLE)
+        shade = style if self.colour else None
+        parts = [Segment(part, None if part == "\n" else shade) for part in re.split("(\n)", text)]
+        self.console.print(Segments(parts), end="", soft_wrap=True)
+
+
+def _figures(group: Group, done: list[Round], seconds: float) -> Line:
+    """The line of figures. Tokens are those that stayed; tau is ``metrics.tau_pooled``."""
+    origins = Counter(origin for one in group.sequences for origin in one.origins[one.born - len(one.request.tokens) :])
+    tokens = origins.total()
+    steps = [got for one in done for got, first in zip(one.committed, one.prefill, strict=True) if not first]
+    own = sum(got.emitted_kept - got.forced_emitted_kept for got in steps)
+    line = Line(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
+    line.append(f"; tau {own / len(steps):.2f}" if steps else "")
+    for origin in ORIGINS:
+        line.append("; " if origin == "accepted" else ", ").append(f"{origin}", SHADES[origin][0])
+        line.append(f" {origins[origin] / max(tokens, 1):.0%}")
+    finishes = [(one.finish or "interrupted") + ("" if one.kept else " (dropped)") for one in group.sequences]
+    return line.append(f"; {', '.join(finishes)}")

@@ -1,0 +1,105 @@
+"""Every figure of recorded drafts, computed from their rows. Intervals are by bootstrap over prompts, 95 %.
+
+Only pooled figures are given: on a single draft a better verifier need not accept more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from spec_lab.analysis.metrics import Interval
+
+MICRO = 1e6
+OUTCOME = "sampled outcome"
+EXACT = "exact"
+
+
+def summarise(
+    rows: pd.DataFrame, texts: pd.DataFrame, verifiers: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The figures of a run.
+
+    Args:
+        rows: as in ``tables.RECORDED``.
+        texts: as in ``tables.TEXTS``.
+        verifiers: names, in the order shown.
+        facts: what each proposer says of itself, in the order shown.
+    """
+    return {
+        "requests": len(texts),
+        "tokens": int((texts["tokens"].map(len) - texts["prompt_tokens"]).sum()),
+        "positions": len(rows[["request", "position"]].drop_duplicates()),
+        "proposers": {
+            name: {**said, **of_proposer(rows[rows["proposer"] == name], verifiers)} for name, said in facts.items()
+        },
+        "errors": texts["error"][texts["error"] != ""].tolist(),
+    }
+
+
+def of_proposer(rows: pd.DataFrame, verifiers: Sequence[str]) -> dict[str, Any]:
+    """One proposer's drafts, and every verifier's figures over them."""
+    drafts = rows.drop_duplicates(["request", "position"])
+    judges = [name for name in verifiers if name in set(rows["verifier"])]
+    base = "token" if "token" in judges else next(iter(judges), None)
+    against = rows[rows["verifier"] == base]
+    forward = drafts["target_forward"].median()
+    return {
+        "drafts": len(drafts),
+        "drafted_per_draft": drafts["nodes"].mean(),
+        "bound": ratio(drafts, drafts["bound"])._asdict(),
+        "propose_us": MICRO * drafts["propose"].median(),
+        "target_us": MICRO * drafts["target"].median(),
+        "target_forward_us": MICRO * forward,
+        "law_us": MICRO * drafts["law"].median(),
+        "compared_with": base,
+        "verifiers": {name: of_verifier(rows[rows["verifier"] == name], against, forward) for name in judges},
+    }
+
+
+def of_verifier(rows: pd.DataFrame, base: pd.DataFrame, forward: float) -> dict[str, Any]:
+    """One verifier's figures over one proposer's drafts.
+
+    Args:
+        rows: its verdicts.
+        base: the verdicts of the verifier it is compared with, on the same drafts.
+        forward: seconds of the target's forward.
+    """
+    keys = ["request", "position"]
+    both = rows.merge(base[[*keys, "expected_accepted"]], on=keys, suffixes=("", "_base"))
+    low, middle, high = rows["verify"].quantile([0.25, 0.5, 0.75])
+    noise = set(rows["given"]) == {"noise"}
+    return {
+        "lossless": bool(rows["lossless"].all()),
+        "kind": OUTCOME if noise else EXACT,
+        "expected_accepted": ratio(rows, rows["expected_accepted"])._asdict(),
+        "difference": ratio(both, both["expected_accepted"] - both["expected_accepted_base"])._asdict(),
+        "first_level": ratio(rows, rows["first_level"])._asdict(),
+        "share_of_bound": ratio(rows, rows["first_level"], rows["bound"])._asdict(),
+        "verify_us": {"median": MICRO * middle, "low": MICRO * low, "high": MICRO * high},
+        "share_of_forward": middle / forward,
+    }
+
+
+def ratio(
+    rows: pd.DataFrame, part: pd.Series, whole: pd.Series | None = None, level: float = 0.95, resamples: int = 9999
+) -> Interval:
+    """Sum of ``part`` / sum of ``whole`` (None: the number of rows), with the interval over prompts drawn anew.
+
+    The same rows always give the same interval, and all figures over the same prompts draw the same prompts.
+    """
+    counted = pd.Series(1.0, index=rows.index) if whole is None else whole
+    sums = pd.DataFrame({"part": part, "whole": counted}).groupby(rows["request"]).sum().to_numpy()  # [N, 2]
+    mean = _divided(sums.sum(0)[None])[0]
+    if len(sums) < 2 or np.isnan(mean):
+        return Interval(float(mean), float("nan"), float("nan"))
+    drawn = np.random.default_rng(0).integers(0, len(sums), (resamples, len(sums)))
+    low, high = np.nanquantile(_divided(sums[drawn].sum(1)), [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(mean), float(low), float(high))
+
+
+def _divided(sums: np.ndarray) -> np.ndarray:  # [n, 2] -> [n]
+    return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)

@@ -1,0 +1,102 @@
+"""The rows that recorded drafts leave behind, prompt by prompt, so that a kill keeps every finished prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spec_lab.core.files import refuse_link
+from spec_lab.results.writer import Rows, columns, write_whole
+
+_TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+
+RECORDED = {
+    "id": (_TEXT, "request/position/proposer/verifier"),
+    "request": (_WHOLE, "number of the prompt in its run"),
+    "position": (_WHOLE, "tokens of the true prefix, prompt included"),
+    "proposer": (_TEXT, "name of the proposer in the run"),
+    "drawn": (_TEXT, "how it draws siblings"),
+    "verifier": (_TEXT, "name of the verifier in the run"),
+    "lossless": (_FLAG, "whether the verifier's output has the target's law"),
+    "given": (_TEXT, "what its law is given: the 'draft'; or its 'noise' as well, and then it is a sampled outcome"),
+    "nodes": (_WHOLE, "drafted nodes"),
+    "depth": (_WHOLE, "drafted depth"),
+    "children": (_WHOLE, "drafted nodes of the first level"),
+    "expected_accepted": (_REAL, "expected accepted tokens"),
+    "first_level": (_REAL, "probability that at least one token is accepted"),
+    "bound": (_REAL, "largest such probability, over the drawing of the first level; 'point': given it"),
+    "propose": (_REAL, "seconds of drafting"),
+    "target": (_REAL, "seconds of the target, packing included"),
+    "target_forward": (_REAL, "of these, seconds inside its module calls"),
+    "law": (_REAL, "seconds of turning logits into laws"),
+    "verify": (_REAL, "seconds of verification and choice, the median of several times"),
+}
+"""One row for each request, position, proposer and verifier; what no verifier decides is repeated."""
+
+TEXTS = {
+    "id": (_TEXT, "the request"),
+    "request": (_WHOLE, "as in recorded"),
+    "name": (_TEXT, "the prompt's id"),
+    "workload": (_TEXT, "the prompt's workload"),
+    "prompt_tokens": (_WHOLE, "the prompt's length in tokens"),
+    "tokens": (pa.list_(_WHOLE), "the recorded text's token ids, prompt included"),
+    "error": (_TEXT, "what broke while it was recorded or drafted for; empty for nothing"),
+}
+"""One row for each recorded text."""
+
+TABLES = {"recorded": RECORDED, "texts": TEXTS}
+
+
+def schema(name: str) -> pa.Schema:
+    """The columns of one table, with their meanings as metadata."""
+    return columns(TABLES[name])
+
+
+def write(file: Path, name: str, rows: Rows | pd.DataFrame) -> None:
+    """Write rows as parquet, renamed into place once whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(rows, pd.DataFrame):
+        table = pa.Table.from_pandas(rows, schema=schema(name), preserve_index=False)
+    else:
+        table = pa.Table.from_pylist(rows, schema=schema(name))
+    write_whole(table, file)
+
+
+def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:
+    """The rows of a run's finished prompts, whether it is done, running or was stopped.
+
+    Raises:
+        ValueError: a file of the run that is not a table.
+    """
+    try:
+        frame = _read(Path(out), name)
+        if name != "texts":  # a prompt is finished once its text is on disk
+            frame = frame[frame["request"].isin(_read(Path(out), "texts")["request"])]
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{out} holds a file that is not a readable table ({error}); remove it and run again"
+        ) from error
+    return frame.reset_index(drop=True)
+
+
+def gather(out: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Put all parts together in one file a table, and remove them; returns drafts and texts."""
+    refuse_link(out / "parts")
+    frames = {name: load(out, name) for name in TABLES}
+    for name, frame in frames.items():
+        write(out / f"{name}.parquet", name, frame)
+    folder = out / "parts"
+    for part in [*folder.glob("*.parquet"), *folder.glob(".*.tmp")]:
+        part.unlink()
+    if folder.is_dir():
+        folder.rmdir()
+    return frames["recorded"], frames["texts"]
+
+
+def _read(out: Path, name: str) -> pd.DataFrame:
+    files = [out / f"{name}.parquet", *sorted((out / "parts").glob(f"{name}-*.parquet"))]
+    pieces = [pq.read_table(file) for file in files if file.is_file()] or [schema(name).empty_table()]
+    return pa.concat_tables(pieces).to_pandas().drop_duplicates("id", keep="last")

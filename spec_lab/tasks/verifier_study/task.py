@@ -1,0 +1,118 @@
+"""The task: record texts, draft along them, ask every verifier, and leave rows, a summary and figures behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from tqdm import tqdm
+
+from spec_lab.core.options import whole
+from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
+from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.results.writer import Rows
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.verifier_study import pooled, show
+from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
+from spec_lab.tasks.verifier_study.tables import gather, load, write
+from spec_lab.text.prompts import digest
+
+
+def judge(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    every: int = 4,
+    repeats: int = 5,
+) -> int:
+    """Let all proposers draft along texts of the target, and ask all verifiers about the same drafts and laws.
+
+    Rows reach the disk prompt by prompt; the same command with the same directory goes on where a run was stopped.
+
+    Args:
+        lab: the parts: all proposers, and ``verifiers`` (without any: the one verifier).
+        settings: the scalars.
+        config: the configuration, for the manifest.
+        console: where the final table goes; default standard output.
+        every: tokens between two places where the proposers draft.
+        repeats: how often each verification is timed.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: parts that do not fit each other, prompts that do not fit, a directory that holds another run.
+        OSError: a directory that cannot be written.
+    """
+    console = console or Console()
+    whole("task.every", every)
+    whole("task.repeats", repeats)
+    if settings.batch_size > 1:
+        raise ValueError(
+            f"recorded drafts are judged one prompt at a time; set batch_size=1, not {settings.batch_size}"
+        )
+    proposers, requests = proposers_of(lab), lab.requests(settings)
+    verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
+    judges, left_out = pairs(proposers, verifiers)
+    said = lab.facts()
+    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts())
+    own = facts
+    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    before = lab.target.lm.forwards
+    finished = set(load(settings.out, "texts")["request"])
+    todo = [one for one in requests if one.id not in finished]
+    try:
+        lab.tracker.start(settings.name, facts, settings.out)
+        if todo and settings.warmup:
+            short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
+            of_prompt(lab, proposers, judges, short, settings.seed, every, repeats)
+        for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
+            one, rows = of_prompt(lab, proposers, judges, request, settings.seed, every, repeats)
+            write(settings.out / "parts" / f"recorded-{request.id:06d}.parquet", "recorded", rows)
+            write(settings.out / "parts" / f"texts-{request.id:06d}.parquet", "texts", [one])
+            lab.tracker.group(request.id, _means(rows))
+            if one["error"]:
+                tqdm.write(one["error"], file=sys.stderr)
+        recorded, texts = gather(settings.out)
+        summary = {
+            "experiment": settings.name,
+            "target": lab.target.name,
+            "temperature": lab.sampling.temperature,
+            "every": every,
+            "repeats": repeats,
+            **pooled.summarise(recorded, texts, list(verifiers), {name: said[name] for name in proposers}),
+            "left_out": left_out,
+        }
+        write_json(settings.out / "summary.json", summary)
+        drawn = show.draw(finite(summary), settings.out / "figures")
+        lab.tracker.finish(finite(summary), drawn)
+    except KeyboardInterrupt:
+        done = len(gather(settings.out)[1])
+        print(
+            f"\nInterrupted: the rows of {done} prompts of {len(requests)} are in {settings.out}; "
+            f"run the same command with out={settings.out} to go on.",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    except Exception as error:
+        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
+        raise
+    finally:
+        lab.tracker.close()
+    show.tell(finite(summary), console)
+    console.print(f"Rows, summary, manifest and figures: {settings.out}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _means(rows: Rows) -> dict[str, float]:
+    """Mean expected accepted tokens of each pair, for whoever watches."""
+    if not rows:
+        return {}
+    each = pd.DataFrame(rows).groupby(["proposer", "verifier"])["expected_accepted"].mean()
+    return {f"{proposer} {verifier} accepted": float(value) for (proposer, verifier), value in each.items()}

@@ -1,0 +1,1 @@
+"""Text: prompts, and the detokenizer with its stop strings."""

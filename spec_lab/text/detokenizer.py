@@ -1,0 +1,390 @@
+"""Streaming text: tokens are pushed in, events come out; no model and no loop is known here.
+
+Every event says what has become certain. Text is held back as long as a later token could change it: an unfinished
+UTF-8 character, the possible beginning of a stop string, everything while a banned string has begun. Strings are
+compared as UTF-8 bytes: they match across any token borders, and U+FFFD in a string matches a genuine one only, not the
+sign for broken bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from spec_lab.text.strings import Place, Strings, Watcher, check_strings
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that stays, whatever comes.
+
+    Args:
+        text: what comes next; empty where only tokens without text were completed.
+        tokens: tokens completed by it: all their bytes are out.
+        logprobs: of these tokens.
+    """
+
+    text: str
+    tokens: int
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held back from now on, in place of what was; an unfinished character shows as nothing."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A banned string came. The driver must drop its last ``tokens``; the stream has. ``ban`` must not come there."""
+
+    tokens: int
+    ban: int
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """The driver took back what was certain: the last ``text`` and completed ``tokens`` given no longer hold."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end.
+
+    Args:
+        reason: "stop", "stop_string", "length", or what the driver passed.
+        text: the stop string.
+        tokens: tokens that belong to no text: the stop token, or those of the stop string and after.
+        logprobs: of these tokens.
+    """
+
+    reason: str
+    text: str = ""
+    tokens: int = 0
+    logprobs: tuple[float, ...] = ()
+
+
+Event = Text | Held | Rewind | Withdrawn | Finish
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a text ends, and what must not be in it.
+
+    The text is cut where the first stop string begins: the earliest beginning of all matches, not the first to be
+    complete, and at equal beginnings the shortest. Where a stop string lies inside another, the end thus waits until
+    the outer one is complete or impossible. Of a stop string and a banned string the one that is complete first
+    decides; the stop string if both are at once.
+
+    Args:
+        stop_tokens: end the text and are no part of it.
+        stop_strings: end the text and are no part of it.
+        banned_strings: are taken back as soon as they are complete.
+        min_tokens: the first so many tokens end nothing: among them stop tokens are masked (and without effect or text
+            if pushed all the same), and a stop string completed by one of them is text like any other.
+        max_tokens: most tokens; None for no limit.
+    """
+
+    stop_tokens: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    banned_strings: tuple[str, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_strings("stop_strings", self.stop_strings)
+        check_strings("banned_strings", self.banned_strings)
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be 0 or more, not {self.min_tokens}")
+        if self.max_tokens is not None and self.max_tokens < max(self.min_tokens, 1):
+            raise ValueError(
+                f"max_tokens must be at least min_tokens and 1, not {self.max_tokens} ({self.min_tokens=})"
+            )
+
+    @cached_property
+    def stops(self) -> Strings:
+        """The stop strings, ready to be looked for."""
+        return Strings(self.stop_strings)
+
+    @cached_property
+    def banned(self) -> Strings:
+        """The banned strings, ready to be looked for."""
+        return Strings(self.banned_strings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A stop string that is complete: where it begins, where the first complete one ended, and which it is."""
+
+    begin: int
+    first: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Step:
+    """What is known after a token; ``released`` bytes, ``parts`` of text and ``completed`` tokens are out."""
+
+    before: _Step | None
+    place: Place
+    logprob: float = math.nan
+    node: int = 0
+    cut: _Cut | None = None
+    released: int = 0
+    parts: int = 0
+    completed: int = 0
+
+
+class Stream:
+    """The text of one sequence, as it grows.
+
+    Args:
+        pieces: the bytes of every token, none of special ones.
+        rules: when it ends, and what must not be in it.
+        healed: bytes that token healing took off the prompt's end. The first tokens repeat them; they are no text.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], rules: Rules, healed: bytes = b"") -> None:
+        beyond = sorted(token for token in rules.stop_tokens if not 0 <= token < len(pieces))
+        if beyond:
+            raise ValueError(f"stop tokens {beyond} do not exist: there are {len(pieces)} pieces")
+        self.rules = rules
+        self.finished: str | None = None  # why it ended; None while it grows
+        self._watcher = Watcher(pieces, rules.banned, healed, rules.stop_tokens)
+        self._last = _Step(None, self._watcher.place)
+        self._open: list[_Step] = []  # tokens not yet completed
+        self._parts: list[str] = []
+        self._shown = ""
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._parts)
+
+    @property
+    def count(self) -> int:
+        """How many tokens came and were not taken back."""
+        return self._last.place.count
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that came and were not taken back."""
+        found, place = [], self._last.place
+        while place.before is not None:
+            found.append(place.token)
+            place = place.before
+        return found[::-1]
+
+    @property
+    def held(self) -> str:
+        """What is held back now; an unfinished character shows as nothing."""
+        return self._shown
+
+    @property
+    def completed(self) -> int:
+        """How many tokens the released text has completed."""
+        return self._last.completed
+
+    @property
+    def bans(self) -> frozenset[int]:
+        """Tokens that must not come next. Where nothing else may come, it is for the driver to ``end``."""
+        return self._watcher.bans
+
+    def push(self, token: int, logprob: float = math.nan) -> list[Event]:
+        """``token`` comes next.
+
+        Raises:
+            ValueError: the stream has finished; no such token; a banned one; bytes other than the healed ones.
+        """
+        self._check_growing()
+        last, rules = self._last, self.rules
+        match = self._watcher.push(token)
+        place = self._watcher.place
+        node, cut, sure = self._look(place)
+        if match is not None and (cut is None or match.end < cut.first):
+            self._watcher.rewind(match.tokens, match.ban)
+            self._back(match.tokens - 1)  # withdraws nothing: all text has waited since the string began
+            return [Rewind(match.tokens, match.ban), *self._hold()]
+        self._last = replace(last, before=last, place=place, logprob=logprob, node=node, cut=cut)
+        if token in rules.stop_tokens and last.place.count >= rules.min_tokens:
+            return self._finish("stop", (logprob,))
+        self._open.append(self._last)
+        if sure or place.count == rules.max_tokens:
+            return self._finish("length")
+        if cut is None and self._watcher.begun:
+            return self._hold()  # tokens may have to go, and what they proved of the text before them goes with them
+        end = max(place.end, 0)
+        begin = end - rules.stops.live[node]  # of what could grow into a stop string
+        # Strings begin with a whole character: before one, what is unfinished stays so.
+        return [*self._release(begin, final=begin < end), *self._hold()]
+
+    def push_logits(self, row: Tensor, sampler: Callable[[Tensor], int]) -> list[Event]:
+        """The next token is drawn from logits, with -inf where a token is banned or must not yet stop the text.
+
+        The token's log-probability is that of the softmax of these logits.
+
+        Args:
+            row: ``[V]``, left as it is.
+            sampler: chooses a token from the masked row. All of it is -inf where everything is banned.
+
+        Raises:
+            ValueError: as ``push``; a row of another width than the pieces; a masked token was chosen.
+        """
+        self._check_growing()
+        if row.shape != (len(self._watcher.pieces),):
+            raise ValueError(f"logits must be [{len(self._watcher.pieces)}], one for each piece, not {[*row.shape]}")
+        barred = self.bans
+        if self._last.place.count < self.rules.min_tokens:
+            barred |= self.rules.stop_tokens
+        masked = row.clone()
+        masked[sorted(barred)] = -math.inf
+        token = int(sampler(masked))
+        if token in barred:
+            raise ValueError(f"the sampler chose token {token}, which is masked")
+        return self.push(token, float(torch.log_softmax(masked.double(), -1)[token]))
+
+    def rewind(self, count: int) -> list[Event]:
+        """The driver took back its last ``count`` tokens. The stream is then as it was before they came.
+
+        Raises:
+            ValueError: the stream has finished; there are not so many tokens.
+        """
+        self._check_growing()
+        self._watcher.rewind(count)
+        return [*self._back(count), *self._hold()]
+
+    def end(self, reason: str) -> list[Event]:
+        """No more tokens come: what is held is released, an unfinished character as U+FFFD.
+
+        Where a stop string was complete and only waited for another around it, that is the reason.
+
+        Raises:
+            ValueError: the stream has finished.
+        """
+        self._check_growing()
+        return self._finish(reason)
+
+    def fork(self) -> Stream:
+        """An independent copy."""
+        other = copy.copy(self)
+        other._watcher, other._open, other._parts = self._watcher.fork(), self._open.copy(), self._parts.copy()
+        return other
+
+    def _check_growing(self) -> None:
+        if self.finished is not None:
+            raise ValueError(f"the stream has finished ({self.finished}): begin another, or fork before the end")
+
+    def _look(self, place: Place) -> tuple[int, _Cut | None, bool]:
+        """Read the token's bytes: the node, the complete stop string that begins first, whether none can before it."""
+        strings, node, cut = self.rules.stops, self._last.node, self._last.cut
+        if not strings.strings:
+            return node, cut, False
+        for at, byte in enumerate(place.piece, place.end - len(place.piece) + 1):
+            node = strings.step(node, byte)
+            found = strings.longest[node]
+            if found >= 0 and place.count > self.rules.min_tokens:
+                begin = at - len(strings.bytes[found])
+                if cut is None or begin < cut.begin:
+                    cut = _Cut(begin, cut.first if cut else at, strings.strings[found])
+            if cut is not None and at - strings.depth[node] >= cut.begin:
+                return node, cut, True
+        return node, cut, False
+
+    def _waiting(self) -> bytes:
+        """Bytes of text not yet released."""
+        if not self._open:
+            return b""
+        return b"".join(step.place.piece for step in self._open)[
+            self._last.released - max(self._open[0].place.start, 0) :
+        ]
+
+    def _release(self, upto: int, final: bool, closing: bool = False) -> list[Event]:
+        """Let text out up to this byte.
+
+        Args:
+            final: whether a character unfinished there stays so.
+            closing: whether a token begun before it counts as completed.
+        """
+        last = self._last
+        text, pending = _decode(self._waiting()[: upto - last.released], final)
+        released, done = upto - pending, 0
+        for step in self._open:
+            if step.place.end > released and not (closing and step.place.start < released):
+                break
+            done += 1
+        if not text and not done:
+            return []
+        if text:
+            self._parts.append(text)
+        self._last = replace(last, released=released, parts=len(self._parts), completed=last.completed + done)
+        logprobs = tuple(step.logprob for step in self._open[:done])
+        del self._open[:done]
+        return [Text(text, done, logprobs)]
+
+    def _hold(self) -> list[Event]:
+        text = _decode(self._waiting(), final=False)[0]
+        changed, self._shown = text != self._shown, text
+        return [Held(text)] if changed else []
+
+    def _back(self, count: int) -> list[Event]:
+        now = step = self._last
+        for _ in range(count):
+            assert step.before is not None
+            step = step.before
+        self._last, self._open = step, []
+        text = "".join(self._parts[step.parts :])
+        del self._parts[step.parts :]
+        for _ in range(step.place.count - step.completed):
+            self._open.append(step)
+            assert step.before is not None
+            step = step.before
+        self._open.reverse()
+        tokens = now.completed - self._last.completed
+        return [Withdrawn(text, tokens)] if text or tokens else []
+
+    def _finish(self, reason: str, silent: tuple[float, ...] = ()) -> list[Event]:
+        cut, end = self._last.cut, max(self._last.place.end, 0)
+        events = self._release(cut.begin if cut else end, final=True, closing=True)
+        rest = tuple(step.logprob for step in self._open) + silent
+        self._open = []
+        self.finished = "stop_string" if cut else reason
+        return [*events, *self._hold(), Finish(self.finished, cut.text if cut else "", len(rest), rest)]
+
+
+def _decode(data: bytes, final: bool) -> tuple[str, int]:
+    """The text of the bytes, and how many of the last ones wait for the rest of their character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(data, final)
+    return text, len(decoder.getstate()[0])
+
+
+def plain(pieces: Sequence[bytes], tokens: Sequence[int], rules: Rules, healed: bytes = b"") -> str:
+    """The text of all tokens at once: the readable way, and the oracle of ``Stream`` where no banned string came."""
+    data, ends = b"", []
+    for place, token in enumerate(tokens[: rules.max_tokens]):
+        if token not in rules.stop_tokens:
+            data += pieces[token]
+        elif place >= rules.min_tokens:
+            break
+        ends.append(len(data))
+    cuts = [len(data)]
+    for string in (string.encode() for string in rules.stop_strings):
+        begin = data.find(string, len(healed))
+        while begin >= 0:
+            before = sum(end < begin + len(string) for end in ends)  # tokens before the one that completes it
+            if before >= rules.min_tokens:
+                cuts.append(begin)
+            begin = data.find(string, begin + 1)
+    return data[len(healed) : min(cuts)].decode("utf-8", "replace")

@@ -1,0 +1,261 @@
+"""Frames: what the figures draw, checked on tables written by hand and against the metrics of a small run."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.metrics.frames import Span
+from spec_lab.tasks.benchmark import run
+from tests.labs import Repeat, lab, settings
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run")
+    run(lab(beside={"longer": Repeat(4)}), settings(out), {})
+    return metrics.load(out)
+
+
+def step(path=(), **changes) -> dict:
+    """One decode step that accepted ``path`` and emitted one token more, in a chain of 3."""
+    accepted = len(path)
+    plain = {
+        "group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "round": 1,
+        "prefill": False, "finish": "", "nodes": 3, "depth": 3, "path": list(path), "stop_had_children": accepted < 3,
+        "accepted": accepted, "emitted": accepted + 1, "accepted_kept": accepted, "emitted_kept": accepted + 1,
+        "forced_accepted": 0, "forced_emitted": 0, "forced_accepted_kept": 0, "forced_emitted_kept": 0,
+        "taken_back": 0, "context": 0,
+    }  # fmt: skip
+    return plain | changes
+
+
+def output(text: str, ends, steps, *more, prompt_tokens=10) -> Tables:
+    """Tables of one request: its row, and those of other sequences."""
+    plain = {"group": 0, "arm": "speculative", "request": 0, "sequence": 0, "parent_sequence": -1, "text": text,
+             "tokens": list(range(len(ends))), "ends": list(ends), "prompt_tokens": prompt_tokens}  # fmt: skip
+    return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame([plain, *(plain | one for one in more)]))
+
+
+# Of a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_speed_ups_are_those_of_the_metrics(tables):
+    each, means = frames.throughput(tables), frames.speedups(tables)
+    assert list(means["arm"]) == ["speculative", "longer"]
+    for arm in means["arm"]:
+        paired = metrics.walltime_speedup_paired(tables.requests, arm)
+        np.testing.assert_allclose(each[each["arm"] == arm]["speedup"].dropna(), paired)
+        assert means.set_index("arm").loc[arm, "mean"] == pytest.approx(paired.mean())
+        assert means.set_index("arm").loc[arm, "groups"] == len(paired) == 2  # the third group is short
+    assert each[each["arm"] == "baseline"]["speedup"].isna().all()
+
+
+def test_depths_carry_survival_and_conditional_of_drafting_arms_only(tables):
+    frame = frames.by_depth(tables)
+    assert set(frame["arm"]) == {"speculative", "longer"}
+    for (arm, kind), own in frame.groupby(["arm", "kind"]):
+        curve = getattr(metrics, kind)(metrics.decode_steps(tables.steps, arm))
+        np.testing.assert_allclose(own["value"], curve)
+        assert list(own["depth"]) == list(range(1, len(curve) + 1))
+
+
+def test_shares_of_tokens_add_up_to_tau(tables):
+    frame = frames.tokens_per_step(tables)
+    for arm, own in frame.groupby("arm"):
+        tau = metrics.tau_pooled(metrics.decode_steps(tables.steps, arm))
+        assert own["share"].sum() == pytest.approx(1)
+        assert (own["tokens"] * own["share"]).sum() == pytest.approx(tau) == own["tau"].iloc[0]
+
+
+def test_phases_add_up_to_the_decode_time(tables):
+    frame = frames.time_by_phase(tables)
+    for arm, own in frame.groupby("arm"):
+        tokens = tables.requests[tables.requests["arm"] == arm]["decode_tokens"].sum()
+        assert own["ms_per_token"].sum() * tokens == pytest.approx(1e3 * metrics.decode_seconds(tables.rounds, arm))
+        assert own["share"].sum() == pytest.approx(1)
+
+
+def test_cost_is_the_median_by_nodes_of_each_sequence():
+    def one(nodes, live, target, prefill=False):
+        return {"arm": "speculative", "live": live, "nodes": nodes, "target": target, "prefill": prefill}
+
+    rounds = pd.DataFrame(
+        [one(8, 2, 0.001), one(8, 2, 0.003), one(7, 2, 0.008), one(4, 1, 0.002), one(0, 2, 9.0, prefill=True)]
+    )
+    requests = pd.DataFrame({"arm": ["speculative"]})
+    frame = frames.cost_of_nodes(Tables(rounds, pd.DataFrame(), requests))
+    assert frame[["live", "nodes", "rounds"]].to_numpy().tolist() == [[1, 4, 1], [2, 4, 3]]  # 7 / 2 is 4, rounded
+    np.testing.assert_allclose(frame["ms"], [2.0, 3.0])
+    np.testing.assert_allclose(frame["low"], [2.0, 2.0])
+
+
+def test_a_node_is_accepted_by_every_step_whose_path_goes_through_it():
+    steps = pd.DataFrame([step([0, 1]), step([0]), step([0, 0, 0]), step([])])
+    frame = frames.accepted_tree(steps, drafted=[(0,), (1,)]).set_index("path")
+    assert frame["accepted"].to_dict() == {(): 4, (0,): 3, (1,): 0, (0, 0): 1, (0, 1): 1, (0, 0, 0): 1}
+    assert frame["ended"].to_dict() == {(): 1, (0,): 1, (1,): 0, (0, 0): 0, (0, 1): 1, (0, 0, 0): 1}
+    assert frame["share"].to_dict()[(0,)] == 0.75
+
+
+def test_of_a_large_tree_the_likeliest_nodes_are_kept_with_their_parents():
+    steps = pd.DataFrame([step([0, 0])] * 3 + [step([1])] * 2 + [step([2])])
+    frame = frames.accepted_tree(steps, most=3)
+    assert list(frame["path"]) == [(), (0,), (1,), (0, 0)]
+
+
+def test_no_tree_without_nodes_or_steps():
+    assert len(frames.accepted_tree(pd.DataFrame([step([])]))) == 0
+    assert len(frames.accepted_tree(pd.DataFrame([step([0])]).iloc[:0], drafted=[(0,)])) == 0
+
+
+def test_nothing_gives_empty_frames_with_their_columns(tables):
+    nothing = Tables(tables.rounds.iloc[:0], tables.steps.iloc[:0], tables.requests.iloc[:0])
+    for make in (frames.throughput, frames.speedups, frames.by_depth, frames.tokens_per_step, frames.time_by_phase):
+        assert len(make(nothing)) == 0
+        assert "arm" in make(nothing)
+    assert len(frames.cost_of_nodes(nothing)) == 0
+
+
+# Spans ---------------------------------------------------------------------------------------------------------------
+
+
+def test_spans_tell_accepted_from_the_one_after_them():
+    steps = [step([], prefill=True, round=0, context=10), step([0, 0], context=11)]
+    assert frames.spans(output("ABCD", [1, 2, 3, 4], steps), 0, "speculative") == [
+        Span("A", "prefill", 0), Span("BC", "accepted", 1), Span("D", "bonus", 1),
+    ]  # fmt: skip
+
+
+def test_spans_are_cut_where_the_output_was():
+    steps = [step([0, 0], context=10, accepted_kept=2, emitted_kept=2)]  # a stop token among the accepted
+    assert frames.spans(output("AB", [1, 2], steps), 0, "speculative") == [Span("AB", "accepted", 1)]
+
+
+def test_spans_know_forced_tokens_before_within_and_after_a_step():
+    steps = [
+        step([0], context=12, forced_accepted_kept=1, forced_emitted_kept=1),  # two were forced before it
+        step([0], round=2, context=14, emitted_kept=4, forced_emitted_kept=2),  # two are appended to it
+    ]
+    assert frames.spans(output("abCDEFgh", range(1, 9), steps), 0, "speculative") == [
+        Span("ab", "forced", -1), Span("C", "forced", 1), Span("D", "bonus", 1), Span("E", "accepted", 2),
+        Span("F", "bonus", 2), Span("gh", "forced", 2),
+    ]  # fmt: skip
+
+
+def test_spans_forget_what_was_taken_back():
+    steps = [
+        step([0, 0], context=10, taken_back=2, emitted_kept=4, forced_emitted_kept=1),  # A B C - - + f: A f
+        step([0], round=2, context=12),
+    ]
+    assert frames.spans(output("AfGH", [1, 2, 3, 4], steps), 0, "speculative") == [
+        Span("A", "accepted", 1), Span("f", "forced", 1), Span("G", "accepted", 2), Span("H", "bonus", 2),
+    ]  # fmt: skip
+
+
+def test_a_fork_begins_with_what_it_shares():
+    steps = [step([0], context=10), step([], round=2, context=12), step([0], round=2, sequence=1, context=12)]
+    fork = {"sequence": 1, "parent_sequence": 0, "text": "ABxy", "tokens": [0, 1, 2, 3], "ends": [1, 2, 3, 4]}
+    given = output("ABC", [1, 2, 3], steps, fork)
+    assert frames.spans(given, 0, "speculative", 1) == [
+        Span("A", "accepted", 1), Span("B", "bonus", 1), Span("x", "accepted", 2), Span("y", "bonus", 2),
+    ]  # fmt: skip
+
+
+def test_letters_of_several_tokens_belong_to_the_one_that_completes_them():
+    steps = [step([0, 0], context=10)]  # a letter of two tokens, then one more token, and an end that settles late
+    assert frames.spans(output("éZ!", [0, 1, 2], steps), 0, "speculative") == [
+        Span("é", "accepted", 1), Span("Z!", "bonus", 1),
+    ]  # fmt: skip
+
+
+def test_without_ends_or_steps_nothing_is_claimed():
+    given = output("AB", [1, 2], [step([0], context=10)])
+    old = Tables(given.rounds, given.steps, given.requests.drop(columns="ends"))
+    peer = Tables(given.rounds, given.steps.iloc[:0], given.requests)
+    assert frames.spans(old, 0, "speculative") == frames.spans(peer, 0, "speculative") == [Span("AB", "unknown", -1)]
+
+
+def test_an_unknown_sequence_is_refused():
+    with pytest.raises(ValueError, match="no sequence 7 of request 0"):
+        frames.spans(output("A", [1], [step(context=10)]), 0, "speculative", 7)
+
+
+def test_spans_of_a_real_run_are_its_texts(tables):
+    for row in tables.requests.to_dict("records"):
+        pieces = frames.spans(tables, row["request"], row["arm"])
+        assert "".join(piece.text for piece in pieces) == row["text"]
+        own = tables.steps[(tables.steps["request"] == row["request"]) & (tables.steps["arm"] == row["arm"])]
+        accepted = sum(len(piece.text) for piece in pieces if piece.kind == "accepted")
+        assert accepted == own["accepted_kept"].sum()  # one letter a token
+
+
+# Of a sweep ----------------------------------------------------------------------------------------------------------
+
+
+def swept(*rows: dict) -> pd.DataFrame:
+    plain = {"run": "r", "arm": "speculative", "tau_pooled": 2.0, "speedup": 1.5}
+    return pd.DataFrame([plain | row for row in rows])
+
+
+def test_what_varies_is_named_and_the_fastest_comes_first():
+    table = swept(
+        {"proposer": "a", "proposer.depth": 2, "threads": 1, "speedup": 1.1},
+        {"proposer": "a", "proposer.depth": 4, "threads": 1, "speedup": 1.7},
+        {"proposer": "b", "threads": 1, "speedup": np.nan},
+        {"arm": "baseline", "proposer": "b", "threads": 1},
+    )
+    keys = ["proposer", "proposer.depth", "threads"]
+    assert frames.varied(table, keys) == ["proposer", "proposer.depth"]
+    assert list(frames.over_sweep(table, keys)["label"]) == ["proposer=a, depth=4", "proposer=a, depth=2", "proposer=b"]
+
+
+def test_keys_that_end_alike_are_named_in_full():
+    table = swept({"proposer.temperature": 0.5, "sampling.temperature": 1})
+    assert frames.labels(table, ["proposer.temperature", "sampling.temperature"]) == [
+        "proposer.temperature=0.5, sampling.temperature=1"
+    ]
+
+
+def test_a_line_for_each_setting_and_seeds_are_one_point():
+    table = swept(
+        {"k": 1, "p": "a", "seed": 0, "speedup": 2.0, "speedup_low": 1.7, "speedup_high": 2.3},
+        {"k": 1, "p": "a", "seed": 1, "speedup": 2.0, "speedup_low": 1.5, "speedup_high": 2.7},
+        {"k": 2, "p": "a", "seed": 0, "speedup": 3.0, "speedup_low": 2.5, "speedup_high": 3.5},
+        {"k": 1, "p": "b", "seed": 0}, {"k": "null", "p": "a", "seed": 0}, {"k": 3, "arm": "baseline", "p": "a"},
+    )  # fmt: skip
+    assert frames.numeric(table, ["k", "p", "seed"]) == ["k"]
+    frame = frames.along(table, ["k", "p", "seed"], "k", ["speedup"])
+    assert frame[["line", "x", "value", "runs"]].to_numpy().tolist() == [["p=a", 1.0, 2.0, 2], ["p=a", 2.0, 3.0, 1]]
+    np.testing.assert_allclose(frame["low"], [1.6, 2.5])  # of seeds that agree, not narrower than their own
+    np.testing.assert_allclose(frame["high"], [2.5, 3.5])
+
+
+def test_a_point_has_no_interval_where_one_of_its_runs_has_none():
+    bounds = {"speedup_low": 1.0, "speedup_high": 2.0}
+    table = swept({"k": 1, "seed": 0} | bounds, {"k": 1, "seed": 1}, {"k": 2, "seed": 0} | bounds)
+    frame = frames.along(table, ["k", "seed"], "k", ["speedup"])
+    assert frame["low"].isna().tolist() == [True, False]
+    assert frames.along(table[["run", "arm", "k", "speedup"]], ["k"], "k", ["speedup"])["low"].isna().all()
+
+
+def test_rows_of_a_sweep_are_coloured_in_one_order():
+    table = swept(
+        {"arm": "speculative", "k": 10, "speedup": 1.0}, {"arm": "draft", "k": 10, "speedup": 3.0},
+        {"arm": "speculative", "k": 9, "speedup": 2.0}, {"arm": "draft", "speedup": 4.0}, {"arm": "baseline", "k": 1},
+        {"arm": None, "speedup": np.nan}, {"arm": "draft", "k": 7, "tau_pooled": np.nan},
+    )  # fmt: skip
+    frame, shades = frames.worth(table, ["k"])
+    assert frame["speedup"].tolist() == [4.0, 3.0, 2.0, 1.0]
+    assert list(shades["arm"].cat.categories) == ["speculative", "draft"]  # not the fastest first
+    assert list(shades["k"].cat.categories) == ["k=9", "k=10", "k not set"]  # 9 before 10
+    assert shades["k"].tolist() == ["k not set", "k=10", "k=9", "k=10"]
+    assert [len(one) for one in frames.worth(table[["run", "arm"]], [])] == [0, 1]  # tasks without figures
+
+
+def test_of_many_lines_the_best_stay_the_same_for_every_value():
+    rows = [{"k": k, "p": p, "speedup": p + k / 10, "tau_pooled": -p} for p in range(5) for k in (1, 2)]
+    frame = frames.along(swept(*rows), ["k", "p"], "k", most=2)
+    assert set(frame["line"]) == {"p=3", "p=4"}
+    assert set(frame["what"]) == {"tau_pooled", "speedup"}

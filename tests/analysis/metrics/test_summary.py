@@ -1,0 +1,88 @@
+"""All figures of a run."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.results.manifest import finite
+from tests.analysis.metrics.tables import steps
+
+
+def test_every_arm_with_rounds_is_compared_to_every_peer_group_by_group(requests, rounds):
+    """The peer is half as fast as the baseline in group 0 and as fast in group 1."""
+    peer = requests[requests["arm"] == "baseline"].assign(arm="peer")
+    peer.loc[peer["group"] == 0, "decode_seconds"] *= 2
+    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    compared = metrics.against(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
+    assert list(compared) == ["peer"] and list(compared["peer"]) == ["speculative", "baseline"]
+    assert compared["peer"]["speculative"] == pytest.approx({"mean": 3.5, "low": 3.0, "high": 4.0})
+    assert compared["peer"]["baseline"] == pytest.approx({"mean": 1.5, "low": 1.0, "high": 2.0})
+    assert metrics.against(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
+
+
+def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
+    both = requests.assign(tokens=[[1]] * len(requests))
+    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    summary = metrics.summarise(metrics.Tables(twice, chain, both), "speculative")
+    assert {
+        "requests", "tokens", "steps", "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival",
+        "conditional", "tokens_per_second", "baseline_tokens_per_second", "speedup", "phase_seconds", "overhead",
+    } <= set(summary)  # fmt: skip
+    assert summary["requests"] == 4
+    assert summary["tokens"] == 74
+    assert summary["speedup"]["mean"] == pytest.approx(2.5)
+    assert summary["speedup_with_prefill"]["mean"] == pytest.approx((5 / 3 + 2) / 2)
+    assert summary["prefill_seconds"] == 2.0
+    assert summary["finish"] == {"length": 4}
+    assert summary["sequences"] == 4
+    forked = pd.concat([both, both[both["request"] == 0].assign(sequence=1)])
+    again = metrics.summarise(metrics.Tables(twice, chain, forked), "speculative")
+    assert (again["requests"], again["sequences"]) == (4, 5), "a fork is no prompt"
+    alone = metrics.summarise(metrics.Tables(twice, chain, both), "baseline")
+    assert math.isnan(alone["speedup"]["mean"])
+    assert metrics.arms(metrics.Tables(twice, chain, both)) == ["speculative", "baseline"]
+
+
+@pytest.fixture
+def tables(chain, requests, rounds) -> metrics.Tables:
+    twice = pd.concat([rounds, rounds.assign(arm="baseline")])
+    return metrics.Tables(twice, chain, requests.assign(tokens=[[1]] * len(requests)))
+
+
+def test_every_interval_belongs_to_a_figure_and_holds_it(tables):
+    summary = metrics.summarise(tables, "speculative")
+    assert {"tau_pooled", "tau_pooled_raw", "tau_macro", "expected_tau", "draft_token_rate", "tokens_per_second",
+            "vllm_mean_acceptance_length", "spec_bench_mean_accepted_tokens"} <= set(summary["intervals"])  # fmt: skip
+    for name, one in summary["intervals"].items():
+        assert one["mean"] == pytest.approx(summary[name]), name
+        assert one["low"] <= one["mean"] <= one["high"], name
+
+
+def test_other_systems_figures_stand_under_their_names(tables):
+    summary = metrics.summarise(tables, "speculative")
+    steps = metrics.decode_steps(tables.steps, "speculative")
+    assert summary["spec_bench_mean_accepted_tokens"] == pytest.approx(14 / 5)
+    assert summary["vllm_per_position_acceptance"] == metrics.vllm_per_position_acceptance(steps).tolist()
+    assert summary["eagle_alpha"] == metrics.eagle_alpha(steps).tolist()
+    # 70 tokens in decoding and 4 in prefills; prompts' seconds are the decode's and the prefill's 1 s
+    assert summary["specforge_accept_length"] == pytest.approx(74 / 5)
+    ours, base = (11 / 2, 31 / 3, 16 / 2, 16 / 1.5), (11 / 4, 31 / 5, 16 / 4, 16 / 4)
+    cut = 3 / 3  # the last step of request 1 emitted 3 tokens that were not kept, in its 3 s
+    assert summary["spec_bench_speedup"] == pytest.approx((sum(ours) + cut) / sum(base))
+    assert summary["medusa_overhead"] == 1.0
+
+
+def test_the_baselines_own_summary_compares_it_with_nothing(tables):
+    alone = metrics.summarise(tables, "baseline")
+    for figure in ("spec_bench_speedup", "medusa_overhead", "identical_outputs", "expected_tau"):
+        assert math.isnan(alone[figure]), figure
+    assert math.isnan(alone["intervals"]["tau_pooled"]["mean"])
+    assert math.isnan(alone["calibration"]["mean"])
+
+
+def test_a_summary_is_json(tables):
+    for arm in ("speculative", "baseline"):
+        json.dumps(finite(metrics.summarise(tables, arm)), allow_nan=False)

@@ -1,0 +1,451 @@
+"""The report: a page that needs nothing but itself, whatever the texts in it, and that a browser draws."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import numpy as np
+import pandas as pd
+import pytest
+import vl_convert
+from matplotlib.image import imread
+
+from spec_lab.analysis import metrics, report
+from spec_lab.analysis.report import charts
+from spec_lab.analysis.report.page import as_data, number, placed, visible
+from spec_lab.results import sweep
+from spec_lab.results.manifest import write_json
+from spec_lab.tasks.benchmark import run
+from tests.labs import Repeat, lab, settings
+
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>\u2028\u202eRTL\x00]]>--><!--{{7*7}}"
+)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """A run of hostile prompts, outputs and names."""
+    out = tmp_path_factory.mktemp("ran") / "run <b>&'\""
+    run(lab(texts=("abc" + HOSTILE, "b c d", "d e f", "e f"), beside={"longer": Repeat(4)}), settings(out), {})
+    requests = pd.read_parquet(out / "requests.parquet")
+    first = requests["request"] == 0
+    requests.loc[first, "name"] = HOSTILE
+    requests.loc[first, "text"] = "x" * 8 + HOSTILE
+    requests.to_parquet(out / "requests.parquet")
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(ran) -> Path:
+    return report.write(ran)
+
+
+@pytest.fixture(scope="module")
+def swept(ran, tmp_path_factory) -> Path:
+    """A sweep: copies of the run with different speeds, one that failed, one that waits."""
+    folder = tmp_path_factory.mktemp("swept")
+    jobs = [[f"proposer.depth={depth}", f"proposer={name}"] for name in ("a", "b") for depth in (2, 4, 8)]
+    sweep.plan(folder, [*jobs, ["proposer=waits"], ["proposer=fails"]])
+    summary, facts = (json.loads((ran / name).read_text()) for name in ("summary.json", "manifest.json"))
+    for place, job in enumerate(jobs):
+        one = folder / sweep.folder_name(job)
+        one.mkdir()
+        speed = 1.0 + place / 10
+        summary["arms"]["speculative"]["speedup"] = {"mean": speed, "low": speed - 0.1, "high": speed + 0.1}
+        write_json(one / "summary.json", summary)
+        write_json(one / "manifest.json", facts)
+        sweep.end(one, job, "", 0, 1.0)
+    (folder / sweep.folder_name(jobs[0]) / "report.html").write_text("its own")
+    failed = folder / sweep.folder_name(["proposer=fails"])
+    failed.mkdir()
+    sweep.fail(failed, ["proposer=fails"], ValueError(HOSTILE), HOSTILE, 1.0)
+    return folder
+
+
+def test_a_run_that_drafted_nothing_has_a_report(ran, tmp_path):
+    out = tmp_path / "none"
+    shutil.copytree(ran, out)
+    facts = json.loads((out / "manifest.json").read_text())
+    for one in facts["proposers"].values():
+        one["tree"] = "none"  # of a Medusa run on a machine where no tree pays
+    write_json(out / "manifest.json", facts)
+    assert report.write(out).is_file()
+
+
+class Parsed(HTMLParser):
+    """Tags with their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.text = self.scripts = ""
+        self.inside = ""
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.inside = tag
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts += data
+        elif self.inside != "style":
+            self.text += data
+
+    def values(self, attribute: str) -> list[str]:
+        return [found[attribute] for _, found in self.tags if attribute in found]
+
+
+# What the page is ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["page", "sweep"])
+def test_nothing_is_fetched(which, page, swept):
+    file = page if which == "page" else report.write(swept)
+    parsed = Parsed(file)
+    tags = {tag for tag, _ in parsed.tags}
+    assert not tags & {"link", "img", "iframe", "object", "embed", "base", "form", "video", "audio", "source"}
+    assert not parsed.values("src") and not parsed.values("srcset")
+    assert parsed.values("href")
+    for link in parsed.values("href"):
+        assert (file.parent / unquote(link)).is_file()  # relative, and there
+    assert "url(" not in file.read_text().partition("</style>")[0] and "@import" not in file.read_text()
+    policy = next(found["content"] for tag, found in parsed.tags if "http-equiv" in found)
+    assert "default-src 'none'" in policy and "unsafe-eval" not in policy and "http" not in policy
+
+
+def test_texts_do_not_break_out(page):
+    parsed = Parsed(page)
+    kinds = [found.get("type", "code") for tag, found in parsed.tags if tag == "script"]
+    assert kinds.count("code") == 2  # Vega and the page's own
+    assert not [found for _, found in parsed.tags if any(name.startswith("on") for name in found)]
+    assert "</script><script>document.title='owned'</script>" in parsed.text  # shown as it is
+    assert "{{7*7}}" in parsed.text
+    raw = page.read_text(encoding="utf-8")
+    assert not re.search("[\x00\u2028\u202e]", raw)
+    assert "<U+202E>RTL␀" in parsed.text
+
+
+def test_data_in_scripts_is_json_that_ends_no_script():
+    text = as_data({"a": HOSTILE, "b": float("nan"), "c": [np.inf.__float__(), 1.5]})
+    assert not re.search("[<>&\u2028]", text)
+    assert json.loads(text) == {"a": HOSTILE, "b": None, "c": [None, 1.5]}
+
+
+def test_what_cannot_be_seen_is_named():
+    assert visible("a\tb\n") == "a\tb\n"
+    assert visible("\x00\x1b\x7f\u200b\u2066") == "␀␛␡<U+200B><U+2066>"
+    assert visible("é שלום 🙂") == "é שלום 🙂"
+    assert number(float("nan")) == number(None) == "" and number(1.005, ".1f") == "1.0"
+
+
+def test_outputs_are_shaded_as_they_came(page, ran):
+    raw = page.read_text(encoding="utf-8")
+    steps, requests = (pd.read_parquet(ran / f"{name}.parquet") for name in ("steps", "requests"))
+    articles = raw.split("<article>")[2:]  # but for the first prompt, the texts of which are not its own
+    shaded = "".join(re.findall(r'<i class="a">(.*?)</i>', "".join(articles)))
+    assert len(articles) == 3
+    assert len(shaded) == steps[steps["request"] > 0]["accepted_kept"].sum() > 0  # a letter for each token
+    assert raw.count('class="output"') == len(requests)
+
+
+def test_names_are_coloured_as_they_are_shown():
+    hidden, seen = "a\u202eb", "a<U+202E>b"
+    depths = pd.DataFrame([{"arm": hidden, "kind": "survival", "depth": 1, "value": 0.5, "low": 0.4, "high": 0.6}])
+    points = pd.DataFrame([{"what": "tau", "line": hidden, "x": x, "value": 1.0, "low": 1, "high": 1} for x in (1, 2)])
+    means = pd.DataFrame([{"arm": hidden, "mean": 1.0, "low": 0.9, "high": 1.1, "groups": 2}])
+    each = pd.DataFrame([{"arm": hidden, "group": 0, "tokens_per_second": 1.0, "baseline": 1.0, "speedup": 1.0}])
+    colours = {hidden: "#123456"}
+    made = [
+        charts.depth(depths, "survival", colours, "k"), charts.lines(points, "k", "tau", [hidden]),
+        charts.speedups(each, means, colours),
+    ]  # fmt: skip
+    for chart in made:
+        text = json.dumps(chart.to_dict(), ensure_ascii=False)
+        assert hidden not in text and f'"domain": ["{seen}"]' in text
+    assert '"range": ["#123456"]' in json.dumps(made[0].to_dict())
+
+
+def test_paths_do_not_tell_of_the_machine(ran, tmp_path):
+    assert placed(str(tmp_path / "spec_lab/zoo/prompts/code.jsonl")) == "zoo/prompts/code.jsonl"
+    assert placed("/data/models/tiny/") == "models/tiny"
+    assert placed("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B" and placed("mine.jsonl") == "mine.jsonl" and placed(None) == ""
+    for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
+        shutil.copy(ran / name, tmp_path)
+    facts = json.loads((ran / "manifest.json").read_text())
+    facts["config"] |= {"target": {"path": "/data/of/me/tiny"}, "prompts": {"path": "/data/of/me/code.jsonl"}}
+    write_json(tmp_path / "manifest.json", facts)
+    text = Parsed(report.write(tmp_path)).text
+    assert "me/tiny" in text and "me/code.jsonl" in text and "/data" not in text
+
+
+def test_a_tree_in_a_notation_of_another_package_is_left_out(ran, tmp_path):
+    for name in ("rounds.parquet", "steps.parquet", "requests.parquet"):
+        shutil.copy(ran / name, tmp_path)
+    facts = json.loads((ran / "manifest.json").read_text())
+    facts["proposers"] = {arm: {"tree": tree} for arm, tree in (("speculative", [[0]]), ("other", "left, right"))}
+    write_json(tmp_path / "manifest.json", facts)
+    assert report.write(tmp_path).is_file()
+
+
+def test_the_variance_that_exact_acceptance_saves_is_told(ran, tmp_path):
+    assert "variance" not in Parsed(report.write(ran)).text  # at temperature 0 there is no luck to take out
+    steps = pd.read_parquet(ran / "steps.parquet")
+    steps["expected_emitted"] = steps["emitted"] * 0.5 + 0.7
+    steps.to_parquet(tmp_path / "steps.parquet")
+    for name in ("rounds.parquet", "requests.parquet", "manifest.json"):
+        shutil.copy(ran / name, tmp_path)
+    raw = report.write(tmp_path).read_text()
+    steps = metrics.decode_steps(steps, "speculative")
+    saved = metrics.calibration(steps)["variance_reduction"]
+    assert saved == pytest.approx(4)  # half the deviations
+    row = next(row for row in raw.split("<tr>") if "speculative" in row and "<td" in row)
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", raw.partition("</thead>")[0])
+    cells = re.findall(r"<td.*?</td>", row, re.DOTALL)
+    assert re.search(r">\d\.\d\d \[÷ 4\.0\]<", cells[heads.index("expected [variance]")])
+
+
+# Runs in every state -------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_says_so_and_shows_its_groups(ran, tmp_path):
+    for name in ("rounds.parquet", "steps.parquet", "requests.parquet", "manifest.json"):
+        shutil.copy(ran / name, tmp_path)
+    text = Parsed(report.write(tmp_path)).text
+    assert "This run has not ended: 2 of 2 groups of prompts are finished" in text
+    assert "Time of the target by nodes" in text
+
+
+def test_a_run_without_rows_says_why_there_are_no_charts(ran, tmp_path):
+    shutil.copy(ran / "manifest.json", tmp_path)
+    parsed = Parsed(report.write(tmp_path))
+    assert "No arm drafted anything." in parsed.text
+    assert "No group of prompts is finished yet." in parsed.text
+    assert not parsed.values("data-spec")
+
+
+def test_a_baseline_alone_has_no_speed_up(ran, tmp_path):
+    for name in ("rounds", "steps", "requests"):
+        table = pd.read_parquet(ran / f"{name}.parquet")
+        table[table["arm"] == "baseline"].to_parquet(tmp_path / f"{name}.parquet")
+    shutil.copy(ran / "manifest.json", tmp_path)
+    assert "No arm was compared with a baseline" in Parsed(report.write(tmp_path)).text
+
+
+def left_by_another_task(folder: Path, manifest: Path, *files: str) -> Path:
+    """What a task leaves that is no run: a manifest and files of its own."""
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    shutil.copy(manifest, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "files",
+    [("certificate.json", "figures/convergence.png"), ("cost.parquet", "figures/cost.png", "summary.json"),
+     ("parts/cost-0000-0001-000064.parquet",)],
+)  # fmt: skip
+def test_what_another_task_left_is_refused_by_name(files, ran, tmp_path):
+    left_by_another_task(tmp_path, ran / "manifest.json", *files)
+    with pytest.raises(ValueError, match=f"holds no rows of a run, .* is in {', '.join(files)}$"):
+        report.write(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_task_that_is_done_and_left_nothing_is_refused(ran, tmp_path):
+    left_by_another_task(tmp_path, ran / "manifest.json")
+    report.write(tmp_path)  # a run that has just begun
+    sweep.end(tmp_path, [], "", 0, 1.0)
+    with pytest.raises(ValueError, match="left nothing but the manifest"):
+        report.write(tmp_path)
+
+
+def test_neither_run_nor_sweep_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds neither a run"):
+        report.write(tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        report.write(tmp_path / "nowhere")
+
+
+def test_papers_find_the_figures_beside_the_page(page):
+    files = {file.name for file in (page.parent / "figures").iterdir()}
+    assert {"acceptance.svg", "throughput.svg", "phases.svg", "tokens.svg", "cost.svg", "cost.png"} <= files
+
+
+# Sweeps --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_says_where_its_runs_stand(swept):
+    parsed = Parsed(report.write(swept))
+    assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 waiting" in parsed.text
+    assert "document.title='owned'" in parsed.text  # the error, as text
+    assert "Against proposer.depth" in parsed.text
+    links = {unquote(link) for link in parsed.values("href") if link.endswith("report.html")}
+    assert links == {"proposer.depth=2,proposer=a/report.html"}
+
+
+def test_a_sweep_without_a_run_that_is_done_has_no_charts(tmp_path):
+    sweep.plan(tmp_path, [["seed=1"]])
+    parsed = Parsed(report.write(tmp_path))
+    assert "No run is done yet" in parsed.text and not parsed.values("data-spec")
+
+
+def test_tasks_without_figures_are_rows_and_not_drawn(swept, ran, tmp_path):
+    jobs = [["experiment=certify", f"task.samples={samples}"] for samples in (10, 20)]
+    sweep.plan(tmp_path, jobs)
+    for job in jobs:
+        one = tmp_path / sweep.folder_name(job)
+        one.mkdir()
+        left_by_another_task(one, ran / "manifest.json", "certificate.json")
+        sweep.end(one, job, "", 0, 1.0)
+    alone = Parsed(report.write(tmp_path))
+    assert "2 done" in alone.text and "No two runs with figures differ in task.samples alone" in alone.text
+    assert not alone.values("data-spec")
+    depth = ["proposer.depth=2", "proposer=a"]
+    sweep.plan(tmp_path, [depth])
+    shutil.copytree(swept / sweep.folder_name(depth), tmp_path / sweep.folder_name(depth))
+    mixed = Parsed(report.write(tmp_path))
+    assert len(mixed.values("data-spec")) == 2  # the run's: forest and scatter
+    assert all(sweep.folder_name(job) in mixed.text for job in [*jobs, depth])
+
+
+def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
+    jobs = [[f"constraint={name}", "target=/models/of/one/tiny"] for name in ("first", "second")]
+    sweep.plan(tmp_path, jobs)
+    summary = json.loads((ran / "summary.json").read_text()) | {"target": "/machine/spec_lab/zoo/target"}
+    for place, job in enumerate(jobs):
+        one = tmp_path / sweep.folder_name(job)
+        one.mkdir()
+        for arm in summary["arms"].values():
+            arm["constraint"] = f"named {place}"
+        write_json(one / "summary.json", summary)
+        sweep.end(one, job, "", 0, 1.0)
+    parsed = Parsed(report.write(tmp_path))
+    cells = re.findall(r"<td>(first|second|named \d)</td>", (tmp_path / "report.html").read_text())
+    assert sorted(set(cells)) == ["first", "second"]
+    assert "varied: constraint" in parsed.text
+    assert re.search(r"target\s*one/tiny", parsed.text) and re.search(r"target_name\s*zoo/target", parsed.text)
+    assert "/machine" not in parsed.text and "constraint_name" not in parsed.text
+
+
+def test_the_fastest_of_many_are_not_taken_at_their_word(swept):
+    text = Parsed(report.write(swept)).text
+    assert "the best of many look better than they are" in text and "spec-lab compare" in text
+    assert "the means of their own bounds" in text
+
+
+# A browser -----------------------------------------------------------------------------------------------------------
+
+
+def browse(page: Path, folder: Path, *wanted: str) -> tuple[str, list[str]]:
+    """What chromium prints, and what the page said on the console."""
+    quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
+    command = [CHROMIUM, "--headless", "--no-sandbox", *quiet.split(), "--disable-sync", "--hide-scrollbars",
+               f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--v=0",
+               "--virtual-time-budget=20000", "--window-size=1240,3000", *wanted, page.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, errors="replace")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="NO BROWSER: install chromium; without one nobody has looked at the report"
+)
+
+
+@needs_browser
+@pytest.mark.parametrize("which", ["page", "sweep"])
+def test_a_browser_draws_every_chart(which, page, swept, tmp_path):
+    file = page if which == "page" else report.write(swept)
+    dom, said = browse(file, tmp_path, "--dump-dom")
+    assert said == []
+    charts = len(Parsed(file).values("data-spec"))
+    assert dom.count('class="marks"') == charts >= 4
+    assert "<title>owned" not in dom
+
+
+@needs_browser
+@pytest.mark.parametrize("which", ["page", "sweep"])
+def test_a_browser_shows_a_page_that_is_not_blank(which, page, swept, tmp_path):
+    file = page if which == "page" else report.write(swept)
+    picture = tmp_path / "seen.png"
+    _, said = browse(file, tmp_path, f"--screenshot={picture}")
+    assert said == []
+    seen = (imread(picture)[..., :3] * 255).round().astype(int)
+    assert seen.shape[:2] == (3000, 1240)
+    assert len(np.unique(seen @ np.array([1 << 16, 1 << 8, 1]))) > 200  # colours
+    blue = (np.abs(seen - np.array([0x1F, 0x6F, 0xB2])).sum(-1) < 12).sum()  # the first arm's marks
+    assert blue > 300
+
+
+@needs_browser
+def test_the_browser_would_tell_of_an_error(tmp_path):
+    page = tmp_path / "wrong.html"
+    page.write_text("<!DOCTYPE html><script>nowhere()</script>")
+    assert "nowhere is not defined" in " ".join(browse(page, tmp_path, "--dump-dom")[1])
+
+
+# Axes and figures say what is so
+
+
+def ticks(chart) -> list[list[str]]:
+    """The labels of each axis, as Vega draws them."""
+    spec = chart.to_dict() | {"width": 500}
+    del spec["autosize"]  # the page's width
+    axes = re.findall(r'<g class="mark-text role-axis-label".*?</g>', vl_convert.vegalite_to_svg(spec), re.DOTALL)
+    return [re.findall(r"<text[^>]*>([^<]*)</text>", axis) for axis in axes]
+
+
+def along(x: list[float], values: list[float]) -> pd.DataFrame:
+    both = {"low": [value - 0.01 for value in values], "high": [value + 0.01 for value in values]}
+    return pd.DataFrame({"x": x, "value": values, "line": "a", "runs": 1} | both)
+
+
+@pytest.mark.parametrize(
+    ("x", "shown"),
+    [
+        ([0.5], ["0.5"]),
+        ([2, 3], ["2", "3"]),
+        ([2, 2.5, 3], ["2", "2.5", "3"]),
+        ([0.0, 0.5, 1.0], ["0", "0.5", "1"]),
+        ([1e-5, 2e-5], ["0.00001", "0.00002"]),
+        ([4, 8, 64], ["4", "8", "64"]),
+    ],
+)
+def test_the_axis_of_a_swept_number_has_its_values_as_they_are(x, shown):
+    labels, values = ticks(charts.lines(along(x, [2.0] * len(x)), "x", "y", ["a"]))
+    assert labels == shown
+    assert len(set(values)) == len(values), "no two ticks look alike"
+
+
+@pytest.mark.parametrize("x", [list(range(40)), [n / 16 for n in range(20)], [1e6 + n for n in range(20)]])
+@pytest.mark.parametrize("values", [[2.0, 2.5], [1.0, 1.0001], [2.0, 2.0]])
+def test_ticks_that_vega_chooses_show_their_values_too(x, values):
+    labels, heights = ticks(charts.lines(along(x, (values * len(x))[: len(x)]), "x", "y", ["a"]))
+    for axis in (labels, heights):
+        numbers = [float(one.replace("−", "-")) for one in axis]
+        steps = np.diff(numbers)
+        assert (steps > 0).all() and np.allclose(steps, steps[0], rtol=1e-3), axis
+
+
+def test_the_axis_of_depths_has_each_depth_once():
+    frame = pd.DataFrame({"arm": "a", "kind": "survival", "depth": [1, 2], "value": 0.5, "low": 0.4, "high": 0.6})
+    assert ticks(charts.depth(frame, "survival", {"a": "#000000"}, "k"))[0] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("temperature", "says"), [(0.0, "100.0%"), (0.7, "n/a (temperature 0.7)")])
+def test_equal_outputs_are_told_at_temperature_0_only(tmp_path, temperature, says):
+    run(lab(temperature=temperature), settings(tmp_path / "run"), {"sampling": {"temperature": temperature}})
+    rows = re.findall(r"<tr>(.*?)</tr>", report.write(tmp_path / "run").read_text(), re.DOTALL)
+    drafted = next(row for row in rows if "speculative</td>" in row)
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", drafted)[-1] == says

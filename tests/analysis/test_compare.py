@@ -1,0 +1,379 @@
+"""Runs and sweeps side by side: what is paired with what, which word is said, and what is refused."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.compare import as_frame, compare, show
+from spec_lab.engine.batch import BROKEN
+from spec_lab.results import sweep
+from spec_lab.results.schema import SCHEMAS
+from spec_lab.results.writer import Recorder
+from spec_lab.tasks import benchmark
+from tests.labs import Repeat, lab, settings
+
+EMPTY = {"string": "", "int64": 0, "double": 0.0, "bool": False, "list<item: int64>": []}
+
+
+def row(table: str, **given) -> dict:
+    kinds = {name: str(kind).replace("element", "item") for name, (kind, _) in SCHEMAS[table].items()}
+    return {name: EMPTY[kind] for name, kind in kinds.items()} | given
+
+
+def write(
+    folder: Path,
+    tau: Sequence[float],
+    gain: Sequence[float] | None = None,
+    arms: Sequence[str] = ("speculative",),
+    order: Sequence[int] | None = None,
+    prompt: str = "prompt",
+    baseline: bool = True,
+    broken: Sequence[int] = (),
+    batch_size: int = 1,
+    config: dict | None = None,
+    **manifest,
+) -> Path:
+    """A run: prompt i emits 60 tokens at ``tau[i]`` a step, ``gain[i]`` times as fast as the baseline."""
+    count, gain = len(tau), tau if gain is None else gain
+    order = range(count) if order is None else order
+    rounds, steps, requests = [], [], []
+    for group in range(-(-count // batch_size)):
+        for place in range(group * batch_size, min(count, (group + 1) * batch_size)):
+            which = order[place]  # the prompt's own number, wherever the run has it
+            for arm in (*arms, *(["baseline"] if baseline else [])):
+                speed = 1.0 if arm == "baseline" else gain[which]
+                own = dict(group=group, arm=arm, request=place)
+                rounds.append(row("rounds", id=f"{group}/{arm}/0", group=group, arm=arm))
+                length = 60 if arm == "baseline" else round(60 / tau[which])
+                emitted = [1] * 60 if arm == "baseline" else np.diff(np.linspace(0, 60, length + 1).round()).astype(int)
+                for number, tokens in enumerate(map(int, emitted)):
+                    one = dict(emitted=tokens, emitted_kept=tokens, accepted=tokens - 1, expected_emitted=float(tokens))
+                    drafted = 0 if arm == "baseline" else 8
+                    steps.append(
+                        row("steps", id=f"{place}/{arm}/0/{number}", round=number, nodes=drafted, **own, **one)
+                    )
+                ends = dict(
+                    finish=BROKEN[0] if place in broken else "length", decode_tokens=60, decode_seconds=1 / speed
+                )
+                what = dict(name=f"p{which}", prompt=f"{prompt} {which}", tokens=[which])
+                requests.append(row("requests", id=f"{place}/{arm}/0", **own, **ends, **what))
+    Recorder(folder).write(0, rounds, steps, requests)  # all groups in one file: faster
+    facts = {
+        "config": {"proposer": {"depth": 3}, "out": str(folder), "tracker": {"key": "***"}} | (config or {}),
+        "seed": 0,
+        "weights_sha256": {},
+        "prompts_sha256": "",
+        "commit": "0" * 40,
+        "versions": {"torch": "2"},
+        "machine": {"processor": "one", "cores": 2, "gpus": [], "system": "x"},
+        "threads": 1,
+        "arms": list(arms),
+        "proposers": {arm: {"name": "toy"} for arm in arms},
+        "groups": -(-count // batch_size),
+    }
+    (folder / "manifest.json").write_text(json.dumps(facts | manifest))
+    return folder
+
+
+def taus(count: int, seed: int = 0) -> np.ndarray:
+    return 1 + np.random.default_rng(seed).gamma(4, 0.5, count)
+
+
+def noise(count: int, seed: int) -> np.ndarray:
+    return np.exp(0.05 * np.random.default_rng(seed).normal(size=count))
+
+
+def words(comparison) -> dict[str, str]:
+    """The verdict on each figure of the first pair."""
+    return {one.figure: one.verdict for one in comparison.pairs[0].differences}
+
+
+def figure(comparison, name: str, pair: int = 0):
+    return next(one for one in comparison.pairs[pair].differences if one.figure == name)
+
+
+def shown(comparison) -> str:
+    text = io.StringIO()
+    show(comparison, Console(file=text, width=100))
+    return text.getvalue()
+
+
+# Which changes are real --------------------------------------------------------------------------------------------
+
+
+def test_a_difference_that_is_there_is_real(tmp_path):
+    tau = taus(16)
+    a = write(tmp_path / "a", tau, tau * noise(16, 1))
+    b = write(tmp_path / "b", 1.5 * tau, 1.5 * tau * noise(16, 2))
+    found = compare([a, b])
+    assert words(found)["speedup"] == words(found)["tau_pooled"] == words(found)["expected_tau"] == "real"
+    faster = figure(found, "speedup")
+    assert faster.together.low < 1.5 < faster.together.high
+    assert faster.together.low < faster.alone.low
+    assert figure(found, "tau_pooled").reference == metrics.tau_pooled(
+        metrics.decode_steps(metrics.load(a).steps, "speculative")
+    )
+
+
+def test_a_difference_that_is_not_there_is_not_shown_and_the_smallest_visible_one_is_named(tmp_path):
+    tau = taus(16)
+    a = write(tmp_path / "a", tau * noise(16, 1), tau * noise(16, 2))
+    b = write(tmp_path / "b", tau * noise(16, 3), tau * noise(16, 4))
+    found = compare([a, b])
+    assert words(found)["speedup"] == words(found)["tau_pooled"] == "not shown"
+    one = figure(found, "speedup")
+    assert one.smallest == pytest.approx(one.together.high / one.together.mean)
+    assert "proves nothing equal" in shown(found)
+
+
+def test_identical_rows_are_the_same(tmp_path):
+    a = write(tmp_path / "a", taus(9), taus(9) * noise(9, 1))
+    b = write(tmp_path / "b", taus(9), taus(9) * noise(9, 2))
+    found = compare([a, b])
+    assert {words(found)[name] for name in ("tau_pooled", "expected_tau", "nodes_per_step")} == {"same"}
+    assert words(found)["speedup"] == "not shown"
+    assert found.pairs[0].identical == 1.0
+
+
+def test_on_few_groups_nothing_is_judged(tmp_path):
+    found = compare([write(tmp_path / "a", taus(7)), write(tmp_path / "b", 2 * taus(7))])
+    assert words(found)["speedup"] == words(found)["tau_pooled"] == "too few"
+    assert found.judged == 0
+    assert "7 prompts, 8 needed" in shown(found)
+    two = [write(tmp_path / name, 2 * taus(2) * noise(2, seed)) for seed, name in enumerate("cd")]
+    assert words(compare(two, level=0.999999))["speedup"] == "too few"
+
+
+def test_the_more_is_judged_the_wider_the_intervals_and_the_more_groups_are_needed(tmp_path):
+    folders = [write(tmp_path / str(n), taus(8) * noise(8, n), taus(8) * noise(8, n + 20)) for n in range(4)]
+    two, four = compare(folders[:2]), compare(folders)
+    assert (two.judged, four.judged) == (5, 15)
+    assert figure(two, "tau_pooled").together.high < figure(four, "tau_pooled").together.high
+    assert figure(two, "tau_pooled").alone == figure(four, "tau_pooled").alone
+    assert words(two)["tau_pooled"] == "not shown"
+    assert figure(four, "tau_pooled").why == "8 prompts, 10 needed"  # 2 ** -9 < 0.05 / 15 < 2 ** -8
+
+
+def test_tokens_per_second_are_shown_and_never_judged(tmp_path):
+    a = write(tmp_path / "a", taus(12))
+    b = write(tmp_path / "b", 2 * taus(12), threads=2)
+    other = {"processor": "two", "cores": 2, "gpus": [], "system": "x"}
+    c = write(tmp_path / "c", 2 * taus(12), machine=other)
+    found = compare([a, a.parent / "b", c])
+    raw = [figure(found, "tokens_per_second", pair) for pair in (0, 1)]
+    assert [one.verdict for one in raw] == ["not judged", "not judged"]
+    assert [one.why for one in raw] == ["different threads", "different machines"]
+    assert raw[0].other == metrics.tokens_per_second(metrics.load(b).requests, "speculative")
+
+
+# What is paired with what ------------------------------------------------------------------------------------------
+
+
+def test_units_are_paired_by_their_prompts_wherever_they_stand(tmp_path):
+    tau = taus(12)
+    a = write(tmp_path / "a", tau * noise(12, 1))
+    b = write(tmp_path / "b", tau * noise(12, 2))
+    again = write(tmp_path / "c", tau * noise(12, 2), order=range(11, -1, -1))
+    found = compare([a, b, again])
+    straight, turned = ([one.alone for one in pair.differences] for pair in found.pairs)
+    assert np.allclose(straight, turned, equal_nan=True)
+    assert found.pairs[1].identical == 1.0
+
+
+def test_pairing_is_worth_much_where_prompts_differ_more_than_runs(tmp_path):
+    tau = taus(12)
+    a, b = write(tmp_path / "a", tau), write(tmp_path / "b", tau * noise(12, 1))
+    elsewhere = write(tmp_path / "c", tau * noise(12, 1), prompt="another")
+    found = compare([a, b, elsewhere])
+    paired, unpaired = (figure(found, "tau_pooled", pair) for pair in (0, 1))
+    assert paired.paired and not unpaired.paired
+    assert paired.smallest < 0.3 * unpaired.smallest
+    assert "no prompts in common: compared as unpaired samples" in shown(found)
+    assert np.isnan(found.pairs[1].identical)
+
+
+def test_prompts_that_only_one_run_has_are_left_out(tmp_path):
+    tau = taus(20)
+    found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.3 * tau[:12])])
+    assert found.pairs[0].prompts == found.pairs[0].groups == 12
+    longer = figure(found, "speedup")
+    assert longer.units == (12, 12)
+    assert longer.reference == pytest.approx(np.exp(np.log(tau[:12]).mean()))
+
+
+def test_other_batch_sizes_leave_prompts_paired_and_groups_not(tmp_path):
+    tau = taus(16)
+    a, b = write(tmp_path / "a", tau), write(tmp_path / "b", tau, batch_size=2)
+    found = compare([a, b])
+    assert words(found)["tau_pooled"] == "same"
+    assert figure(found, "speedup").units == (16, 8) and not figure(found, "speedup").paired
+    assert "their speeds are unpaired" in shown(found)
+
+
+def test_broken_groups_are_left_out_of_both_and_named(tmp_path):
+    tau = taus(12)
+    found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", tau, broken=[3])])
+    assert figure(found, "tau_pooled").units == figure(found, "speedup").units == (11, 11)
+    assert "1 of 12 groups left out" in found.described["B"]
+
+
+def test_without_a_baseline_acceptance_is_compared_and_speed_is_not(tmp_path):
+    found = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", 2 * taus(12), baseline=False)])
+    assert words(found)["speedup"] == "not judged"
+    assert figure(found, "speedup").why == "B has no baseline"
+    assert words(found)["tau_pooled"] == "real"
+
+
+def test_arms_of_the_same_name_are_compared_beside_the_main_ones(tmp_path):
+    a = write(tmp_path / "a", taus(9), arms=["speculative", "ngram", "medusa"])
+    b = write(tmp_path / "b", taus(9), arms=["speculative", "ngram"])
+    assert [pair.arms for pair in compare([a, b]).pairs] == [("speculative", "speculative"), ("ngram", "ngram")]
+
+
+def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(tmp_path):
+    a = write(tmp_path / "a", taus(9), arms=["chain", "tree"])
+    b = write(tmp_path / "b", taus(9), arms=["tree", "words"])
+    assert [pair.arms for pair in compare([a, b]).pairs] == [("tree", "tree")]
+    assert [pair.arms for pair in compare([a, write(tmp_path / "c", taus(9), arms=["words"])]).pairs] == [
+        ("chain", "words")
+    ]
+
+
+def test_one_run_alone_has_its_arms_compared(tmp_path):
+    found = compare([write(tmp_path / "a", taus(9), arms=["speculative", "ngram"])])
+    assert [pair.arms for pair in found.pairs] == [("speculative", "ngram")]
+    assert words(found)["tau_pooled"] == "same"
+
+
+def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path):
+    found = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", taus(9), groups=12)])
+    assert "UNFINISHED: 9 of 12 groups" in found.described["B"]
+    assert found.pairs[0].groups == 9
+
+
+# Sweeps ------------------------------------------------------------------------------------------------------------
+
+
+def make_sweep(folder: Path, runs: dict[str, float], failed: Sequence[str] = (), **facts) -> Path:
+    sweep.plan(folder, [[name] for name in runs])
+    for name, gain in runs.items():
+        one = folder / sweep.folder_name([name])
+        if name in failed:
+            one.mkdir()
+            sweep.fail(one, [name], ValueError("no"), "no", 0.0)
+        else:
+            write(one, gain * taus(12), config={"proposer": {"depth": int(name[-1])}}, **facts)
+            sweep.end(one, [name], "", 0, 1.0)
+    return folder
+
+
+def test_a_sweep_stands_for_its_finished_runs_the_first_as_reference(tmp_path):
+    found = compare([make_sweep(tmp_path, {"depth=1": 1, "depth=2": 1.4, "depth=3": 1}, failed=["depth=3"])])
+    assert [(pair.reference, pair.other) for pair in found.pairs] == [("A", "B")]
+    assert [one.name for one in found.sides] == ["depth=1", "depth=2"]
+    assert words(found)["tau_pooled"] == "real"
+    assert "Left out, as it is failed" in found.notes[0] and "depth=3" in found.notes[0]
+
+
+def test_of_a_sweep_runs_without_drafts_are_left_out_and_named(tmp_path):
+    folder = make_sweep(tmp_path / "s", {"k=1": 1, "k=2": 1, "k=3": 1})
+    bare = folder / sweep.folder_name(["k=1"])
+    (bare / "manifest.json").write_text(
+        json.dumps(json.loads((bare / "manifest.json").read_text()) | {"arms": ["baseline"]})
+    )
+    found = compare([folder])
+    assert [one.name for one in found.sides] == ["k=2", "k=3"]
+    assert f"Left out, as it holds the baseline only: {bare}." in found.notes
+
+
+def test_two_sweeps_are_paired_by_overrides(tmp_path):
+    a = make_sweep(tmp_path / "a", {"depth=1": 1, "depth=2": 1.2, "depth=4": 1})
+    b = make_sweep(tmp_path / "b", {"depth=3": 1, "depth=2": 1.5, "depth=1": 1}, threads=2)
+    found = compare([a, b])
+    assert [(pair.reference, pair.other) for pair in found.pairs] == [("A1", "B1"), ("A2", "B2")]
+    assert [one.folder.name for one in found.sides] == ["depth=1", "depth=2", "depth=2", "depth=1"]
+    assert [figure(found, "tau_pooled", pair).verdict for pair in (0, 1)] == ["same", "real"]
+    assert sorted(note.rpartition("depth=")[2] for note in found.notes) == ["3.", "4."]
+    assert [(one.key, one.values) for one in found.provenance] == [
+        ("threads", (("1", ("A1", "A2")), ("2", ("B2", "B1"))))
+    ]
+
+
+def test_sweeps_without_common_overrides_are_refused(tmp_path):
+    a, b = make_sweep(tmp_path / "a", {"depth=1": 1}), make_sweep(tmp_path / "b", {"depth=2": 1})
+    with pytest.raises(ValueError, match="none can be paired"):
+        compare([a, b])
+
+
+# What is said ------------------------------------------------------------------------------------------------------
+
+
+def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_path):
+    a = write(tmp_path / "a", taus(8), config={"beside": {}, "tracker": {"project": "x"}})
+    b = write(
+        tmp_path / "b", taus(8), config={"proposer": {"depth": 5}, "beside": {"n": {"_target_": "N"}}}, commit="1"
+    )
+    found = compare([a, b])
+    assert [(one.key, one.values) for one in found.configuration] == [
+        ("proposer.depth", (("3", ("A",)), ("5", ("B",)))),
+        ("beside.n", (("not there", ("A",)), ("N", ("B",)))),
+    ]
+    assert [one.key for one in found.provenance] == ["commit"]
+    assert "proposer.depth" in shown(found)
+
+
+def test_the_table_fits_a_hundred_columns_and_the_frame_has_every_number(tmp_path):
+    tau = taus(16)
+    found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.5 * tau * noise(16, 1), arms=["speculative"])])
+    table = [line for line in shown(found).splitlines() if line.strip().startswith(("speed-up ", "tau", "E tau"))]
+    assert len(table) == 3 and all(line.rstrip().endswith("real") for line in table)
+    frame = as_frame(found).set_index("figure")
+    assert list(frame.index) == [one.figure for one in found.pairs[0].differences]
+    assert frame.loc["tau_pooled", "verdict"] == "real"
+    assert frame.loc["tau_pooled", "change"] == pytest.approx(
+        frame.loc["tau_pooled", "other_value"] - frame.loc["tau_pooled", "reference_value"]
+    )
+    assert frame.loc["speedup", "other_folder"] == str(tmp_path / "b")
+
+
+def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
+    a = write(tmp_path / "a", taus(8))
+    (tmp_path / "empty").mkdir()
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "manifest.json").write_text((a / "manifest.json").read_text())
+    only = write(tmp_path / "only", taus(8), arms=[])
+    for folders, message in (
+        ([], "two or more"),
+        ([a, tmp_path / "no"], "there is no folder .*no"),
+        ([a, tmp_path / "empty"], "empty holds neither a run"),
+        ([a, begun], "no group of the run in .*begun is finished"),
+        ([a, tmp_path / "a" / ".." / "a"], "given twice"),
+        ([a], "one run with one arm"),
+        ([a, only], "only holds the baseline only"),
+        ([a, write(tmp_path / "bad", taus(1), broken=[0])], "in every group of .*bad a request broke"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(folders)
+    with pytest.raises(ValueError, match="level"):
+        compare([a, only], level=95)
+
+
+def test_runs_of_the_lab_are_compared(tmp_path):
+    folders = [tmp_path / "two", tmp_path / "four"]
+    for folder, depth in zip(folders, (2, 4), strict=True):
+        texts = [f"prompt {letter}" for letter in "abcdefgh"]
+        benchmark.run(
+            lab(texts, proposer=Repeat(depth)), settings(folder, batch_size=1), {"depth": depth}, Console(quiet=True)
+        )
+    found = compare(folders)
+    assert words(found)["nodes_per_step"] == "real"
+    assert found.pairs[0].identical == 1.0  # greedy: the draft cannot matter
+    assert [one.key for one in found.configuration] == ["depth"]
+    assert figure(found, "tau_pooled").other == json.loads((folders[1] / "summary.json").read_text())["tau_pooled"]

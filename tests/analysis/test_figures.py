@@ -1,0 +1,192 @@
+"""Figures: what is drawn from which rows. How they look was looked at."""
+
+import struct
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import figures, metrics
+from spec_lab.analysis.figures.layout import Place, lay_out
+from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.report import charts
+from spec_lab.tasks.benchmark import run
+from tests.labs import Repeat, lab, settings
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    out = tmp_path_factory.mktemp("run")
+    run(lab(beside={"longer": Repeat(4)}), settings(out), {})
+    return metrics.load(out)
+
+
+def only(tables: Tables, *arms: str) -> Tables:
+    return Tables(*(one[one["arm"].isin(arms)] for one in (tables.rounds, tables.steps, tables.requests)))
+
+
+def size(file) -> tuple[int, int]:
+    head = file.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    return struct.unpack(">II", head[16:])
+
+
+def swept() -> pd.DataFrame:
+    rows = [
+        {"run": f"{p}{k}", "arm": arm, "proposer.depth": k, "proposer": p, "tau_pooled": 1 + k / 5, "speedup": k / 2,
+         "speedup_low": k / 3, "speedup_high": k, "tau_pooled_low": 1.0, "tau_pooled_high": 2.0}
+        for p in ("a", "b") for k in (1, 2, 4) for arm in ("speculative", "baseline")
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+KEYS = ["proposer", "proposer.depth"]
+
+
+def test_files_are_images_of_some_size(tables, tmp_path):
+    drawn = figures.draw(tables, tmp_path)
+    assert [file.name for file in drawn] == ["acceptance.png", "throughput.png", "phases.png"]
+    for file in drawn:
+        width, height = size(file)
+        assert width > 800 and height > 250
+
+
+def test_papers_get_every_figure_as_png_and_svg(tables, tmp_path):
+    drawn = figures.draw_all(tables, tmp_path, {"longer": [(0,), (0, 0), (1,)]})
+    names = {"acceptance", "throughput", "phases", "tokens", "cost", "accepted_trees"}
+    assert {file.name for file in drawn} == {f"{name}.{form}" for name in names for form in ("png", "svg")}
+    assert all(file.read_text().lstrip().startswith("<?xml") for file in drawn if file.suffix == ".svg")
+
+
+def test_the_same_rows_give_the_same_file(tables, tmp_path):
+    once, again = (figures.draw(tables, tmp_path / name, ("svg",)) for name in ("a", "b"))
+    assert [one.read_bytes() for one in once] == [one.read_bytes() for one in again]
+
+
+def test_every_axis_is_labelled(tables):
+    for make in (figures.acceptance, figures.throughput, figures.phases, figures.tokens, figures.cost):
+        for axes in make(tables).axes:
+            assert axes.get_xlabel() and axes.get_title(loc="left")
+
+
+def test_acceptance_draws_the_metrics(tables):
+    survival, conditional = figures.acceptance(tables).axes
+    for arm, curve in zip(("speculative", "longer"), survival.lines, strict=True):
+        steps = metrics.decode_steps(tables.steps, arm)
+        np.testing.assert_allclose(curve.get_ydata(), metrics.survival(steps))
+    np.testing.assert_allclose(conditional.lines[1].get_ydata(), metrics.conditional(steps))
+
+
+def test_phases_stack_up_to_the_decode_time(tables):
+    axes = figures.phases(tables).axes[0]
+    total = sum(bar.get_width() for bars in axes.containers for bar in bars)
+    expected = sum(
+        1e3 * metrics.decode_seconds(tables.rounds, arm) / tokens
+        for arm, tokens in tables.requests.groupby("arm")["decode_tokens"].sum().items()
+    )
+    assert total == pytest.approx(expected)
+
+
+def test_token_bars_are_whole(tables):
+    axes = figures.tokens(tables).axes[0]
+    total = sum(bar.get_width() for bars in axes.containers for bar in bars)
+    assert total == pytest.approx(len(metrics.arms(tables)))
+
+
+def test_a_tree_shows_each_arm_that_drafts(tables):
+    shown = figures.accepted_trees(tables, {"longer": [(0,), (1,)]}).axes
+    assert [axes.get_label() for axes in shown] == [
+        arm
+        for arm in ("speculative", "longer")
+        if arm == "longer" or len(frames.accepted_tree(metrics.decode_steps(tables.steps, arm)))
+    ]
+
+
+def test_one_arm_alone_has_no_acceptance_and_no_speed_up(tables):
+    alone = only(tables, "baseline")
+    assert figures.acceptance(alone) is None
+    assert figures.accepted_trees(alone) is None
+    assert len(figures.throughput(alone).axes) == 1
+    assert len(figures.throughput(only(tables, "speculative")).axes) == 1
+
+
+def test_nothing_draws_nothing(tables, tmp_path):
+    nothing = only(tables)
+    assert figures.draw_all(nothing, tmp_path) == []
+    assert figures.draw_sweep(pd.DataFrame(columns=["run", "arm"]), [], tmp_path) == []
+
+
+def test_arms_keep_their_colour_and_the_baseline_is_grey():
+    many = [f"arm{number}" for number in range(30)]
+    colours = figures.colours([*many, "baseline"])
+    assert colours["baseline"] == figures.BASELINE
+    assert len({colours[arm] for arm in many[:12]}) == 12
+    assert figures.colours(many)["arm3"] == colours["arm3"]
+
+
+def test_long_names_lose_their_middle_unless_that_tells_them_apart():
+    assert figures.short(["x" * 10, "begin" + "-" * 60 + "end"], 20) == {
+        "x" * 10: "x" * 10,
+        "begin" + "-" * 60 + "end": "begin----…-------end",
+    }
+    alike = [f"{'a' * 30}{middle}{'b' * 30}" for middle in "xy"]
+    assert len(set(figures.short(alike, 20).values())) == 2
+
+
+def test_siblings_are_laid_out_below_each_other():
+    places = lay_out([(), (1,), (0,), (0, 0), (0, 1), (0, 0, 0)])
+    assert places == {
+        (): Place(0, 0), (0,): Place(1, 0), (0, 0): Place(2, 0), (0, 0, 0): Place(3, 0), (0, 1): Place(2, 1),
+        (1,): Place(1, 2),
+    }  # fmt: skip
+
+
+def test_no_two_nodes_share_a_place():
+    paths = [(), *((a,) for a in range(4)), *((a, b) for a in range(4) for b in range(3)), (2, 1, 0), (2, 1, 1)]
+    assert len(set(lay_out(paths).values())) == len(paths)
+
+
+def test_a_sweep_has_a_forest_and_lines(tmp_path):
+    drawn = figures.draw_sweep(swept(), KEYS, tmp_path, ("png",))
+    names = ["speedups.png", "worth_proposer.png", "worth_proposer.depth.png", "along_proposer.depth.png"]
+    assert [file.name for file in drawn] == names
+    left, right = figures.lines(swept(), KEYS, "proposer.depth").axes
+    assert [line.get_ydata().tolist() for line in left.lines[:2]] == [[1.2, 1.4, 1.8]] * 2
+    assert right.lines[0].get_ydata().tolist() == [0.5, 1.0, 2.0]
+
+
+def test_the_worth_of_acceptance_is_drawn_as_in_the_report():
+    table = swept()
+    last = (table["proposer"] == "b") & (table["proposer.depth"] == 4) & (table["arm"] != "baseline")
+    table.loc[last, "arm"] = "longer"
+    axes = figures.worth(table, KEYS, "arm").axes[0]
+    assert [line.get_label() for line in axes.lines] == ["speculative", "longer"]
+    assert [line.get_color() for line in axes.lines] == list(figures.COLOURS[:2])
+    assert axes.lines[1].get_xydata().tolist() == [[1.8, 2.0]]
+    chart = charts.scatter(*frames.worth(table, KEYS)).to_dict()
+    order, colours = chart["encoding"]["color"]["sort"], chart["encoding"]["color"]["scale"]["range"]
+    assert order[:2] == ["speculative", "longer"] and colours[:2] == list(figures.COLOURS[:2])
+    assert order[-3:] == [
+        line.get_label() for line in figures.worth(table, KEYS, "proposer.depth").axes[0].lines
+    ] == ["proposer.depth=1", "proposer.depth=2", "proposer.depth=4"]  # fmt: skip
+
+
+def test_a_forest_has_the_colours_of_the_report():
+    table = swept()
+    table.loc[0, "arm"] = "slow"
+    table.loc[0, ["speedup", "speedup_low"]] = 0.1  # the slowest row is of the first arm
+    frame, colours = frames.over_sweep(table, KEYS), figures.colours(frames.compared_arms(table))
+    assert list(colours)[:2] == ["slow", "speculative"]
+    drawn = figures.forest(table, KEYS).axes[0].containers
+    assert [one.lines[0].get_color() for one in drawn] == [colours[arm] for arm in frame["arm"]]
+    scale = charts.forest(frame, colours).to_dict()["layer"][1]["encoding"]["color"]["scale"]
+    assert dict(zip(scale["domain"], scale["range"], strict=True)).items() <= colours.items()
+
+
+def test_a_forest_of_many_runs_draws_the_fastest(tmp_path):
+    table = pd.concat([swept()] * 100, ignore_index=True)
+    table["proposer.depth"] = range(len(table))
+    table["speedup"] = table["speedup_low"] = table["speedup_high"] = table.index.to_numpy() / 100
+    axes = figures.forest(table, KEYS).axes[0]
+    assert axes.get_title(loc="left") == "Speed-ups: the 40 fastest of 600"
+    assert len(axes.get_yticks()) == figures.MOST_RUNS

@@ -1,0 +1,169 @@
+"""What the tests on real engines share: a sweep whose runs take some seconds each, and what it must leave."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pandas as pd
+import pytest
+from filelock import FileLock
+from pandas.testing import assert_frame_equal
+
+from spec_lab.results import sweep
+from spec_lab.results.writer import load
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[3]
+SEEDS = 12
+GROUPS = 15
+FAILS = "-1"
+ALL = ",".join(map(str, [*range(SEEDS), FAILS]))
+
+
+def until(what: Callable[[], object], seconds: float = 120) -> object:
+    """Wait until ``what()`` is true; returns it."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"not within {seconds:g} seconds"
+        time.sleep(0.1)
+    return found
+
+
+@contextmanager
+def cluster(script: str, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The folder of a cluster of two nodes that runs meanwhile, and the environment of its users."""
+    folder = mkdtemp()  # sockets go below it, whose paths must be short
+    command = [sys.executable, ROOT / "scripts" / script]
+    try:
+        said = subprocess.run([*command, "start", folder, *options], check=True, capture_output=True, text=True)
+        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
+    finally:
+        subprocess.run([*command, "stop", folder], check=True)
+        shutil.rmtree(folder)
+
+
+@dataclass
+class Swept:
+    """A sweep of ``SEEDS`` runs and one that fails, in ``folder``.
+
+    Args:
+        folder: the sweep's.
+        options: of the command, but for the launcher.
+        environment: of the command.
+    """
+
+    folder: Path
+    options: list[str]
+    environment: dict[str, str]
+
+    def start(self, *more: str, seeds: str = ALL) -> subprocess.Popen:
+        """The sweep's command, as a process."""
+        said = (self.folder.parent / "said.txt").open("a")
+        command = [sys.executable, "-m", "spec_lab", "--multirun", *self.options, *more, f"seed={seeds}"]
+        return subprocess.Popen(command, cwd=self.folder.parent, env=self.environment, stdout=said, stderr=said)
+
+    def said(self) -> str:
+        """What all commands printed."""
+        return " ".join((self.folder.parent / "said.txt").read_text().split())
+
+    def runs(self) -> dict[str, sweep.Run]:
+        """The runs by seed."""
+        if not sweep.is_sweep(self.folder):
+            return {}
+        return {next(one[5:] for one in run.overrides if one[:5] == "seed="): run for run in sweep.runs(self.folder)}
+
+    def at_work(self, most: int = GROUPS - 1) -> list[str]:
+        """Seeds of runs that have finished a group and have some to go: at most so many are finished."""
+        return [seed for seed, run in self.runs().items() if run.state == "running" and 0 < run.groups <= most]
+
+    def job(self, seed: str) -> str:
+        """What the engine calls the run's job."""
+        return sweep.queued(self.runs()[seed].folder)["job"]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """What all test processes share: tiny models with prompts, and a sweep on them to which nothing happened."""
+    place = tmp_path_factory.getbasetemp()
+    folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "shared"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "whole").exists():
+            zoo = checkpoints.zoo(folder)
+            checkpoints.prompts(zoo / "prompts.jsonl", (checkpoints.TEXTS * GROUPS)[:GROUPS])
+            checkpoints.prompts(zoo / "many.jsonl", checkpoints.TEXTS * 200)
+            seeds = ",".join(map(str, range(SEEDS)))
+            command = [sys.executable, "-m", "spec_lab", "--multirun", *options(zoo, "swept"), f"seed={seeds}"]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, env=environment())
+            (folder / "whole").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def zoo(shared):
+    return shared
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared):
+    """The requests' rows of each run of the same sweep, in one process to which nothing happened, by folder."""
+    return {run.folder.name: load(run.folder).requests for run in sweep.runs(shared / "swept")}
+
+
+def options(zoo: Path, out: str) -> list[str]:
+    return [
+        f"target.path={zoo / 'target'}", "target.dtype=float32", "prompts=jsonl", "sampling=temperature_1",
+        f"prompts.path={zoo / 'prompts.jsonl'}", "proposer=ngram", "max_new_tokens=48", "warmup=0", "threads=1",
+        f"out={out}",
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Of a command."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.fixture
+def swept(zoo, tmp_path):
+    """A sweep that has not begun."""
+    return Swept(tmp_path / "swept", options(zoo, str(tmp_path / "swept")), environment())
+
+
+def finished(swept: Swept, *seeds: str) -> dict[str, pd.DataFrame]:
+    """The rows of the finished groups of some runs, with the seconds they took."""
+    return {seed: load(swept.runs()[seed].folder).requests for seed in seeds}
+
+
+def assert_goes_on(swept: Swept, was: dict[str, pd.DataFrame]) -> None:
+    """The groups that were finished then have not been decoded again: their seconds are the same."""
+    assert was and all(len(rows) for rows in was.values())
+    for seed, rows in was.items():
+        now = load(swept.runs()[seed].folder).requests
+        assert len(rows.merge(now, on=["group", "arm", *TIMES])) == len(rows)
+
+
+TIMES = ["prefill_seconds", "decode_seconds"]
+
+
+def assert_whole(swept: Swept, undisturbed: dict) -> None:
+    """Every run is done and counted once, with the rows of one that nothing happened to; one fails and says why."""
+    runs = swept.runs()
+    assert {seed: run.state for seed, run in runs.items()} == {
+        **{str(seed): "done" for seed in range(SEEDS)}, FAILS: "failed"
+    }  # fmt: skip
+    assert "seed must" in runs[FAILS].error
+    table = sweep.collect(swept.folder)
+    assert sorted(table[table["arm"] == "speculative"]["seed"]) == list(range(SEEDS))
+    for seed in range(SEEDS):
+        found, wanted = load(runs[str(seed)].folder).requests, undisturbed[runs[str(seed)].folder.name]
+        assert not found.duplicated(["group", "arm", "request"]).any()
+        assert_frame_equal(
+            *(one.drop(columns=TIMES).sort_values(["group", "arm"], ignore_index=True) for one in (found, wanted))
+        )

@@ -1,0 +1,297 @@
+"""What a launcher makes of whatever a cluster does, with a cluster that does as each test says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_lab.cli.build import Refused
+from spec_lab.cli.launchers import Ended, Queued
+from spec_lab.core.files import read_json, write_json
+from spec_lab.results import sweep
+from tests import checkpoints
+
+
+class Scripted:
+    """An engine that carries jobs out here, but for those it loses.
+
+    Args:
+        lose: seeds of runs whose jobs are lost, with what becomes of them.
+        alive: seeds of runs whose jobs an earlier launcher handed over, and that still run.
+    """
+
+    def __init__(self, lose=(), alive=()):
+        self.lose, self.alive = dict(lose), alive
+        self.taken = []
+
+    def living(self):
+        return [one.folder.name for one in sweep.runs(Path("swept")) if {*one.overrides} & {*self.alive}]
+
+    def launch(self, jobs, names):
+        living = self.living()
+        for number, (job, name) in enumerate(zip(jobs, names, strict=True)):
+            if name not in living:
+                self.taken.append(job.overrides[-1])
+                yield Queued(number, f"7_{number}")
+        for number, job in enumerate(jobs):
+            if (seed := job.overrides[-1]) in self.lose:
+                yield Ended(number, lost=self.lose[seed])
+            else:
+                yield Ended(number, job())
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Options of a run that takes milliseconds to decode."""
+    return checkpoints.short_runs(tmp_path_factory.mktemp("tiny"), checkpoints.TEXTS[:2])
+
+
+@pytest.fixture
+def on(quick_cli, tiny, monkeypatch):
+    """Run a sweep over seeds on an engine: (exit code, stdout, stderr)."""
+
+    def call(engine, *more):
+        monkeypatch.setattr("spec_lab.cli.launchers._engine", lambda *_: engine)
+        return quick_cli("--multirun", "hydra/launcher=slurm", *tiny, *more)
+
+    return call
+
+
+def test_a_job_that_is_lost_spares_the_others_and_is_said_with_what_became_of_it(on, tmp_path, cli):
+    code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
+    assert code == 1, "not all that was asked for went well"
+    assert "swept: 3 runs, of which 0 ended before, 0 are queued already: 3 go to slurm" in errors
+    assert "lost (CANCELLED by 1000, on n1); the same command goes on with it" in errors
+    assert "swept: 2 done, 1 waiting" in said
+    assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
+    second = Scripted()
+    code, said, errors = on(second, "seed=1,2,3")
+    assert (code, second.taken) == (0, ["seed=2"]), "what is done is not handed over again"
+    assert "swept: 3 done" in said and "CANCELLED" not in said
+
+
+def test_a_job_that_still_waits_is_not_handed_over_twice(on):
+    on(Scripted(lose={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
+    again = Scripted(alive=["seed=1"])
+    code, _, errors = on(again, "seed=1,2")
+    assert (code, again.taken) == (0, ["seed=2"])
+    assert "2 runs, of which 0 ended before, 1 are queued already: 1 go to slurm" in errors
+
+
+def test_a_run_in_the_queue_says_as_which_job(on, tmp_path):
+    class Leaves(Scripted):
+        def launch(self, jobs, names):
+            yield Queued(0, "7_0")
+            raise Refused("spec_lab: Slurm has not answered for 600 seconds")
+
+    code, _, errors = on(Leaves(), "seed=1")
+    (run,) = sweep.runs(tmp_path / "swept")
+    assert (code, run.state, run.error) == (1, "waiting", "slurm job 7_0")
+    assert "Slurm has not answered" in errors and "Traceback" not in errors
+
+
+def test_a_job_that_ended_without_a_word_is_lost(on):
+    class Silent(Scripted):
+        def launch(self, jobs, names):
+            yield Ended(0)
+
+    code, said, _ = on(Silent(), "seed=1")
+    assert code == 1
+    assert "slurm: its job ended without a result" in said
+
+
+def test_a_job_goes_where_the_command_was_given(on, tmp_path):
+    class Elsewhere(Scripted):
+        def launch(self, jobs, names):
+            os.chdir("/")
+            for number, job in enumerate(jobs):
+                yield Ended(number, job())
+
+    assert on(Elsewhere(), "seed=1")[0] == 0
+    assert [run.state for run in sweep.runs(tmp_path / "swept")] == ["done"], "out, prompts are relative"
+
+
+def test_a_run_that_failed_says_of_what_and_is_not_handed_over_again_but_on_request(on):
+    code, said, _ = on(Scripted(), "seed=1,-1")
+    assert code == 1
+    assert "1 done, 1 failed" in said and "seed must" in said
+    second, third = Scripted(), Scripted()
+    assert on(second, "seed=1,-1")[0] == 1
+    assert second.taken == []
+    on(third, "retry=true", "seed=1,-1")
+    assert third.taken == ["seed=-1"]
+
+
+def test_a_run_that_ended_before_its_job_was_lost_has_ended(on, tmp_path):
+    class Late(Scripted):
+        def launch(self, jobs, names):
+            yield Queued(0, "7_0")
+            jobs[0]()
+            yield Ended(0, lost="NODE_FAIL")
+
+    code, _, _ = on(Late(), "seed=1")
+    assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
+
+
+def test_what_a_job_raises_ends_the_command_in_one_line(on):
+    class Raises(Scripted):
+        def launch(self, jobs, names):
+            yield Ended(0, error=Refused("spec_lab: 1 of 1: this is another run"))
+
+    code, _, errors = on(Raises(), "seed=1")
+    assert code == 1
+    assert "spec_lab: 1 of 1: this is another run" in errors and "Traceback" not in errors
+
+
+# At the door -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "needs"), [("slurm", "submitit"), ("ray", "ray")])
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monkeypatch, engine, needs):
+    monkeypatch.setitem(sys.modules, needs, None)
+    monkeypatch.delitem(sys.modules, f"spec_lab.cli.launchers.{engine}", raising=False)
+    code, _, errors = cli("--multirun", f"hydra/launcher={engine}", *tiny, "seed=1,2")
+    assert code == 1
+    assert f"hydra/launcher={engine} needs what is not installed" in errors
+    assert f"pip install 'spec-lab[{engine}]'" in errors and "Traceback" not in errors
+
+
+def test_an_option_that_an_engine_does_not_take_is_named(cli, tiny):
+    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
+    code, _, errors = cli("--multirun", "hydra/launcher=slurm", "+hydra.launcher.partitoin=x", *tiny, "seed=1,2")
+    assert code == 1
+    assert "hydra.launcher" in errors and "'partitoin'" in errors and "Traceback" not in errors
+
+
+def test_slurm_is_missed_where_there_is_none(cli, tiny, monkeypatch):
+    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, _, errors = cli("--multirun", "hydra/launcher=slurm", *tiny, "seed=1,2")
+    assert code == 1
+    assert "there is no sbatch here; run this on a node that submits jobs" in errors and "Traceback" not in errors
+
+
+def test_a_launcher_s_options_are_shown_from_any_directory(tmp_path):
+    shown = subprocess.run(
+        [sys.executable, "-m", "spec_lab", "--cfg", "hydra", "hydra/launcher=ray"],
+        capture_output=True, text=True, cwd=tmp_path, check=True,
+    ).stdout  # fmt: skip
+    assert "_target_: hydra_plugins.spec_lab.Cluster" in shown
+
+
+# What Slurm is asked -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slurm(monkeypatch):
+    """The module, with Slurm's commands answered by ``answers``, and time that passes at once."""
+    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
+    from spec_lab.cli.launchers import slurm
+
+    class Asked(dict):
+        module, now = slurm, 0.0
+
+    answers = Asked()
+
+    def passes(seconds):
+        answers.now += seconds
+
+    monkeypatch.setattr(slurm, "_asks", lambda command, *_: answers.get(command))
+    monkeypatch.setattr("time.sleep", passes)
+    monkeypatch.setattr("time.monotonic", lambda: answers.now)
+    return answers
+
+
+def engine(slurm, folder: Path):
+    slurm.setdefault("squeue", "")
+    return slurm.module.Slurm(folder, {}, 3, 10, slurm.module._queue())
+
+
+def job(folder: Path, id: str):
+    from submitit import SlurmJob
+
+    return SlurmJob(folder / "a" / "%j", id)
+
+
+def test_jobs_are_known_by_the_array_s_folder_not_by_a_number_that_may_come_again(slurm, tmp_path):
+    for name, runs in (("a", ["seed=1", "seed=2"]), ("b", ["seed=3"])):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "runs.json", {"runs": runs})
+    slurm["squeue"] = "\n".join([
+        f"5_1|RUNNING|None|{tmp_path}/a", f"6|PENDING|Priority|{tmp_path}/b", f"7_0|RUNNING|None|{tmp_path}/none",
+        "8_0|RUNNING|None|/elsewhere/a", "9_0|RUNNING|None|(null)",
+    ])  # fmt: skip
+    assert engine(slurm, tmp_path).living() == {"seed=2": "5_1", "seed=3": "6"}
+
+
+def test_a_job_that_left_the_queue_is_lost_with_what_sacct_says(slurm, tmp_path):
+    slurm["sacct"] = "5_0|CANCELLED by 1000|0:0|n1\n5_1|FAILED|0:9|n2\n5_2|TIMEOUT|1:0|None assigned\n"
+    waiting = {number: job(tmp_path, f"5_{number}") for number in range(3)}
+    assert list(engine(slurm, tmp_path)._ended(waiting)) == [
+        Ended(0, lost="CANCELLED by 1000, on n1"),
+        Ended(1, lost="FAILED, signal 9, on n2"),
+        Ended(2, lost="TIMEOUT, exit code 1"),
+    ]
+    assert not waiting
+
+
+def test_a_job_is_given_time_to_be_seen_where_sacct_lags_or_the_disk_does(slurm, tmp_path):
+    slurm["sacct"] = "5_0|RUNNING|0:0|n1\n5_1|COMPLETED|0:0|n1\n"
+    waiting = {number: job(tmp_path, f"5_{number}") for number in range(2)}
+    ends = engine(slurm, tmp_path)._ended(waiting)
+    assert next(ends) == Ended(1, lost="COMPLETED, on n1")
+    assert slurm.now > slurm.module.SECONDS
+    slurm["sacct"] = "5_0|OUT_OF_MEMORY|0:125|n1\n"
+    assert list(ends) == [Ended(0, lost="OUT_OF_MEMORY, signal 125, on n1")]
+
+
+def test_without_accounting_a_lost_job_is_lost_all_the_same(slurm, tmp_path):
+    (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
+    assert ended.lost == "it left the queue without a result, and sacct does not say why"
+
+
+def test_a_slurm_that_does_not_answer_is_waited_for_and_then_given_up(slurm, tmp_path):
+    waits = engine(slurm, tmp_path)
+    del slurm["squeue"]
+    with pytest.raises(Refused, match="has not answered for 600 seconds; 1 jobs were handed over"):
+        list(waits._ended({0: job(tmp_path, "5_0")}))
+    assert slurm.now > slurm.module.PATIENCE
+
+
+def test_a_job_that_will_never_start_is_cancelled_and_others_are_waited_for(slurm, tmp_path, monkeypatch, capsys):
+    cancelled = []
+    monkeypatch.setattr("submitit.SlurmJob.cancel", lambda self, check: cancelled.append(self.job_id))
+    slurm["squeue"] = "5_0|PENDING|PartitionTimeLimit|\n5_1|PENDING|JobHeldUser|\n5_2|PENDING|Resources|\n"
+    ends = engine(slurm, tmp_path)._ended({number: job(tmp_path, f"5_{number}") for number in range(3)})
+    assert next(ends) == Ended(0, lost="cancelled, as it would never start: PartitionTimeLimit")
+    slurm["squeue"] = ""
+    assert len(list(ends)) == 2 and cancelled == ["5_0"]
+    said = capsys.readouterr().err
+    assert "Slurm lets job 5_1 wait: JobHeldUser" in said and "Resources" not in said
+
+
+def test_a_job_is_handed_over_with_its_cores_and_what_the_user_says_of_the_cluster_alone(tmp_path, monkeypatch):
+    pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
+    from spec_lab.cli.launchers import slurm
+
+    for name, does in {"sbatch": f"env >{tmp_path}/env; echo Submitted batch job 5", "srun": "", "squeue": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = {"SLURM_CONF": "here", "SBATCH_ACCOUNT": "lab"}
+    for name, value in {**said, "SLURM_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    made = slurm.engine(tmp_path / "out", cpus=3, memory_gb=None, requeue=False, setup=["module load x"])
+    (job,) = made._handed([print], ["seed=1"])
+    given = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
+    assert said.items() <= given.items()
+    assert not {"SLURM_JOB_ID", "RANK", "WORLD_SIZE"} & given.keys()
+    script = job.paths.submission_file.read_text()
+    (srun,) = [line for line in script.splitlines() if line.startswith("srun")]
+    assert "--cpus-per-task=3" in srun
+    lines = ["#SBATCH --cpus-per-task=3", "#SBATCH --no-requeue", "export OMP_NUM_THREADS=3", "module load x"]
+    assert {*lines} <= {*script.splitlines()}
+    assert "--mem" not in script
+    assert read_json(job.paths.folder.parent / "runs.json") == {"runs": ["seed=1"]}

@@ -1,0 +1,93 @@
+"""Sweeps on a real Ray of two nodes, while workers, a node and the launcher are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.launchers.conftest import GROUPS, ROOT, SEEDS, assert_goes_on, assert_whole, cluster, finished, until
+
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster, pytest.mark.xdist_group("ray")]  # one cluster, one worker
+
+SCRIPT = ROOT / "scripts" / "local_ray.py"
+LAUNCHER = ["hydra/launcher=ray", "hydra.launcher.cpus=1"]
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """The folder of a cluster of two nodes that runs, and the environment of its users."""
+    pytest.importorskip("ray", reason="RAY IS NOT TESTED: pip install 'spec-lab[ray]'")
+    with cluster("local_ray.py", "--cpus", "2") as running:
+        yield running
+
+
+@pytest.fixture
+def on(nodes, swept):
+    """A sweep that will run there."""
+    swept.environment |= nodes[1]
+    return swept
+
+
+def workers(folder: str) -> list[int]:
+    """Processes of the cluster that carry out jobs: Ray names them after what they do."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            if (one / "cmdline").read_bytes().startswith(b"ray::_carry") and folder in (one / "environ").read_text():
+                found.append(int(one.name))
+        except (OSError, UnicodeDecodeError):
+            continue
+    return found
+
+
+def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, undisturbed):
+    launcher = on.start(*LAUNCHER)
+
+    # Workers are killed: Ray starts their jobs again.
+    some = until(lambda: len(some := on.at_work(GROUPS // 3)) > 2 and some)
+    was = finished(on, *some)
+    first, second, *_ = workers(nodes[0])
+    for pid in (first, second):
+        os.kill(pid, signal.SIGKILL)
+
+    # A node goes down with what runs there.
+    until(lambda: sum(run.state == "done" for run in on.runs().values()) > 2 and len(on.at_work()) > 1)
+    was |= finished(on, *on.at_work())
+    subprocess.run([sys.executable, SCRIPT, "node-down", nodes[0]], check=True)
+
+    # The launcher is killed, and its jobs with it; the same command goes on.
+    until(lambda: sum(run.state == "done" for run in on.runs().values()) > 5 and on.at_work())
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    until(lambda: not any(run.state == "running" for run in on.runs().values()))
+    waiting = [seed for seed, run in on.runs().items() if run.state == "waiting"]
+    assert waiting
+    assert on.start(*LAUNCHER).wait(timeout=300) == 1, "one run fails"
+    assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(waiting)} ended before" in on.said()
+    assert_goes_on(on, was)
+    assert_whole(on, undisturbed)
+
+
+def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, nodes):
+    launcher = on.start(*LAUNCHER, "hydra.launcher.restarts=0", seeds="0,1")
+    until(lambda: "0" in on.at_work() or "1" in on.at_work())
+    for pid in workers(nodes[0]):
+        os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(timeout=120) == 1
+    lost = [run for run in on.runs().values() if run.state == "waiting"]
+    assert lost and all("WorkerCrashedError" in run.error for run in lost)
+    assert "the same command goes on with it" in on.said() and "Traceback" not in on.said()
+
+
+def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
+    assert on.start(*LAUNCHER, "hydra.launcher.cpus=64", seeds="0").wait(timeout=60) == 1
+    assert "no node is large enough for a job of 64 CPU" in on.said() and "Traceback" not in on.said()
+
+
+def test_a_cluster_that_does_not_answer_is_named(on):
+    on.environment["RAY_ADDRESS"] = "127.0.0.1:1"
+    assert on.start(*LAUNCHER, seeds="0").wait(timeout=120) == 1
+    assert "no cluster answers at address=127.0.0.1:1" in on.said() and "Traceback" not in on.said()

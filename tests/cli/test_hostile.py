@@ -1,0 +1,212 @@
+"""Folders of runs from elsewhere: nothing outside is touched, and one bad file spares the other runs."""
+
+import errno
+import json
+import os
+import shutil
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from spec_lab.analysis.tracking import track
+from spec_lab.cli.commands import command
+from spec_lab.results import sweep, writer
+from spec_lab.results.writer import Recorder, load
+from spec_lab.tasks.benchmark import run
+from tests.labs import TEXTS, lab, settings
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep of three runs that are done."""
+    folder = tmp_path_factory.mktemp("sweep") / "swept"
+    sweep.plan(folder, [[f"seed={seed}"] for seed in (1, 2, 3)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
+        for one in sweep.runs(folder):
+            options = settings(one.folder, overrides=one.overrides, max_new_tokens=4)
+            assert run(lab(TEXTS[:2]), options, {"name": "toy"}) == 0
+            sweep.end(one.folder, one.overrides, "abc", 0, 1.0)
+    return folder
+
+
+@pytest.fixture
+def given(swept, tmp_path):
+    """A copy of it, and a file and a folder of the user beside it."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    return shutil.copytree(swept, tmp_path / "swept")
+
+
+@pytest.fixture
+def call(capsys):
+    def carry_out(*arguments) -> tuple[int, str, str]:
+        code = command([str(one) for one in arguments], Console(markup=False, width=200))
+        return code, *capsys.readouterr()
+
+    return carry_out
+
+
+def mine(given) -> list[tuple[str, str]]:
+    return [(one.name, one.read_text()) for one in sorted((given.parent / "mine").iterdir())]
+
+
+def link(file, given, to="file") -> None:
+    file.symlink_to(given.parent / "mine" / to)
+
+
+# Symlinks
+
+
+def test_links_under_names_that_are_written_are_not_followed(given, call):
+    for name in (".report.html.tmp", ".table.csv.tmp", ".table.parquet.tmp", "report.html", "table.csv"):
+        link(given / name, given)
+    assert call("collect", given)[0] == 0
+    assert call("report", given)[0] == 0
+    assert mine(given) == [("file", "mine")]
+    assert not (given / "report.html").is_symlink() and "seed" in (given / "table.csv").read_text()
+
+
+@pytest.mark.parametrize("of", [".", "seed=1"])
+def test_figures_are_not_drawn_through_a_link(given, call, of):
+    link(given / of / "figures", given, ".")
+    code, _, errors = call("report", given / of)
+    assert code == 1 and "figures is a symlink; remove it" in errors
+    assert mine(given) == [("file", "mine")] and not (given / of / "report.html").exists()
+
+
+def test_parts_are_neither_written_nor_removed_through_a_link(given):
+    out = given / "seed=1"
+    (out / "requests.parquet").rename(given.parent / "mine" / "requests-000000.parquet")
+    link(out / "parts", given, ".")
+    for act in (lambda: load(out), Recorder(out).gather, lambda: Recorder(out).write(1, [{"group": 1}], [], [])):
+        with pytest.raises(ValueError, match="parts is a symlink; remove it"):
+            act()
+    assert {one.name for one in (given.parent / "mine").iterdir()} == {"file", "requests-000000.parquet"}
+
+
+def test_a_view_is_not_written_through_a_link(given):
+    link(given / "seed=1" / "wandb", given, ".")
+    with pytest.raises(ValueError, match="wandb is a symlink"):
+        track(given / "seed=1", mode="offline")
+    assert mine(given) == [("file", "mine")]
+
+
+def test_a_lock_that_is_a_link_or_no_file_is_refused_and_spares_the_others(given, call):
+    link(given / "seed=1" / ".lock", given)
+    (given / "seed=2" / ".lock").mkdir()
+    with pytest.raises(OSError, match="is not a regular file, so it is no lock"), sweep.holding(given / "seed=1"):
+        pass
+    assert [bool(one.unreadable) for one in sweep.runs(given)] == [True, True, False]
+    assert mine(given) == [("file", "mine")]
+
+
+# One bad file
+
+DEEP = '{"a":' * 100_000
+SPOILT = [
+    ("summary.json", DEEP), ("summary.json", "{"), ("summary.json", '{"speedup": "fast"}'),
+    ("summary.json", '{"arms": {"a": [1]}}'), ("summary.json", '{"arms": {"a": {"intervals": [1]}}}'),
+    ("summary.json", '{"survival": 3}'), ("summary.json", '{"speedup": NaN}'),
+    ("ended.json", '{"state": "banana", "error": "", "code": 0}'), ("ended.json", "[]"),
+    ("ended.json", '{"state": "done", "error": "", "code": 0, "seconds": "x"}'),
+    ("ended.json", '{"state": "failed", "error": 3, "code": 0}'),
+    ("ended.json", '{"state": [], "error": "", "code": 0}'),
+    ("manifest.json", DEEP), ("manifest.json", "[]"), ("manifest.json", '{"machine": 3}'),
+    ("manifest.json", '{"machine": {"gpus": "none"}}'), ("queued.json", DEEP), ("queued.json", '{"engine": 3}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), SPOILT)
+def test_a_bad_file_is_named_and_spares_the_other_runs(given, call, name, text):
+    (given / "seed=2" / name).write_text(text)
+    if name == "queued.json":
+        (given / "seed=2" / "ended.json").unlink()
+    code, said, errors = call("state", given)
+    assert code == 1 and "2 done" in said
+    assert "unreadable: " in errors and f"seed=2/{name}" in errors
+    code, said, errors = call("collect", given)
+    assert code == 1 and "2 runs, 4 rows" in said and f"seed=2/{name}" in errors
+    assert set(pd.read_parquet(given / "table.parquet")["run"]) == {"seed=1", "seed=3"}
+    code, said, errors = call("compare", given)
+    assert code == 1 and "Compared" in said and f"seed=2/{name}" in errors
+
+
+def test_a_report_of_a_sweep_shows_the_others(given, call):
+    (given / "seed=2" / "summary.json").write_text(DEEP)
+    code, _, errors = call("report", given, given / "seed=2", given / "seed=3")
+    assert code == 1 and "nested deeper" in errors
+    assert (given / "report.html").is_file() and (given / "seed=3" / "report.html").is_file()
+
+
+def test_a_pipe_does_not_block(given, call):
+    for file in (given / "seed=2" / "summary.json", given / "seed=3" / "requests.parquet"):
+        file.unlink()
+        os.mkfifo(file)
+    code, _, errors = call("state", given)
+    assert code == 1 and "seed=2/summary.json is not readable (it is no regular file)" in errors
+    code, _, errors = call("compare", given / "seed=1", given / "seed=3")
+    assert code == 1 and "seed=3/requests.parquet is not a readable table (no regular file)" in errors
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda table: table.drop_columns(["arm"]), "no column arm"),
+        (lambda table: table.rename_columns([f"x{name}" for name in table.column_names]), "no column id"),
+        (lambda table: table.set_column(1, "group", [["a"] * len(table)]), "is not a readable table"),
+        (lambda table: table.set_column(1, "group", [[None] * len(table)]), "rows without a value"),
+    ],
+)
+def test_a_table_with_something_else_in_it_is_named(given, call, spoil, why):
+    file = given / "seed=2" / "steps.parquet"
+    pq.write_table(spoil(pq.read_table(file)), file)
+    code, _, errors = call("report", given / "seed=2")
+    assert code == 1 and "seed=2/steps.parquet is not a readable table" in errors and why in errors
+    code, said, errors = call("compare", given)
+    assert code == 1 and "seed=2/steps.parquet" in errors and "Compared" in said
+
+
+@pytest.mark.parametrize("name", ["../mine", "/etc", "..", "", "a\x1b[31mb", "a/b", "a\0", "a" * 300])
+def test_a_name_that_is_no_run_s_folder_is_refused(given, call, name):
+    (given / "sweep.json").write_text(json.dumps({"runs": [{"folder": name, "overrides": []}]}))
+    for what in ("state", "collect", "report"):
+        code, said, errors = call(what, given)
+        assert code == 1 and "sweep.json is no list of runs" in errors and "\x1b" not in said + errors
+
+
+def test_control_characters_reach_no_terminal(given, call):
+    sweep.fail(given / "seed=2", ["seed=2"], ValueError("x"), "\x1b[2J\x07gone", 1.0)
+    (given / "sweep.json").write_text(
+        json.dumps({"runs": [{"folder": f"seed={n}", "overrides": [f"seed={n}\x1b]0;t\x07"]} for n in (1, 2)]})
+    )
+    for what in ("state", "collect", "compare"):
+        _, said, errors = call(what, given)
+        assert not set(said + errors) & {"\x1b", "\x07"}
+
+
+# A full disk
+
+
+def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
+    write = writer.pq.write_table
+
+    def full(table, stream):
+        if full.left == 0:
+            stream.write(b"PAR1")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        full.left -= 1
+        write(table, stream)
+
+    full.left = 4  # the first group's three tables, and one of the second's
+    with monkeypatch.context() as patch:
+        patch.setattr("spec_lab.results.writer.pq.write_table", full)
+        with pytest.raises(OSError, match=r"free some space, then give the same command again.*steps-000001\.parquet"):
+            run(lab(TEXTS[:2]), settings(tmp_path, batch_size=1), {"name": "toy"})
+    assert Recorder(tmp_path).finished() == {0}
+    assert not list(tmp_path.rglob(".*"))
+    assert run(lab(TEXTS[:2]), settings(tmp_path, batch_size=1), {"name": "toy"}) == 0
+    assert Recorder(tmp_path).finished() == {0, 1}

@@ -1,0 +1,110 @@
+"""Ctrl-C at any moment: one line, exit code 130, no traceback, and nothing that is noted as failed."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_lab.cli import interrupt
+from spec_lab.results import sweep
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[2]
+AT_IMPORT = """
+import os, signal, sys
+
+def at(event, arguments):
+    if event == "import" and arguments[0] == {module!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+sys.addaudithook(at)
+from spec_lab.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
+
+
+def interrupted_at(module: str, place: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """The command line in a process of its own that gets SIGINT as it imports a module."""
+    command = [sys.executable, "-c", AT_IMPORT.format(module=module), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "module", ["spec_lab.cli.main", "hydra", "omegaconf", "torch", "spec_lab.tasks.lab", "transformers"]
+)
+def test_a_run_that_is_interrupted_during_an_import_ends_with_one_line(tiny, tmp_path, module):
+    done = interrupted_at(module, tmp_path, *tiny)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.split() == ["Interrupted."]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("module", ["hydra", "torch", "transformers"])
+def test_a_sweep_that_is_interrupted_during_an_import_waits(tiny, tmp_path, module):
+    done = interrupted_at(module, tmp_path, "--multirun", *tiny, "seed=1,2")
+    assert done.returncode == 130, done.stderr
+    assert "Interrupted." in done.stderr and "Traceback" not in done.stderr
+    if module != "hydra":
+        assert "the same command with out=swept" in done.stderr
+        assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["waiting", "waiting"]
+
+
+def test_a_command_that_is_interrupted_during_an_import_ends_with_one_line(tmp_path):
+    done = interrupted_at("pandas", tmp_path, "state", "nowhere")
+    assert done.returncode == 130
+    assert done.stderr.split() == ["Interrupted."]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("raise KeyboardInterrupt", 130),  # of work that does not handle it
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+        ("exec('os.kill(os.getpid(), signal.SIGINT)')", 130),  # Python would end itself by SIGINT after this
+        (
+            "try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException: raise ImportError from None",
+            130,
+        ),
+        ("sys.exit(3)", 3),
+        ("sys.exit()", 0),
+    ],
+)
+def test_the_exit_code_is_130_whatever_became_of_the_exception(tmp_path, code, exit_code):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from spec_lab import __main__\n"
+        "from spec_lab.cli import interrupt, main\n"
+        f"def command_line():\n    interrupt.change(interrupt.Raise())\n    {code}\n"
+        "main.main = command_line\n"
+        "try:\n    __main__.main()\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_where_somebody_else_handles_ctrl_c_nothing_changes():
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        mine = signal.getsignal(signal.SIGINT)
+        interrupt.install(interrupt.Leave())
+        interrupt.change(interrupt.Raise())
+        with interrupt.Raising():
+            assert signal.getsignal(signal.SIGINT) is mine
+        assert not interrupt.interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)

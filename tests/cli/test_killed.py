@@ -1,0 +1,432 @@
+"""Kill -9 of any worker or launcher at any moment loses no finished group and counts none twice."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from pandas.testing import assert_frame_equal
+
+from spec_lab.results import schema, sweep
+from spec_lab.results.writer import load
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[2]
+TIMES = {
+    "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
+    "steps": [],
+    "requests": ["prefill_seconds", "decode_seconds"],
+}
+"""Columns that differ between two runs of the same."""
+KILLS = 50
+GROUPS = 6
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Tiny models, and prompts for ``GROUPS`` groups."""
+    folder = checkpoints.zoo(tmp_path_factory.mktemp("zoo"))
+    checkpoints.prompts(folder / "prompts.jsonl", [*checkpoints.TEXTS, "x y z x y ", "to be or not to be"][:GROUPS])
+    checkpoints.prompts(folder / "many.jsonl", checkpoints.TEXTS * 30)
+    return folder
+
+
+def options(zoo: Path, *more: str) -> list[str]:
+    return [
+        "--multirun", f"target.path={zoo / 'target'}", "target.dtype=float32", "prompts=jsonl",
+        "sampling=temperature_1", f"prompts.path={zoo / 'prompts.jsonl'}", "max_new_tokens=4", "warmup=0", "threads=1",
+        "out=swept", *more,
+    ]  # fmt: skip
+
+
+# Children that cost little ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Yard:
+    """A process that has imported everything and composed the configs, and forks children that run the command line."""
+
+    pipe: Connection
+
+    def ask(self, *what):
+        self.pipe.send(what)
+        return self.pipe.recv()
+
+    def start(self, place: Path, arguments: list[str], **how) -> int:
+        """Start a child in the directory ``place``; returns its process number. ``how`` is explained at ``_child``."""
+        place.mkdir(exist_ok=True)
+        return self.ask("start", place, arguments, how)
+
+    def wait(self, child: int) -> int:
+        """The child's exit code, or minus the signal that ended it."""
+        return self.ask("wait", child, False)
+
+    def kill(self, child: int) -> bool:
+        """Kill -9; whether the child was still living."""
+        return self.ask("wait", child, True) == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def yard():
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    yield Yard(ours)
+    ours.send(("stop",))
+    process.join(10)
+    process.kill()
+
+
+def _serve(pipe: Connection) -> None:
+    from threading import RLock
+
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from tqdm import tqdm
+
+    import spec_lab.cli.commands
+    import spec_lab.results.manifest
+    import spec_lab.tasks.benchmark
+
+    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # the slow part of a summary, proved elsewhere
+    spec_lab.results.manifest.commit = lambda _: None  # as under GIT_DIR=/nowhere
+    tqdm.set_lock(RLock())  # its own is a semaphore that a killed process would leave behind
+    compose, composed = ConfigLoaderImpl.load_configuration, {}
+
+    def remembered(self, config_name, overrides, *more, **given):
+        key = (config_name, tuple(overrides), str(more), str(given))
+        if key not in composed:
+            composed[key] = pickle.dumps(compose(self, config_name, overrides, *more, **given))
+        return pickle.loads(composed[key])
+
+    ConfigLoaderImpl.load_configuration = remembered
+    known = set()
+    with suppress(EOFError):
+        while True:
+            match pipe.recv():
+                case "start", place, arguments, how:
+                    if tuple(arguments) not in known:
+                        _compose(place.parent / f"composed-{len(known)}", arguments)
+                        known.add(tuple(arguments))
+                    if not (child := os.fork()):
+                        _child(place, arguments, **how)
+                    pipe.send(child)
+                case ["stop"]:
+                    os._exit(0)
+                case "wait", child, kill:
+                    if kill:
+                        os.kill(child, signal.SIGKILL)  # it is not reaped yet, so the number is still its own
+                    pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def _compose(place: Path, arguments: list[str]) -> None:
+    """Let Hydra compose each job of a sweep, so that children need not."""
+    from spec_lab.cli import main
+
+    place.mkdir()
+    os.chdir(place)
+    job, main.job, sys.argv = main.job, lambda _: None, ["spec-lab", *arguments]
+    with suppress(SystemExit), open(os.devnull, "w") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        main.main()
+    sys.stdout, sys.stderr, main.job = sys.__stdout__, sys.__stderr__, job
+
+
+def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tuple[int, str] | None = None) -> None:
+    """Run the command line in ``place``; what it says goes to ``said.txt`` there.
+
+    Args:
+        place: the working directory.
+        arguments: of the command line.
+        patience: seconds to wait for a run that another process is at.
+        moment: number of a change to the disk and how it dies there: "after" it, or with the "half" of a file written.
+    """
+    from spec_lab.cli import main
+
+    signal.alarm(120)
+    os.chdir(place)
+    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.argv = ["spec-lab", *arguments]
+    holding = sweep.holding
+    sweep.holding = lambda folder, *_: holding(folder, patience)
+    if moment:
+        _die_at(*moment)
+    code = 0
+    try:
+        main.main()
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else bool(left.code)
+    except BaseException as error:
+        print(repr(error))
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_at(number: int, when: str) -> None:
+    """Kill this process at a change to the disk: a file renamed into place, a file or folder removed."""
+    left = [number]
+
+    def now() -> bool:
+        left[0] -= 1
+        return not left[0]
+
+    def deadly(change):
+        def changed(what, *given, **more):
+            if when == "half" and now():
+                os.truncate(what, os.path.getsize(what) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            change(what, *given, **more)
+            if when == "after" and now():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return changed
+
+    for name in ("replace",) if when == "half" else ("replace", "unlink", "rmdir"):
+        setattr(os, name, deadly(getattr(os, name)))
+
+
+# What must hold ----------------------------------------------------------------------------------------------------
+
+
+Tables = dict[str, pd.DataFrame]
+
+
+def rows(folder: Path) -> Tables:
+    """The rows of a run's finished groups, by id."""
+    tables = load(folder)
+    return {name: getattr(tables, name).set_index("id").sort_index() for name in TIMES}
+
+
+def of_groups(tables: Tables, groups) -> Tables:
+    return {name: frame[frame["group"].isin(groups)] for name, frame in tables.items()}
+
+
+def without_times(tables: Tables) -> Tables:
+    return {name: frame.drop(columns=TIMES[name]) for name, frame in tables.items()}
+
+
+def assert_same(found: Tables, expected: Tables) -> None:
+    for name, frame in found.items():
+        assert_frame_equal(frame, expected[name], check_exact=True)
+
+
+def check(swept: Path, reference: dict[str, Tables], seen: dict[str, Tables], living: bool) -> bool:
+    """What is on disk is right, and all that was ``seen`` is still there, to the last digit of its times.
+
+    Returns:
+        Whether every run is done.
+    """
+    if not sweep.is_sweep(swept):
+        assert not seen
+        return False
+    found = sweep.runs(swept)
+    assert [one.folder.name for one in found] == list(reference)
+    for one in found:
+        name, tables = one.folder.name, rows(one.folder)
+        groups = set(tables["requests"]["group"])
+        assert one.state in ({"done", "waiting", "running"} if living else {"done", "waiting"}), one
+        assert one.state != "done" or groups == set(reference[name]["requests"]["group"])
+        assert living or one.groups == len(groups)
+        assert_same(without_times(tables), without_times(of_groups(reference[name], groups)))
+        if name in seen:
+            assert_same(of_groups(tables, set(seen[name]["requests"]["group"])), seen[name])
+        seen[name] = tables
+    return all(one.state == "done" for one in found)
+
+
+def check_end(swept: Path, reference: dict[str, Tables]) -> None:
+    """The sweep is whole, and nothing of the kills is left."""
+    assert {one.state for one in sweep.runs(swept)} == {"done"}
+    for name, tables in reference.items():
+        folder = swept / name
+        for table, frame in tables.items():
+            raw = pq.read_table(folder / f"{table}.parquet")["id"].to_pylist()
+            assert sorted(raw) == list(frame.index), "on disk each row is once, without any help from who reads it"
+        assert not list(folder.glob("parts*"))
+        assert not list(folder.glob(".lock"))
+        groups = tables["requests"]["group"].nunique()
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["groups"] == groups
+        assert {arm: one["requests"] for arm, one in summary["arms"].items()} == {
+            arm: group["request"].nunique() for arm, group in tables["requests"].groupby("arm")
+        }
+    table = sweep.collect(swept)
+    assert sorted(zip(table["run"], table["arm"], strict=True)) == sorted(
+        (name, arm) for name, tables in reference.items() for arm in tables["requests"]["arm"].unique()
+    )
+    expected = [
+        reference[run]["requests"].query("arm == @arm") for run, arm in zip(table["run"], table["arm"], strict=True)
+    ]
+    assert table["tokens"].tolist() == [int((one["prefill_tokens"] + one["decode_tokens"]).sum()) for one in expected]
+
+
+def never_killed(yard: Yard, place: Path, arguments: list[str]) -> dict[str, Tables]:
+    """The rows of each run of a sweep that nothing disturbs."""
+    child = yard.start(place, arguments)
+    assert yard.wait(child) == 0, (place / "said.txt").read_text()
+    return {one.folder.name: rows(one.folder) for one in sweep.runs(place / "swept")}
+
+
+# Kills -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo, tmp_path):
+    draft = f"proposer.path={zoo / 'draft'}"
+    arguments = options(zoo, "proposer=draft_chain", draft, "proposer.depth=1,3", "seed=1,2")
+    reference = never_killed(yard, tmp_path / "reference", arguments)
+    one_run = min(one.seconds for one in sweep.runs(tmp_path / "reference" / "swept"))  # the first is slower
+    assert all(len(one["requests"]) == 2 * GROUPS for one in reference.values())
+    dice, hits, sweeps, broken_off = random.Random(0), 0, 0, 0
+    while hits < KILLS or broken_off <= KILLS // 10:  # they shall fall into runs, not only between them
+        assert hits < 5 * KILLS
+        place, seen, children, done = tmp_path / str(sweeps), {}, [], False
+        while not done:
+            while len(children) < 2:  # two workers, or a launcher started again beside an orphan
+                children.append(yard.start(place, arguments, patience=dice.choice([0.0, 1.0])))
+            time.sleep(dice.uniform(0, dice.choice([1, 2]) * one_run))
+            one_run *= 1.02  # there is an end to it on a machine that has become slower
+            for _ in range(dice.choice([1, 2])):
+                hits += yard.kill(children.pop(dice.randrange(len(children))))
+            done = check(place / "swept", reference, seen, living=bool(children))
+            one_run *= 0.8 if done else 1.0  # and kills do not come too late on one that has become faster
+            broken_off += any(0 < tables["requests"]["group"].nunique() < GROUPS for tables in seen.values())
+        for child in children:
+            hits += yard.kill(child)
+        assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
+        check(place / "swept", reference, seen, living=False)
+        check_end(place / "swept", reference)
+        sweeps += 1
+    print(f"{hits} kills in {sweeps} sweeps; after {broken_off} checks a run was broken off")
+
+
+def test_a_kill_between_any_two_changes_to_the_disk_is_mended_by_the_same_command(yard, zoo, tmp_path):
+    arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
+    reference = never_killed(yard, tmp_path / "reference", arguments)
+    moments = {"half": 0, "after": 0}
+    for when in moments:
+        while True:
+            place, seen = tmp_path / f"{when}-{moments[when]}", {}
+            ended = yard.wait(yard.start(place, arguments, moment=(moments[when] + 1, when)))
+            if ended == 0:
+                break  # there are no more
+            assert ended == -signal.SIGKILL, (place / "said.txt").read_text()
+            moments[when] += 1
+            check(place / "swept", reference, seen, living=False)
+            assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
+            check(place / "swept", reference, seen, living=False)
+            check_end(place / "swept", reference)
+    written = 1 + 1 + 3 + 3 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
+    removed = 3 + 1 + 1  # parts, their folder, the lock
+    assert moments["half"] == written
+    assert moments["after"] >= written + removed
+
+
+# Real launchers and workers ----------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """``python -m spec_lab --multirun`` with the joblib launcher and two workers, in a process group of its own."""
+
+    def __init__(self, place: Path, arguments: list[str]) -> None:
+        place.mkdir(exist_ok=True)
+        joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+        self.swept = place / "swept"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "spec_lab", *arguments, *joblib],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "GIT_DIR": "/nowhere", "OMP_NUM_THREADS": "1"},
+            cwd=place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def workers(self) -> list[int]:
+        """The processes that are at a run: those that hold a lock."""
+        ours = {file.stat().st_ino for file in self.swept.glob("*/.lock")}
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return [int(one[4]) for one in locks if one[1] == "FLOCK" and int(one[5].rpartition(":")[2]) in ours]
+
+    def groups(self) -> dict[str, int]:
+        found = sweep.runs(self.swept) if sweep.is_sweep(self.swept) else []
+        return {one.folder.name: one.groups for one in found if one.state == "running"}
+
+    def until_two_get_on(self) -> list[int]:
+        """Wait until each of two workers has finished a group since now; returns their numbers."""
+        deadline, before = time.monotonic() + 200, self.groups()
+        while True:
+            now = self.groups()
+            if sum(now[name] > before.get(name, 0) for name in now) == 2 and len(self.workers()) == 2:
+                return self.workers()
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own group, which nobody else is in
+        self.process.communicate()
+
+
+@pytest.fixture
+def launch():
+    begun = []
+
+    def start(*given) -> Launcher:
+        begun.append(Launcher(*given))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.close()
+
+
+@pytest.mark.nightly
+def test_killed_workers_and_launchers_of_joblib_lose_nothing(yard, zoo, tmp_path, launch):
+    arguments = options(zoo, "proposer=ngram", "baseline=false", f"prompts.path={zoo / 'many.jsonl'}", "seed=1,2,3")
+    reference, seen = never_killed(yard, tmp_path / "reference", arguments), {}
+    place = tmp_path / "killed"
+
+    first = launch(place, arguments)
+    os.kill(first.until_two_get_on()[0], signal.SIGKILL)
+    said, _ = first.process.communicate(timeout=100)
+    assert first.process.returncode == 1
+    assert "A worker process managed by the executor was unexpectedly terminated" in said
+    check(place / "swept", reference, seen, living=False)
+
+    second = launch(place, arguments)
+    orphan, _ = second.until_two_get_on()
+    second.process.kill()
+    second.process.wait()
+    newcomer = yard.start(place, arguments, patience=0.0)  # at once, beside two orphans
+    check(place / "swept", reference, seen, living=True)
+    with suppress(ProcessLookupError):
+        os.kill(orphan, signal.SIGKILL)
+    check(place / "swept", reference, seen, living=True)
+    assert yard.wait(newcomer) in (0, 1)  # 1 where a run is left to an orphan
+    assert "Traceback" not in (place / "said.txt").read_text()
+    deadline = time.monotonic() + 60
+    while second.workers():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    check(place / "swept", reference, seen, living=False)
+    assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
+    check(place / "swept", reference, seen, living=False)
+    check_end(place / "swept", reference)

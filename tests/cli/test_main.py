@@ -1,0 +1,432 @@
+"""The command line: every config composes and fits what it names, and every refusal is one line that helps."""
+
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from spec_lab.analysis import metrics
+from spec_lab.cli.main import conf, known, vars_of, zoo
+from spec_lab.constrain import Binding
+from spec_lab.tasks.certify.certificate import QUICK, prove
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[2]
+RUNS = [
+    "autoregressive", "draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers", "proposers",
+]  # fmt: skip
+CERTIFY = ["task.samples=500", "task.tokens=12", "max_new_tokens=6"]
+TASKS = {
+    "certify": ("certificate.json", CERTIFY),
+    "certify_all": ("certificate.json", CERTIFY),
+    "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
+}
+"""Experiments whose task is another one: what it leaves, and how to keep it short."""
+STUDIES = [
+    "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "spec_bench", "tree_shapes", "tune_tree",
+    "verifier_vs_temperature",
+]  # fmt: skip
+"""They are run by their own tests."""
+EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "stream"])
+GIVEN = {"target", "sampling", "seed"}
+"""Arguments that the entry passes by call."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides that name a tiny checkpoint and its prompts."""
+    folder = tmp_path_factory.mktemp("tiny")
+    checkpoints.checkpoint(folder / "target")
+    file = checkpoints.prompts(folder / "prompts.jsonl")
+    return [
+        f"target.path={folder / 'target'}", "target.dtype=float32", "prompts=jsonl", f"prompts.path={file}",
+        "proposer=ngram", "max_new_tokens=8", "warmup=0",
+    ]  # fmt: skip
+
+
+def options() -> list[Path]:
+    return sorted(file for file in Path(conf()).glob("*/*.yaml") if file.parent.name != "experiment")
+
+
+@pytest.mark.parametrize("file", options(), ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_every_option_fits_the_arguments_of_what_it_names(file):
+    config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    signature = inspect.signature(get_object(config.pop("_target_")))
+    live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}}.get(file.parent.name, ())
+    if file.parent.name == "constraint":
+        config = {key: value for key, value in config.items() if key not in vars_of(Binding)}
+        assert all(not value for value in config.values() if isinstance(value, dict | list)), "filled by the user"
+    else:
+        assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
+    signature.bind(**config, **dict.fromkeys(live))
+
+
+def test_every_constraint_says_how_it_binds():
+    for file in (file for file in options() if file.parent.name == "constraint"):
+        named = set(OmegaConf.load(file).keys())
+        acts = file.stem.startswith("controller_")  # masks of what acts are never computed beside the target
+        assert set(vars_of(Binding)) - ({"beside"} if acts else set()) <= named, file
+
+
+GIVEN_BY_USERS = {
+    "choice": ['constraint.choices=["a","b"]'],
+    "controller": [
+        "constraint.make=spec_lab.constrain.controllers.choices.load",
+        'constraint.options={choices: ["a"]}',
+    ],
+    "controller_banned": ['constraint.strings=["x"]'],
+    "controller_choices": ['constraint.choices=["a","b"]'],
+    "controller_pattern": ['constraint.pattern="a+"'],
+    "controller_template": ['constraint.parts=["a",{most: 2},"b"]'],
+    "json_schema": ["constraint.schema={type: integer}"],
+    "lark": ["constraint.grammar='start: \"a\"'"],
+    "regex": ['constraint.pattern="a+"'],
+}
+"""What the command line must say."""
+
+
+@pytest.mark.parametrize("file", [file for file in options() if file.parent.name == "constraint"], ids=lambda f: f.stem)
+def test_every_constraint_can_be_named_on_the_command_line(cli, file):
+    given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
+    prompts = "prompts=json" if file.stem == "records" else "prompts=code"
+    heal = "heal=false"
+    command = [*given, prompts, heal, f"target.path={zoo('target')}", "proposer=ngram", "prompts.limit=1", "warmup=0"]
+    code, _, errors = cli(*command, "max_new_tokens=2", "baseline=false", "out=here")
+    assert code == 0, errors
+
+
+def test_the_experiments_are_these():
+    assert sorted(file.stem for file in Path(conf(), "experiment").glob("*.yaml")) == EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_is_a_small_delta(cli, name):
+    code, said, errors = cli(f"+experiment={name}", "--cfg", "job", "--resolve")
+    assert code == 0, errors
+    config = OmegaConf.create(said)
+    assert config.name == name
+    for peer in config.peers.values():
+        inspect.signature(get_object(peer.pop("_target_"))).bind(**peer, **dict.fromkeys(GIVEN))
+    assert len(Path(conf(), "experiment", f"{name}.yaml").read_text().splitlines()) <= 20
+
+
+@pytest.fixture(scope="module")
+def tiny_zoo(tmp_path_factory):
+    """Tiny models in the bundled models' place."""
+    folder = checkpoints.zoo(tmp_path_factory.mktemp("zoo"))
+    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
+    yield
+    OmegaConf.register_new_resolver("zoo", zoo, replace=True)
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
+    few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
+    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", few)
+    file, short = TASKS[name]
+    code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "out=here")
+    assert code == 0, errors
+    assert said.rstrip().endswith("here")
+    found = json.loads((tmp_path / "here" / file).read_text())
+    if name == "certify_all":
+        shipped = {file.stem for file in Path(conf()).glob("verifier/*.yaml")}
+        assert {pair["verifier"] for pair in found["pairs"]} == shipped
+    assert list(tmp_path.glob("here/figures/*.png"))
+    assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_every_experiment_runs(cli, name, tmp_path):
+    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=here"]
+    code, said, errors = cli(f"+experiment={name}", *short)
+    assert code == 0, errors
+    assert f"{name}: " in said
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
+    assert set(manifest["proposers"]) <= set(manifest["arms"])
+    assert all(manifest["weights_sha256"].values()), "parts without weights are left out"
+    assert summary["requests"] == 2
+    assert all(arm["identical_outputs"] in (1, None) for arm in summary["arms"].values())
+    if name == "peers":
+        assert {"bare", "generate", "assisted", "assisted_same", "lookup"} <= set(summary["arms"])
+    if name != "autoregressive":
+        assert summary["speedup"]["mean"] > 0
+        tree = manifest["proposers"]["speculative"].get("tree")  # calibrated: none where none pays on this machine
+        assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
+
+
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
+    drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
+    command = ["+experiment=peers", *drawn, "prompts.limit=1", "out=here"]
+    code, _, errors = cli(*command)
+    assert code == 1
+    assert "peers.bare: the bare loop knows a temperature only: leave it out with '~peers.bare'" in errors
+    code, _, errors = cli(*command, "~peers.bare")
+    assert code == 0, errors
+    arms = json.loads((tmp_path / "here" / "summary.json").read_text())["arms"]
+    assert "bare" not in arms and "assisted_same" in arms
+
+
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_batch_at_temperature_1_with_another_verifier(cli, tmp_path):
+    swaps = ["verifier=traversal", "sampling=temperature_1", "prompts=prose", "batch_size=3", "target.dtype=float32"]
+    code, _, errors = cli("+experiment=draft_chain", *swaps, "max_new_tokens=6", "warmup=2", "out=here")
+    assert code == 0, errors
+    tables = metrics.load(tmp_path / "here")
+    assert tables.rounds[tables.rounds["prefill"]].groupby("group")["live"].max().tolist() == [3, 1]
+
+
+def test_composing_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys; sys.argv = ['spec-lab', '--cfg', 'job']\n"
+        "from spec_lab.cli.main import main; main()\n"
+        "assert not {'torch', 'transformers', 'pandas', 'matplotlib', 'wandb'} & set(sys.modules), 'heavy imports'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"_target_: spec_lab.models.target.Target.load" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp_path):
+    code, said, errors = cli(*tiny, "out=here", "sampling.temperature=1", "name=mine")
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert "mine: ngram" in said
+    assert {"rounds.parquet", "summary.json", "manifest.json", "figures"} <= {p.name for p in tmp_path.glob("here/*")}
+    manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
+    assert manifest["config"]["sampling"]["temperature"] == 1
+    assert manifest["weights_sha256"]["target"]
+
+
+def test_without_out_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
+    assert cli(*tiny, "prompts.limit=1", "name=mine", "baseline=false")[0] == 0
+    assert len(list(tmp_path.glob("outputs/mine/*/summary.json"))) == 1
+
+
+def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(cli, tiny, tmp_path):
+    code, _, errors = cli("--multirun", *tiny, "out=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
+    assert code == 1
+    assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in errors
+    depths = {metrics.load(file.parent).steps["depth"].max() for file in tmp_path.glob("swept/*/summary.json")}
+    assert depths == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["proposer.depth=abc"], "proposer.depth must be a whole number of 1 or more, not 'abc'"),
+        (["batch_size=1.5"], "batch_size must be a whole number of 1 or more, not 1.5"),
+        (["max_new_tokens=-3"], "max_new_tokens must be a whole number of 1 or more, not -3"),
+        (["sampling.temperature=hot"], "sampling.temperature must be a number, not 'hot'"),
+        (["sampling.top_p=2"], "sampling.top_p must lie in (0, 1], not 2"),
+        (["prompts.limit=some"], "prompts.limit must be a whole number of 1 or more, or null for all, not 'some'"),
+        (["prompts.path=nowhere.jsonl"], "prompts file nowhere.jsonl does not exist; set prompts.path"),
+        (["target.dtype=int8"], "unknown dtype 'int8'; choose one of bfloat16"),
+        (["target.device=tpu"], "unknown device 'tpu'; choose cpu, cuda or cuda:N"),
+        (["tracker=wandb", "tracker.mode=on"], "tracker.mode must be one of auto, online, offline, disabled"),
+        (["beside=3"], "beside must be a mapping of names to what is measured, such as {}, not 3"),
+        (["peers=3"], "peers must be a mapping of names to what is measured, such as {}, not 3"),
+        (["+peers.mine=3"], "peers.mine must be a mapping whose _target_ names what to build, not 3"),
+        (["+beside.mine={depth: 2}"], "beside.mine must be a mapping whose _target_ names what to build, not {'depth'"),
+        (["~proposer"], "proposer must be a mapping whose _target_ names what to build, not None"),
+        (
+            ["proposer=medusa", "proposer.path=/nowhere"],
+            "proposer.path=/nowhere: no Medusa heads at /nowhere: config.json is missing, as is the folder",
+        ),
+        (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
+        (
+            ["proposer=draft_tree", "proposer.drawn=iid"],
+            "at temperature 0 the draft's law is one-hot, so siblings drawn",
+        ),
+        (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
+        (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
+    ],
+)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, said):
+    code, _, errors = cli(*tiny, *overrides, "out=here")
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert said in line
+    assert "Traceback" not in errors
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "overrides"),
+    [
+        ("target", []),
+        ("proposer", ["proposer=draft_chain"]),
+        ("beside.mine", ["+proposer@beside.mine=draft_chain"]),
+        ("proposer", ["proposer=medusa", "proposer.tree='2'"]),
+    ],
+)
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, overrides):
+    folder = "medusa" if "proposer=medusa" in overrides else "draft"
+    shutil.copytree(OmegaConf.create({"path": f"${{zoo:{folder}}}"}).path, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    code, _, errors = cli("proposer=ngram", "target.dtype=float32", *overrides, f"{part}.path={tmp_path / 'copy'}")
+    assert code == 1
+    assert f"spec_lab: {part}" in errors
+    assert f"{file} " in errors
+    assert "truncated or corrupt" in errors
+    assert "copy or download it again" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("without", [["~beside", "~peers"], ["beside=null", "peers=null"]])
+def test_no_further_arms_are_none(cli, tiny, without):
+    assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["proposer.dpth=2"], "Key 'dpth' is not in struct"),
+        (["batchsize=2"], "Key 'batchsize' is not in struct"),
+        (["proposer=ngrm"], "Could not find 'proposer/ngrm'"),
+        (["+experiment=medusa_tre"], "Could not find 'experiment/medusa_tre'"),
+    ],
+)
+def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
+    code, _, errors = cli(*overrides)
+    assert code == 1
+    assert said in errors
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
+        ("+qqq=2", "there is no option qqq; choose among banned, baseline, batch_size, beside, constraint, heal"),
+        ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
+    ],
+)
+def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, option, said):
+    code, _, errors = cli(*tiny, option)
+    assert code == 1
+    assert f"spec_lab: {said}" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_known_options_are_those_of_the_default_config(cli):
+    assert known() == set(OmegaConf.create(cli("--cfg", "job")[1]))
+
+
+def test_a_value_without_default_is_asked_for(cli, tiny):
+    code, _, errors = cli("prompts=jsonl", "proposer=ngram")
+    assert code == 1
+    assert "spec_lab: prompts.path has no default: give prompts.path=... on the command line" in errors
+
+
+@pytest.mark.parametrize("many", [[], ["--multirun"]])
+def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
+    (tmp_path / "file").write_text("")
+    code, _, errors = cli(*tiny, "out=file/run", *many)
+    assert code == 1
+    assert f"cannot write to out=file/run: {tmp_path / 'file'} is not a directory; choose another out=DIR" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("proposer=null", "proposer cannot be null: name a file of conf/proposer"),
+        ("sampling=null", "sampling cannot be null: name a file of conf/sampling"),
+        ("tracker=null", "tracker cannot be null: name a file of conf/tracker"),
+        ("proposer=3", "proposer=3 is not an option of conf/proposer; the options are draft_chain, "),
+        ("verifier=true", "verifier=true is not an option of conf/verifier; the options are cascade, "),
+        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
+        ("tracker=" + "x" * 5000, "is not an option of conf/tracker; the options are files, wandb"),
+        ("target=[[]]", "target=[] is not an option of conf/target; the options are zoo"),
+        ("sampling=[1,a,null]", "sampling=1 is not an option of conf/sampling; the options are greedy, "),
+        ("prompts=2024", "prompts=2024 is not an option of conf/prompts; the options are bundled, "),
+        ("name=ключ", "name=ключ is not readable"),
+        ("name='a/../b'", "name must be a text of 1 to 100 printable characters without '/'"),
+        ("name=" + "x" * 101, "name must be a text of 1 to 100 printable characters"),
+        ("name='..'", "name must hold a letter, not '..'"),
+        ("stop=[" + "x" * 4097 + "]", "stop[0] has 4097 bytes; at most 4096 are looked for"),
+        ("stop=[" + ",".join(["a"] * 257) + "]", "stop holds 257 strings; at most 256 are looked for"),
+        ("banned=[a," + "x" * 4097 + "]", "banned[1] has 4097 bytes; at most 4096 are looked for"),
+        ("out=/dev/null", "cannot write to out=/dev/null: /dev/null is not a directory"),
+        ("out=null", "out must name a directory"),
+        ("out=", "out must name a directory, not ''"),
+        ("~out", "out must name a directory"),
+        ("out=/proc/foo", "cannot write to out=/proc/foo: /proc "),
+        ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
+        (
+            "verifier._target_=builtins.int",
+            "verifier needs: it makes an object of type int, which has no name",
+        ),
+        ("sampling._target_=builtins.dict", "sampling: builtins.dict does not make what sampling needs"),
+    ],
+)
+def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
+    code, _, errors = cli(*tiny, *([] if "out" in option else ["out=here"]), option)
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert said in line
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_whose_name_is_a_number_is_chosen_in_quotes(cli, tmp_path):
+    (tmp_path / "own" / "prompts").mkdir(parents=True)
+    shutil.copy(Path(conf(), "prompts", "jsonl.yaml"), tmp_path / "own" / "prompts" / "2024.yaml")
+    code, said, errors = cli(
+        "prompts='2024'", "prompts.path=here", "--config-dir=own", "--cfg=job", "--package=prompts"
+    )
+    assert code == 0, errors
+    assert "path: here" in said
+
+
+def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spec_lab.models.target.Target.load", interrupted)
+    code, _, errors = cli(*tiny)
+    assert code == 130
+    assert "Interrupted before anything was decoded" in errors
+
+
+def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
+    many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
+    options = ["out=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
+    command = [sys.executable, "-m", "spec_lab", *tiny, *options]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
+    first = tmp_path / "here" / "parts" / "requests-000000.parquet"
+    deadline = time.monotonic() + 60
+    while not first.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert f"finished groups of {100 * len(checkpoints.TEXTS)} are in" in errors
+    assert "Traceback" not in errors
+    assert 1 <= metrics.load(tmp_path / "here").requests["group"].nunique() < 100 * len(checkpoints.TEXTS)

@@ -1,0 +1,96 @@
+"""What a sweep may be asked for: Hydra's ways to name values, and what is refused before anything is written."""
+
+import pytest
+
+from spec_lab.cli import preflight
+from spec_lab.results import sweep
+
+
+@pytest.fixture
+def sweep_of(cli, monkeypatch, tmp_path):
+    """Sweep with runs that do nothing: (exit code, what was printed, the last option of each run)."""
+
+    def start(config, out, overrides=None):
+        (out / "left").touch()
+        return 0
+
+    monkeypatch.setattr("spec_lab.cli.jobs.start", start)
+
+    def call(*options: str) -> tuple[int, str, set[str]]:
+        code, said, errors = cli("--multirun", *options, "out=swept")
+        found = sweep.runs(tmp_path / "swept") if sweep.is_sweep(tmp_path / "swept") else []
+        return code, said + errors, {" ".join(one.overrides) for one in found}
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("option", "runs"),
+    [
+        ("verifier=glob(t*)", {"verifier=token", "verifier=traversal", "verifier=typical"}),
+        ("verifier='token',\"typical\"", {"verifier='token'", 'verifier="typical"'}),
+        ("verifier=glob(t*,exclude=ty*)", {"verifier=token", "verifier=traversal"}),
+        ("seed=range(1,4)", {"seed=1", "seed=2", "seed=3"}),
+        ("seed=choice(1,2)", {"seed=1", "seed=2"}),
+        ("seed=sort(2,1,reverse=true)", {"seed=1", "seed=2"}),
+        ("seed=shuffle(range(0,3))", {"seed=0", "seed=1", "seed=2"}),
+        ("name='a b',\"c,d\"", {"name='a b'", 'name="c,d"'}),
+        ('+hydra.sweeper.params.seed="1,2"', {"seed=1", "seed=2"}),
+    ],
+)
+def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
+    code, said, found = sweep_of(option)
+    assert code == 0, said
+    assert found == runs
+
+
+@pytest.mark.parametrize("jobs", [0, 10**20, "null", "1e400", "true", "abc", "1.5"])
+def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
+    code, printed, _ = sweep_of("seed=1,2", "hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}")
+    assert code == 1
+    assert "hydra.launcher.n_jobs must be a number of processes" in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "sampler", ["{_target_: a.b}", "{_target_: builtins.dict}", "{_target_: optuna.samplers.TPESampler, seed: x}"]
+)
+def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
+    search = ["hydra/sweeper=search", "objective=tau_pooled", f"hydra.sweeper.sampler={sampler}"]
+    code, printed, _ = sweep_of("seed=range(0,3)", *search)
+    assert code == 1
+    assert "hydra.sweeper.sampler" in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("verifier=glob(zzz*)", "verifier=glob(zzz*) has no values"),
+        ("seed=glob(*)", "seed=glob(*) has no values"),
+        ("seed=interval(1,3)", "an interval is for a search (hydra/sweeper=search)"),
+        ("seed=range(0,5,0)", "seed=range(0,5,0): "),
+        ("seed=range(0,1000000000000)", f"more than {preflight.MOST_RUNS} runs"),
+        ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
+        ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size must be a whole number of 1 or more"),
+        ("verifier=5,6", "verifier=5 is not an option of conf/verifier; the options are cascade, "),
+        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
+        ("constraint='',none", "constraint= is not an option of conf/constraint; the options are choice, "),
+        ("verifier=null,token", "verifier cannot be null: name a file of conf/verifier"),
+        ("name='a/b'", "name must be a text of 1 to 100 printable characters"),
+        ("hydra.sweep.subdir=x", "hydra.sweep.subdir cannot be set"),
+    ],
+)
+def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, said):
+    code, printed, _ = sweep_of(option)
+    assert code == 1
+    assert said in printed and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interpolation_that_leads_nowhere_is_named_with_its_option(flat_cli, tmp_path):
+    launcher = ["--multirun", "hydra/launcher=joblib", "hydra.launcher.n_jobs='${nothing}'", "seed=1,2"]
+    for given, named in ((launcher, "hydra.launcher.n_jobs"), (["sampling='${nothing}'"], "sampling=${nothing}")):
+        code, _, errors = flat_cli(*given, "out=here")
+        assert code == 1 and named in errors and "Traceback" not in errors
+        assert not (tmp_path / "here").exists()

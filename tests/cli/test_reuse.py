@@ -1,0 +1,162 @@
+"""Runs of a sweep that share a process give what each gives in a process of its own."""
+
+import json
+import locale
+import os
+import random
+import sys
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pandas.testing import assert_frame_equal
+
+from spec_lab.analysis import metrics
+from spec_lab.results import schema, sweep
+from tests import checkpoints
+
+TIMES = {
+    "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
+    "steps": [],
+    "requests": ["prefill_seconds", "decode_seconds"],
+}
+"""Columns that differ between two runs of the same."""
+
+RUNS = {
+    "plain": ["override /proposer: ngram"],
+    "wide": ["override /proposer: ngram_tree", "threads: 2", "target: {dtype: float64}"],
+    "half": ["override /proposer: draft_chain", "target: {dtype: bfloat16}", "batch_size: 3"],
+    "drawn": ["override /proposer: draft_chain", "override /sampling: temperature_1", "override /verifier: traversal"],
+    "heads": ["override /proposer: medusa", "proposer: {tree: 0 1 0.0}", "sampling: {repetition_penalty: 1.5}"],
+    "bound": [
+        "override /proposer: ngram", "override /constraint: controller_banned", "constraint: {strings: [a, bc]}"
+    ],
+    "match": [
+        "override /proposer: draft_tree", "override /sampling: temperature_1", "override /verifier: match", "seed: 7",
+    ],
+    "fails": ["override /proposer: draft_chain", "threads: 2", "proposer: {depth: none}"],
+}  # fmt: skip
+"""Runs that differ in whatever might stay behind in a process; one of them fails."""
+COMMON = ["target.dtype=float32", "prompts=prose", "prompts.limit=2", "max_new_tokens=5", "warmup=2", "out=swept"]
+LEFT = {  # what a run might change for those after it
+    "threads": torch.get_num_threads,
+    "dtype": lambda: str(torch.get_default_dtype()),
+    "grad": torch.is_grad_enabled,
+    "inference": torch.is_inference_mode_enabled,
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "random of torch": lambda: hash(tuple(torch.random.get_rng_state().tolist())),
+    "random of numpy": lambda: hash(tuple(np.random.get_state()[1].tolist())),
+    "random of python": lambda: hash(random.getstate()),
+    "folder": lambda: Path("said.txt").is_file(),
+    "locale": lambda: locale.setlocale(locale.LC_ALL),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Where the runs left their rows: each alone in a fresh process, and all in one process in two orders."""
+    folder = tmp_path_factory.mktemp("reuse")
+    checkpoints.zoo(folder / "zoo")
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    for name, lines in RUNS.items():
+        chosen, values = ([line for line in lines if line.startswith("override") == first] for first in (True, False))
+        text = ["# @package _global_", "defaults:", *(f"  - {line}" for line in chosen), *values]
+        (folder / "conf" / "experiment" / f"{name}.yaml").write_text("\n".join(text) + "\n")
+    process = get_context("spawn").Process(target=_each_in_a_fork, args=(folder,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # two threads that spin on one core take minutes
+        process.start()
+    process.join(240)
+    assert process.exitcode == 0
+    return folder
+
+
+def _each_in_a_fork(folder: Path) -> None:
+    """Import everything, run nothing; then fork a process for each sweep."""
+    from omegaconf import OmegaConf
+
+    import spec_lab.cli.commands
+    import spec_lab.results.manifest
+    import spec_lab.tasks.benchmark
+
+    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # the slow part of a summary, proved elsewhere
+    spec_lab.results.manifest.commit = lambda _: None
+    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / "zoo" / name), replace=True)
+    for place, order in {**{name: [name] for name in RUNS}, "forth": [*RUNS], "back": [*reversed(RUNS)]}.items():
+        if not (child := os.fork()):
+            try:
+                (folder / place).mkdir()
+                os.chdir(folder / place)
+                _sweep(["--multirun", *COMMON, f"hydra.searchpath=[file://{folder / 'conf'}]"], order)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _sweep(options: list[str], order: list[str]) -> None:
+    """A sweep by the basic launcher, in this process; what each run leaves the process like is noted."""
+    from spec_lab.cli import main
+
+    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    notes, plain = [{what: look() for what, look in LEFT.items()}], main.jobs.one_of_many
+
+    def one_of_many(config):
+        plain(config)
+        notes.append({what: look() for what, look in LEFT.items()})
+
+    main.jobs.one_of_many = one_of_many
+    sys.argv = ["spec-lab", *options, f"+experiment={','.join(order)}"]
+    with suppress(SystemExit):
+        main.main()
+    Path("left.json").write_text(json.dumps(dict(zip(["nothing", *order], notes, strict=True))))
+
+
+def rows(place: Path, name: str) -> metrics.Tables:
+    (run,) = [one for one in sweep.runs(place / "swept") if f"+experiment={name}" in one.overrides]
+    assert run.state == "done", run.error
+    return metrics.load(run.folder)
+
+
+def left(place: Path) -> dict[str, dict]:
+    return json.loads((place / "left.json").read_text())
+
+
+@pytest.mark.parametrize("order", ["forth", "back"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "fails"])
+def test_a_run_gives_the_same_rows_whatever_ran_before_it(places, name, order):
+    alone, shared = rows(places / name, name), rows(places / order, name)
+    assert len(alone.requests) == 4
+    for table, times in TIMES.items():
+        expected, found = getattr(alone, table).drop(columns=times), getattr(shared, table).drop(columns=times)
+        assert_frame_equal(found, expected, check_exact=True)
+
+
+def test_the_runs_are_not_all_alike(places):
+    """Else nothing could be seen to leak."""
+    tables = [rows(places / name, name) for name in RUNS if name != "fails"]
+    assert len({str(one.requests["tokens"].tolist()) for one in tables}) >= 5
+    assert len({len(one.steps) for one in tables}) >= 3
+
+
+@pytest.mark.parametrize("order", ["forth", "back"])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_leaves_the_process_as_it_leaves_a_fresh_one(places, name, order):
+    before, alone, shared = left(places / name)["nothing"], left(places / name)[name], left(places / order)[name]
+    assert shared == alone
+    chosen = {"threads": 2} if name in ("wide", "fails") else {}
+    assert alone == before | chosen, "only the threads are set, and each run sets them"
+
+
+def test_a_failed_run_says_so_and_spares_those_after_it(places):
+    for place in ("fails", "forth", "back"):
+        states = {one.overrides[0]: one.state for one in sweep.runs(places / place / "swept")}
+        assert states.pop("+experiment=fails") == "failed"
+        assert set(states.values()) <= {"done"}

@@ -1,0 +1,403 @@
+"""Search: Optuna's trials are runs of a sweep; the same command goes on with them whatever was killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import yaml
+from filelock import FileLock
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from spec_lab.cli.main import zoo
+from spec_lab.cli.search import Runs, figures, result
+from spec_lab.results import sweep
+from spec_lab.results.writer import load
+from spec_lab.tasks.lab import Loop
+from tests import checkpoints
+
+WHY = "NO SEARCH IS TESTED: pip install 'spec-lab[search]'"
+optuna = pytest.importorskip("optuna", reason=WHY)
+pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=WHY)
+from optuna.trial import TrialState  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+KILLED = """
+import os, signal
+from spec_lab.results import manifest
+from spec_lab.cli.main import main
+from spec_lab.tasks.lab import Loop
+manifest.commit = lambda _: "here"
+plain, count = Loop.decode, iter(range(99))
+
+def decode(self, requests):
+    if next(count) == 4 + 4 + 2:  # in the third trial, after two of its groups
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(self, requests)
+
+Loop.decode = decode
+main()
+"""
+SPACE = ["proposer.depth=int(interval(1,40))", "proposer.max_ngram=int(interval(1,6))"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides of a search among runs on a tiny checkpoint, without what is searched."""
+    short = checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
+    return ["--multirun", "hydra/sweeper=search", "objective=tokens_per_second", *short]
+
+
+@pytest.fixture
+def cli(quick_cli):
+    return quick_cli
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """How deep the drafts of each group were that was decoded from here on."""
+    seen, plain = [], Loop.decode
+
+    def decode(self, requests):
+        seen.append(self.proposer.depth)
+        return plain(self, requests)
+
+    monkeypatch.setattr(Loop, "decode", decode)
+    return seen
+
+
+def trials(folder: Path, objective: str = "tokens_per_second") -> list:
+    return optuna.load_study(study_name=objective, storage=f"sqlite:///{folder / 'study.db'}").trials
+
+
+def complete(folder: Path) -> list:
+    return [one for one in trials(folder) if one.state is TrialState.COMPLETE]
+
+
+def folder_of(trial, folder: Path) -> Path:
+    """Where the trial's run is."""
+    return folder / sweep.folder_name(f"{name}={value}" for name, value in (trial.params | trial.user_attrs).items())
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """When each file of the runs was last changed."""
+    return {file: file.stat().st_mtime_ns for file in folder.glob("*/**/*") if file.is_file()}
+
+
+def test_a_search_has_as_many_trials_as_asked_for_and_says_the_best(cli, tiny, tmp_path, decoded):
+    some = [*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=6"]
+    code, said, errors = cli(*some)
+    assert code == 0, errors
+    found = complete(tmp_path / "swept")
+    assert len(found) == len(trials(tmp_path / "swept")) == 6
+    assert {len(one.params) for one in found} == {2}
+
+    for one in found:
+        assert (
+            one.value
+            == json.loads((folder_of(one, tmp_path / "swept") / "summary.json").read_text())["tokens_per_second"]
+        )
+    assert {run.folder for run in sweep.runs(tmp_path / "swept")} == {
+        folder_of(one, tmp_path / "swept") for one in found
+    }
+
+    best = max(found, key=lambda one: one.value)
+    written = yaml.safe_load((tmp_path / "swept" / "optimization_results.yaml").read_text())
+    assert written == {"name": "optuna", "best_params": best.params, "best_value": best.value}
+    last = said.splitlines()[-1]
+    assert last.startswith(f"swept: best tokens_per_second of 6 trials: {best.value:.4g} with proposer.")
+    assert all(f"{name}={given}" in last for name, given in best.params.items())
+
+    before, ran = files(tmp_path / "swept"), len(decoded)
+    assert cli(*some)[0] == 0
+    assert files(tmp_path / "swept") == before and len(decoded) == ran, "there was nothing to do"
+    code, said, errors = cli(*some[:-1], "hydra.sweeper.n_trials=8")
+    assert code == 0, errors
+    assert len(complete(tmp_path / "swept")) == len(trials(tmp_path / "swept")) == 8
+    assert "best tokens_per_second of 8 trials" in said
+    assert len(decoded) <= ran + 2 and all(files(tmp_path / "swept")[file] == at for file, at in before.items())
+    assert len({tuple(sorted(one.params.items())) for one in trials(tmp_path / "swept")}) > 6, (
+        "not the first ones again"
+    )
+
+    for command in ("state", "collect", "report"):
+        code, said, errors = cli(command, "swept")
+        assert code == 0, errors
+    code, said, errors = cli("compare", *(str(run.folder) for run in sweep.runs(tmp_path / "swept")[:2]))
+    assert code == 0, errors
+    assert len(sweep.collect(tmp_path / "swept")["run"].unique()) == len(sweep.runs(tmp_path / "swept"))
+
+
+def test_a_search_that_is_killed_goes_on_and_no_trial_is_lost_or_done_twice(cli, tiny, tmp_path, decoded):
+    given = [*tiny, *SPACE, "hydra.sweeper.n_trials=6"]  # four groups each
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *given],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    ended = {file.parent: files(file.parent) for file in tmp_path.glob("swept/*/ended.json")}
+    assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING]
+    code, said, errors = cli("state", "swept")
+    assert code == 0 and "2 done, 1 waiting" in said, errors
+    stopped = sweep.runs(tmp_path / "swept")[2]
+    assert (stopped.state, stopped.groups, stopped.of) == ("waiting", 2, 4)
+    rows = load(stopped.folder).requests
+
+    code, _, errors = cli(*given)
+    assert code == 0, errors
+    assert len(complete(tmp_path / "swept")) == 6
+    tried = trials(tmp_path / "swept")
+    assert [one.state for one in tried] == [TrialState.COMPLETE] * 2 + [TrialState.FAIL] + [TrialState.COMPLETE] * 4
+    assert tried[3].params == tried[2].params, "it is tried again, and first"
+    runs = sweep.runs(tmp_path / "swept")
+    assert {one.state for one in runs} == {"done"}
+    assert len(runs) == len({tuple(one.params.items()) for one in complete(tmp_path / "swept")})
+    assert len(sweep.collect(tmp_path / "swept")) == len(runs)
+    for folder, before in ended.items():
+        assert files(folder) == before, "what had ended was not touched"
+    pd.testing.assert_frame_equal(load(stopped.folder).requests.iloc[:2], rows)
+    assert len(decoded) == 2 + 4 * (len(runs) - 3), "it went on from its finished groups"
+
+
+def test_a_value_that_was_not_told_before_a_kill_is_read_from_the_run(cli, tiny, tmp_path, decoded, monkeypatch):
+    some = [*tiny, SPACE[0], "prompts.limit=1", "hydra.sweeper.n_trials=3"]
+    tell, told = optuna.Study.tell, []
+
+    def stopped(self, *given, **options):
+        told.append(given)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+        return tell(self, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, "tell", stopped)
+        code, _, errors = cli(*some)
+    assert code == 130
+    assert "The sweep in swept is not finished" not in errors, "said at the process's end only"
+    assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE, TrialState.RUNNING]
+    ran = list(decoded)
+    code, _, errors = cli(*some)
+    assert code == 0, errors
+    assert decoded[: len(ran)] == ran and len(decoded) <= len(ran) + 1
+    assert len(complete(tmp_path / "swept")) == 3
+    untold = trials(tmp_path / "swept")[1]
+    (again,) = [one for one in trials(tmp_path / "swept") if one.system_attrs.get("again") == untold.number]
+    assert again.params == untold.params and again.value > 0
+
+
+def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, tmp_path, decoded):
+    some = [*tiny, "proposer.depth=2,oops,3", "prompts.limit=1", "hydra.sweeper.n_trials=5"]
+    code, said, errors = cli(*some)
+    assert code == 1, "not all went well"
+    states = [one.state for one in trials(tmp_path / "swept")]
+    assert len(states) == 5 and set(states) == {TrialState.COMPLETE, TrialState.FAIL}
+    failed = {one.params["proposer.depth"] for one in trials(tmp_path / "swept") if one.state is TrialState.FAIL}
+    assert failed == {"oops"}
+    (run,) = [one for one in sweep.runs(tmp_path / "swept") if one.state == "failed"]
+    assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in run.error
+    assert "Traceback" not in errors and f"best tokens_per_second of {states.count(TrialState.COMPLETE)} trials" in said
+
+    ran = len(decoded)
+    cli(*some)
+    assert len(trials(tmp_path / "swept")) == 5 and len(decoded) == ran, "what failed is a trial too"
+    cli(*some, "retry=true")
+    tried = trials(tmp_path / "swept")
+    assert [one.params for one in tried[5:]] == [one.params for one in tried[:5] if one.state is TrialState.FAIL]
+    assert {one.state for one in tried[5:]} == {TrialState.FAIL} and len(decoded) == ran
+
+
+def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
+    """Here another process was at the run; so is one whose job was lost on a cluster."""
+    some = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=4"]
+    given = [one.replace("false", "False") for one in some[2:-1] if not one.startswith("proposer.depth")]
+    other = tmp_path / "swept" / sweep.folder_name([*given, "proposer.depth=1"])
+    other.mkdir(parents=True)
+    with sweep.holding(other):
+        cli(*some)
+    assert len(trials(tmp_path / "swept")) == 4
+    left = [one for one in trials(tmp_path / "swept") if one.state is TrialState.FAIL]
+    assert left and {folder_of(one, tmp_path / "swept") for one in left} == {other}
+    code, _, errors = cli(*some)
+    assert code == 0, errors
+    assert len(complete(tmp_path / "swept")) == 4 and len(trials(tmp_path / "swept")) == 4 + len(left)
+
+
+def test_where_every_trial_fails_one_line_says_so(cli, tiny):
+    code, _, errors = cli(*tiny, "proposer.depth=no,never", "prompts.limit=1", "hydra.sweeper.n_trials=2")
+    assert code == 1
+    (line,) = [one for one in errors.splitlines() if one.startswith("spec_lab: ")]
+    assert line == "spec_lab: no trial has a value for tokens_per_second: spec-lab state swept says what failed"
+    assert "Traceback" not in errors
+
+
+def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path, decoded):
+    some = [*tiny, "proposer.depth=1,2", "prompts.limit=3", "max_new_tokens=12", "hydra.sweeper.n_trials=4"]
+    assert cli(*some)[0] == 0
+    assert sorted(decoded) == [1] * 3 + [2] * 3, "the same parameters are the same run"
+    code, said, errors = cli(*some, "objective=intervals.tau_pooled.low")
+    assert code == 0, errors
+    assert len(decoded) == 6 and "best intervals.tau_pooled.low of 4 trials" in said
+    for one in trials(tmp_path / "swept", "intervals.tau_pooled.low"):
+        assert (
+            one.value
+            == json.loads((folder_of(one, tmp_path / "swept") / "summary.json").read_text())["intervals"]["tau_pooled"][
+                "low"
+            ]
+        )
+    assert {one.value for one in trials(tmp_path / "swept")} != {
+        one.value for one in trials(tmp_path / "swept", "intervals.tau_pooled.low")
+    }
+
+
+def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_path):
+    assert cli(*tiny, "baseline=true", "proposer.depth=1,2", "hydra.sweeper.n_trials=1")[0] == 0
+    (run,) = sweep.runs(tmp_path / "swept")
+    summary = json.loads((run.folder / "summary.json").read_text())
+    names = figures()
+    assert {"tokens_per_second", "speedup.mean", "speedup.low", "tau_pooled", "phase_seconds.law"} <= set(names)
+    for name in names:
+        found = summary
+        for part in name.split("."):
+            found = found[part]
+        assert found is None or isinstance(found, int | float), name
+        assert result(OmegaConf.create({"objective": name}), run.folder) == found
+    for name in ("nothing", "speedup", "speedup.middle", "tokens_per_second.low", "expected_kind"):
+        assert name not in names
+        assert result(OmegaConf.create({"objective": name}), run.folder) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
+        (["objective=speedup"], "there is no figure speedup; there are speedup."),
+        (["objective=null"], "there is no figure None; there are "),
+        (["objective=speedup.mean"], "objective=speedup.mean compares with the baseline: set baseline=true"),
+        (["objective=speedup.low", "baseline=true", "proposer=none"], "compares with the baseline: choose a proposer"),
+        (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 0"),
+        (["hydra.sweeper.n_trials=none"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 'none'"),
+        (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be a whole number of 1 or more, not 0"),
+        (["hydra.sweeper.storage=null"], "hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not None"),
+        (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name must be a text that is not empty, not None"),
+        (["hydra.sweeper.sampler=3"], "hydra.sweeper.sampler must be a mapping with _target_, not 3"),
+        (["hydra.sweeper.direction=up"], "hydra.sweeper.direction must be one of maximize, minimize, not 'up'"),
+        (["proposer.depth=3"], "a search needs an option with a range or with choices, such as "),
+        (["proposer.depth=glob(*)"], "a search takes ranges and choices of numbers and texts: "),
+        (["retry=true,false"], "retry cannot be searched: another value of it makes no other run"),
+        (["objective=tau_pooled,tau_macro"], "objective cannot be searched: another value of it makes no other run"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(cli, tiny, tmp_path, given, said):
+    space = [] if given == ["proposer.depth=3"] else SPACE
+    others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
+    code, _, errors = cli(*others, *space, *given)
+    assert code == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("spec_lab: ") and said in line
+    assert not (tmp_path / "swept").exists()
+
+
+@pytest.mark.parametrize(
+    "module", ["optuna", "sqlalchemy.exc", "hydra_plugins.hydra_optuna_sweeper._impl"]
+)  # fmt: skip
+def test_without_the_extra_it_is_named(cli, tiny, tmp_path, monkeypatch, module):
+    (tmp_path / "swept").mkdir()
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, errors = cli(*tiny, *SPACE)
+    assert code == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("spec_lab: hydra/sweeper=search needs what is not installed")
+    assert line.endswith("pip install 'spec-lab[search]'")
+
+
+def test_what_does_not_compare_is_not_added_to_a_search(cli, tiny, tmp_path, decoded):
+    few = [*tiny, "prompts.limit=1", "hydra.sweeper.n_trials=1"]
+    assert cli(*few, "proposer.depth=1,2")[0] == 0
+    ran = len(decoded)
+    for other, said in (
+        ([*few[:-2], "prompts.limit=2", "proposer.depth=1,2"], "begun with prompts.limit=1, not with prompts.limit=2"),
+        ([*few, "seed=3", "proposer.depth=1,2"], "begun with nothing, not with seed=3"),
+        ([*few, "proposer.depth=1,2,3"], "begun with other choices for proposer.depth"),
+        ([*few, "proposer.depth=int(interval(1,3))"], "begun with other choices for proposer.depth"),
+        ([*few, "proposer.depth=1,2", "hydra.sweeper.direction=minimize"], "the search was not begun to minimize"),
+    ):
+        code, _, errors = cli(*other)
+        (line,) = errors.splitlines()
+        assert code == 1 and line.startswith("spec_lab: ") and said in line
+    assert len(decoded) == ran and len(trials(tmp_path / "swept")) == 1
+    assert cli(*few, "proposer.depth=1,2,3", "hydra.sweeper.study_name=other")[0] == 0
+    assert len(trials(tmp_path / "swept")) == len(trials(tmp_path / "swept", "other")) == 1
+
+
+def test_a_search_belongs_to_one_process(cli, tiny, tmp_path):
+    (tmp_path / "swept").mkdir()
+    with FileLock(tmp_path / "swept" / ".search.lock"):
+        code, _, errors = cli(*tiny, *SPACE, "hydra.sweeper.n_trials=1")
+    assert code == 1
+    assert errors == "spec_lab: another process is at the search in swept\n"
+    assert cli(*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=1")[0] == 0
+
+
+def test_a_storage_that_is_none_is_named(cli, tiny, tmp_path):
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "study.db").write_text("no database " * 100)
+    code, _, errors = cli(*tiny, *SPACE)
+    (line,) = errors.splitlines()
+    assert code == 1
+    assert line.startswith("spec_lab: hydra.sweeper.storage: sqlite:///swept/study.db cannot be used: ")
+
+
+def test_trials_that_ask_for_one_run_at_once_share_it_and_its_value_is_read_where_a_launcher_returns_none(tmp_path):
+    asked = []
+
+    def launch(job_overrides, initial_job_idx):
+        asked.append((list(job_overrides), initial_job_idx))
+        ways = {"seed=1": (JobStatus.COMPLETED, 3.5), "seed=4": (JobStatus.FAILED, ValueError("no"))}
+        found = [ways.get(one[0], (JobStatus.COMPLETED, None)) for one in job_overrides]
+        return [JobReturn(status=status, _return_value=value) for status, value in found]
+
+    one, two, three, four = (((f"seed={seed}", "out=x")) for seed in (1, 2, 3, 4))
+    config = OmegaConf.create({"objective": "tau_pooled", "hydra": {"sweep": {"dir": str(tmp_path)}}})
+    (tmp_path / "seed=2").mkdir()
+    (tmp_path / "seed=2" / "summary.json").write_text('{"tau_pooled": 2.5}')
+    sweep.end(tmp_path / "seed=2", two, "abc", 0, 1.0)
+    returned = Runs(SimpleNamespace(launch=launch), config).launch([one, two, one, three, one, four], initial_job_idx=7)
+    assert asked == [([one, two, three, four], 7)]
+    assert [given.return_value for given in returned[:5]] == [3.5, 2.5, 3.5, None, 3.5]
+    with pytest.raises(ValueError, match="no"):
+        returned[5].return_value  # noqa: B018
+    assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]
+
+
+def test_trials_run_side_by_side(cli, tiny, tmp_path):
+    side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
+    code, said, errors = cli(*tiny, *SPACE, *side_by_side, "prompts.limit=1", "hydra.sweeper.n_trials=3")
+    assert code == 0, errors
+    assert len(complete(tmp_path / "swept")) == 3 and "best tokens_per_second of 3 trials" in said
+
+
+def test_the_experiment_tunes_nodes_and_depth_of_the_tree(cli, tmp_path):
+    folder = checkpoints.zoo(tmp_path / "zoo")
+    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
+    try:
+        short = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=tuned"]
+        code, said, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4")
+    finally:
+        OmegaConf.register_new_resolver("zoo", zoo, replace=True)
+    assert code == 0, errors
+    assert "tuned: best speedup.mean of 4 trials: " in said and "proposer.max_nodes=" in said.splitlines()[-1]
+    trees = set()
+    for one in trials(tmp_path / "tuned", "speedup.mean"):
+        tree = json.loads((folder_of(one, tmp_path / "tuned") / "manifest.json").read_text())["proposers"][
+            "speculative"
+        ]["tree"].split()
+        assert len(tree) <= one.params["proposer.max_nodes"]
+        assert max(path.count(".") + 1 for path in tree) <= one.params["proposer.max_depth"]
+        trees.add(tuple(tree))
+    assert len(trees) > 1

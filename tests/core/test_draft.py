@@ -1,0 +1,207 @@
+"""Shapes against naive definitions; drafts and their cuts; the published trees."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+
+CONFIGS = Path(__file__).parents[2] / "conf" / "proposer"
+PUBLISHED = sorted(json.loads((Path(__file__).parents[1] / "data" / "tree_digests.json").read_text()))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, heads: int = 4, most: int = 16) -> Shape:
+    """Any forest of up to ``heads`` trees, interleaved."""
+    count = draw(st.integers(1, heads))
+    parents = [draw(st.integers(0, count + node - 1)) for node in range(draw(st.integers(0, most)))]
+    return Shape(count, np.array(parents, dtype=np.int64))
+
+
+def above(shape: Shape, row: int) -> list[int]:
+    """The rows from ``row`` up to its head, both included: the naive definition of everything derived."""
+    rows = [row]
+    while rows[-1] >= shape.heads:
+        rows.append(int(shape.parent[rows[-1] - shape.heads]))
+    return rows
+
+
+def choices(shape: Shape) -> set[tuple[int, ...]]:
+    """A one-tree shape as tree choices."""
+    return {shape.ranks(row) for row in range(1, shape.rows)}
+
+
+@given(shapes())
+def test_all_that_is_derived_follows_from_the_parents(shape):
+    assert shape.rows == shape.heads + shape.nodes
+    for row in range(shape.rows):
+        line = above(shape, row)
+        assert shape.depth[row] == len(line) - 1
+        assert shape.root[row] == line[-1]
+        assert shape.path(row) == line[-2::-1]
+        assert set(np.flatnonzero(shape.ancestors[row])) == set(line)
+        family = [c for c in range(shape.heads, shape.rows) if shape.parent[c - shape.heads] == row]
+        assert shape.children[row].tolist() == family
+        assert [shape.rank[c - shape.heads] for c in family] == list(range(len(family)))
+        assert shape.ranks(row) == tuple(shape.rank[r - shape.heads] for r in shape.path(row))
+
+
+@given(shapes())
+def test_trees_part_the_rows(shape):
+    assert sorted(np.concatenate(shape.trees).tolist()) == list(range(shape.rows))
+    for head, rows in enumerate(shape.trees):
+        assert rows[0] == head and (shape.root[rows] == head).all() and (np.diff(rows) > 0).all()
+        assert shape.places[rows].tolist() == list(range(-1, len(rows) - 1))
+        assert shape.tree_depths[head].tolist() == [len(above(shape, row)) - 1 for row in rows]
+        assert shape.grid[head].tolist() == [*rows, *[-1] * (shape.grid.shape[1] - len(rows))]
+
+
+@given(shapes(), st.data())
+def test_keep_drops_what_hangs_below(shape, data):
+    marked = np.array(data.draw(st.lists(st.booleans(), min_size=shape.rows, max_size=shape.rows)))
+    before = marked.copy()
+    smaller, kept = shape.keep(marked)
+    assert (marked == before).all()
+    wanted = [
+        row - shape.heads
+        for row in range(shape.heads, shape.rows)
+        if all(marked[r] for r in above(shape, row) if r >= shape.heads)
+    ]
+    assert kept.tolist() == wanted and smaller.heads == shape.heads
+    old = list(range(shape.heads)) + [node + shape.heads for node in wanted]  # old row of each new row
+    for node in range(smaller.nodes):
+        assert old[smaller.parent[node]] == shape.parent[kept[node]]
+
+
+@given(shapes(heads=1))
+def test_a_tree_holds_its_choices_breadth_first(shape):
+    again = tree(tuple(choices(shape)))
+    assert choices(again) == choices(shape)
+    assert (np.diff(again.depth) >= 0).all()  # breadth first
+    for depth in range(1, int(again.depth.max()) + 1):
+        level = [again.ranks(row) for row in range(again.rows) if again.depth[row] == depth]
+        assert level == sorted(level)
+
+
+@given(st.lists(shapes(heads=1, most=6), min_size=1, max_size=4))
+def test_a_forest_sets_trees_side_by_side(trees):
+    joined = forest(tuple(trees))
+    assert joined.heads == len(trees) and joined.nodes == sum(one.nodes for one in trees)
+    first = len(trees)
+    for head, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
+        assert rows.tolist() == [head, *range(first, first + one.nodes)]
+        first += one.nodes
+        assert joined.depth[rows].tolist() == one.depth.tolist()
+        assert [joined.ranks(row) for row in rows] == [one.ranks(row) for row in range(one.rows)]
+        assert (joined.ancestors[np.ix_(rows, rows)] == one.ancestors).all()
+
+
+def test_a_chain_is_one_path():
+    assert chain(0).rows == 1
+    assert chain(3).depth.tolist() == [0, 1, 2, 3] and chain(3).rank.tolist() == [0, 0, 0]
+    assert choices(chain(3)) == {(0,), (0, 0), (0, 0, 0)}
+
+
+def test_static_shapes_are_shared():
+    assert chain(3) is chain(3) and tree(((0,), (1,))) is tree(((0,), (1,)))
+    assert forest((chain(2), chain(3))) is forest((chain(2), chain(3)))
+    assert forest((chain(2),)) is chain(2)
+
+
+@pytest.mark.parametrize("parent", [[1], [0, 2], [-1], [0, 1, 3], [[0]]])
+def test_parents_must_come_first(parent):
+    with pytest.raises(ValueError, match="must be an earlier row"):
+        Shape(1, np.array(parent, dtype=np.int64))
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (((0, 0),), r"\[0, 0\] has no parent \[0\]"),
+        (((1,),), r"\[1\] has no earlier sibling of rank 0"),
+        (((0,), (0, 0), (0, 2)), r"\[0, 2\] has no earlier sibling of rank 1"),
+        (((-1,),), "has no earlier sibling"),
+        (((0,), (0,)), "distinct and not empty"),
+        (((),), "distinct and not empty"),
+    ],
+)
+def test_choices_that_make_no_tree_are_refused(paths, says):
+    with pytest.raises(ValueError, match=says):
+        tree(paths)
+
+
+# Drafts
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    """Any draft over 5 tokens; rows of q stand in any order."""
+    shape = draw(shapes())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    token = torch.from_numpy(rng.integers(0, 5, shape.nodes))
+    drawn = draw(st.sampled_from(["iid", "without", "point"]))
+    if drawn == "point":
+        return Draft(shape, token)
+    expanded = rng.permutation(np.unique(shape.parent)).astype(np.int64)
+    q_row = np.full(shape.rows, -1)
+    q_row[expanded] = np.arange(len(expanded))
+    return Draft(shape, token, drawn, torch.from_numpy(rng.dirichlet(np.ones(5), len(expanded)).reshape(-1, 5)), q_row)
+
+
+@settings(max_examples=150)
+@given(drafts(), st.data())
+def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
+    shape = draft.shape
+    depth = data.draw(st.lists(st.integers(0, 4), min_size=shape.heads, max_size=shape.heads))
+    less = draft.cut(depth)
+    wanted = [n for n in range(shape.nodes) if shape.depth[n + shape.heads] <= depth[shape.root[n + shape.heads]]]
+    if len(wanted) == shape.nodes:
+        assert less is draft
+    assert less.token.tolist() == draft.token[wanted].tolist() and less.drawn == draft.drawn
+    assert less.shape.heads == shape.heads
+    for new, old in enumerate(wanted):
+        assert less.shape.ranks(new + shape.heads) == shape.ranks(old + shape.heads)
+        assert less.shape.root[new + shape.heads] == shape.root[old + shape.heads]
+    if draft.q is not None:
+        assert less.q is draft.q
+        for new, old in enumerate(wanted):
+            assert less.q_row[less.shape.parent[new]] == draft.q_row[shape.parent[old]]
+
+
+def test_the_empty_draft_has_heads_and_no_nodes():
+    draft = empty(3)
+    assert draft.shape.heads == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
+    assert empty(1).shape is chain(0)
+
+
+def test_a_draft_whose_parts_do_not_fit_is_refused():
+    q, q_row, token = torch.full((1, 4), 0.25), np.array([0, -1]), torch.tensor([1])
+    with pytest.raises(ValueError, match="2 tokens for 1 nodes"):
+        Draft(chain(1), torch.tensor([1, 2]))
+    for drawn, laws in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
+        with pytest.raises(ValueError, match="carries neither q nor q_row, any other both"):
+            Draft(chain(1), token, drawn, *laws)
+    for drawn, noise in (("gumbel", None), ("iid", torch.zeros(1, 4))):
+        with pytest.raises(ValueError, match="carries the noise of its race, no other does"):
+            Draft(chain(1), token, drawn, q, q_row, noise)
+
+
+# Published trees
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_trees_keep_their_choices(name):
+    written = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["tree"]
+    paths = [tuple(map(int, path.split("."))) for path in written.split()]
+    shape = tree(tuple(paths))
+    assert shape.nodes == len(paths) and choices(shape) == set(paths)
+    assert shape.depth.max() == max(map(len, paths))
+    assert shape.ancestors.sum() == shape.rows + sum(map(len, paths))
+    two = forest((shape, chain(2)))
+    assert {two.ranks(row) for row in two.trees[0][1:]} == set(paths)

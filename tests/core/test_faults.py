@@ -1,0 +1,134 @@
+"""Errors inside parts: the message names the part, the error, and the line of the part's own code."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.faults import PartError, Passing, attributed, of_a_part
+from spec_lab.engine.step import propose
+from tests import checkpoints
+
+
+class Part:
+    name = "mine"
+
+    def fails(self):
+        return {}["lost"]
+
+    def fails_in_a_library(self):
+        return json.loads("{")
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "line"),
+    [
+        (Part.fails, "proposer 'mine' raised KeyError: 'lost' (", 'return {}["lost"]'),
+        (Part.fails_in_a_library, "proposer 'mine' raised JSONDecodeError: Expecting", 'return json.loads("{")'),
+    ],
+)
+def test_the_innermost_line_of_the_part_s_own_code_is_named(call, said, line):
+    with pytest.raises(PartError) as error, attributed("proposer", Part()):
+        call(Part())
+    assert str(error.value).startswith(said)
+    assert f"({__file__}:{line_of(line)}, in {call.__name__})" in str(error.value)
+    assert error.value.__cause__ is not None
+
+
+def test_an_error_outside_the_part_s_code_has_no_line():
+    class Foreign:
+        pass
+
+    Foreign.__module__ = "elsewhere.parts"
+    with pytest.raises(PartError, match=r"^verifier 'Foreign' raised ValueError$"), attributed("verifier", Foreign()):
+        raise ValueError
+
+
+@pytest.mark.parametrize("token", [-1, 5, 10**6])
+def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault(token):
+    class Beyond:
+        name = "beyond"
+
+        def propose(self, batch):
+            return Draft(forest((chain(2),)), torch.tensor([0, token]))
+
+    target = SimpleNamespace(vocabulary=5)
+    with pytest.raises(PartError, match=f"proposer 'beyond' raised .* the token {token}, but the target has 5 tokens"):
+        propose(Beyond(), SimpleNamespace(sequences=[None], target=target, room=lambda: [2]))
+
+
+@pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])
+def test_errors_that_are_not_the_part_s_stay_as_they_are(error):
+    with pytest.raises(type(error)) as found, attributed("proposer", Part()):
+        raise error
+    assert found.value is error
+
+
+def test_what_was_raised_from_a_part_s_error_is_known():
+    wrapped = ValueError("on a toy")
+    wrapped.__cause__ = PartError("raised")
+    assert of_a_part(wrapped) and of_a_part(wrapped.__cause__)
+    assert not of_a_part(ValueError("an option")) and not of_a_part(None)
+
+
+# From the command line
+
+
+MODULE = """
+class Faulty:
+    name, drawn, wants_hidden, nodes = "faulty", "point", False, 1
+
+    def __init__(self, target): ...
+
+    def propose(self, batch):
+        return self.inner()
+
+    def inner(self):
+        return {}["lost"]
+
+    def close(self, sequence): ...
+"""
+
+
+@pytest.fixture
+def faulty(quick_cli, tmp_path, monkeypatch):
+    """The command line with a proposer that raises."""
+    (tmp_path / "faulty.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    runs = [one for one in checkpoints.short_runs(tmp_path, checkpoints.TEXTS[:1]) if not one.startswith("proposer")]
+    return lambda *more: quick_cli(*more, *runs, "~proposer", "+proposer._target_=faulty.Faulty")
+
+
+def test_one_message_names_the_part_and_how_to_see_the_traceback(faulty):
+    code, _, errors = faulty()
+    assert code == 1 and "Traceback" not in errors
+    assert "proposer 'faulty' raised KeyError: 'lost'" in errors and "HYDRA_FULL_ERROR=1" in errors
+
+
+def test_the_traceback_is_shown_on_request(faulty, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(Exception, match="proposer 'faulty' raised KeyError") as error:
+        faulty()
+    found, causes = error.value, []
+    while found is not None:
+        causes.append(type(found))
+        found = found.__cause__
+    assert causes[-1] is KeyError and PartError in causes
+
+
+def test_a_sweep_s_run_keeps_the_traceback_of_the_part_s_own_code(faulty, tmp_path):
+    code, _, _ = faulty("--multirun", "seed=1")
+    assert code == 1
+    ended = json.loads(next((tmp_path / "swept").glob("*/ended.json")).read_text())
+    assert "in inner" in ended["traceback"] and "KeyError: 'lost'" in ended["traceback"]
+    assert ended["error"].startswith("proposer 'faulty' raised KeyError")

@@ -1,0 +1,176 @@
+"""Files are written whole, under names that nobody can foresee, and read without trust in what they hold."""
+
+import errno
+import json
+import os
+import stat
+
+import pytest
+
+from spec_lab.core import files
+from spec_lab.core.files import Unreadable, expect, own_folder, read_json, read_text, replacing, write_json, write_text
+
+# Writing
+
+
+def test_what_is_written_takes_the_place_of_the_file(tmp_path):
+    file = tmp_path / "a.txt"
+    write_text(file, "one")
+    write_text(file, "two")
+    assert file.read_text() == "two" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_its_permissions_are_the_usual_ones(tmp_path):
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "a.txt", "one")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o640
+
+
+def test_a_symlink_is_replaced_and_not_followed(tmp_path):
+    victim, file = tmp_path / "victim", tmp_path / "report.html"
+    victim.write_text("mine")
+    file.symlink_to(victim)
+    write_text(file, "page")
+    assert victim.read_text() == "mine" and file.read_text() == "page" and not file.is_symlink()
+
+
+def test_a_name_that_was_foreseen_is_not_written_through(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr("spec_lab.core.files.secrets.token_hex", lambda _: "known")
+    (tmp_path / ".a.txt.known.tmp").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "a.txt", "page")
+    assert victim.read_text() == "mine" and not (tmp_path / "a.txt").exists()
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    file = tmp_path / "a.json"
+    write_json(file, {"a": 1})
+
+    def half() -> None:
+        with replacing(file) as stream:
+            stream.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        half()
+    with pytest.raises(ValueError):
+        write_json(file, {"a": float("nan")})
+    assert json.loads(file.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_named_with_what_to_do(tmp_path, number):
+    file = tmp_path / "a.txt"
+    write_text(file, "before")
+
+    def full() -> None:
+        with replacing(file):
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError, match=r"free some space, then give the same command again .*a\.txt'") as found:
+        full()
+    assert found.value.errno == number and found.value.filename == str(file)
+    assert file.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_an_error_of_another_file_stays_as_it_is(tmp_path):
+    def other() -> None:
+        with replacing(tmp_path / "a.txt"):
+            (tmp_path / "nowhere").read_text()
+
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        other()
+
+
+def test_a_folder_that_is_a_symlink_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "figures").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Unreadable, match="figures is a symlink"):
+        own_folder(tmp_path / "figures")
+    assert own_folder(tmp_path / "new").is_dir() and own_folder(tmp_path / "new").is_dir()
+
+
+# Reading
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name, why in (("pipe", "no regular file"), ("zero", "no regular file"), (".", "is a folder")):
+        with pytest.raises(Unreadable, match=why):
+            read_text(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read_text(tmp_path / "nowhere")
+
+
+def test_size_and_encoding_are_bounded(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"12345")
+    assert read_text(file, most=5) == "12345"
+    with pytest.raises(Unreadable, match=r"a\.txt is not readable \(it is larger than 4 bytes\)"):
+        read_text(file, most=4)
+    file.write_bytes(b"ab\xff")
+    with pytest.raises(Unreadable, match="not UTF-8: byte 2"):
+        read_text(file)
+
+
+DEEP = files.MOST_DEPTH - 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "3", '"a"', "null", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": 1' + "0" * 30 + "}",
+        '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}', '{"\\udfff": 1}', '{"a": ' + "[" * 64 + "]" * 64 + "}",
+        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a":' * 100_000, "\ufeff{}", "{}\0",
+    ],
+)  # fmt: skip
+def test_what_no_run_writes_is_refused_by_name(tmp_path, text):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(Unreadable, match=r"a\.json is not readable \(.+\)"):
+        read_json(file)
+
+
+def test_all_else_is_read(tmp_path):
+    file = tmp_path / "a.json"
+    value = {"a": [1, -1.5e-9, None, True, "語\n\x1b"], "deep": json.loads("[" * DEEP + "]" * DEEP), "most": 2**63 - 1}
+    write_json(file, value)
+    assert read_json(file) == value
+    assert read_json(tmp_path / "nowhere.json") is None
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "why"),
+    [
+        (3, str, "x must be a text, not 3"),
+        (True, int, "x must be a whole number, not true"),
+        (1.5, (int, None), "x must be a whole number or null, not 1.5"),
+        ("a", (float, None), 'x must be a number or null, not "a"'),
+        ("banana", {"done", "failed"}, 'x must be one of done, failed, not "banana"'),
+        ([], {"done"}, r"x must be one of done, not \[\]"),
+        ({}, [str], "x must be a list, not {}"),
+        (["a", 1], [str], r"x\[1\] must be a text, not 1"),
+        ({"a": {}}, {"a": {"b": int}}, "x.a.b is missing"),
+        ({"a": 1}, {str: str}, "x.a must be a text, not 1"),
+        ({"a": 1}, {"?a": (None, [str])}, "x.a must be a list, not 1"),
+        ("a" * 100, int, r"\.\.\.$"),
+    ],
+)
+def test_another_shape_is_named_with_its_place(value, shape, why):
+    with pytest.raises(ValueError, match=why):
+        expect(value, shape, "x")
+
+
+def test_what_fits_is_let_be():
+    shape = {"a": (float, None), "?b": {str: [int]}, "c": {"x", "y"}, "d": (None, {"?e": str}), "f": {}}
+    expect({"a": 1, "c": "x", "d": None, "f": {"any": 1}, "more": 2}, shape, "")
+    expect({"a": None, "b": {"q": [1]}, "c": "y", "d": {}, "f": {}}, shape, "")

@@ -1,0 +1,480 @@
+"""Warps against hand-computed laws and transformers' own processors; inversion; the counter's uniforms."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from spec_lab.core.probabilities import FEW, Sampling, argmax, law, likeliest
+from spec_lab.core.randomness import CounterDraws, Key, Purpose, _invert_on_device, invert
+
+ON = {"temperature": 1.0}
+P = [0.4, 0.3, 0.15, 0.1, 0.05]
+
+
+def law_of(p: list[float], **options) -> list[float]:
+    """The law of logits whose softmax is ``p``."""
+    sampling = Sampling(**(ON | options))
+    return law(torch.tensor([p], dtype=torch.float64).log(), [sampling])[0].tolist()
+
+
+def about(values: list[float]):
+    return pytest.approx([v / sum(values) for v in values], abs=1e-12)
+
+
+# Each warp by hand
+
+
+def test_with_nothing_set_the_law_is_the_softmax():
+    assert law_of(P) == about(P)
+
+
+def test_temperature_raises_the_law_to_a_power():
+    assert law_of(P, temperature=0.5) == about([v**2 for v in P])
+    assert law_of(P, temperature=2.0) == about([v**0.5 for v in P])
+
+
+def test_top_k_keeps_the_k_likeliest_and_ties_of_the_last():
+    assert law_of(P, top_k=2) == about([0.4, 0.3, 0, 0, 0])
+    assert law_of(P, top_k=9) == about(P)
+    assert law_of([0.4, 0.2, 0.2, 0.2], top_k=2) == about([0.4, 0.2, 0.2, 0.2])  # ties of the k-th stay
+
+
+def test_top_p_keeps_the_fewest_likeliest_that_hold_its_mass():
+    assert law_of(P, top_p=0.65) == about([0.4, 0.3, 0, 0, 0])
+    assert law_of(P, top_p=0.72) == about([0.4, 0.3, 0.15, 0, 0])
+    assert law_of(P, top_p=1e-9) == about([1, 0, 0, 0, 0])
+    assert law_of(P, top_p=1.0) == about(P)
+    assert law_of([0.25] * 4, top_p=0.5) == about([1, 1, 0, 0])  # two hold it exactly; the first of equals
+    assert law_of([2.0**-12] * 4096, top_p=0.5) == about([1] * 2048 + [0] * 2048)
+
+
+def test_min_p_keeps_what_has_its_share_of_the_likeliest():
+    assert law_of(P, min_p=0.3) == about([0.4, 0.3, 0.15, 0, 0])
+    assert law_of(P, min_p=1.0) == about([1, 0, 0, 0, 0])
+
+
+def test_a_repetition_penalty_lowers_what_was_seen():
+    logits = torch.tensor([[2.0, -1.0, 0.5, 0.0]], dtype=torch.float64)
+    seen = torch.tensor([[True, True, False, True]])
+    got = law(logits, [Sampling(temperature=1.0, repetition_penalty=2.0)], seen=seen)
+    torch.testing.assert_close(got, torch.tensor([[1.0, -2.0, 0.5, 0.0]], dtype=torch.float64).softmax(-1))
+
+
+def test_top_p_sees_what_top_k_left():
+    # 0.4 + 0.3 of 0.85: the first token alone has 0.47, two have 0.82
+    assert law_of(P, top_k=3, top_p=0.45) == about([1, 0, 0, 0, 0])
+    assert law_of(P, top_p=0.45) == about([0.4, 0.3, 0, 0, 0])
+
+
+# Against transformers
+
+
+class Generator(pytest.importorskip("transformers").GenerationMixin):
+    config = SimpleNamespace(is_encoder_decoder=False)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    temperature=st.floats(0.1, 3.0),
+    top_k=st.sampled_from([0, 1, 3, 10, 50]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+    penalty=st.sampled_from([1.0, 1.3, 0.7]),
+)
+def test_equals_transformers_processors_in_its_order(seed, temperature, top_k, top_p, min_p, penalty):
+    """The whole pipeline, assembled by transformers itself."""
+    from transformers import GenerationConfig
+
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(2, 40, dtype=torch.float64, generator=generator)
+    history = torch.randint(0, 40, (2, 6), generator=generator)
+    config = GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+    )
+    processors = Generator()._get_logits_processor(config, input_ids_seq_length=6, logits_processor=[], device="cpu")
+    wanted = processors(history, logits.clone()).softmax(-1)
+    seen = torch.zeros(2, 40, dtype=torch.bool).scatter_(1, history, True)
+    sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
+    torch.testing.assert_close(law(logits, [sampling], seen=seen), wanted, rtol=1e-9, atol=1e-12)
+
+
+# Rows of all kinds together
+
+KINDS = [
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=3),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(temperature=1.0, min_p=0.1),
+    Sampling(temperature=0.0, top_k=2, top_p=0.5),
+    Sampling(temperature=1e-300),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_mixed_rows_equal_rows_alone(dtype):
+    logits = torch.randn(len(KINDS), 12).to(dtype)
+    together = law(logits, KINDS)
+    assert together.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for row, sampling in enumerate(KINDS):
+        torch.testing.assert_close(together[row], law(logits[row : row + 1], [sampling])[0])
+    torch.testing.assert_close(together.sum(-1), torch.ones(len(KINDS), dtype=together.dtype))
+
+
+def test_a_row_that_keeps_all_keeps_its_tail_beside_one_that_does_not():
+    """1e-20 is lost in a sum with 1, so a row without top-p must not be cut by summing."""
+    logits = torch.tensor([[0.0, -46.0], [0.0, -46.0]], dtype=torch.float64)
+    got = law(logits, [Sampling(1.0, top_p=0.9), Sampling(1.0)])
+    assert got[0].tolist() == [1, 0]
+    assert float(got[1, 1]) == pytest.approx(math.exp(-46), rel=1e-9, abs=0)
+
+
+def test_one_sampling_serves_all_rows():
+    logits = torch.randn(5, 9)
+    assert torch.equal(law(logits, [KINDS[2]]), law(logits, [KINDS[2]] * 5))
+    with pytest.raises(ValueError, match="sampling parameters of 2 rows for 5 rows of logits"):
+        law(logits, KINDS[:2])
+
+
+def test_greedy_is_one_hot_of_the_first_arg_max():
+    logits = torch.tensor([[0.0, 2.0, 2.0], [-1.0, -3.0, -2.0]])
+    assert law(logits, [Sampling()]).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert argmax(logits).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-38, 1e-45, 1e-200])
+def test_tiny_temperatures_reach_greedy_without_overflow(temperature):
+    logits = torch.tensor([[30.0, 50.0, -80.0], [1.0, 0.0, 0.9]])
+    torch.testing.assert_close(law(logits, [Sampling(temperature)]), law(logits, [Sampling()]))
+
+
+@pytest.mark.parametrize("sampling", KINDS)
+def test_a_mask_leaves_the_law_of_what_it_allows_and_a_dead_row_is_zero(sampling):
+    logits = torch.randn(3, 8, dtype=torch.float64)
+    mask = torch.ones(3, 8, dtype=torch.bool)
+    mask[0, 4:], mask[1] = False, False
+    got = law(logits, [sampling], mask=mask)
+    assert got[1].tolist() == [0.0] * 8
+    torch.testing.assert_close(got[0, :4], law(logits[:1, :4], [sampling])[0])
+    assert got[0, 4:].tolist() == [0.0] * 4
+    torch.testing.assert_close(got[2], law(logits[2:], [sampling])[0])
+
+
+@pytest.mark.parametrize("sampling", [s for s in KINDS if s.temperature > 0])
+def test_a_broken_row_is_never_taken_for_a_dead_one(sampling):
+    """NaN logits stay NaN, also beside dead rows: they end in a clear error, not in a silent law."""
+    logits = torch.tensor([[1.0, torch.nan, 0.0], [0.0, 1.0, 2.0]])
+    mask = torch.tensor([[True, True, True], [False, False, False]])
+    got = law(logits, [sampling], mask=mask)
+    assert got[0].isnan().all() and got[1].tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="total mass"):
+        invert(got[:1], np.array([0.5]))
+
+
+def test_logits_are_not_touched_and_scratch_holds_the_law():
+    logits = torch.randn(3, 6)
+    kept = logits.clone()
+    scratch = torch.full((5, 6), torch.nan)
+    for sampling in KINDS[:2]:
+        wanted = law(logits, [sampling])
+        got = law(logits, [sampling], scratch=scratch)
+        assert torch.equal(got, wanted) and got.data_ptr() == scratch.data_ptr()
+        assert torch.equal(logits, kept)
+        scratch[:3] = logits  # they may stand there already
+        assert torch.equal(law(scratch[:3], [sampling], scratch=scratch), wanted)
+
+
+@pytest.mark.parametrize("top_p", [0.999, 1.0])
+def test_the_law_of_a_large_vocabulary_sums_to_one(top_p):
+    logits = torch.stack([torch.randn(131072), torch.arange(131072) % 2.0])  # equal terms round all the same way
+    got = law(logits, [Sampling(temperature=1.5, top_p=top_p)])
+    torch.testing.assert_close(got.double().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-300, 1e-4, 0.01, 1.0, 1e6])
+@pytest.mark.parametrize("penalty", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("kept", [{}, {"top_k": 2**31 - 1}, {"top_p": 5e-324}, {"min_p": 1e-300}, {"min_p": 1.0}])
+def test_no_law_of_logits_of_any_plausible_size_is_nan(dtype, temperature, penalty, kept):
+    most = 1e30
+    logits = torch.tensor([[most, -most, 0.0, 1.0], [-most, -most, -torch.inf, -most], [0.0, 1e-30, 1.0, -1.0]])
+    seen, mask = torch.tensor([True, False, True, False]).expand(3, 4), torch.tensor([True, True, False, True])
+    sampling = [Sampling(temperature, repetition_penalty=penalty, **kept)]
+    got = law(logits.to(dtype), sampling, seen, mask.expand(3, 4))
+    torch.testing.assert_close(got.sum(-1), torch.ones(3, dtype=dtype))
+    assert (got >= 0).all() and (got[:, 2] == 0).all()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("temperature", -0.1, "must be 0 or more"),
+        ("temperature", math.inf, "must be 0 or more"),
+        ("temperature", math.nan, "must be 0 or more"),
+        ("temperature", "1", "must be a number"),
+        ("temperature", True, "must be a number"),
+        ("temperature", None, "must be a number"),
+        ("temperature", 1e7, "must be 0 or more and at most 1e.06"),
+        ("temperature", 1e300, "must be 0 or more and at most"),
+        ("temperature", 10**400, "must be 0 or more and at most"),
+        ("top_k", -1, "must be 0 .off. or more"),
+        ("top_k", 10**30, "must be 0 .off. or more and at most 2147483647"),
+        ("top_k", 2.0, "must be a whole number"),
+        ("top_p", 0.0, r"must lie in \(0, 1\]"),
+        ("top_p", 1.1, r"must lie in \(0, 1\]"),
+        ("top_p", math.nan, r"must lie in \(0, 1\]"),
+        ("min_p", -0.1, r"must lie in \[0, 1\]"),
+        ("min_p", 2, r"must lie in \[0, 1\]"),
+        ("repetition_penalty", 0, "must be from 0.01"),
+        ("repetition_penalty", math.inf, "must be from 0.01"),
+        ("repetition_penalty", [1.0], "must be a number"),
+        ("repetition_penalty", 1e-300, "must be from 0.01 to 100"),
+        ("repetition_penalty", 1e300, "must be from 0.01 to 100"),
+    ],
+)
+def test_a_wrong_option_is_named(name, value, says):
+    with pytest.raises(ValueError, match=rf"sampling\.{name} {says}"):
+        Sampling(**{name: value})
+
+
+def test_a_penalty_without_history_is_refused():
+    with pytest.raises(ValueError, match="repetition penalty needs the tokens seen"):
+        law(torch.zeros(1, 3), [Sampling(repetition_penalty=1.1)])
+
+
+# Inversion
+
+UNIFORMS = st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 2.0**-53, 1 - 2.0**-53, 0.5]))
+
+
+@settings(max_examples=200)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 0.0, 1e-30, 1e-9, 0.25, 1.0, 3.0]), min_size=1, max_size=200),
+    u=UNIFORMS,
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    how=st.sampled_from(["numpy", "torch", "device"]),
+)
+def test_invert_finds_the_interval_and_never_a_zero_weight(weights, u, dtype, how):
+    tensor = torch.tensor([weights], dtype=dtype)
+    rows = tensor.double()[0].tolist()
+    pick = {"numpy": lambda: invert(tensor.numpy(), np.array([u])), "torch": lambda: invert(tensor, np.array([u]))}
+    pick["device"] = lambda: _invert_on_device(tensor, np.array([u]))
+    if sum(rows) == 0:
+        with pytest.raises(ValueError, match="total mass"):
+            pick[how]()
+        return
+    (chosen,) = pick[how]()
+    assert rows[chosen] > 0
+    total, below = math.fsum(rows), math.fsum(rows[:chosen])
+    assert below - 1e-12 * total <= u * total <= below + rows[chosen] + 1e-12 * total
+
+
+def test_invert_is_exact_on_dyadic_weights():
+    weights = np.array([0, 2, 0, 1, 1, 0, 4, 0], dtype=np.float32)
+    uniform = np.arange(0, 8) / 8
+    chosen = invert(np.tile(weights, (8, 1)), uniform)
+    assert chosen.tolist() == [1, 1, 3, 4, 6, 6, 6, 6]
+    assert _invert_on_device(torch.from_numpy(np.tile(weights, (8, 1))), uniform).tolist() == chosen.tolist()
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_invert_keeps_a_huge_tail(device):
+    """Half the mass on one token, half spread over 131071: summed in float32 the tail would be lost or distorted."""
+    v = 131072
+    weights = torch.full((1, v), 0.5 / (v - 1))
+    weights[0, 0] = 0.5
+    tail = float(weights[0, 1])
+    pick = _invert_on_device if device else invert
+    for u in (0.4999, 0.5001, 0.625, 0.75, 0.9, 1 - 1e-9, 1 - 2.0**-53):
+        wanted = 0 if u < 0.5 else (u * (0.5 + tail * (v - 1)) - 0.5) / tail + 1
+        assert abs(int(pick(weights, np.array([u]))[0]) - wanted) <= 1.01
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 40), (40, 40), (1, 130), (2, 5000)])
+@pytest.mark.parametrize("far", [False, True])
+def test_invert_keeps_a_small_tail(rows, width, far):
+    """In float32, 1 + 1e-9 is 1: next to the likely token, and at the other end."""
+    weights = np.zeros((rows, width), dtype=np.float32)
+    tail = np.arange(width - 20, width) if far else np.arange(1, 21)
+    weights[:, 0], weights[:, tail] = 1.0, 1e-9
+    total, before = float(weights[0].sum(dtype=np.float64)), 1.0 + 9 * float(weights[0, tail[0]])
+    for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
+        assert pick(weights, np.full(rows, (before + 5e-10) / total)).tolist() == [tail[9]] * rows
+
+
+@pytest.mark.parametrize("width", [8, 130, 1000])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_invert_takes_no_zero_weight_where_a_product_rounds_up(rows, width):
+    """Of the smallest double nearly all is all; behind it stand zeros."""
+    for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
+        for place in (0, width // 2, width - 1):
+            weights = np.zeros((rows, width))
+            weights[:, place] = 5e-324
+            assert pick(weights, np.full(rows, 1 - 2.0**-53)).tolist() == [place] * rows
+
+
+@pytest.mark.parametrize("width", [8, 100, 130, 640, 5000])
+@pytest.mark.parametrize("rows", [1, 50])
+def test_invert_finds_to_whom_each_unit_of_weight_belongs(rows, width):
+    """Among whole weights, in every row; also where all weight is one token's."""
+    rng = np.random.default_rng(width)
+    weights = rng.integers(0, 3, (rows, width)).astype(np.float32)
+    weights[0] = 0
+    weights[0, rng.choice([0, width - 1])] = 3
+    unit = np.array([rng.integers(row.sum()) for row in weights])
+    owner = [int(np.searchsorted(row.cumsum(), n, side="right")) for row, n in zip(weights, unit, strict=True)]
+    uniform = (unit + 0.5) / weights.sum(-1, dtype=np.float64)
+    for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
+        assert pick(weights, uniform).tolist() == owner
+
+
+def test_invert_wants_one_uniform_for_each_row():
+    for width in (4, 40, 400):
+        with pytest.raises(ValueError):
+            invert(np.ones((8, width)), np.full(7, 0.5))
+
+
+def test_invert_of_u_near_one_takes_the_last_weight():
+    weights = np.zeros((1, 5000))
+    weights[0, [3, 4000]] = [1.0, 1e-300]  # the second is lost in the sum
+    assert invert(weights, np.array([1 - 2.0**-53])).tolist() == [3]
+    weights[0, 4000] = 1.0
+    assert invert(weights, np.array([1 - 2.0**-53])).tolist() == [4000]
+
+
+@pytest.mark.parametrize("bad", [[0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
+def test_invert_refuses_a_law_without_finite_mass(bad):
+    for pick in (invert, _invert_on_device):
+        with pytest.raises(ValueError, match="must be finite and positive"):
+            pick(torch.tensor([[1.0, 1.0], bad]), np.array([0.5, 0.5]))
+
+
+def test_invert_of_uniforms_has_the_law():
+    weights = torch.tensor([[0.1, 0.0, 0.2, 0.3, 0.4]]).expand(40000, 5)
+    counts = np.bincount(invert(weights, np.random.default_rng(0).random(40000)), minlength=5)
+    assert counts[1] == 0
+    assert stats.chisquare(counts[[0, 2, 3, 4]], 40000 * np.array([0.1, 0.2, 0.3, 0.4])).pvalue > 1e-3
+
+
+# The counter
+
+
+def test_the_counter_is_a_pure_function_of_seed_and_key():
+    """Frozen values: published runs resume to the same tokens."""
+    assert CounterDraws(7).uniform(Key(1, 2, 3, Purpose.EMIT, 4)) == 0.38530369282067234
+    assert CounterDraws(-1).uniform(Key(0, 0, 0, 0)) == 0.49511937163022623
+    assert CounterDraws(7).uniform(Key(1, 2, 3, Purpose.DRAFT, -1)) == 0.05001396897343702
+
+
+def test_keys_that_differ_in_any_field_give_different_uniforms():
+    keys = [Key(*k) for k in itertools.product(range(4), range(3), range(4), range(3), range(4))]
+    values = [CounterDraws(seed).uniform(key) for seed in (0, 1, -1) for key in keys]
+    assert len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("field", range(5))
+def test_the_counter_is_uniform_along_each_field(field):
+    """Uniform, and neighbours in the key independent."""
+    draws = CounterDraws(3)
+    values = np.array([draws.uniform(Key(*[n if i == field else 1 for i in range(5)])) for n in range(20000)])
+    assert values.min() >= 0 and values.max() < 1
+    assert stats.chisquare(np.histogram(values, 64, (0, 1))[0]).pvalue > 1e-4
+    pairs = np.histogram2d(values[:-1], values[1:], 8, ((0, 1), (0, 1)))[0]
+    assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
+
+
+def test_batch_mates_do_not_matter():
+    draws = CounterDraws(5)
+    weights = torch.rand(6, 50)
+    keys = [Key(r, 0, 2, Purpose.EMIT) for r in range(6)]
+    together = draws.pick(weights, keys)
+    alone = [draws.pick(weights[r : r + 1], keys[r : r + 1])[0] for r in range(6)]
+    assert together.tolist() == alone and together.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_likeliest_come_in_order_however_many(dtype):
+    x = torch.stack([torch.randperm(200) for _ in range(3)]).to(dtype)
+    before = x.clone()
+    for width in (1, 3, FEW, FEW + 1):
+        found = likeliest(x, width)
+        assert torch.equal(found, x.topk(width, -1).indices) and found.dtype == torch.int64
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_the_likeliest_are_different_tokens_also_where_one_has_no_mass(width):
+    x = torch.full((2, 9), -torch.inf)
+    x[:, : width - 1] = 1.0
+    assert all(len(set(row)) == width for row in likeliest(x, width).tolist())
+
+
+# Races
+
+
+def test_the_noise_of_a_race_is_a_pure_function_of_seed_and_key():
+    """Frozen values: published runs resume to the same tokens."""
+    noise = CounterDraws(7).race(3, [Key(1, 2, 3, Purpose.RACE, 4), Key(1, 2, 3, Purpose.RACE, -1)])
+    assert noise.dtype == np.float64 and noise.tolist() == [
+        [-1.361048996528699, 0.27195175882295786, -0.010058336187607623],
+        [-0.3026794722064876, -0.7826732587708946, 1.0229883834441371],
+    ]
+    assert CounterDraws(7).race(5, []).shape == (0, 5)
+
+
+def test_the_noise_of_a_race_has_gumbel_s_law_also_along_the_keys():
+    draws = CounterDraws(3)
+    wide = draws.race(20000, [Key(1, 0, 2, Purpose.RACE, 3)])[0]
+    tall = draws.race(3, [Key(1, 0, n, Purpose.RACE, 3) for n in range(10000)])
+    for noise in (wide, tall[:, 0], tall[:, -1]):
+        assert stats.kstest(noise, "gumbel_r").pvalue > 1e-4
+        uniform = np.exp(-np.exp(-noise))
+        pairs = np.histogram2d(uniform[:-1], uniform[1:], 8, ((0, 1), (0, 1)))[0]  # neighbours are independent
+        assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
+
+
+def test_the_winner_of_a_race_has_the_law():
+    weights = np.array([0.1, 0.0, 0.2, 0.3, 0.4])
+    noise = CounterDraws(0).race(5, [Key(n, 0, 0, Purpose.RACE) for n in range(20000)])
+    with np.errstate(divide="ignore"):
+        counts = np.bincount((np.log(weights) + noise).argmax(-1), minlength=5)
+    assert counts[1] == 0
+    assert stats.chisquare(counts[[0, 2, 3, 4]], 20000 * weights[[0, 2, 3, 4]]).pvalue > 1e-4
+
+
+def test_keys_or_seeds_that_differ_have_other_noise_and_batch_mates_do_not_matter():
+    keys = [Key(*k) for k in itertools.product(range(3), range(2), range(3), range(3), range(-1, 3))]
+    noise = {
+        (seed, key): row for seed in (0, 1, -1) for key, row in zip(keys, CounterDraws(seed).race(4, keys), strict=True)
+    }
+    assert len({value for row in noise.values() for value in row.tolist()}) == 4 * 3 * len(keys)
+    for (seed, key), row in list(noise.items())[::17]:
+        assert CounterDraws(seed).race(4, [key])[0].tolist() == row.tolist()
+
+
+def test_the_noise_of_a_race_is_finite_whatever_is_drawn(monkeypatch):
+    """An exponential variate can round to zero; its logarithm may not be infinite."""
+    drawn = np.array([0.0, 5e-324, 1.0, 800.0])
+    monkeypatch.setattr(CounterDraws, "_generator", lambda *_: SimpleNamespace(standard_exponential=lambda _: drawn))
+    noise = CounterDraws(0).race(4, [Key(0, 0, 0, Purpose.RACE)])
+    assert np.isfinite(noise).all() and noise[0, 0] == noise.max() > 700
+    monkeypatch.undo()
+    assert np.isfinite(CounterDraws(0).race(1_000_000, [Key(0, 0, 0, Purpose.RACE)])).all()
+
+
+def test_a_race_shares_nothing_with_a_choice_of_the_same_key():
+    keys = [Key(n, 0, 0, Purpose.RACE) for n in range(5000)]
+    uniform = np.array([CounterDraws(0).uniform(key) for key in keys])
+    noise = CounterDraws(0).race(1, keys)[:, 0]
+    assert abs(stats.spearmanr(uniform, noise).statistic) < 0.06  # 4 sigma

@@ -1,0 +1,299 @@
+"""The loop: any proposer gives the target's tokens, cuts fall where they should, and batch mates do not matter."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, chain, empty, forest, tree
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.kv_cache import SpanFull
+from spec_lab.engine.step import Group, history
+from spec_lab.propose import Null
+from spec_lab.verify import Match, Token
+from tests.propose.lab import PROMPTS, WARM, decode, emitted, plain_greedy, requests
+from tests.tiny import CONTEXT, VOCABULARY, tiny_target
+
+TREE = tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+NEW = 20
+
+
+@dataclass
+class Foretold:
+    """Drafts what it was told will come, spoilt at random; its own draws depend on no batch mate."""
+
+    future: list[list[int]]  # of each request
+    spoil: float = 0.3
+    name: str = "foretold"
+    drawn: str = "point"
+    nodes: int = TREE.nodes
+    wants_hidden: bool = False
+    closed: list = field(default_factory=list)
+
+    def propose(self, batch):
+        tokens = []
+        for sequence in batch.sequences:
+            noise = np.random.default_rng([sequence.request.id, sequence.round])
+            coming = self.future[sequence.request.id][len(sequence.emitted) :] + [0, 0, 0]
+            right = {1: coming[0], 3: coming[1], 6: coming[2]}
+            for row in range(1, TREE.rows):
+                wrong = int(noise.integers(VOCABULARY))
+                tokens.append(right[row] if row in right and noise.random() > self.spoil else wrong)
+        return Draft(forest((TREE,) * len(batch.sequences)), torch.tensor(tokens))
+
+    def close(self, sequence):
+        self.closed.append(sequence.request.id)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def truth(target):
+    return [plain_greedy(target.lm.model, prompt, NEW) for prompt in PROMPTS]
+
+
+def test_the_null_proposer_is_plain_greedy_decoding(target, truth):
+    group, rounds = decode(target, Null(), requests())
+    assert emitted(group) == truth
+    assert [s.finish for s in group.sequences] == ["length"] * 3
+    assert len(rounds) == NEW
+
+
+@pytest.mark.parametrize("verifier", [Token(), Match()], ids=lambda v: v.name)
+def test_speculative_greedy_equals_autoregressive_greedy(target, truth, verifier):
+    group, rounds = decode(target, Foretold(truth), requests(), verifier)
+    assert emitted(group) == truth
+    assert len(rounds) < NEW - 4
+
+
+def test_a_perfect_draft_is_accepted_whole(target, truth):
+    _, rounds = decode(target, Foretold(truth, spoil=0.0), requests())
+    assert [c.accepted for c in rounds[0].committed] == [3, 3, 3]
+    assert rounds[0].expected.tolist() == [3.0, 3.0, 3.0]
+    assert len(rounds) == NEW // 4
+
+
+def test_an_empty_draft_is_autoregressive_decoding(target, truth):
+    class Silent(Foretold):
+        def propose(self, batch):
+            return empty(len(batch.sequences))
+
+    group, rounds = decode(target, Silent(truth), requests())
+    assert emitted(group) == truth and len(rounds) == NEW
+
+
+def test_a_verifier_that_cannot_judge_the_draft_is_refused_at_once(target, truth):
+    class Sampled(Token):
+        accepts = frozenset({"iid"})
+
+    said = "verifier 'token' supports drafts drawn iid; proposer 'foretold' draws 'point'"
+    with pytest.raises(ValueError, match=said):
+        Group(target, Foretold(truth), Sampled(), requests(), CounterDraws(0))
+
+
+# Batches
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batch_mates_do_not_matter(target, truth, temperature):
+    wanted = requests(Sampling(temperature=temperature))
+    together, _ = decode(target, Foretold(truth), wanted)
+    alone = [emitted(decode(target, Foretold(truth), [one])[0])[0] for one in wanted]
+    assert emitted(together) == alone
+
+
+def test_seeds_and_requests_get_streams_of_their_own(target):
+    first, _ = decode(target, Null(), requests(WARM))
+    again, _ = decode(target, Null(), requests(WARM))
+    other, _ = decode(target, Null(), requests(WARM), seed=1)
+    twins, _ = decode(target, Null(), requests(WARM, prompts=(PROMPTS[0], PROMPTS[0])))
+    assert emitted(first) == emitted(again) != emitted(other)
+    assert emitted(twins)[0] != emitted(twins)[1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=5), Sampling(1.0, repetition_penalty=1.5)])
+def test_requests_with_their_own_sampling_share_a_batch(target, truth, sampling):
+    cold, hot = requests()[0], requests(sampling)[1]
+    mixed, _ = decode(target, Foretold(truth), [cold, hot])
+    alone, _ = decode(target, Foretold(truth), [hot])
+    assert emitted(mixed) == [truth[0], *emitted(alone)]
+
+
+# Cuts
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_stop_token_ends_the_text_wherever_it_falls(target, truth, place):
+    """Inside an accepted path, as the bonus, as the residual: the cut is at its first occurrence."""
+    stop = truth[0][place]
+    expected = truth[0][: truth[0].index(stop) + 1]
+    for spoil in (0.0, 0.5, 1.0):
+        group, rounds = decode(target, Foretold(truth, spoil), requests(stop=frozenset({stop}))[:1])
+        assert group.sequences[0].emitted == expected
+        assert group.sequences[0].finish == "stop"
+        committed = [c for r in rounds for c in r.committed]
+        assert sum(c.emitted_kept for c in committed) == len(expected)
+        assert all(c.accepted_kept == min(c.accepted, c.emitted_kept) for c in committed)
+        assert all(c.emitted == c.emitted_kept == c.accepted + 1 for c in committed[:-1]), "only the last is cut"
+
+
+def test_a_stop_token_behind_the_limit_is_not_seen(target, truth):
+    """Both in one accepted path: the limit comes first, so it is the reason and the text ends there."""
+    new = next(n for n in (1, 2, 3) if truth[0][n] not in truth[0][:n])
+    group, _ = decode(target, Foretold(truth, 0.0), requests(new=new, stop=frozenset({truth[0][new]}))[:1])
+    assert (group.sequences[0].finish, emitted(group)) == ("length", [truth[0][:new]])
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 8])
+def test_the_length_limit_cuts_inside_an_accepted_path(target, truth, new):
+    group, rounds = decode(target, Foretold(truth, 0.0), requests(new=new))
+    assert emitted(group) == [tokens[:new] for tokens in truth]
+    assert {s.finish for s in group.sequences} == {"length"}
+    assert [c.emitted for c in rounds[-1].committed] == [4] * 3, "what verification emitted stays on record"
+    left = (new - 1) % 4 + 1
+    assert [(c.accepted_kept, c.emitted_kept) for c in rounds[-1].committed] == [(min(3, left), left)] * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_full_context_is_a_named_finish(family):
+    """GPT-2 has no embedding beyond its context, so a draft that reached over it would fail."""
+    target = tiny_target(family)
+    prompt = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT - 6))
+    told = [plain_greedy(target.lm.model, prompt, 6)]
+    for proposer in (Null(), Foretold(told, 0.0), Foretold(told, 0.6)):
+        group, rounds = decode(target, proposer, requests(new=50, prompts=(prompt,)))
+        assert group.sequences[0].finish == "context"
+        assert emitted(group) == told
+        if proposer.nodes:  # no node beyond the last position, and none less than there is room for
+            depths = [int(r.draft.shape.depth.max()) for r in rounds]
+            assert depths == [min(3, CONTEXT - r.context[0]) for r in rounds]
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1, 10**6])
+def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(target, token):
+    with pytest.raises(ValueError, match=f"prompt 'p0' holds the token id {token}, but the target has {VOCABULARY}"):
+        decode(target, Null(), requests(prompts=((1, token, 2),)))
+
+
+def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
+    with pytest.raises(ValueError, match=f"prompt 'p0' has {CONTEXT} tokens; the context holds {CONTEXT}"):
+        Group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
+
+
+def test_requests_that_ask_for_nothing_are_refused():
+    with pytest.raises(ValueError, match="prompt 'p0' is empty"):
+        requests(prompts=((),))
+    with pytest.raises(ValueError, match="max_new_tokens must be 1 or more, not 0"):
+        requests(new=0)
+
+
+# Cells
+
+
+def test_between_rounds_a_sequence_holds_the_cells_of_all_but_its_last_token(target, truth):
+    """Accepted nodes are not computed again, and rejected ones are given up at once."""
+    cells = target.lm.cells
+    group = Group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
+    for done in group:
+        for sequence in (s for s in done.sequences if s.finish is None):
+            assert len(sequence.path) == len(sequence.tokens) - 1
+            assert sorted(np.flatnonzero(cells.references[sequence.path.span])) == sorted(sequence.path.slots)
+            assert sequence.tokens == [*sequence.request.tokens, *truth[sequence.request.id][: len(sequence.emitted)]]
+
+
+@pytest.mark.parametrize("ending", ["finished", "abandoned", "failed"])
+def test_every_cell_comes_back(target, truth, ending):
+    class Failing(Foretold):
+        def propose(self, batch):
+            if batch.sequences[0].round == 2:
+                raise RuntimeError("the proposer broke")
+            return super().propose(batch)
+
+    proposer = (Failing if ending == "failed" else Foretold)(truth)
+    rounds = iter(Group(target, proposer, Token(), requests(), CounterDraws(0)))
+    next(rounds)
+    assert target.lm.cells.references.any()
+    if ending == "failed":
+        with pytest.raises(
+            ValueError, match=r"proposer 'foretold' raised RuntimeError: the proposer broke \(.*:\d+, in"
+        ):
+            list(rounds)
+    elif ending == "finished":
+        list(rounds)
+    else:
+        rounds.close()
+    assert not target.lm.cells.references.any()
+    assert sorted(proposer.closed) == [0, 1, 2]
+    spans = target.lm.cells.spans
+    decode(target, Null(), requests())
+    assert target.lm.cells.spans == spans, "the next group lives where this one did"
+
+
+def test_a_group_that_cannot_open_gives_back_what_it_opened():
+    target = tiny_target()
+    target.lm.cells.limit = 64
+    long = tuple(range(1, 60))
+    with pytest.raises(SpanFull):
+        decode(target, Null(), requests(prompts=(PROMPTS[1], long)))
+    target.lm.cells.limit = None
+    _, rounds = decode(target, Null(), requests(prompts=(PROMPTS[1],)))
+    assert target.lm.cells.spans == 1 and len(rounds) == NEW
+
+
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["cold", "warm"])
+def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attention, sampling):
+    target = tiny_target(attention=attention)
+    healthy, _ = decode(target, Null(), requests(sampling)[::2])
+    well = emitted(healthy)
+    poison = next(t for t in range(VOCABULARY) if all(t not in text for text in (*PROMPTS, *well)))
+    with torch.no_grad():
+        target.lm.model.model.embed_tokens.weight[poison] = float("nan")
+        target.lm.model.lm_head.weight.data = target.lm.model.lm_head.weight.data.clone().nan_to_num()
+    sick = (poison, *[7] * 40)
+    group, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], sick, PROMPTS[2])))
+    if attention == "spans":
+        assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
+        assert emitted(group) == [well[0], [], well[1]]
+        assert list(group.errors) == ["p1"]
+    else:  # under the dense mask one NaN reaches all that are computed with it
+        assert [s.finish for s in group.sequences] == ["nan"] * 3
+        assert list(group.errors) == ["p0", "p1", "p2"]
+    assert "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]
+    later, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], PROMPTS[1], PROMPTS[2])))
+    assert emitted(later)[::2] == well, "cells that a shorter owner does not overwrite must not leak into it"
+    assert {s.finish for s in later.sequences} == {"length"}
+
+
+# History and time
+
+
+def test_a_repetition_penalty_sees_each_path_s_own_history(target):
+    penalised = Sampling(repetition_penalty=1.7)
+    told = emitted(decode(target, Null(), requests(penalised))[0])
+    group, rounds = decode(target, Foretold(told), requests(penalised))
+    assert emitted(group) == told
+    assert len(rounds) < NEW - 4
+
+
+def test_history_holds_prompt_and_path(target):
+    batch = type("B", (), {})()
+    batch.sequences = [type("S", (), {"tokens": [1, 2]})(), type("S", (), {"tokens": [3]})()]
+    batch.target, batch.device = target, "cpu"
+    draft = Draft(forest((chain(2), chain(1))), torch.tensor([7, 8, 9]))
+    rows = [set(np.flatnonzero(row).tolist()) for row in history(batch, draft).numpy()]
+    assert rows == [{1, 2}, {3}, {1, 2, 7}, {1, 2, 7, 8}, {3, 9}]
+
+
+def test_rounds_name_their_phases_and_their_time_adds_up(target, truth):
+    _, rounds = decode(target, Foretold(truth), requests())
+    seconds = rounds[1].seconds(target.lm.clock)
+    phases = [seconds[name] for name in ("propose", "mask_wait", "target", "law", "verify", "commit")]
+    assert min(phases) > 0 and sum(phases) == pytest.approx(seconds["whole"])
+    assert 0 < seconds["target_forward"] <= seconds["target"]
+    assert [r.prefill for r in rounds][:2] == [[True] * 3, [False] * 3]

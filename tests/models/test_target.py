@@ -1,0 +1,242 @@
+"""Loading, and the names under which models are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from spec_lab.models.target import Target, Unsupported, refuse_by_name, self_check, weights_hash
+from tests.tiny import CONTEXT, VOCABULARY, tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint on disk: a tiny Llama and a tokenizer of single letters."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny_model(dtype=torch.float32).save_pretrained(path)
+    words = {chr(33 + number): number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="!").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, attention):
+    target = Target.load(str(folder), dtype=dtype, attention=attention)
+    assert target.lm.dtype == getattr(torch, dtype)
+    assert target.vocabulary == VOCABULARY and target.context == CONTEXT
+    assert len(target.tokenizer("abc")["input_ids"]) == 3
+    assert target.sha256 == weights_hash(str(folder)) and len(target.sha256) == 64
+    assert 0 <= target.self_check < {"float64": 1e-12, "float32": 1e-4, "bfloat16": 0.25}[dtype]
+
+
+def test_the_context_can_be_shortened_not_lengthened(folder):
+    assert Target.load(str(folder), dtype="float32", context=32).context == 32
+    with pytest.raises(ValueError, match=f"between 1 and the model's own {CONTEXT}, not 1000"):
+        Target.load(str(folder), dtype="float32", context=1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of bfloat16"),
+        ({"device": "gpu"}, "unknown device 'gpu'; choose cpu, cuda"),
+        ({"device": "meta"}, "'meta' is not supported; choose cpu, cuda"),
+        ({"chunk": "abc"}, "target.chunk must be a whole number of 1 or more, not 'abc'"),
+        ({"chunk": 0}, "target.chunk must be a whole number of 1 or more, not 0"),
+        ({"attention": "foo"}, "target.attention must be spans or dense, not 'foo'"),
+        ({"context": True}, "not True"),
+        ({"path": 5}, "path must name a folder"),
+        ({"path": "no/such/place/at/all"}, "there is no folder no/such/place/at/all"),
+        ({"path": "gpt2"}, "give a model of the hub as owner/name, e.g. openai-community/gpt2"),
+        ({"path": "./nowhere"}, "there is no folder ./nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(folder, change, says):
+    with pytest.raises((ValueError, OSError), match=says):
+        Target.load(**({"path": str(folder), "dtype": "float32"} | change))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_named(folder):
+    with pytest.raises(ValueError, match="no GPU; use device=cpu"):
+        Target.load(str(folder), device="cuda")
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(OSError, match="holds no config.json"):
+        Target.load(str(tmp_path))
+
+
+def test_weights_that_are_not_safetensors_are_refused(folder, tmp_path):
+    for file in folder.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    torch.save(tiny_model(dtype=torch.float32).state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        Target.load(str(tmp_path), dtype="float32")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def rename_a_tensor(file):
+    tensors = load_file(file)
+    tensors["elsewhere"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+
+
+def halve_a_tensor(file):
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:24].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "error", "says"),
+    [
+        ("model.safetensors", cut, OSError, "model.safetensors is truncated or corrupt .*: copy or download it again"),
+        ("model.safetensors", lambda file: file.write_text(""), OSError, "model.safetensors is truncated or corrupt"),
+        ("model.safetensors", rename_a_tensor, ValueError, "do not fit .*layers.1.mlp.up_proj.weight is missing"),
+        ("model.safetensors", halve_a_tensor, ValueError, r"layers.1.mlp.up_proj.weight is \[24, 32\], not \[48, 32\]"),
+        ("tokenizer.json", lambda file: file.write_text("{}"), ValueError, "the tokenizer of .* cannot be read"),
+        ("tokenizer.json", lambda file: file.unlink(), ValueError, "tokenizer.json is missing or corrupt"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, damage, error, says):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    damage(copy / name)
+    with pytest.raises(error, match=says) as caught:
+        Target.load(str(copy), dtype="float32")
+    assert str(copy) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "says"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic RoPE"),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+                    "original_max_position_embeddings": 4096,
+                },
+                "sliding_window": None,
+            },
+            "longrope RoPE",
+        ),
+        ("bloom", {}, "ALiBi"),
+        ("mpt", {}, "ALiBi"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("mistral", {"sliding_window": 64}, "sliding"),
+        ("gemma2", {}, "sliding_attention"),
+        ("mamba", {}, "does not attend"),
+        ("gpt_neo", {}, "does not attend"),
+        ("xglm", {}, "runs through neither attention path"),
+        ("t5", {}, "encoder-decoder"),
+    ],
+)  # fmt: skip
+def test_known_bad_kinds_are_refused_by_name_before_any_weight_is_read(family, settings, says):
+    config = AutoConfig.for_model(family, **settings)
+    with pytest.raises(Unsupported, match=f"'{family}' is not supported: .*{says}"):
+        refuse_by_name(config)
+
+
+def test_a_refusal_comes_through_load(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match="dynamic RoPE"):
+        Target.load(str(tmp_path), dtype="float32")
+
+
+def test_the_self_check_measures_a_wrong_model():
+    """A layer that mixes neighbours in the pack is what a tree cannot bear."""
+    model = tiny_model()
+    layer = model.model.layers[1].mlp
+    right = layer.forward
+    layer.forward = lambda x: right(x + 0.1 * x.roll(1, dims=1))
+    with pytest.raises(Unsupported, match=r"differ from a plain forward's by 0\.\d+ standard deviations"):
+        self_check(model, "spans")
+
+
+def test_the_self_check_sees_a_rotation_that_depends_on_the_pack():
+    model = tiny_model()
+    rotary = model.model.rotary_emb
+
+    class Switching(torch.nn.Module):
+        inv_freq = rotary.inv_freq
+
+        def forward(self, x, position_ids):
+            far = position_ids.max() > 100
+            return rotary(x, position_ids * 2 if far else position_ids)
+
+    model.model.rotary_emb = Switching()
+    with pytest.raises(Unsupported, match="decodes forests wrongly"):
+        self_check(model, "spans")
+
+
+@pytest.mark.parametrize("asked", ["softcap", "sliding_window", "s_aux"])
+def test_attention_that_is_more_than_softmax_is_refused(asked):
+    model = tiny_model()
+    attention = model.model.layers[0].self_attn
+    right = attention.forward
+    attention.forward = lambda *args, **more: right(*args, **more, **{asked: 8.0})
+    with pytest.raises(Unsupported, match=f"its attention uses {asked}"):
+        self_check(model, "spans")
+
+
+def test_a_model_with_attention_of_its_own_is_refused_at_load_too(folder, tmp_path):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tiny_model("gptj", dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="target.attention=dense"):
+        Target.load(str(tmp_path), dtype="float32")
+    assert Target.load(str(tmp_path), dtype="float32", attention="dense").self_check < 1e-3
+
+
+def test_a_model_with_attention_of_its_own_is_told_to_use_the_dense_mask():
+    with pytest.raises(Unsupported, match="target.attention=dense"):
+        self_check(tiny_model("gptj"), "spans")
+    assert self_check(tiny_model("gptj"), "dense") < 1e-6
+
+
+def fill_with_nan(model):
+    model.model.norm.weight.fill_(float("nan"))
+
+
+def make_every_logit_zero(model):
+    model.lm_head.weight.zero_()
+
+
+@pytest.mark.parametrize("spoil", [fill_with_nan, make_every_logit_zero])
+def test_logits_that_cannot_be_compared_are_refused(spoil):
+    model = tiny_model()
+    with torch.no_grad():
+        spoil(model)
+    with pytest.raises(Unsupported, match="by inf standard deviations"):
+        self_check(model, "spans")
+
+
+@pytest.mark.parametrize("failure", [ValueError, ImportError, TypeError])
+def test_the_dense_mask_is_advised_once_and_spans_never(failure):
+    model = tiny_model()
+
+    def fails(*_, **__):
+        raise failure("no way")
+
+    model.model.layers[0].forward = fails
+    with pytest.raises(Unsupported, match="no way.*try target.attention=dense"):
+        self_check(model, "spans")
+    with pytest.raises(Unsupported, match=r"no way\)$"):
+        self_check(model, "dense")

@@ -1,0 +1,377 @@
+"""One target on several devices, or split over two ranks of torchrun: the same tokens as of one."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spec_lab.analysis.report.of_run import _device
+from spec_lab.core.draft import Draft, chain, empty, forest
+from spec_lab.engine.runner import CausalLM
+from spec_lab.models import target as loading
+from spec_lab.models.target import Target, Unsupported, refuse_offloading, self_check, weights_hash
+from spec_lab.models.tensor_parallel import Link
+from spec_lab.propose.heads import Heads
+from spec_lab.results.manifest import claim, manifest
+from tests.checkpoints import checkpoint, prompts
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120  # seconds against hanging
+EVERYWHERE = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """Tiny targets of three families in float64, a draft, and prompts."""
+    folder = tmp_path_factory.mktemp("parallel")
+    for family in ("llama", "qwen3", "gpt2"):
+        checkpoint(folder / family, torch.float64, family=family)
+    checkpoint(folder / "draft", torch.float64, seed=1, num_hidden_layers=1)
+    shutil.copytree(folder / "llama", folder / "unseen")
+    prompts(folder / "prompts.jsonl")
+    return folder
+
+
+def torchrun(*command: str, cwd: Path) -> subprocess.Popen:
+    """Two ranks of a command, with everything they say in one pipe."""
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = alone | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*start, *command], cwd=cwd, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    """Its exit code and what it said; what hangs fails the test."""
+    try:
+        said, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it ends its ranks, which have sessions of their own
+        pytest.fail(f"hangs: {process.communicate()[0]}")
+    return process.returncode, said
+
+
+def run_of(here: Path, *more: str) -> list[str]:
+    """The options of a short run in float64."""
+    given = [f"target.path={here / 'llama'}", "target.dtype=float64", "prompts=jsonl", "warmup=0"]
+    return [*given, f"prompts.path={here / 'prompts.jsonl'}", "batch_size=2", "max_new_tokens=12", *more]
+
+
+def texts(out: Path) -> pd.DataFrame:
+    """Who emitted what, by arm and request."""
+    rows = pd.read_parquet(out / "requests.parquet", columns=["arm", "request", "tokens", "finish"])
+    rows["tokens"] = rows["tokens"].map(list)
+    return rows.sort_values(["arm", "request"]).reset_index(drop=True)
+
+
+def by_family(sweep: Path) -> dict[str, tuple[Path, dict]]:
+    """Each run's folder and manifest, by the name of its target's folder."""
+    begun = {file.parent: json.loads(file.read_text()) for file in sweep.glob("*/manifest.json")}
+    return {Path(facts["config"]["target"]["path"]).name: (folder, facts) for folder, facts in begun.items()}
+
+
+# Two ranks ---------------------------------------------------------------------------------------------------------
+
+needs_gloo = pytest.mark.skipif(torch.version.cuda is not None, reason="two ranks are compared on a CPU build of torch")
+
+
+@pytest.fixture(scope="module")
+def answers(here):
+    """What the first of two ranks found (``two_ranks``), how its command ended, and what it said."""
+    if torch.version.cuda is not None:
+        pytest.skip("TWO RANKS ARE NOT TESTED: they are compared on a CPU build of torch, and this one is for CUDA")
+    code, said = ended(torchrun(str(ROOT / "tests" / "two_ranks.py"), str(here), cwd=ROOT))
+    assert (here / "answers.json").is_file(), said
+    held = json.loads((here / "held.json").read_text())
+    return json.loads((here / "answers.json").read_text()) | {"code": code, "said": said, "held": held}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_two_ranks_share_a_model_and_give_its_logits(answers, here, family):
+    found = answers[family]
+    assert found["error"] < 1e-10 and found["self_check"] < 1e-10
+    assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
+    assert found["sha256"] == weights_hash(str(here / family)) and found["vocabulary"] == 61
+
+
+def test_a_call_that_fails_on_every_rank_is_an_error_like_any_other(answers):
+    assert "invalid data type" in answers["together"]
+
+
+def test_a_rank_lets_go_of_the_models_and_cells_that_the_first_one_has_dropped(answers):
+    assert answers["held"] == [{"layers": 0, "things": 0}] * 4
+
+
+def test_a_rank_that_fails_alone_ends_all_and_says_why(answers, here):
+    assert answers["code"] == 1 and not (here / "went_on").exists()
+    assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["said"]
+
+
+@needs_gloo
+def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp_path):
+    tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
+    both = [f"target.path={here / 'llama'},{here / 'qwen3'}", *run_of(here, *tree)[1:]]
+    code, said = ended(
+        torchrun("-m", "spec_lab", "--multirun", *both, "target.tensor_parallel=true", "out=two", cwd=tmp_path)
+    )
+    assert code == 0, said
+    assert [said.count(once) for once in ("1 of 2, ", "2 of 2, ", "two: 2 done")] == [1, 1, 1], said
+    alone, _, errors = cli("--multirun", *both, "out=one")
+    assert alone == 0, errors
+    ones, twos = by_family(tmp_path / "one"), by_family(tmp_path / "two")
+    assert ones.keys() == twos.keys() == {"llama", "qwen3"}
+    for family, (one, begun) in ones.items():
+        two, begun_by_two = twos[family]
+        assert set(texts(one)["arm"]) == {"speculative", "baseline"}
+        pd.testing.assert_frame_equal(texts(one), texts(two))
+        assert (begun["ranks"], begun_by_two["ranks"]) == (1, 2)
+        assert begun["weights_sha256"] == begun_by_two["weights_sha256"]
+
+
+@needs_gloo
+def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
+    long = run_of(
+        here, "target.tensor_parallel=true", "out=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
+    )
+    process = torchrun("-m", "spec_lab", *long, cwd=tmp_path)
+    until = time.monotonic() + LIMIT
+    while not list(tmp_path.glob("long/parts/requests-*.parquet")) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    code, said = ended(process)
+    assert code != 0 and "finished groups of 4 are in" in said and "not every rank" not in said, said
+    assert not (tmp_path / "long" / "ended.json").exists() and (tmp_path / "long" / "requests.parquet").exists()
+
+
+def test_ranks_that_are_asked_for_nothing_end(tmp_path):
+    code, said = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
+    assert code == 0 and said.count("tensor_parallel: false") == 1
+
+
+# What cannot be ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_if(monkeypatch):
+    """Pretend to be a rank of torchrun without GPUs, for refusals that come before the ranks meet."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+    def pretend(rank: int, size: int) -> None:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_WORLD_SIZE", size)):
+            monkeypatch.setenv(name, str(value))
+
+    return pretend
+
+
+def test_ranks_that_share_no_model_are_refused(here, as_if, cli, tmp_path):
+    as_if(0, 2)
+    code, _, errors = cli(*run_of(here, "out=none", "target.dtype=float32"))
+    assert code == 1 and "they share no model: give target.tensor_parallel=true" in errors
+    assert not (tmp_path / "none").exists()
+
+
+def test_peers_are_refused_beside_ranks_before_anything_is_loaded(as_if, cli):
+    as_if(0, 2)
+    code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "out=none")
+    assert code == 1 and "peers run in one process: leave them out" in errors
+
+
+def test_ranks_without_the_gpus_that_torch_is_built_for_are_refused(here, as_if, monkeypatch):
+    as_if(0, 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ValueError, match="built for CUDA and sees no GPU; use a CPU build"):
+        Target.load(str(here / "llama"), tensor_parallel=True)
+
+
+def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_if):
+    as_if(1, 2)
+    with pytest.raises(OSError, match="holds other weights than on the first rank"):
+        loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "qwen3")))
+    assert loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "llama")))
+
+
+def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    one = Link()
+    with pytest.raises(KeyboardInterrupt), one._step():
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="the ranks are out of step since a call was interrupted"), one._step():
+        pytest.fail("it went on")
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ({"device": None}, "cpu"),
+        ({"device": "cuda:1"}, "cuda:1"),
+        ({"device": None, "device_map": "auto"}, "device map auto"),
+        ({"device": None, "tensor_parallel": True}, "2 ranks"),
+        ({}, None),
+    ],
+)
+def test_a_report_says_where_the_target_was(target, says):
+    assert _device(target, ranks=2) == says
+
+
+def test_ranks_are_led_by_one_process_only(here, as_if, cli):
+    as_if(0, 2)
+    code, _, errors = cli("--multirun", *run_of(here, "out=none", "seed=1,2", "hydra/launcher=joblib"))
+    assert code == 1 and "the runs of a sweep take turns: use hydra/launcher=basic" in errors
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"tensor_parallel": "yes"}, "target.tensor_parallel must be true or false, not 'yes'"),
+        ({"tensor_parallel": True}, "needs ranks: torchrun --nproc-per-node 2 -m spec_lab"),
+        ({"tensor_parallel": True, "attention": "dense"}, "leave target.attention=dense out"),
+        (
+            {"tensor_parallel": True, "device_map": "auto"},
+            "target.device_map and target.tensor_parallel both say where",
+        ),
+        ({"tensor_parallel": True, "device": "cpu"}, "target.device and target.tensor_parallel both say where"),
+        ({"device_map": "auto", "device": "cpu"}, "target.device and target.device_map both say where"),
+        ({"device_map": "sequential"}, "must be auto, balanced or a device for each module, not 'sequential'"),
+        ({"device_map": {}}, "must be auto, balanced or a device for each module, not {}"),
+        ({"device_map": {"": "disk"}}, "puts the model on disk: nothing is computed there"),
+        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "puts lm_head on meta: nothing is computed there"),
+        ({"device_map": {"lm_head": "gpu"}}, "target.device_map, lm_head: unknown device 'gpu'"),
+        ({"device_map": {"": None}}, "target.device_map, the whole model: unknown device None"),
+        ({"device_map": {"": 64}}, "device 64 asked for, but this torch sees"),
+        (
+            {"device_map": {"": "cpu", "head": "cpu"}},
+            "names 'head', which is no module of the model .of model, lm_head,",
+        ),
+        ({"device_map": {"model": "cpu"}}, "says not where lm_head goes"),
+        ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "says not where model.rotary_emb goes"),
+    ],
+)
+def test_places_that_cannot_be_are_named(here, more, says):
+    with pytest.raises(ValueError, match=says):
+        Target.load(str(here / "llama"), dtype="float64", **more)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(here, as_if):
+    as_if(0, 3)
+    with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot be shared by 3 ranks evenly"):
+        Target.load(str(here / "llama"), tensor_parallel=True)
+    as_if(0, 4)
+    with pytest.raises(ValueError, match=r"2 heads \(num_key_value_heads\) cannot be shared by 4 ranks evenly"):
+        Target.load(str(here / "llama"), tensor_parallel=True)
+
+
+def test_a_model_without_a_plan_is_refused_by_name(here, as_if):
+    as_if(0, 2)
+    with pytest.raises(Unsupported, match="'gpt2' cannot be split: transformers has no tensor-parallel plan for it"):
+        Target.load(str(here / "gpt2"), tensor_parallel=True)
+
+
+def test_only_the_first_rank_loads_a_target(here, as_if):
+    as_if(1, 2)
+    with pytest.raises(ValueError, match="rank 1 cannot lead"):
+        Target.load(str(here / "llama"), tensor_parallel=True)
+
+
+def test_one_rank_has_the_whole_model(here, as_if):
+    as_if(0, 1)
+    target = Target.load(str(here / "llama"), dtype="float64", tensor_parallel=True)
+    assert isinstance(target.lm.model.lm_head.weight, torch.nn.Parameter) and target.self_check < 1e-10
+
+
+def test_peers_are_refused_beside_a_model_that_is_split(as_if):
+    from spec_lab.tasks.peers import as_transformers_runs_it
+
+    as_if(0, 2)
+    with pytest.raises(ValueError, match="peers run in one process"):
+        as_transformers_runs_it(None)
+
+
+def test_a_run_on_one_rank_is_not_gone_on_with_on_two(as_if, tmp_path):
+    given = ({}, 0, {}, "", ["baseline"], {})
+    claim(tmp_path, manifest(*given))
+    as_if(0, 2)
+    with pytest.raises(ValueError, match="another run .ranks: 1 there, 2 here"):
+        claim(tmp_path, manifest(*given))
+
+
+def test_a_run_begun_before_ranks_were_noted_was_on_one(tmp_path):
+    given = ({}, 0, {}, "", ["baseline"], {})
+    older = manifest(*given)
+    del older["ranks"]
+    claim(tmp_path, older)
+    assert "ranks" not in claim(tmp_path, manifest(*given))
+
+
+# Several devices ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", ["auto", "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"])
+def test_a_device_map_changes_no_token(here, cli, tmp_path, places):
+    tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
+    assert cli(*run_of(here, *tree, "out=plain"))[0] == 0
+    code, _, errors = cli(*run_of(here, *tree, "out=mapped", f"target.device_map={places}"))
+    assert code == 0, errors
+    pd.testing.assert_frame_equal(texts(tmp_path / "plain"), texts(tmp_path / "mapped"))
+
+
+def test_the_self_check_passes_with_the_hooks_of_a_device_map():
+    model = tiny_model()
+    dispatch_model(model, dict.fromkeys(EVERYWHERE, "cpu"), main_device="cpu", force_hooks=True)
+    assert hasattr(model.model.layers, "_hf_hook")
+    assert self_check(model, "spans") < 1e-10 and self_check(model, "dense") < 1e-10
+
+
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
+    """With fake tensors, which hold no numbers: among them, too, an operation over two devices is an error."""
+    model = tiny_model()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for part in (model, model.model.layers[1], model.model.norm, model.lm_head):
+            device = "cpu" if part is model else "meta"
+            for module in part.modules():
+                for name, weight in module.named_parameters(recurse=False):
+                    setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device=device)))
+            add_hook_to_module(part, AlignDevicesHook(execution_device=device, io_same_device=part is model))
+        lm = CausalLM(model, attention)
+        lm.keep_hidden(True)
+        paths = [lm.cells.open() for _ in range(2)]
+        draft = Draft(forest((chain(3),) * 2), torch.arange(6))
+        outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
+        states = torch.stack([lm.cells.last_hidden(path) for path in paths])
+        drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
+    assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
+    devices = [{cells.device.type for cells in layer} for layer in (*lm.cells.keys, *lm.cells.values)]
+    assert devices == [{"cpu"}, {"meta"}] * 2
+
+
+def test_layers_that_no_gpu_has_room_for_are_refused():
+    model = tiny_model()
+    refuse_offloading(model)
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    refuse_offloading(model)
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": "cpu", "lm_head": "disk"}
+    with pytest.raises(ValueError, match=r"no GPU for model.layers and 1 more modules \(they went to cpu\)"):
+        refuse_offloading(model)
+
+
+def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"needs the package accelerate: pip install 'spec-lab\[large\]'"):
+        Target.load(str(here / "llama"), device_map="auto")

@@ -1,0 +1,229 @@
+"""What the manifest says, and what it never says."""
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from spec_lab.results.manifest import (
+    begun,
+    begun_trees,
+    claim,
+    commit,
+    digest,
+    finite,
+    machine,
+    manifest,
+    unclaim,
+    without_secrets,
+    write_json,
+)
+
+CONFIG = {"out": "here", "tracker": {"mode": "offline"}, "proposer": {"tree": "calibrated", "api_key": "hush"}}
+
+
+def facts(**changes) -> dict:
+    tree = {"name": "medusa", "drawn": "point", "tree": "0 0.0", "verify_seconds": {0: 0.5}}
+    usual = dict(
+        config=CONFIG, seed=3, weights={"target": "a"}, prompts="b", arms=["speculative", "baseline"],
+        proposers={"speculative": tree, "beside": {"name": "ngram", "drawn": "point"}},
+    )  # fmt: skip
+    return manifest(**(usual | changes))
+
+
+def test_branches_and_numbers_under_such_names_are_no_secrets():
+    """Else two runs that differ there would pass for one."""
+    assert without_secrets({"verifiers": {"token": {"_target_": "a"}}}) == {"verifiers": {"token": {"_target_": "a"}}}
+    assert without_secrets({"mask_token": 3}) == {"mask_token": 3}
+    assert digest({"beside": {"token": {"depth": 1}}}) != digest({"beside": {"token": {"depth": 8}}})
+
+
+def test_secrets_are_blanked_and_nothing_else():
+    config = {
+        "api_key": "a", "tracker": {"wandb_api_key": "b", "password": "c", "token": None, "entity": "me"},
+        "hf_token": "d", "max_new_tokens": 5, "tokens": 3, "list": [{"secret": "e"}, 1],
+    }  # fmt: skip
+    assert without_secrets(config) == {
+        "api_key": "***", "tracker": {"wandb_api_key": "***", "password": "***", "token": None, "entity": "me"},
+        "hf_token": "***", "max_new_tokens": 5, "tokens": 3, "list": [{"secret": "***"}, 1],
+    }  # fmt: skip
+
+
+def test_the_commit_is_that_of_the_code_with_a_mark_for_changes(tmp_path):
+    def git(*command: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", "-C", str(tmp_path), *identity, *command], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert commit(tmp_path) is None
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    git("init")
+    assert commit(package) is None, "inside a repository that does not hold it"
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert commit(package) == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("changed")
+    changed = commit(package)
+    assert re.fullmatch(git("rev-parse", "HEAD") + r"\+[0-9a-f]{8}", changed)
+    assert commit(package) == changed
+    (package / "__init__.py").write_bytes(b"changed \xff otherwise")
+    assert commit(package) not in (changed, git("rev-parse", "HEAD"))
+
+
+def test_the_machine_has_cores_and_memory():
+    facts = machine()
+    assert facts["cores"] >= 1
+    assert facts["memory_gib"] > 0
+    assert facts["processor"]
+
+
+def test_json_has_no_nan_and_is_whole(tmp_path):
+    file = tmp_path / "a.json"
+    write_json(file, {"x": float("nan"), "y": [float("inf"), 1.5], "z": (2,)})
+    assert json.loads(file.read_text()) == {"x": None, "y": [None, 1.5], "z": [2]}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert finite({"a": 1}) == {"a": 1}
+
+
+def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
+    """Where results go, where they are watched, and what was measured while choosing a tree make no other run."""
+    first = claim(tmp_path / "out", facts())
+    again = facts(config=CONFIG | {"out": "there", "tracker": {"mode": "online"}})
+    again["proposers"]["speculative"]["verify_seconds"] = {0: 0.7}
+    again["machine"]["memory_gib"] += 1
+    assert claim(tmp_path / "out", again) == first == begun(tmp_path / "out")
+    assert first["proposers"]["speculative"]["verify_seconds"] == {"0": 0.5}
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == first
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "config.proposer.tree", "seed", "arms", "weights_sha256.target", "prompts_sha256", "commit", "versions.torch",
+        "threads", "machine.processor", "machine.gpus", "proposers.speculative.tree",
+    ],
+)  # fmt: skip
+def test_whatever_may_change_a_token_or_a_second_makes_another_run(tmp_path, path):
+    claim(tmp_path, facts())
+    other = json.loads(json.dumps(facts()))
+    *parts, last = path.split(".")
+    inner = other
+    for part in parts:
+        inner = inner[part]
+    inner[last] = "other"
+    with pytest.raises(ValueError, match=rf"holds another run \({path}: .* there, 'other' here\); choose another out"):
+        claim(tmp_path, other)
+
+
+def test_a_commit_with_local_changes_is_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "abc")
+    claim(tmp_path, facts())
+    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "abc+")
+    with pytest.raises(ValueError, match=r"commit: 'abc' there, 'abc\+' here"):
+        claim(tmp_path, facts())
+
+
+def test_many_differences_are_not_all_told(tmp_path):
+    claim(tmp_path, facts())
+    other = facts(seed=4, arms=["baseline"], prompts="c", weights={})
+    with pytest.raises(ValueError, match=r"\(seed: 3 there, 4 here; arms: [^;]*; [^;]*; and more\)"):
+        claim(tmp_path, other)
+
+
+@pytest.mark.parametrize("text", ["half a fi", "[]", "{}", '{"config": 3}'])
+def test_a_file_that_is_no_manifest_is_refused_by_name(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    for ask in (lambda: claim(tmp_path, facts()), lambda: begun_trees(tmp_path, CONFIG)):
+        with pytest.raises(ValueError, match=r"manifest\.json is no manifest .*; choose another out=DIR, or remove it"):
+            ask()
+
+
+def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
+    assert begun_trees(tmp_path, CONFIG) == {}
+    claim(tmp_path, facts())
+    assert begun_trees(tmp_path, CONFIG | {"out": "elsewhere"}) == {"speculative": "0 0.0"}
+    assert begun_trees(tmp_path, CONFIG | {"batch_size": 2}) == {}
+
+
+@pytest.mark.parametrize("name", ["requests.parquet", "parts/rounds-000000.parquet"])
+def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    with pytest.raises(ValueError, match=f"holds rows .{name}. but no manifest.json that says of which run; choose"):
+        claim(tmp_path, facts())
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_proposer_may_tell_of_itself_what_it_likes(tmp_path):
+    """A plugin's proposer whose tree is a list, and whose weights have a number for a hash."""
+    told = facts(proposers={"speculative": {"name": "mine", "drawn": "point", "tree": [[0], [0, 0]]}}, weights={"a": 7})
+    assert claim(tmp_path, told) == begun(tmp_path) == claim(tmp_path, told)
+    assert begun_trees(tmp_path, CONFIG) == {}
+
+
+MEDUSA = {"_target_": "spec_lab.propose.medusa.Medusa.load", "tree": "calibrated"}
+MEASURED = {"recalibrate": True, "cache": "elsewhere"}
+
+
+def test_how_a_tree_is_measured_makes_no_other_run(tmp_path):
+    config = CONFIG | {"proposer": MEDUSA, "beside": {"one": MEDUSA}}
+    otherwise = CONFIG | {"proposer": MEDUSA | MEASURED, "beside": {"one": MEDUSA | MEASURED}}
+    claim(tmp_path, facts(config=config))
+    assert claim(tmp_path, facts(config=otherwise)) == begun(tmp_path)
+    assert begun_trees(tmp_path, otherwise) == {"speculative": "0 0.0"}
+    assert digest(config) == digest(otherwise)
+
+
+def test_options_of_these_names_of_other_proposers_make_another_run():
+    other = {"_target_": "elsewhere.Cached.load"}
+    assert digest({"proposer": other}) != digest({"proposer": other | {"cache": "a"}})
+    assert digest({"proposer": MEDUSA}) != digest({"proposer": MEDUSA | {"max_nodes": 3}})
+
+
+# Taken back
+
+REFUSED = ValueError("refused")
+
+
+def test_a_claim_without_results_is_taken_back_with_its_folder(tmp_path):
+    out, mine = tmp_path / "out", facts()
+    claim(out, mine)
+    (out / "parts").mkdir()
+    unclaim(out, mine, REFUSED, decoded=False)
+    assert not out.exists()
+    unclaim(out, mine, REFUSED, decoded=False)  # nothing is there
+
+
+@pytest.mark.parametrize("name", ["certificate.json", "summary.json", "rounds.parquet", "parts/rounds-0.parquet"])
+def test_results_keep_their_manifest(tmp_path, name):
+    mine = facts()
+    claim(tmp_path, mine)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_run_that_was_resumed_keeps_its_manifest(tmp_path):
+    claim(tmp_path, facts() | {"began": "earlier"})
+    claim(tmp_path, mine := facts() | {"began": "now"})
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
+    assert (tmp_path / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(("error", "decoded"), [(REFUSED, True), (RuntimeError("out of memory"), False)])
+def test_a_run_that_has_decoded_or_failed_otherwise_keeps_its_manifest(tmp_path, error, decoded):
+    claim(tmp_path, mine := facts())
+    unclaim(tmp_path, mine, error, decoded)
+    assert begun_trees(tmp_path, CONFIG) == {"speculative": "0 0.0"}
+
+
+def test_a_manifest_that_was_damaged_meanwhile_does_not_hide_the_run_s_own_error(tmp_path):
+    claim(tmp_path, mine := facts())
+    (tmp_path / "manifest.json").write_text("half a fi")
+    unclaim(tmp_path, mine, REFUSED, decoded=False)
+    assert (tmp_path / "manifest.json").read_text() == "half a fi"

@@ -1,0 +1,187 @@
+"""A run knows the code of parts that come from other packages: edited code is another run."""
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_lab.results import sources, sweep
+from spec_lab.tasks.lab import Loop
+from tests import checkpoints
+
+PACKAGE = Path(__file__).parents[1] / "extension" / "package" / "toy_plugin"
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """As in a new process: nothing of these packages is imported, and no hash is known."""
+
+    def forget(*packages: str) -> None:
+        importlib.invalidate_caches()
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            del sys.modules[name]
+        sources.source.cache_clear()
+
+    yield forget
+    forget("toy_plugin", "lone_module", "broken_package")
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch, anew):
+    """A copy of the toy package, on the path."""
+    anew("toy_plugin")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    return Path(shutil.copytree(PACKAGE, tmp_path / "packages" / "toy_plugin"))
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    return [
+        "hydra.searchpath=[pkg://toy_plugin.conf]",
+        *checkpoints.short_runs(tmp_path, checkpoints.TEXTS[:2]),
+        "proposer=bigram",
+        "verifier=agree",
+    ]
+
+
+@pytest.fixture
+def interrupted(quick_cli, plugin, arguments, tmp_path):
+    """A run that was interrupted in its second group."""
+    plain = Loop.decode
+
+    def decode(self, requests):
+        if requests[0].id == 1:
+            raise KeyboardInterrupt
+        return plain(self, requests)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "decode", decode)
+        assert quick_cli(*arguments)[0] == 130
+    return tmp_path / "swept"
+
+
+def edit(plugin: Path) -> None:
+    file = plugin / "agree.py"
+    file.write_text(file.read_text() + "\nEDITED = True\n")
+
+
+def test_a_run_is_not_resumed_with_edited_code_of_its_parts(quick_cli, interrupted, arguments, plugin, anew):
+    before = {file: file.read_bytes() for file in interrupted.rglob("*") if file.is_file()}
+    edit(plugin)
+    anew("toy_plugin")
+    code, _, errors = quick_cli(*arguments)
+    assert code == 1
+    assert "already holds another run (code.toy_plugin.sha256: " in errors and "choose another out=DIR" in errors
+    assert {file: file.read_bytes() for file in interrupted.rglob("*") if file.is_file()} == before
+
+
+def test_a_run_is_resumed_with_the_same_code(quick_cli, interrupted, arguments, anew):
+    anew("toy_plugin")
+    code, _, errors = quick_cli(*arguments)
+    assert code == 0, errors
+    known = json.loads((interrupted / "manifest.json").read_text())["code"]
+    assert list(known) == ["toy_plugin"] and len(known["toy_plugin"]["sha256"]) == 64
+
+
+def test_a_sweep_s_run_that_is_done_with_other_code_is_not_taken_for_the_same(
+    quick_cli, plugin, arguments, tmp_path, anew
+):
+    assert quick_cli("--multirun", *arguments, "seed=1")[0] == 0
+    anew("toy_plugin")
+    code, _, errors = quick_cli("--multirun", *arguments, "seed=1")
+    assert code == 0 and "done before" in errors
+    edit(plugin)
+    anew("toy_plugin")
+    code, _, errors = quick_cli("--multirun", *arguments, "seed=1")
+    assert code == 1 and "done before" not in errors and "code.toy_plugin.sha256" in errors
+    assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["done"]
+
+
+def test_files_that_options_of_such_parts_name_are_known_by_their_contents(tmp_path):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "model.bin").write_bytes(b"1")
+    part = {"_target_": "elsewhere.Heads", "path": str(weights), "size": 3, "more": {"extra_path": "nowhere"}}
+    before = sources.data({"proposer": part})
+    assert before.keys() == {"proposer.path"}
+    (weights / "model.bin").write_bytes(b"22")
+    assert sources.data({"proposer": part}) != before
+    assert not sources.data({"target": part | {"_target_": "spec_lab.models.target.Target.load"}}), "it hashes its own"
+
+
+@pytest.mark.parametrize("option", ["path", "weights", "model_path", "checkpoint_dir", "vocab_file", "prompts_path"])
+def test_options_that_name_what_a_part_reads_are_known(tmp_path, option):
+    (tmp_path / "file").write_text("1")
+    part = {"_target_": "elsewhere.Part", "more": {option: str(tmp_path / "file")}}
+    assert sources.data({"verifier": part}).keys() == {f"verifier.more.{option}"}
+
+
+@pytest.mark.parametrize("option", ["log_path", "cache_path", "output_path", "model_cache_path", "weights_log"])
+def test_options_that_name_where_a_part_may_write_are_not(tmp_path, option):
+    (tmp_path / "file").write_text("1")
+    assert not sources.data({"verifier": {"_target_": "elsewhere.Part", option: str(tmp_path / "file")}})
+
+
+def test_contents_are_read_once_in_a_process_and_again_once_a_file_changes(tmp_path, monkeypatch):
+    file, opened, plain = tmp_path / "weights", [], Path.open
+    file.write_text("1")
+    monkeypatch.setattr(Path, "open", lambda self, *mode: opened.append(self) or plain(self, *mode))
+    config = {"proposer": {"_target_": "elsewhere.Part", "path": str(file)}}
+    first = sources.data(config)
+    assert sources.data(config) == first and opened == [file]
+    with plain(file, "w") as stream:
+        stream.write("22")
+    assert sources.data(config) != first and opened == [file, file]
+
+
+def test_folders_of_too_many_files_are_left_out(tmp_path, monkeypatch):
+    config = {"proposer": {"_target_": "elsewhere.Part", "path": str(tmp_path)}}
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(sources, "MOST_FILES", 3)
+    assert sources.data(config)
+    (tmp_path / "d").write_text("d")
+    assert not sources.data(config)
+
+
+def test_the_function_that_makes_a_controller_is_known(anew, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "lone_module.py"
+    file.write_text("def make(vocabulary): ...\n")
+    config = {"constraint": {"_target_": "spec_lab.constrain.load.controller", "make": "lone_module.make"}}
+    anew("lone_module")
+    before = sources.code(config)
+    assert before.keys() == {"lone_module"}
+    file.write_text("def make(vocabulary): return None\n")
+    anew("lone_module")
+    assert sources.code(config)["lone_module"]["sha256"] != before["lone_module"]["sha256"]
+
+
+def test_objects_tell_the_package_that_they_come_from(anew):
+    assert sources.code({}, [Path(), 3, None]) == {}
+    assert sources.code({}, [pytest.approx(1)]).keys() == {"_pytest"}
+    assert sources.code({}, [Loop]) == {}
+
+
+def test_distributions_are_known_by_version():
+    import numpy
+
+    assert sources.source("numpy")["versions"]["numpy"] == numpy.__version__
+
+
+def test_a_package_too_large_is_known_by_its_version_alone(anew, monkeypatch):
+    anew()
+    monkeypatch.setattr(sources, "MOST_SOURCES", (3, 10))
+    assert sources.source("pytest")["sha256"] is None and sources.source("pytest")["versions"]
+
+
+def test_without_a_commit_this_package_s_own_source_is_known(monkeypatch):
+    from tests.results.test_manifest import facts
+
+    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: None)
+    assert len(facts()["code"]["spec_lab"]["sha256"]) == 64
+    monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "abc")
+    assert "spec_lab" not in facts()["code"]

@@ -1,0 +1,699 @@
+"""Sweeps: what was asked, where each run stands, what the command line makes of it, and the table of it all."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from spec_lab.cli.commands import command
+from spec_lab.results import sweep, writer
+from spec_lab.results.writer import load
+from spec_lab.tasks.lab import Loop
+from tests import checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+# Names -------------------------------------------------------------------------------------------------------------
+
+KEYS = st.from_regex(r"\A[a-z][a-z_]{0,9}(\.[a-z_]{1,9}){0,2}\Z").filter(
+    lambda key: key.partition(".")[0] not in sweep.PLACES
+)
+VALUES = st.text(st.characters(exclude_categories=["C"], exclude_characters=","), max_size=80)
+OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(lambda one: [f"{key}={value}" for key, value in one.items()])
+
+
+@given(OVERRIDES, st.randoms(use_true_random=False))
+@example(["prompt=" + "語" * 200], None)
+@example(["prompts.path=../../etc/passwd"], None)
+def test_a_name_is_one_safe_folder_whatever_the_overrides_and_their_order(overrides, dice):
+    name = sweep.folder_name(overrides)
+    assert not set(name) & set("/\\\0 \n'\"$*?")
+    assert name not in ("", ".", "..")
+    assert len(name.encode()) <= 255, "more than file systems take"
+    if dice:
+        dice.shuffle(overrides)
+    assert sweep.folder_name(overrides) == name
+
+
+@given(OVERRIDES, OVERRIDES)
+@example(["a=x/y"], ["a=x_y"])
+@example(["a=x y"], ["a=x/y"])
+@example(["a=" + "1" * 200], ["a=" + "1" * 201])
+@example(["a=1"], [])
+def test_other_overrides_have_another_name(some, others):
+    assert (sweep.folder_name(some) == sweep.folder_name(others)) == (sorted(some) == sorted(others))
+
+
+def test_a_name_is_readable_where_it_can_be():
+    assert sweep.folder_name(["seed=1", "proposer=medusa"]) == "proposer=medusa,seed=1"
+    assert sweep.folder_name([]) == "default"
+    assert sweep.folder_name(["+experiment=peers"]) == "experiment=peers"
+
+
+def test_where_results_go_makes_no_other_run():
+    said = ["out=there", "tracker=wandb", "tracker.mode=offline", "+tracker.notes=x", "retry=true", "seed=1"]
+    assert sweep.own(said) == ("seed=1",)
+    assert sweep.folder_name(said) == sweep.folder_name(["seed=1"]) == "seed=1"
+    assert sweep.own(["outer=1", "retry_twice=1"]) == ("outer=1", "retry_twice=1")
+
+
+def test_labels_leave_out_what_all_runs_share():
+    asked = {"a": ("seed=1", "warmup=0"), "b": ("seed=2", "warmup=0"), "c": ("warmup=0",)}
+    assert sweep.labels(asked) == {"a": "seed=1", "b": "seed=2", "c": "c"}
+    assert sweep.labels({"a": ("seed=1",)}) == {"a": "seed=1"}
+
+
+# What was asked ----------------------------------------------------------------------------------------------------
+
+
+def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
+    sweep.plan(tmp_path / "new", [["seed=2", "out=a"], ["seed=1"]])
+    sweep.plan(tmp_path / "new", [["seed=3"], ["seed=2", "retry=true"]])
+    found = sweep.runs(tmp_path / "new")
+    assert [one.overrides for one in found] == [("seed=2",), ("seed=1",), ("seed=3",)]
+    assert [one.folder for one in found] == [tmp_path / "new" / f"seed={seed}" for seed in (2, 1, 3)]
+    assert {one.state for one in found} == {"waiting"}
+    assert sweep.place(found[1].folder) == "2 of 3, seed=1"
+
+
+def test_plans_at_once_lose_nothing(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: sweep.plan(tmp_path, [[f"seed={seed}"]]), range(24)))
+    assert {one.overrides for one in sweep.runs(tmp_path)} == {(f"seed={seed}",) for seed in range(24)}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"runs": 3}', '{"runs": [{"folder": "a"}]}'])
+def test_a_list_of_runs_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    for call in (lambda: sweep.runs(tmp_path), lambda: sweep.plan(tmp_path, [["seed=1"]])):
+        with pytest.raises(ValueError, match=r"sweep\.json is no list of runs .*; remove it and sweep again"):
+            call()
+
+
+def test_what_is_no_sweep_is_refused_as_what_it_is(tmp_path):
+    with pytest.raises(ValueError, match="nowhere does not exist; a sweep is made by --multirun"):
+        sweep.runs(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no sweep"):
+        sweep.collect(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    assert sweep.is_run(tmp_path)
+    with pytest.raises(ValueError, match="holds a single run"):
+        sweep.runs(tmp_path)
+
+
+# Where a run stands ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one(tmp_path):
+    """A sweep of one run, in which nothing has happened but that its folder is there."""
+    sweep.plan(tmp_path, [["seed=1"]])
+    (tmp_path / "seed=1").mkdir()
+    return tmp_path / "seed=1"
+
+
+def stands(folder: Path) -> sweep.Run:
+    (found,) = sweep.runs(folder.parent)
+    assert found.folder == folder
+    return found
+
+
+def parts(folder: Path, *groups: int) -> None:
+    """Rows of finished groups, as a run leaves them while it goes on."""
+    for group in groups:
+        empty = {"double": 0.0, "int64": 0, "bool": False, "string": ""}
+        row = {
+            name: empty.get(str(kind), []) for name, (kind, _) in writer.SCHEMAS["requests"].items()
+        }  # fmt: skip
+        writer.Recorder(folder).write(group, [], [], [row | {"id": f"{group}/a/0", "group": group, "arm": "a"}])
+
+
+HOLD = """
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_is_running_while_a_living_process_holds_it_and_waits_once_that_is_killed(one):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(one / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        assert stands(one).state == "running"
+        with pytest.raises(sweep.Held, match="another process is at the run in"), sweep.holding(one, patience=0.05):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        assert (one / ".lock").exists(), "it is left behind, and stale"
+        assert stands(one).state == "waiting"
+        with sweep.holding(one, patience=0.0):
+            assert stands(one).state == "running"
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not (one / ".lock").exists()
+
+
+def test_a_run_is_let_go_whatever_happened(one):
+    with pytest.raises(ZeroDivisionError), sweep.holding(one):
+        raise ZeroDivisionError
+    with sweep.holding(one, patience=0.0):
+        pass
+    assert not list(one.iterdir())
+
+
+def test_whoever_waits_for_a_run_gets_it_alone(one):
+    inside, most = 0, []
+
+    def work(_):
+        nonlocal inside
+        with sweep.holding(one, patience=30):
+            inside += 1
+            most.append(inside)
+            time.sleep(0.002)
+            inside -= 1
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(12)))
+    assert most == [1] * 12
+
+
+def test_a_run_that_was_stopped_waits_with_its_finished_groups(one):
+    (one / "manifest.json").write_text(json.dumps({"groups": 5, "overrides": ["seed=1"]}))
+    assert stands(one) == sweep.Run(one, ("seed=1",), "waiting", 0, 5)
+    parts(one, 0, 1)
+    assert stands(one).groups == 2
+    writer.Recorder(one).gather()
+    parts(one, 1, 2)  # killed while it removed what it had gathered
+    assert stands(one).groups == 3
+
+
+def test_a_run_that_is_done_says_its_code_and_seconds(one):
+    (one / "manifest.json").write_text(json.dumps({"groups": 5}))
+    sweep.end(one, ["seed=1", "out=x"], "abc", 3, 1.23456)
+    assert stands(one) == sweep.Run(one, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
+    assert sweep.ended(one)["config_sha256"] == "abc"
+
+
+def test_a_run_that_failed_says_of_what_and_keeps_its_traceback(one):
+    parts(one, 0)
+    try:
+        raise OSError("no room")
+    except OSError as error:
+        sweep.fail(one, ["seed=1"], error, "no room left", 2.0)
+    found = stands(one)
+    assert (found.state, found.error, found.groups, found.seconds) == ("failed", "no room left", 1, 2.0)
+    assert "Traceback" in sweep.ended(one)["traceback"] and "OSError: no room" in sweep.ended(one)["traceback"]
+    sweep.begin(one)
+    assert stands(one).state == "waiting"
+    sweep.begin(one)
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_not_said_to_wait(one, monkeypatch):
+    running = sweep._running
+
+    def just_then(folder):
+        found = running(folder)
+        sweep.end(folder, [], "abc", 0, 1.0)
+        return found
+
+    monkeypatch.setattr(sweep, "_running", just_then)
+    assert stands(one).state == "done"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "done"}'])
+def test_a_note_that_says_nothing_is_named(one, text):
+    (one / "ended.json").write_text(text)
+    (found,) = sweep.runs(one.parent)
+    assert found.state == "failed"
+    assert "ended.json does not say how the run ended" in found.error or "ended.json is not readable" in found.error
+
+
+def test_runs_that_nobody_planned_are_found_too(one):
+    lone, other = one.parent / "mine", one.parent / "trial"
+    for folder in (lone, other, one.parent / "figures"):
+        folder.mkdir()
+    (lone / "manifest.json").write_text(json.dumps({"groups": 2, "overrides": None}))  # made without --multirun
+    sweep.fail(other, ["seed=9"], ValueError("x"), "x", 1.0)
+    assert [(run.folder, run.overrides, run.state) for run in sweep.runs(one.parent)] == [
+        (one, ("seed=1",), "waiting"),
+        (lone, (), "waiting"),
+        (other, ("seed=9",), "failed"),
+    ]
+
+
+def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypatch):
+    """Whatever request is seen, its steps and rounds are seen too."""
+    recorder, read = writer.Recorder(tmp_path), writer._read
+
+    def write(group: int) -> None:
+        rows = {}
+        for name, columns in writer.SCHEMAS.items():
+            empty = {"double": 0.0, "int64": 0, "bool": False, "string": ""}
+            row = {column: empty.get(str(kind), []) for column, (kind, _) in columns.items()}
+            rows[name] = [row | {"id": f"{group}/a/0", "group": group, "arm": "a"}]
+        recorder.write(group, rows["rounds"], rows["steps"], rows["requests"])
+
+    for group in range(3):
+        write(group)
+
+    def meanwhile(file):
+        found = read(file)
+        if len(list(tmp_path.glob("parts/requests-*"))) < 6:
+            write(len(list(tmp_path.glob("parts/requests-*"))))
+        return found
+
+    monkeypatch.setattr(writer, "_read", meanwhile)
+    tables = load(tmp_path)
+    assert {0, 1, 2} <= set(tables.requests["group"])
+    assert set(tables.requests["group"]) == set(tables.steps["group"]) == set(tables.rounds["group"])
+
+
+def test_rows_read_while_they_are_gathered_are_all_there(tmp_path, monkeypatch):
+    parts(tmp_path, 0, 1, 2)
+    read, listed = writer._read, writer._parts
+
+    def gathered(out, name):
+        found = listed(out, name)
+        monkeypatch.setattr(writer, "_read", read)
+        monkeypatch.setattr(writer, "_parts", listed)
+        writer.Recorder(out).gather()
+        return found
+
+    monkeypatch.setattr(writer, "_parts", gathered)
+    assert set(load(tmp_path).requests["group"]) == {0, 1, 2}
+
+
+# The table ---------------------------------------------------------------------------------------------------------
+
+
+def finished(folder: Path, summary: dict, seconds: float = 2.0) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "manifest.json").write_text(json.dumps({"groups": 2, "commit": "c0ffee"}))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    sweep.end(folder, [], "abc", 0, seconds)
+
+
+ARM = {
+    "proposer": "ngram", "verifier": "token", "lossless": True, "tokens": 12, "tau_pooled": 2.5, "drawn": ["x"],
+    "speedup": {"mean": 1.5, "low": 1.25, "high": 1.75}, "survival": [0.5, 0.25], "conditional": [0.5, None],
+    "phase_seconds": {"law": 0.25, "verify": 0.125}, "finish": {"length": 3},
+    "intervals": {"tau_pooled": {"low": 2.0, "high": 3.0}},
+}  # fmt: skip
+
+
+def test_the_table_has_a_row_for_each_arm_of_each_run_that_is_done(tmp_path):
+    sweep.plan(tmp_path, [["seed=1", "proposer=ngram"], ["seed=2", "sampling.temperature=0.5"], ["seed=3"]])
+    names = [one.folder.name for one in sweep.runs(tmp_path)]
+    plain = {"proposer": "none", "speedup": {"mean": None, "low": None, "high": None}}
+    shared = {"experiment": "toy", "temperature": 0.0, "groups": 2, "errors": []}
+    finished(tmp_path / names[0], shared | ARM | {"arms": {"speculative": ARM, "baseline": plain}})
+    finished(tmp_path / names[1], shared | ARM | {"arms": {"speculative": ARM}}, seconds=3.0)
+    table = sweep.collect(tmp_path)
+    assert list(zip(table["run"], table["arm"], strict=True)) == [
+        (names[0], "speculative"),
+        (names[0], "baseline"),
+        (names[1], "speculative"),
+    ]
+    assert table["seed"].tolist() == [1, 1, 2]
+    assert pd.api.types.is_integer_dtype(table["seed"])
+    assert table["sampling.temperature"].isna().tolist() == [True, True, False]
+    assert table["sampling.temperature"][2] == 0.5
+    assert table["proposer"].tolist()[:2] == ["ngram", "ngram"] and pd.isna(table["proposer"][2])
+    assert table["proposer_name"].tolist() == ["ngram", "none", "ngram"]
+    first = table.iloc[0]
+    expected = {
+        "verifier_name": "token", "experiment": "toy", "groups": 2, "tokens": 12, "tau_pooled": 2.5,
+        "tau_pooled_low": 2.0, "tau_pooled_high": 3.0, "speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.75,
+        "survival@1": 0.5, "survival@2": 0.25, "conditional@1": 0.5, "phase_law": 0.25, "phase_verify": 0.125,
+        "commit": "c0ffee", "job_seconds": 2.0, "code": 0,
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert bool(first["lossless"]) and math.isnan(first["conditional@2"])
+    assert not {"errors", "finish", "phase_seconds", "survival", "drawn", "arms"} & set(table)
+    assert table["job_seconds"].tolist() == [2.0, 2.0, 3.0]
+
+
+def test_a_summary_without_arms_is_one_row(tmp_path):
+    sweep.plan(tmp_path, [["seed=1"]])
+    finished(tmp_path / "seed=1", {"experiment": "cost", "arms": [1, 2], "passed": 3})
+    (row,) = sweep.collect(tmp_path).to_dict("records")
+    assert (row["experiment"], row["passed"], row["seed"], row["arm"]) == ("cost", 3, 1, None)
+    (tmp_path / "seed=1" / "summary.json").rename(tmp_path / "seed=1" / "certificate.json")
+    assert sweep.collect(tmp_path)["passed"].tolist() == [3]
+
+
+def test_a_table_of_nothing_is_empty(tmp_path):
+    sweep.plan(tmp_path, [["seed=1"]])
+    assert len(sweep.collect(tmp_path)) == 0
+    assert command(["collect", str(tmp_path)]) == 1
+    assert not (tmp_path / "table.csv").exists()
+
+
+def test_options_that_are_numbers_in_some_runs_only_can_be_written_and_read(tmp_path, capsys):
+    values = ["null", "3", "'x'", "0.5"]
+    sweep.plan(tmp_path, [[f"sampling.top_k={value}"] for value in values])
+    for run in sweep.runs(tmp_path):
+        finished(run.folder, {"experiment": "toy", "arms": {"speculative": ARM}})
+    assert command(["collect", str(tmp_path)]) == 0, capsys.readouterr().err
+    assert len(pd.read_parquet(tmp_path / "table.parquet")["sampling.top_k"]) == 4
+    assert len(pd.read_csv(tmp_path / "table.csv")) == 4
+
+
+@pytest.mark.parametrize("option", ["constraint", "target", "proposer", "verifier"])
+def test_what_the_command_line_said_is_not_overwritten_by_what_a_part_calls_itself(tmp_path, option):
+    sweep.plan(tmp_path, [[f"{option}=asked"]])
+    summary = {"experiment": "toy", "constraint": "own name", "target": "own name", "arms": {"speculative": ARM}}
+    finished(tmp_path / f"{option}=asked", summary)
+    assert sweep.collect(tmp_path)[option].tolist() == ["asked"]
+
+
+# The command line --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Overrides that name a tiny checkpoint and its prompts, and keep runs short."""
+    return checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def cli(quick_cli):
+    return quick_cli
+
+
+def states(folder: Path) -> dict[str, tuple[str, int]]:
+    """Where the run of each seed stands, and how many groups it has finished."""
+    seeds = [next(one for one in run.overrides if one.startswith("seed")) for run in sweep.runs(folder)]
+    return {seed[5:]: (run.state, run.groups) for seed, run in zip(seeds, sweep.runs(folder), strict=True)}
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """When each file of the runs was last changed."""
+    return {file: file.stat().st_mtime_ns for file in folder.glob("*/**/*") if file.is_file()}
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The requests that were decoded from here on; ``decoded.stop`` are those at which Ctrl-C is pressed."""
+
+    class Decoded(list):
+        stop = ()
+
+    seen, plain = Decoded(), Loop.decode
+
+    def decode(self, requests):
+        if requests[0].id in seen.stop:
+            raise KeyboardInterrupt
+        seen.append(requests[0].id)
+        return plain(self, requests)
+
+    monkeypatch.setattr(Loop, "decode", decode)
+    return seen
+
+
+def test_finished_runs_are_skipped_and_new_ones_are_added(cli, tiny, tmp_path, decoded):
+    some = ["--multirun", *tiny, "prompts.limit=2"]
+    code, said, errors = cli(*some, "seed=1,2")
+    assert code == 0, errors
+    assert "1 of 2, seed=1: done in " in errors and "2 of 2, seed=2: done in " in errors
+    assert "swept: 2 done" in said
+    assert decoded == [0, 1, 0, 1]
+    before = files(tmp_path / "swept")
+    code, said, errors = cli(*some, "seed=2,1,3")
+    assert code == 0, errors
+    assert "1 of 3, seed=1: done before" in errors and "3 of 3, seed=3: done in" in errors
+    assert decoded == [0, 1, 0, 1, 0, 1], "only the new one's"
+    after = files(tmp_path / "swept")
+    assert len(before) >= 2 * 6 and all(after[file] == moment for file, moment in before.items())
+    assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 2), "3": ("done", 2)}
+
+
+def test_an_interrupted_sweep_goes_on_from_its_finished_groups(cli, tiny, tmp_path, decoded):
+    some = ["--multirun", *tiny, "prompts.limit=3", "seed=1,2"]
+    decoded.stop = (2,)
+    code, _, errors = cli(*some)
+    assert code == 130
+    assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
+    assert "run the same command with out=swept to go on" in errors
+    assert "Traceback" not in errors
+    assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
+    (first, _) = sweep.runs(tmp_path / "swept")
+    before = load(first.folder).requests
+    decoded.stop = ()
+    decoded.clear()
+    code, said, errors = cli(*some)
+    assert code == 0, errors
+    assert decoded == [2, 0, 1, 2]
+    after = load(first.folder).requests
+    pd.testing.assert_frame_equal(after[after["group"] < 2], before)
+    assert after["group"].tolist() == [0, 1, 2]
+    assert "swept: 2 done" in said
+
+
+def test_a_failed_run_spares_the_others_and_is_tried_again_on_request_only(cli, tiny, tmp_path, decoded):
+    good = next(one for one in tiny if one.startswith("prompts.path=")).partition("=")[2]
+    some = ["--multirun", *tiny, "prompts.limit=2", f"prompts.path=later.jsonl,{good}"]
+    code, said, errors = cli(*some)
+    assert code == 1
+    assert "failed: prompts file later.jsonl does not exist" in errors
+    assert "swept: 1 done, 1 failed" in said
+    assert "retry=true tries those again that failed" in said
+    assert decoded == [0, 1]
+    failed, done = sweep.runs(tmp_path / "swept")
+    assert (failed.state, done.state) == ("failed", "done")
+    note = json.loads((failed.folder / "ended.json").read_text())
+    assert note["traceback"].startswith("Traceback") or "\nTraceback" in note["traceback"]
+    assert "FileNotFoundError" in note["traceback"] and "prompts.py" in note["traceback"]
+    assert note["error"] == failed.error and "\n" not in note["error"]
+
+    checkpoints.prompts(tmp_path / "later.jsonl")
+    code, _, errors = cli(*some)
+    assert code == 1, "it did not go well yet"
+    assert "failed before (prompts file later.jsonl does not exist" in errors and "; retry=true tries again" in errors
+    assert decoded == [0, 1]
+
+    code, said, errors = cli(*some, "retry=true")
+    assert code == 0, errors
+    assert decoded == [0, 1, 0, 1], "what is done is not done again"
+    assert {run.state for run in sweep.runs(tmp_path / "swept")} == {"done"}
+    assert cli(*some)[0] == 0
+    assert decoded == [0, 1, 0, 1]
+
+
+def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
+    """Of a sweep with a run that is done, one that failed, one that was stopped and one that a process is at."""
+    decoded.stop = (1,)
+    code, *_ = cli("--multirun", *tiny, "prompts.limit=1,nothing,2,3")
+    assert code == 130
+    done, *_, never = sweep.runs(tmp_path / "swept")
+    never.folder.mkdir(exist_ok=True)
+    with sweep.holding(never.folder):
+        code, said, errors = cli("state", "swept")
+    assert code == 0, errors
+    (table, _, summed) = said.partition("swept: ")
+    told = {words[0]: words[1:] for line in table.splitlines() if (words := line.split())}
+    assert told["prompts.limit=1"][:2] == ["done", "1/1"]
+    assert told["prompts.limit=nothing"][:2] == ["failed", "0/?"]
+    assert "prompts.limit must be a whole number" in said
+    assert told["prompts.limit=2"] == ["waiting", "1/2"]
+    assert told["prompts.limit=3"][:1] == ["running"]
+    assert summed.startswith("1 done, 1 running, 1 failed, 1 waiting")
+    assert "The same command goes on with those that wait." in summed
+
+    code, said, errors = cli("collect", "swept")
+    assert code == 0, errors
+    assert "1 runs, 1 rows: " in said and "; 3 runs are not done" in said
+    table = pd.read_parquet(tmp_path / "swept" / "table.parquet")
+    assert table["prompts.limit"].tolist() == [1]
+    assert table["proposer_name"].tolist() == ["ngram"]
+    assert pd.read_csv(tmp_path / "swept" / "table.csv")["run"].tolist() == [done.folder.name]
+
+
+@pytest.mark.parametrize("word", ["state", "collect"])
+def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
+    code, _, errors = cli(word, "nowhere")
+    assert code == 1
+    assert (
+        errors == "spec_lab: nowhere does not exist; a sweep is made by --multirun with out=DIR and has a sweep.json\n"
+    )
+
+
+def test_unknown_commands_are_refused_with_those_there_are(cli):
+    code, _, errors = cli("stat", "nowhere")
+    assert code == 2
+    assert "state" in errors and "collect" in errors
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(cli, tiny, tmp_path, decoded):
+    sweep.plan(tmp_path / "swept", [])
+    some = ["--multirun", *tiny, "prompts.limit=1", "seed=1,2"]
+    assert cli(*some)[0] == 0
+    first = sweep.runs(tmp_path / "swept")[0].folder
+    sweep.begin(first)
+    decoded.clear()
+    with sweep.holding(first):
+        code, said, errors = cli(*some)
+    assert code == 1, "not all that was asked for is done"
+    assert "another process is at it; left to that one" in errors
+    assert "1 done, 1 running" in said
+    assert not decoded
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    """Write an experiment of our own; returns the overrides that choose it."""
+
+    def write(*lines: str) -> list[str]:
+        (tmp_path / "mine" / "experiment").mkdir(parents=True, exist_ok=True)
+        file = tmp_path / "mine" / "experiment" / "mine.yaml"
+        file.write_text("\n".join(["# @package _global_", *lines]) + "\n")
+        return [f"hydra.searchpath=[file://{tmp_path / 'mine'}]", "+experiment=mine"]
+
+    return write
+
+
+def test_a_sweep_in_an_experiment_file_needs_no_flag_and_a_changed_one_is_refused(
+    cli, tiny, tmp_path, experiment, decoded
+):
+    swept = ["hydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}", "name: mine", "prompts: {limit: 2}"]
+    code, said, errors = cli(*tiny, *experiment(*swept, "batch_size: 1"))
+    assert code == 0, errors
+    assert len(sweep.runs(tmp_path / "swept")) == 2
+    assert "swept: 2 done" in said
+    assert {one["experiment"] for one in sweep.collect(tmp_path / "swept").to_dict("records")} == {"mine"}
+    before = [load(run.folder) for run in sweep.runs(tmp_path / "swept")]
+
+    decoded.clear()
+    code, _, errors = cli(*tiny, *experiment(*swept, "batch_size: 2"))
+    assert code == 1
+    assert "already holds another run (config.batch_size: 1 there, 2 here" in errors
+    assert not decoded
+    for run, tables in zip(sweep.runs(tmp_path / "swept"), before, strict=True):
+        for name in writer.SCHEMAS:
+            pd.testing.assert_frame_equal(getattr(load(run.folder), name), getattr(tables, name))
+    code, _, errors = cli(*tiny, *experiment(*swept, "batch_size: 1"))
+    assert code == 0, errors
+    assert not decoded, "the old experiment's results are still there"
+
+
+def test_a_choice_that_is_none_is_said_before_anything_runs(cli, tiny, tmp_path, decoded):
+    some = [one for one in tiny if not one.startswith("proposer")]
+    code, _, errors = cli("--multirun", *some, "prompts.limit=1", "proposer=ngram,ngrm")
+    assert code == 1
+    assert "Could not find 'proposer/ngrm'" in errors
+    assert not decoded and not sweep.is_sweep(tmp_path / "swept")  # nothing that would be waited for
+
+
+def test_ctrl_c_in_a_sweep_says_how_to_go_on(tiny, tmp_path):
+    many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
+    given = ["--multirun", *tiny, "max_new_tokens=200", f"prompts.path={many}", "seed=1,2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spec_lab", *given],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in the background
+    )
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("swept/*/parts/requests-*")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "finished groups of 400 are in " in errors and "the same command with out=swept resumes it" in errors
+    assert "Traceback" not in errors
+    first, second = sweep.runs(tmp_path / "swept")
+    assert (first.state, second.state) == ("waiting", "waiting")
+    assert 1 <= first.groups < first.of == 400
+    assert second.groups == 0
+
+
+def test_a_run_whose_files_are_spoilt_has_failed_and_is_mended_from_its_rows_on_request(cli, tiny, tmp_path, decoded):
+    some = ["--multirun", *tiny, "prompts.limit=2", "seed=1,2"]
+    assert cli(*some)[0] == 0
+    first, second = (run.folder for run in sweep.runs(tmp_path / "swept"))
+    was = json.loads((first / "summary.json").read_text())
+    (first / "summary.json").write_text('{"half')
+    (second / "ended.json").write_text("")
+    assert states(tmp_path / "swept") == {"1": ("failed", 2), "2": ("failed", 2)}
+    decoded.clear()
+    code, said, errors = cli(*some)
+    assert code == 1 and "swept: 2 failed" in said and "summary.json is not readable" in errors
+    code, said, errors = cli(*some, "retry=true")
+    assert code == 0 and "swept: 2 done" in said, errors
+    assert not decoded and json.loads((first / "summary.json").read_text()) == was
+
+
+def test_a_run_whose_prompts_have_changed_since_is_not_taken_for_the_same(cli, tiny, tmp_path):
+    own = checkpoints.prompts(tmp_path / "own.jsonl", ["a b a b", "c d c d"])
+    some = ["--multirun", *tiny, f"prompts.path={own}"]
+    assert cli(*some, "seed=1")[0] == 0
+    checkpoints.prompts(own, ["a b a b"])
+    code, _, errors = cli(*some, "seed=1,2")
+    assert code == 1
+    assert "already holds another run (prompts_sha256: " in errors
+    assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 1)}
+
+
+@pytest.mark.parametrize("option", ["out=a,b", "tracker=files,wandb", "retry=true,false"])
+def test_where_results_go_cannot_be_swept(cli, tiny, tmp_path, decoded, option):
+    code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", option)
+    assert code == 1 and not decoded
+    assert f"{option.partition('=')[0]} cannot be swept" in errors
+
+
+def test_texts_in_brackets_are_printed_as_they_are(cli, tiny, tmp_path):
+    code, said, _ = cli("--multirun", *tiny, "prompts.path='[/red]x.jsonl'", "name='a [red] b','c [/d]'")
+    assert code == 1
+    assert "name='a [red] b'" in said and "name='c [/d]'" in said and "[/red]x.jsonl does not exist" in said
+    assert cli("state", "swept")[0] == 0
+
+
+def test_what_fails_at_a_sweep_s_end_is_no_success(cli, tiny, tmp_path, monkeypatch):
+    def broken(folder):
+        raise ValueError("no table today")
+
+    monkeypatch.setattr("spec_lab.cli.commands.tell_results", broken)
+    code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "seed=1")
+    assert code == 1 and "spec_lab: no table today" in errors
+
+
+def test_runs_on_other_code_or_prompts_are_told_apart(tmp_path):
+    sweep.plan(tmp_path, [["seed=1"], ["seed=2"], ["prompts=b", "seed=1"]])
+    for run, commit, prompts in zip(sweep.runs(tmp_path), "xyx", "ppq", strict=True):
+        run.folder.mkdir()
+        facts = {"commit": commit, "prompts_sha256": prompts, "threads": 1, "machine": {"processor": "z"}}
+        (run.folder / "manifest.json").write_text(json.dumps(facts))
+        sweep.end(run.folder, run.overrides, "abc", 0, 1.0)
+    assert sweep.mixed(sweep.runs(tmp_path)) == {"commit": ["x", "y"]}
+
+
+def test_a_full_disk_is_named(cli, tiny, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sweep, "write_json", full)
+    monkeypatch.setattr(sweep, "plan", lambda *_: None)
+    (tmp_path / "swept").mkdir()
+    (tmp_path / "swept" / "sweep.json").write_text('{"runs": []}')
+    code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "proposer.depth=oops")
+    assert code == 1 and "Traceback" not in errors
+    assert "that could not be noted in " in errors and "(No space left on device)" in errors

@@ -1,0 +1,94 @@
+"""Verifiers that declare that they verify chains only: what is enumerated, and which pairs are refused."""
+
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, forest, tree
+from spec_lab.propose import Null, branches
+from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.tasks.certify.certificate import QUICK, every, in_short, prove
+from spec_lab.tasks.certify.exact import STEPS, Instance
+from spec_lab.tasks.certify.sampled import joint
+from spec_lab.tasks.certify.worlds import Random
+from spec_lab.tasks.verifier_study.judging import pairs
+from spec_lab.verify import Lenient, Token, chains_only, check_pair, misfit
+from tests.tasks.certify.parts import Uniform, Verifies
+from tests.tasks.certify.test_exact import draft_model
+
+
+class Straight(Verifies):
+    """Token verification that fails where a row has two children."""
+
+    name = "straight"
+    chains_only = True
+
+    def __call__(self, draft, p):
+        assert max(map(len, draft.shape.children)) <= 1, "a tree came"
+        return super().__call__(draft, p)
+
+
+class Biased(Straight):
+    """Wrong on chains as well."""
+
+    def __call__(self, draft, p):
+        return Lenient(0.9)(draft, p)
+
+
+class Pairs(Uniform):
+    """Drafts two siblings, and does not declare that."""
+
+    name, nodes = "pairs", 2
+    drawn = "point"
+
+    def propose(self, batch):
+        tokens = torch.tensor([0, 1] * len(batch.sequences))
+        return Draft(forest((tree(((0,), (1,))),) * len(batch.sequences)), tokens)
+
+
+def test_chains_are_enumerated_and_nothing_else():
+    chosen = [one for one in every() if one.chain]
+    assert 20 < len(chosen) < len(every())
+    proof = prove("iid", Straight(), QUICK)
+    assert [one.instance for one in proof.findings] == [one.name for one in QUICK if one.chain]
+    assert proof.failure is None and not proof.missing
+    assert in_short(draft_model("1x1"), Straight())["certified"] == "quick"
+
+
+def test_a_chain_verifier_that_is_wrong_is_found():
+    assert prove("iid", Biased(), STEPS[:3]).failure is not None
+
+
+def test_texts_are_sampled_from_chains():
+    texts, law = joint("iid", Straight(), 20, 0)
+    assert len(texts) == 20 and law.sum() == pytest.approx(1)
+
+
+def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
+    shipped = draft_model("2x1"), NgramTree(4, 2, 2, 1)
+    for one in shipped:
+        with pytest.raises(ValueError, match=f"'straight' verifies chains only; proposer '{one.name}' drafts trees"):
+            check_pair(one.name, one.drawn, Straight(), branches(one))
+        check_pair(one.name, one.drawn, Token(), branches(one))
+    for one in (draft_model("1x1x1"), Ngram(3, 2, 1), Null()):
+        assert branches(one) is False and misfit(one.name, one.drawn, Straight(), branches(one)) is None
+    assert branches(Pairs()) is None and branches(Uniform()) is False, "one node is a chain"
+    assert chains_only(Straight()) and not chains_only(Token())
+
+
+def test_a_tree_of_one_that_does_not_declare_it_is_refused_when_it_is_drafted():
+    with pytest.raises(ValueError, match="'straight' verifies chains only; proposer 'pairs' has drafted a tree"):
+        prove(Pairs(), Straight(), [Instance(Random(1), "1x1")])
+
+
+def test_recorded_drafts_of_trees_are_not_judged_by_it():
+    proposers = {"tree": draft_model("2x1"), "chain": draft_model("1x1")}
+    judges, left_out = pairs(proposers, {"straight": Straight(), "token": Token()})
+    assert {name: [*found] for name, found in judges.items()} == {"tree": ["token"], "chain": ["straight", "token"]}
+    assert [one["proposer"] for one in left_out] == ["tree"]
+    with pytest.raises(ValueError, match="proposer 'tree' drafts trees drawn 'iid', which no verifier here supports"):
+        pairs(proposers, {"straight": Straight()})
+
+
+def test_a_shape_knows_whether_it_branches():
+    assert not forest((tree(((0,),)), tree(((0,), (0, 0))))).branches
+    assert forest((tree(((0,), (1,))), tree(((0,),)))).branches

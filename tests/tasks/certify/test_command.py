@@ -1,0 +1,359 @@
+"""``+experiment=certify`` from the command line: its table, its files, its refusals, and parts of a user's own."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from matplotlib.image import imread
+from omegaconf import OmegaConf
+
+from spec_lab.cli.main import zoo
+from spec_lab.tasks.certify.certificate import QUICK, every, prove
+from spec_lab.tasks.certify.exact import LOOPS
+from spec_lab.tasks.certify.task import _Work
+from spec_lab.verify import Gumbel, Token
+from tests import checkpoints
+
+SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "out=here"]
+NGRAM = [*SHORT, "proposer=ngram"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny_zoo(tmp_path_factory):
+    """Tiny models in the bundled models' place."""
+    folder = checkpoints.zoo(tmp_path_factory.mktemp("zoo"))
+    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
+    yield
+    OmegaConf.register_new_resolver("zoo", zoo, replace=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Fewer instances."""
+    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
+
+
+@pytest.fixture
+def thorough(monkeypatch, quick):
+    """All of them."""
+    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", prove)
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    return lambda: json.loads((tmp_path / "here" / "certificate.json").read_text())
+
+
+# The composed pair
+
+
+@pytest.mark.usefixtures("thorough")
+def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
+    code, said, errors = flat_cli(*NGRAM, "task.samples=600")
+    assert code == 0, errors
+    found = certificate()
+    assert found["complete"] is True and found["certified"] is True and found["failed"] == []
+    assert found["worst_tv"] < 1e-12
+    assert found["instances"] == [one.name for one in every()]
+    assert found["seed"] == 0 and found["sampling"]["temperature"] == 1
+    assert {"commit", "versions", "machine", "threads", "weights_sha256", "alpha", "power"} <= set(found)
+    assert found["weights_sha256"]["target"] and found["versions"]["torch"]
+    (pair,) = found["pairs"]
+    assert (pair["proposer"], pair["drawn"], pair["verifier"]) == ("ngram", "point", "token")
+    assert pair["certified"] == "exact" and pair["declared_lossless"] is True and pair["failed"] is None
+    assert pair["exact"]["instances"] == len(every()) and pair["exact"]["drafts"] == "proposer"
+    names = ["joint law of four tokens", "towards the draft", "mode"]
+    assert [check["name"] for check in pair["sampled"]] == names
+    assert [check["samples"] for check in pair["sampled"]][::2] == [600, 40]
+    assert pair["rejected"] == []
+    assert found["control"]["p_value"] < 1e-6
+    assert json.loads((tmp_path / "here" / "manifest.json").read_text())["config"]["task"]["samples"] == 600
+    assert "ngram point token lossless, proved" in said
+    assert f"Certificate and figure: {tmp_path / 'here'}" in said
+
+
+def test_the_picture_shows_something(flat_cli, tmp_path):
+    flat_cli(*NGRAM, "task.tokens=0")
+    picture = imread(tmp_path / "here" / "figures" / "convergence.png")
+    assert picture.shape[0] > 300 and picture.shape[1] > 500
+    assert len({tuple(colour) for colour in (picture[::3, ::3, :3] * 255).astype(int).reshape(-1, 3)}) > 10
+    assert 0.01 < (picture[..., :3].min(-1) < 0.9).mean() < 0.5
+
+
+def test_without_tokens_the_real_target_is_left_alone(flat_cli, certificate):
+    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
+    assert [check["name"] for check in certificate()["pairs"][0]["sampled"]] == ["joint law of four tokens"]
+
+
+def test_the_experiment_as_it_stands_certifies_the_draft_model(flat_cli, certificate):
+    code, said, errors = flat_cli(*SHORT)
+    assert code == 0, errors
+    (pair,) = certificate()["pairs"]
+    assert (pair["proposer"], pair["drawn"], pair["certified"]) == ("draft_chain", "iid", "exact")
+    assert pair["exact"]["drafts"] == "proposer"
+    assert [check["name"] for check in pair["sampled"]][1:] == ["towards the draft", "mode", "draft"]
+    assert "draft_chain iid token lossless, proved" in said
+
+
+@pytest.mark.usefixtures("thorough")
+def test_the_run_s_own_sampling_counts_where_it_is_random(flat_cli, certificate):
+    assert flat_cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
+    found = certificate()
+    assert (found["sampling"]["temperature"], found["sampling"]["top_k"]) == (0.7, 2)
+    assert found["pairs"][0]["exact"]["instances"] == len(every()) + len(LOOPS)
+    assert found["certified"] is True
+
+
+def test_at_temperature_0_there_is_no_law_and_temperature_1_is_tested(flat_cli, certificate):
+    assert flat_cli(*NGRAM, "sampling=greedy")[0] == 0
+    assert certificate()["sampling"]["temperature"] == 1
+
+
+# Many pairs
+
+
+def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cli, certificate):
+    more = ["+proposer@beside.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
+    code, said, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
+    assert code == 0, errors
+    pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]
+    assert pairs == [("ngram", "token"), ("ngram", "match"), ("none", "token"), ("none", "match")]
+    left = ["ngram (point), kseq", "none (point), kseq"]
+    assert certificate()["left_out"] == left and "; ".join(left) in said
+    assert "none point match lossless" in said
+
+
+def test_lossy_verifiers_get_their_distance_and_no_certificate(flat_cli, certificate):
+    code, said, errors = flat_cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
+    assert code == 0, errors
+    found = certificate()
+    assert found["certified"] is None and found["worst_tv"] is None, "nothing here declares itself lossless"
+    for pair in found["pairs"]:
+        assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.01
+        assert [check["name"] for check in pair["sampled"]] == ["joint law of four tokens"]
+    assert "relaxed lossy" in said and "typical lossy" in said and "FAILS" not in said
+
+
+def test_a_cascade_is_held_to_its_aim(flat_cli, certificate):
+    code, said, errors = flat_cli(*SHORT, "verifier=cascade")
+    assert code == 0, errors
+    assert certificate()["pairs"][0]["exact"]["aimed_tv"] < 1e-12
+    assert "cascade lossy, exact against its aim" in said
+
+
+def test_a_race_is_certified_by_samples_and_the_reason_printed(flat_cli, certificate):
+    code, said, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
+    assert code == 0, errors
+    (pair,) = certificate()["pairs"]
+    assert pair["certified"] == "sampled" and pair["exact"]["instances"] == 0
+    assert "draft_chain gumbel gumbel lossless, sampled" in said
+    assert "not enumerated: the noise of a race cannot be enumerated" in said
+
+
+# Refusals and interruptions
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("task.samples=0", "task.samples must be a whole number of 1 or more, not 0"),
+        ("task.tokens=-1", "task.tokens must be a whole number of 0 or more, not -1"),
+        ("task.samples=many", "task.samples must be a whole number of 1 or more, not 'many'"),
+        ("task.tokenz=3", "Key 'tokenz' is not in struct"),
+        ("+task.tokenz=3", "unexpected keyword argument 'tokenz'"),
+        ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'point'"),
+    ],
+)
+def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, override, said):
+    code, _, errors = flat_cli(*NGRAM, override)
+    assert code == 1
+    assert said in errors and "Traceback" not in errors
+    assert not (tmp_path / "here").exists()
+
+
+def test_an_interrupt_keeps_the_finished_pairs(flat_cli, certificate, monkeypatch):
+    plain, begun = _Work.examine, []
+
+    def impatient(self, proposer, verifier, tick):
+        begun.append(verifier.name)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return plain(self, proposer, verifier, tick)
+
+    monkeypatch.setattr(_Work, "examine", impatient)
+    code, _, errors = flat_cli(*NGRAM, "task.tokens=0", "+verifier@verifiers.match=match")
+    assert code == 130 and begun == ["token", "match"]
+    assert "Interrupted: what is known of 1 pairs of 2 is in" in errors
+    assert certificate()["complete"] is False
+    assert [pair["verifier"] for pair in certificate()["pairs"]] == ["token"]
+
+
+def test_an_interrupt_while_a_rejection_is_confirmed_leaves_no_complete_certificate(flat_cli, certificate, monkeypatch):
+    def impatient(self, pairs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Work, "confirm", impatient)
+    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 130
+    assert certificate()["complete"] is False and len(certificate()["pairs"]) == 1
+
+
+def test_another_run_s_directory_is_refused(flat_cli):
+    assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
+    code, _, errors = flat_cli(*NGRAM, "task.tokens=0", "seed=1")
+    assert code == 1 and "already holds another run" in errors
+
+
+# A user's own verifier and proposer, in a module and configs outside the package
+
+MODULE = """
+import numpy as np
+import torch
+
+from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.randomness import Key, Purpose
+from spec_lab.verify import Lenient, Token
+
+
+class Verifies:
+    accepts = frozenset({"iid", "point"})
+
+    def __init__(self, lenience=1.0, lossless=True):
+        self.name, self.lenience, self.lossless = "mine", lenience, lossless
+        self.children = None
+
+    def __call__(self, draft, p):
+        if len(draft.shape.children[0]) == self.children:
+            raise KeyError("sibling")
+        return Lenient(self.lenience)(draft, p)
+
+
+class Fussy(Verifies):
+    def __init__(self, children):
+        super().__init__()
+        self.children = children
+
+
+class Uniform:
+    name, drawn, wants_hidden, nodes = "uniform", "iid", False, 1
+
+    def __init__(self, target, skew):
+        self.skew = skew
+
+    def propose(self, batch):
+        count, v = len(batch.sequences), batch.target.vocabulary
+        keys = [Key(*live.who, Purpose.DRAFT) for live in batch.sequences]
+        token = torch.from_numpy(batch.draws.pick(np.ones((count, v)), keys))
+        q = torch.ones(count, v, dtype=torch.float64)
+        q[:, 0] *= self.skew
+        q_row = np.append(np.arange(count), np.full(count, -1))
+        return Draft(forest((chain(1),) * count), token, self.drawn, q / q.sum(-1, keepdim=True), q_row)
+
+    def close(self, sequence): ...
+"""
+FILES = {
+    "verifier/mine.yaml": "_target_: my_parts.Verifies\nlenience: 1.0\nlossless: true\n",
+    "verifier/fussy.yaml": "_target_: my_parts.Fussy\nchildren: 2\n",
+    "proposer/uniform.yaml": "_target_: my_parts.Uniform\nskew: 1.0\n",
+}
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The options that find them."""
+    for name, text in FILES.items():
+        file = tmp_path / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (tmp_path / "my_parts.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_parts", raising=False)
+    return ["--config-dir", str(tmp_path / "conf")]
+
+
+def test_an_honest_verifier_of_one_s_own_is_certified(flat_cli, certificate, mine):
+    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine")
+    assert code == 0, errors
+    assert certificate()["pairs"][0]["certified"] == "exact"
+    assert "ngram point mine lossless, proved" in said
+
+
+def test_one_that_claims_to_be_lossless_and_is_not_fails_where_it_first_goes_wrong(flat_cli, certificate, mine):
+    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
+    assert code == 1, errors
+    found = certificate()
+    assert found["complete"] is True and found["certified"] is False
+    (why,) = found["failed"]
+    assert why.startswith("ngram (point), mine: after [")
+    assert "ngram (point), mine FAILS: after [" in said and "] token " in said and "has probability" in said
+    assert "Traceback" not in errors
+
+
+def test_one_that_is_refused_leaves_no_folder_and_the_corrected_command_uses_it(flat_cli, tmp_path, mine):
+    tree = ["proposer=draft_tree", "proposer.tree=2", "verifier=fussy", "task.tokens=0"]
+    code, _, errors = flat_cli(*mine, *SHORT, *tree)
+    assert code == 1 and "Traceback" not in errors
+    assert f"verifier 'mine' raised KeyError: 'sibling' ({tmp_path / 'my_parts.py'}:" in errors
+    assert not (tmp_path / "here").exists()
+    code, _, errors = flat_cli(*mine, *SHORT, *tree, "verifier.children=7")
+    assert code == 0, errors
+
+
+def test_one_that_fails_beside_a_pair_that_holds_is_reported_and_the_others_are_kept(flat_cli, certificate, mine):
+    options = ["proposer=draft_tree", "proposer.tree=2", "+verifier@verifiers.fussy=fussy", "task.tokens=0"]
+    code, said, errors = flat_cli(*mine, *SHORT, *options)
+    assert code == 1, errors
+    found = certificate()
+    assert found["complete"] is True and found["certified"] is False
+    assert [pair["verifier"] for pair in found["pairs"]] == ["token"] and found["pairs"][0]["certified"] == "exact"
+    assert "draft_tree (point), mine: verifier 'mine' raised KeyError" in found["failed"][0]
+    assert "draft_tree (point), mine FAILS: verifier 'mine' raised KeyError: 'sibling'" in said
+
+
+def test_one_that_declares_itself_lossy_gets_its_distance(flat_cli, certificate, mine):
+    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
+    assert code == 0, errors
+    (pair,) = certificate()["pairs"]
+    assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.05
+    assert "ngram point mine lossy" in said
+
+
+@pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
+def test_a_proposer_of_one_s_own_is_enumerated_itself(flat_cli, certificate, mine, skew, failed):
+    code, said, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
+    assert code == (1 if failed else 0), errors
+    (pair,) = certificate()["pairs"]
+    assert pair["exact"]["drafts"] == "proposer"
+    assert pair["certified"] == (None if failed else "exact")
+    assert ("uniform (iid), token FAILS: after [] token" in said) is failed
+
+
+def test_what_only_samples_show_is_confirmed_and_fails(flat_cli, certificate, monkeypatch):
+    """A race is not enumerated. A verifier that reads its noise again is rejected twice, then with more samples."""
+
+    def leaky(self, draft, p):
+        verdict = Token()(replace(draft, drawn="without", noise=None), p)
+        return replace(verdict, residual=honest(self, draft, p).residual)
+
+    honest = Gumbel.__call__
+    monkeypatch.setattr(Gumbel, "__call__", leaky)
+    tree = ["proposer=draft_tree", "proposer.tree=2x1", "proposer.drawn=gumbel"]
+    options = [*tree, "verifier=gumbel", "task.tokens=0", "task.samples=800"]
+    code, said, errors = flat_cli(*SHORT, *options)
+    assert code == 1, errors
+    (pair,) = certificate()["pairs"]
+    assert pair["certified"] is None
+    (again,) = pair["rejected"]
+    assert (again["name"], again["samples"], again["seed"]) == ("joint law of four tokens", 3200, 1)
+    assert pair["failed"].startswith("joint law of four tokens: rejected twice, then with p = ")
+    assert "draft_tree (gumbel), gumbel FAILS: joint law of four tokens: rejected twice" in said
+
+
+def test_too_few_samples_certify_nothing(flat_cli, certificate):
+    """The control, a broken verifier, is not found either: the run says so and fails."""
+    code, said, _ = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
+    assert code == 1
+    found = certificate()
+    assert found["certified"] is False and found["pairs"][0]["certified"] is None
+    assert "The control was not found" in said

@@ -1,0 +1,418 @@
+"""The exact layer: whatever is shipped and declares itself lossless is, and whatever lies is found and localised."""
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from spec_lab.cli.main import conf
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import Purpose
+from spec_lab.propose import Null
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.trees import parse
+from spec_lab.tasks.certify.certificate import QUICK, Control, Proof, grade, in_short, prove
+from spec_lab.tasks.certify.exact import FEW, LOOPS, STEPS, Finding, Instance, examine
+from spec_lab.tasks.certify.pair import Check, Pair
+from spec_lab.tasks.certify.table import table_models
+from spec_lab.tasks.certify.worlds import Random
+from spec_lab.verify import Cascade, Gumbel, KSeq, Match, Token, Traversal, Verdict
+from tests.tasks.certify.parts import LOSSLESS, VERIFIERS, Claims, Forgets, Hotter, Misstates, Uniform, Verifies
+
+TARGET, DRAFT = table_models(Random(4, plain=True), 3)
+ENUMERATED = [(verifier, drawn) for verifier, drawn in LOSSLESS if drawn != "gumbel"]
+
+
+def draft_model(tree="1x1", drawn="iid", **options):
+    return DraftModel(DRAFT, TARGET.context, parse(tree), drawn, name="draft_model", **options)
+
+
+def medusa(trunk):
+    return Medusa(Heads.random(TARGET, 2, trunk), parse("2x1"))
+
+
+PROPOSERS = {
+    "none": Null(),
+    "chain": draft_model(),
+    "chain, confident": draft_model(confidence=0.6),
+    "chain, warmer": draft_model(temperature=1.5),
+    "tree iid": draft_model("2x1", confidence=0.5),
+    "tree without": draft_model("2x1", "without"),
+    "tree point": draft_model("2x1", "point", confidence=0.5),
+    "Medusa": medusa(trunk=False),
+    "Medusa with a trunk": medusa(trunk=True),
+    "n-gram chain": Ngram(3, 3, 1),
+    "n-gram tree": NgramTree(5, 3, 3, 1),
+}
+"""Every shipped proposer."""
+
+
+@cache
+def proved(name):
+    """One of them with token verification."""
+    return prove(PROPOSERS[name], Token(), QUICK)
+
+
+def require_exact(proof: Proof):
+    assert proof.failure is None, proof.failure.wrong
+    assert proof.missing == ()
+    assert proof.worst.tv < 1e-12
+    assert all(abs(one.mass - 1) < 1e-12 for one in proof.findings)
+
+
+@pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda one: getattr(one, "name", one))
+def test_every_lossless_verifier_is(verifier, drawn):
+    proof = prove(drawn, verifier, QUICK)
+    require_exact(proof)
+    assert proof.drafts == "reference"
+    assert [one.instance for one in proof.findings] == [one.name for one in QUICK]
+    assert grade(proof, verifier.lossless) == "exact"
+
+
+def test_the_shipped_verifiers_are_all_here():
+    assert {type(verifier) for verifier, _ in LOSSLESS} == {Token, Traversal, Match, KSeq, Gumbel}
+    assert len(ENUMERATED) == 3 * 3 + 1
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_every_proposer_is_enumerated_with_its_own_code(name):
+    require_exact(proved(name))
+    assert proved(name).drafts == "proposer"
+
+
+def test_the_shipped_proposers_are_all_here():
+    shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
+    mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in PROPOSERS.values()}
+    assert {name.replace("none.Null", "Null") for name in mine} == shipped
+
+
+def test_drafts_are_the_proposer_s_own():
+    """Each drafts otherwise, so other outcomes are enumerated and other tokens accepted."""
+    means = {name: [one.accepted for one in proved(name).findings] for name in PROPOSERS}
+    assert means["none"] == [0.0] * len(QUICK)
+    assert means["chain, confident"][1:2] == means["chain"][1:2]  # "2": one level, nothing to end early
+    different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
+    assert len({tuple(np.round(means[name], 9)) for name in different}) == len(different)
+
+
+def test_all_instances_with_the_fastest_proposer():
+    require_exact(prove("point", Traversal()))
+
+
+def test_the_instances_reach_what_has_hidden_faults_before():
+    """V of 5, depth 3, uneven siblings, stop tokens, laws of every kind: V = 2 and depth 1 hide whole classes."""
+    assert {one.world.v for one in STEPS} == {4, 5}
+    assert {"1x1x1", "2x2", "3x1"} < {one.tree for one in STEPS}
+    assert any(one.stop for one in LOOPS) and all(one.tokens >= 2 for one in LOOPS)
+    assert len({one.name for one in STEPS + LOOPS}) == len(STEPS + LOOPS)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=2), Sampling(1.3, repetition_penalty=1.5)])
+def test_the_run_s_own_sampling_is_enumerated(sampling):
+    require_exact(prove(draft_model(), Token(), LOOPS[:2], sampling))
+
+
+def test_a_step_may_begin_anywhere():
+    for start in ((3,), (1, 2)):
+        assert examine(Instance(Random(1), "2x1", start=start), "without", Traversal()).wrong is None
+    one, other = (examine(Instance(FEW, "1x1", start=start), "iid", Token()) for start in ((0,), (3,)))
+    assert one.accepted != other.accepted
+
+
+# Proposers without a toy
+
+
+class Foreign(Uniform):
+    """Looks its tokens up in a table of its own target's size."""
+
+    name = "foreign"
+
+    def propose(self, batch):
+        if batch.target.vocabulary != 61:
+            raise IndexError("token 7 of 4")
+        return super().propose(batch)
+
+
+def test_a_run_says_that_its_own_pair_is_exact():
+    found = in_short(PROPOSERS["none"], Match())
+    assert found == {"certified": "quick", "certificate": prove(Null(), Match(), QUICK).facts()}
+
+
+def test_one_that_works_as_it_is_is_enumerated_itself():
+    proof = prove(Uniform(), Token(), QUICK)
+    require_exact(proof)
+    assert proof.drafts == "proposer"
+
+
+def test_one_that_fails_on_toys_leaves_the_reference_s_drafts_and_that_is_said():
+    proof = prove(Foreign(), Token(), QUICK)
+    assert proof.drafts == "reference" and proof.failure is None and len(proof.findings) == len(QUICK)
+    (missing,) = proof.missing
+    assert missing.startswith(
+        "the proposer's own drafts: it has no toy(target, draft, tree) and fails on a toy target "
+        "(proposer 'foreign' raised IndexError: token 7 of 4 ("
+    )
+    assert f"{__file__}:" in missing
+    assert in_short(Foreign(), Token())["certificate"]["missing"] == list(proof.missing)
+
+
+def test_a_toy_that_fails_is_named():
+    class Broken(Uniform):
+        def toy(self, target, draft, tree):
+            raise TypeError("no such toy")
+
+    with pytest.raises(ValueError) as error:
+        prove(Broken(), Token(), QUICK)
+    said = str(error.value)
+    assert said.startswith(f"proposer 'uniform' raised TypeError: no such toy ({__file__}:") and "in toy)" in said
+    assert said.endswith("on a toy draft drawn iid by 'uniform' (V=4 mixed world 1, tree 1x1, one step)")
+
+
+# Proposers that lie
+
+
+@pytest.mark.parametrize("proposer", [Misstates(), Hotter(draft_model())], ids=["misstates", "hotter"])
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
+def test_a_law_that_was_not_drawn_from_is_found(proposer, verifier):
+    proof = prove(proposer, verifier, QUICK)
+    assert proof.drafts == "proposer"
+    assert proof.worst.tv > 0.01
+    assert proof.failure.wrong.startswith("after [] token ")
+    assert in_short(proposer, verifier)["certified"] is None
+
+
+def test_a_wrong_law_does_no_harm_to_a_verifier_that_does_not_read_it():
+    require_exact(prove(Misstates(), Match(), QUICK))
+
+
+def test_noise_that_is_used_twice_is_found():
+    class Sharing(Uniform):
+        purpose = Purpose.STOP
+
+    failure = prove(Sharing(), Token(), LOOPS[:1]).failure
+    assert failure.wrong.startswith("noise is used twice: Key(")
+    assert "names two choices" in failure.wrong
+
+
+# Gumbel: noise that cannot be enumerated
+
+
+@pytest.mark.parametrize("proposer", ["gumbel", draft_model("2x1", "gumbel")], ids=["reference", "own"])
+def test_a_race_is_left_to_the_samples_and_never_called_exact(proposer):
+    proof = prove(proposer, Gumbel(), QUICK)
+    assert proof.findings == () and proof.worst is None and proof.failure is None
+    assert proof.missing == ("the noise of a race cannot be enumerated",)
+    assert proof.drafts == ("reference" if proposer == "gumbel" else "proposer")
+    assert grade(proof, lossless=True) is None
+    assert grade(proof, lossless=True, sampled=True) == "sampled"
+    assert grade(proof, lossless=True, sampled=True, rejected=True) is None
+
+
+def test_a_run_s_own_certificate_leaves_a_race_open():
+    found = in_short(draft_model("2", "gumbel"), Gumbel())
+    assert found["certified"] is None and found["certificate"]["failure"] is None
+
+
+# Verifiers
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn"),
+    [(n, d) for n, v in VERIFIERS.items() if not v.lossless for d in sorted(v.accepts) if d != "gumbel"],
+)
+def test_lossy_verifiers_have_their_distance_measured_and_are_not_certified(name, drawn):
+    verifier = VERIFIERS[name]
+    proof = prove(drawn, verifier, QUICK)
+    assert 0.01 < proof.worst.tv < 1 and proof.failure is not None
+    assert grade(proof, verifier.lossless) is None
+    assert (proof.aimed is not None) == (name == "cascade")
+    assert failed(proof, verifier) is None, "it said so"
+
+
+def failed(proof, verifier):
+    return Pair(Null(), verifier, proof, "iid", np.zeros(0), np.zeros(0)).failed
+
+
+@pytest.mark.parametrize("verifier", [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")])
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_a_cascade_is_exact_against_its_aim(verifier, drawn):
+    assert prove(drawn, verifier, STEPS[:4] + STEPS[30:34]).aimed < 1e-12
+
+
+@pytest.mark.parametrize("broken", [lambda pi, p: p, lambda pi, p: pi * np.nan], ids=["another law", "NaN"])
+def test_a_lossy_verifier_that_misses_its_aim_fails(broken):
+    class Astray(Cascade):
+        def aim(self, draft, p):
+            return broken(super().aim(draft, p), p)
+
+        def __call__(self, draft, p):
+            return Token()(draft, super().aim(draft, p))
+
+    proof = prove("iid", Astray(), QUICK)
+    assert not proof.aimed <= 1e-12
+    assert "from the law it says it is exact against" in failed(proof, Astray())
+
+
+@pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_a_false_claim_is_found_and_localised(verifier, drawn):
+    proof = prove(drawn, verifier, QUICK)
+    assert proof.worst.tv > 0.01
+    assert proof.failure.wrong.startswith("after [] token ")
+    assert grade(proof, verifier.lossless, sampled=True) is None
+    assert failed(proof, verifier) == f"{proof.failure.wrong} ({proof.failure.instance})"
+
+
+def test_a_fault_at_the_second_token_is_localised_there():
+    """A bonus drawn from the law one position early."""
+
+    class Early(Verifies):
+        def __call__(self, draft, p):
+            verdict, shape = Token()(draft, p), draft.shape
+            above = np.arange(shape.rows)
+            leaf = np.array([not len(children) for children in shape.children])
+            above[leaf] = np.append(np.arange(shape.heads), shape.parent)[leaf]
+            return Verdict(
+                verdict.stop,
+                lambda rows: torch.where(torch.from_numpy(leaf[rows, None]), p[above[rows]], verdict.residual(rows)),
+            )
+
+    wrong = examine(Instance(Random(4, plain=True), "1"), "iid", Early()).wrong
+    assert wrong.startswith("after [") and not wrong.startswith("after []")
+
+
+def test_a_residual_that_has_nothing_left_loses_mass():
+    finding = examine(QUICK[0], "iid", Forgets())
+    assert finding.mass < 0.999 and finding.wrong is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({}, None),
+        ({"failure": "after [2] .."}, "after [2] .."),
+        ({"mass": 0.5}, "the output's law has a total mass of 0.5"),
+        ({"mass": np.nan}, "the output's law has a total mass of nan"),
+        ({"tv": 0.25}, "the output's law is 0.25 from the target's"),
+        ({"tv": np.nan}, "the output's law is nan from the target's"),
+        ({"expected": 1.0}, "0.5 tokens are accepted on average, the verdicts expected 1"),
+    ],
+)
+def test_what_is_wrong_with_a_finding(change, wrong):
+    assert replace(Finding("toy", 1e-16, 1.0, None, 0.5, 0.5, 9), **change).wrong == wrong
+
+
+def test_nan_is_the_worst():
+    findings = [Finding("toy", tv, 1.0, None, 0.0, 0.0, 1) for tv in (0.1, np.nan, 0.9)]
+    for order in (findings, findings[::-1]):
+        assert np.isnan(Proof(tuple(order), "reference", ()).worst.tv)
+
+
+@dataclass(frozen=True)
+class Fussy(Verifies):
+    """Cannot judge forests in which some row has so many children."""
+
+    children: int
+    name = "fussy"
+
+    def __call__(self, draft, p):
+        if max(map(len, draft.shape.children)) == self.children:
+            raise KeyError("sibling")
+        return super().__call__(draft, p)
+
+
+@pytest.mark.parametrize(
+    ("children", "instance"),
+    [(1, "V=4 mixed world 1, tree 1x1, one step"), (2, "V=4 mixed world 1, tree 2, one step")],
+)
+@pytest.mark.parametrize(("proposer", "by"), [("iid", ""), (draft_model(), " by 'draft_model'")])
+def test_a_verifier_that_fails_on_toys_is_named_with_the_instance(proposer, by, children, instance):
+    with pytest.raises(ValueError) as error:
+        prove(proposer, Fussy(children), QUICK)
+    by = by if children == 2 else ""  # the reference's drafts are tried first: it is the verifier's fault alone
+    said = str(error.value)
+    assert said.startswith(f"verifier 'fussy' raised KeyError: 'sibling' ({__file__}:")
+    assert said.endswith(f"in __call__), on a toy draft drawn iid{by} ({instance})")
+
+
+def test_a_run_with_a_verifier_that_fails_on_toys_goes_on_uncertified():
+    found = in_short(draft_model(), Fussy(2))
+    assert found["certified"] is None
+    assert "verifier 'fussy' raised" in found["certificate"]["missing"][0]
+
+
+# Size
+
+
+def test_an_instance_with_too_many_outcomes_is_left_out_and_that_is_said(monkeypatch):
+    few = partial(examine, most=20)
+    monkeypatch.setattr("spec_lab.tasks.certify.certificate.examine", few)
+    proof = prove("iid", Token(), QUICK[:3])
+    assert [one.outcomes for one in proof.findings] == [9, 9]
+    assert proof.missing == ("V=4 mixed world 1, tree 2x1, one step: more than 20 outcomes",)
+    assert grade(proof, lossless=True) is None and grade(proof, lossless=True, sampled=True) == "sampled"
+
+
+def test_a_draft_s_own_temperature_makes_nothing_possible_that_was_not():
+    """Else most of what is enumerated would be outcomes of probability 1e-200."""
+    plain, warm = (draft_model(temperature=t) for t in (None, 100.0))
+    counts = [[one.outcomes for one in prove(one, Token(), QUICK[:3]).findings] for one in (plain, warm)]
+    assert counts[0] == counts[1]
+
+
+def test_the_facts_of_a_proof():
+    proof = prove("iid", Token(), QUICK[:2])
+    facts = proof.facts()
+    assert facts["instances"] == 2 and facts["outcomes"] == sum(one.outcomes for one in proof.findings) == 18
+    assert facts["worst_tv"] == proof.worst.tv and facts["worst_instance"] == proof.worst.instance
+    assert facts["failure"] is facts["aimed_tv"] is None
+    assert prove("gumbel", Gumbel(), QUICK).facts()["worst_tv"] is None
+    assert prove("iid", Claims(), QUICK[:1]).facts()["failure"].endswith("(V=4 mixed world 1, tree 1x1, one step)")
+
+
+def test_every_instance_done_is_ticked():
+    done = []
+    prove("point", Match(), QUICK, tick=done.append)
+    assert done == [1] * len(QUICK)
+
+
+class Shy(Uniform):
+    """Would draft, but never does on a toy."""
+
+    def propose(self, batch):
+        return super().propose(batch).cut([0] * len(batch.sequences))
+
+
+def test_a_proposer_that_drafts_nothing_is_not_proved_by_that():
+    proof = prove(Shy(), Control(), QUICK)
+    assert proof.failure is None and proof.worst.tv < 1e-12, "nothing drafted, nothing wrong"
+    assert proof.missing == (f"proposer '{Shy.name}' drafted nothing on any toy",)
+    assert grade(proof, lossless=True) is None
+    assert prove(Null(), Match(), QUICK).missing == (), "one that never drafts is no such case"
+
+
+def test_two_proofs_together_are_as_good_as_the_weaker():
+    own, other = Proof((), "proposer", ()), Proof((), "reference", ("the proposer's own drafts: why not",))
+    assert own.also(other) == other.also(own) == Proof((), "reference", other.missing)
+
+
+def pair_with(drafts, *detectable):
+    checks = [Check(f"{number}", 1, 0.0, 0.5, seen, 0) for number, seen in enumerate(detectable)]
+    proposer = Uniform()
+    proof = Proof((), "proposer", ("not enumerated",))
+    own = proposer if drafts == "own" else "iid"
+    return Pair(proposer, Token(), proof, own, np.zeros(1, dtype=int), np.ones(1), checks)
+
+
+def test_samples_certify_only_own_drafts_and_only_if_they_would_have_seen_much():
+    assert pair_with("own", 0.05).certified == "sampled"
+    assert pair_with("own", 0.5).certified is None
+    assert pair_with("reference", 0.05).certified is None, "the reference's texts"
+    assert pair_with("reference", 0.05, 0.1).certified == "sampled", "the model's own score tests"

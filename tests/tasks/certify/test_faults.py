@@ -1,0 +1,127 @@
+"""Proposers and verifiers that raise, or that draft by chance of their own: who is named, and where."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.randomness import Key, Purpose
+from spec_lab.tasks.certify.certificate import QUICK, prove
+from spec_lab.tasks.certify.enumerate import Script, Unrepeatable, side_by_side
+from spec_lab.tasks.certify.exact import LOOPS
+from spec_lab.verify import Token, Verdict
+from tests.tasks.certify.parts import Uniform, Verifies
+
+
+class Fails(Uniform):
+    """Breaks at its third draft."""
+
+    drafts = 0
+
+    def toy(self, target, draft, tree):
+        return self
+
+    def propose(self, batch):
+        self.drafts += 1
+        if self.drafts == 3:
+            raise IndexError("token 7 of 4")
+        return super().propose(batch)
+
+
+class Dice(Uniform):
+    """Guesses by a generator of its own."""
+
+    name, drawn = "dice", "point"
+
+    def __init__(self):
+        self.random = Random(0)
+
+    def propose(self, batch):
+        tokens = [self.random.randrange(batch.target.vocabulary) for _ in batch.sequences]
+        return Draft(forest((chain(1),) * len(tokens)), torch.tensor(tokens))
+
+
+class Moody(Verifies):
+    """Accepts by a generator of its own."""
+
+    name = "moody"
+
+    def __init__(self):
+        self.random = Random(0)
+
+    def __call__(self, draft, p):
+        verdict = super().__call__(draft, p)
+        stop = verdict.stop.copy()
+        if draft.shape.nodes and self.random.random() < 0.5:
+            stop = (np.arange(draft.shape.rows) < draft.shape.heads).astype(float)
+        return Verdict(stop, verdict.residual)
+
+
+def test_a_proposer_that_raises_is_named_with_file_line_and_instance():
+    with pytest.raises(ValueError) as error:
+        prove(Fails(), Token(), QUICK)
+    said = str(error.value)
+    assert said.startswith(f"proposer 'uniform' raised IndexError: token 7 of 4 ({__file__}:")
+    assert "in propose)" in said and "verifier" not in said and "one step" in said
+
+
+@pytest.mark.parametrize("proposer", [None, 3, Draft(forest((chain(0),) * 2), torch.empty(0, dtype=torch.long))])
+def test_what_is_no_draft_for_the_batch_is_refused_in_its_name(proposer):
+    class Odd(Uniform):
+        def toy(self, target, draft, tree):
+            return self
+
+        def propose(self, batch):
+            return proposer
+
+    with pytest.raises(ValueError, match="proposer 'uniform' raised (TypeError: propose must return a Draft|ValueErr)"):
+        prove(Odd(), Token(), QUICK)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "verifier", "whose"),
+    [(Dice(), Token(), "proposer 'dice' drafts"), ("iid", Moody(), "verifier 'moody' verifies")],
+    ids=["proposer", "verifier"],
+)
+def test_chance_of_one_s_own_is_detected_and_the_rule_is_said(proposer, verifier, whose):
+    with pytest.raises(ValueError) as error:
+        prove(proposer, verifier, LOOPS[:2])
+    said = str(error.value)
+    assert said.startswith(f"{whose} differently when the same text is replayed (")
+    assert "batch.draws" in said and "stores" in said and "IndexError" not in said
+
+
+def test_a_choice_that_a_replay_does_not_repeat_is_an_error():
+    plays = []
+
+    def play(draws, count):
+        plays.append(count)
+        weights = np.array([[0.5, 0.5]] if len(plays) == 1 else [[0.2, 0.3, 0.5]] * count)
+        return draws.pick(weights, [Key(n, 0, 0, Purpose.EMIT) for n in range(count)]).tolist()
+
+    with pytest.raises(Unrepeatable, match="choice 0 was EMIT among .0, 1., and is EMIT"):
+        list(side_by_side(play))
+
+
+def test_a_choice_that_a_replay_does_not_come_to_is_an_error():
+    plays = []
+
+    def play(draws, count):
+        plays.append(count)
+        weights = np.array([[0.5, 0.5] if len(plays) == 1 else [1.0, 0.0]] * count)
+        return draws.pick(weights, [Key(n, 0, 0, Purpose.EMIT) for n in range(count)]).tolist()
+
+    with pytest.raises(Unrepeatable, match="1 choices were made, and now 0"):
+        list(side_by_side(play))
+
+
+def test_batch_mates_may_pad_and_round_what_is_chosen_among():
+    key = Key(3, 0, 0, Purpose.STOP)
+    first = Script()
+    assert first.choose(np.array([0.5, 0.5]), key) == 0
+    again = Script((1,), first.asked)
+    assert again.choose(np.array([0.5 + 1e-7, 0.5 - 1e-7, 0.0]), key._replace(request=5)) == 1
+    with pytest.raises(Unrepeatable):
+        Script((1,), first.asked).choose(np.array([0.6, 0.4]), key)

@@ -1,0 +1,224 @@
+"""The statistical layer: honest loops pass, and each test rejects what it is there for, under its own name."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.probabilities import Sampling, law
+from spec_lab.engine.batch import Request
+from spec_lab.engine.kv_cache import Cells
+from spec_lab.engine.runner import CausalLM
+from spec_lab.propose import Null
+from spec_lab.propose.ngram import Ngram
+from spec_lab.tasks.certify import sampled
+from spec_lab.tasks.certify.certificate import Control
+from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.sampled import joint, scores
+from spec_lab.tasks.certify.statistics import ALPHA, chi_square
+from spec_lab.tasks.certify.worlds import Random
+from spec_lab.verify import Gumbel, KSeq, Match, Token, Traversal
+from tests.propose.lab import draft_model
+from tests.tasks.certify.parts import VERIFIERS, Hotter, Misstates, Uniform
+from tests.tiny import VOCABULARY, tiny_model, tiny_target
+
+SAMPLES = 3000
+WARM = Sampling(1.0)
+
+
+def histogram(drafts, verifier, samples=SAMPLES):
+    texts, wanted = joint(drafts, verifier, samples, 0)
+    return chi_square(np.bincount(texts, minlength=len(wanted)), wanted)
+
+
+# Texts of the toy world
+
+
+@pytest.mark.parametrize(
+    ("drafts", "verifier"),
+    [("iid", Token()), ("without", Traversal()), ("point", Match()), ("iid", KSeq()), ("gumbel", Gumbel())],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_the_texts_of_a_lossless_loop_have_the_target_s_law(drafts, verifier):
+    found = histogram(drafts, verifier)
+    assert found.p_value > 1e-3
+    assert found.samples == SAMPLES and found.cells > 30 and found.impossible == 0
+
+
+@pytest.mark.parametrize(
+    ("drafts", "verifier"),
+    [("iid", Control()), (Misstates(), Token())],
+    ids=["p after a rejection", "a law not drawn from"],
+)
+def test_the_texts_of_a_biased_loop_have_not(drafts, verifier):
+    assert histogram(drafts, verifier, 1000).p_value < ALPHA
+
+
+def test_a_race_s_noise_that_is_read_again_is_found():
+    """No enumeration sees it. A residual raced over the noise that drew the rejected token knows too much."""
+
+    class Racing(Gumbel):
+        def __call__(self, draft, p):
+            verdict = Token()(replace(draft, drawn="without", noise=None), p)
+            return replace(verdict, residual=Gumbel()(draft, p).residual)
+
+    assert histogram("gumbel", Racing(), 1000).p_value < ALPHA
+
+
+def test_the_same_seed_gives_the_same_texts_however_many_are_decoded_at_once(monkeypatch):
+    few = joint("iid", Token(), 60, 5)[0]
+    assert joint("iid", Token(), 60, 5)[0].tolist() == few.tolist()
+    assert joint("iid", Token(), 90, 5)[0][:60].tolist() == few.tolist()
+    monkeypatch.setattr(sampled, "WIDE", 7)
+    assert joint("iid", Token(), 60, 5)[0].tolist() == few.tolist()
+    assert joint("iid", Token(), 60, 6)[0].tolist() != few.tolist()
+
+
+def test_every_text_is_counted_in_as_it_comes(monkeypatch):
+    monkeypatch.setattr(sampled, "WIDE", 16)
+    ticks = []
+    joint("point", Token(), 40, 0, tick=ticks.append)
+    assert ticks == [16, 16, 8]
+
+
+def test_the_law_is_of_the_sampling_asked_for():
+    cold = Sampling(0.5, top_k=2)
+    world = Instance(Random(11, support=4, plain=True), "1x1", tokens=2)
+    texts, wanted = joint("iid", Token(), 400, 0, cold, world)
+    assert (wanted > 0).sum() == 4 and wanted.sum() == pytest.approx(1)
+    assert (wanted[texts] > 0).all()
+    assert chi_square(np.bincount(texts, minlength=16), joint("iid", Token(), 1, 0, WARM, world)[1]).p_value < ALPHA
+
+
+# Tokens of a real model
+
+
+@cache
+def target():
+    return tiny_target()
+
+
+def requests(sampling=WARM, count=96, new=24):
+    return [
+        Request(n, f"p{n}", tuple((7 * n + k * k) % VOCABULARY for k in range(5)), sampling, new) for n in range(count)
+    ]
+
+
+def scored(proposer, verifier, wanted=None, batch_size=48):
+    return scores(target(), proposer, verifier, wanted or requests(), 0, batch_size)
+
+
+def rejected(found):
+    return {name for name, score in found.items() if score.bound < ALPHA}
+
+
+PAIRS = {
+    "iid": lambda: (draft_model("1x1"), Token()),
+    "iid tree": lambda: (draft_model("3"), KSeq()),
+    "without": lambda: (draft_model("2x1", "without"), Traversal()),
+    "many without": lambda: (draft_model("8", "without", temperature=0.5), Token()),
+    "gumbel": lambda: (draft_model("2x1", "gumbel"), Gumbel()),
+    "point": lambda: (draft_model("2x1", "point"), Match()),
+    "a law of its own": lambda: (draft_model("1x1", temperature=1.7), Token()),
+    "no model": lambda: (Uniform(), Traversal()),
+    "n-gram": lambda: (Ngram(3, 3, 1), Token()),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_honest_pairs_pass_every_test(name):
+    proposer, verifier = PAIRS[name]()
+    found = scored(proposer, verifier)
+    assert all(score.bound > 1e-3 for score in found.values())
+    laws = [] if proposer.drawn == "point" else ["draft"]
+    assert list(found) == ["towards the draft", "mode", *laws]
+    assert found["mode"].tokens == 96 * 24
+    assert 0 < found["towards the draft"].tokens < 96 * 24, "one for each step that drafted"
+
+
+def test_without_drafts_there_is_the_mode_alone():
+    found = scored(Null(), Match(), requests(count=24))
+    assert list(found) == ["mode"] and found["mode"].bound > 1e-3
+
+
+@pytest.mark.parametrize(
+    "warp",
+    [Sampling(0.7, top_k=8), Sampling(1.2, top_p=0.8), Sampling(0.3, repetition_penalty=5.0), Sampling(0.0)],
+    ids=["top-k", "top-p", "penalty", "greedy"],
+)
+def test_warped_requests_are_tested_against_their_warped_laws(warp):
+    assert not rejected(scored(draft_model("1x1"), Token(), requests(warp, count=24, new=96)))
+
+
+def test_the_control_is_rejected_towards_the_draft():
+    found = scored(draft_model("1x1"), Control())
+    assert "towards the draft" in rejected(found)
+    assert found["towards the draft"].z > 0, "where p < q a rejection emits too often"
+    assert "draft" not in rejected(found), "its drafts are honest"
+
+
+def test_a_deterministic_draft_that_is_accepted_too_often_is_rejected_towards_the_draft():
+    likely = draft_model("2", "point", seed=0, num_hidden_layers=2)  # the target's own likeliest tokens
+    found = scored(likely, VERIFIERS["typical"], requests(count=24))
+    assert "towards the draft" in rejected(found) and found["towards the draft"].z > 0
+
+
+def test_drafts_from_another_law_than_stated_are_rejected_as_drafts():
+    found = scored(Hotter(draft_model("1x1")), Match())
+    assert rejected(found) == {"draft"}, "matching never reads q, so the output is right"
+    assert found["draft"].z < 0, "they were drawn hotter than stated: less often the likeliest"
+
+
+@pytest.mark.parametrize("verifier", [Token(), Match()], ids=lambda v: v.name)
+def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifier):
+    def forgetful(logits, rows, *more, **options):
+        return law(logits, [replace(row, top_k=0) for row in rows], *more, **options)
+
+    monkeypatch.setattr("spec_lab.engine.step.law", forgetful)
+    assert "mode" in rejected(scored(draft_model("1x1"), verifier, requests(Sampling(1.0, top_k=4))))
+
+
+def test_a_loop_with_corrupt_cells_is_rejected_by_the_mode(monkeypatch):
+    """Plain forwards know no cells, so they are a truth that the corruption does not reach."""
+    write = Cells.write
+    monkeypatch.setattr(Cells, "write", lambda self, layer, key, value, places: write(self, layer, key, -value, places))
+    assert "mode" in rejected(scored(Ngram(3, 3, 1), Token(), requests(count=192)))
+
+
+def test_a_loop_that_reads_its_rows_in_another_order_is_rejected_towards_the_draft():
+    class Mixed(CausalLM):
+        """With a draft, every row gets the logits of the row before."""
+
+        def forward(self, paths, pending, draft):
+            output = super().forward(paths, pending, draft)
+            return replace(output, logits=output.logits.roll(1, 0)) if draft.shape.nodes else output
+
+    mixed = replace(target(), lm=Mixed(tiny_model()))
+    assert "towards the draft" in rejected(scores(mixed, draft_model("1x1"), Token(), requests(), 0))
+
+
+def test_a_request_that_breaks_is_an_error_that_names_it():
+    broken = replace(target(), lm=tiny_target().lm)
+    with torch.no_grad():
+        broken.lm.model.get_input_embeddings().weight[60] = float("nan")
+    wanted = [Request(0, "poisoned", (3, 60), WARM, 4)]
+    with pytest.raises(ValueError, match="request 'poisoned', step 0: the target's logits are NaN or infinite"):
+        scores(broken, Null(), Match(), wanted, 0)
+
+
+def test_tokens_are_counted_in_as_they_come_and_batches_change_nothing():
+    ticks = []
+    wanted = requests(count=5, new=7)
+    one = scores(target(), draft_model("1x1"), Token(), wanted, 0, 2, ticks.append)
+    assert ticks == [7] * 5
+    other = scored(draft_model("1x1"), Token(), wanted, batch_size=5)
+    assert {name: score.z for name, score in one.items()} == pytest.approx({n: s.z for n, s in other.items()}, abs=1e-6)
+
+
+def test_stop_tokens_end_what_is_tested():
+    wanted = [replace(one, stop=frozenset(range(0, VOCABULARY, 5))) for one in requests()]
+    found = scored(draft_model("1x1"), Token(), wanted)
+    assert found["mode"].tokens < 96 * 12
+    assert not rejected(found)

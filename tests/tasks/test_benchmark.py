@@ -1,0 +1,467 @@
+"""Runs of a tiny lab: arms, pairing, resumption, interruption, and refusals before anything is decoded."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from spec_lab.analysis import metrics
+from spec_lab.propose import Null
+from spec_lab.results.manifest import begun_trees
+from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.lab import Decoded, Loop
+from spec_lab.verify import Gumbel, Lenient, Match, Token
+from tests.labs import TEXTS, Repeat, lab, settings
+from tests.propose.lab import draft_model
+from tests.tasks.certify.parts import Claims
+
+CONFIG = {"target": {"path": "tiny"}, "tracker": {"api_key": "hush"}, "max_new_tokens": 12}
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), width=100)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """(directory, what was printed) of one finished run."""
+    out, console = tmp_path_factory.mktemp("run") / "out", quiet()
+    assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
+    return out, console.file.getvalue()
+
+
+def test_it_leaves_every_file(done):
+    out, _ = done
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    tables = {f"{name}.parquet" for name in ("rounds", "steps", "requests")}
+    drawn = {f"figures/{name}.png" for name in ("acceptance", "throughput", "phases")}
+    assert names == tables | drawn | {"summary.json", "manifest.json"}
+
+
+def test_both_arms_decode_every_prompt_in_turn(done):
+    requests = metrics.load(done[0]).requests
+    assert sorted(requests["arm"].unique()) == ["baseline", "speculative"]
+    for _, arm in requests.groupby("arm"):
+        assert sorted(arm["name"]) == [f"p{number}" for number in range(len(TEXTS))]
+    assert requests["group"].nunique() == 3
+    first = requests[requests["order"] == 0].groupby("group")["arm"].first()
+    assert first.tolist() == ["speculative", "baseline", "speculative"]
+
+
+def test_rows_say_how_much_text_each_token_settles(done):
+    for one in metrics.load(done[0]).requests.itertuples():
+        assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
+
+
+def test_greedy_arms_agree(done):
+    tables = metrics.load(done[0])
+    assert metrics.identical_outputs(tables.requests, "speculative") == 1.0
+    assert (tables.requests["prefill_tokens"] + tables.requests["decode_tokens"] == 12).all()
+
+
+def test_the_summary_holds_what_the_design_names(done):
+    summary = json.loads((done[0] / "summary.json").read_text())
+    assert {
+        "experiment", "proposer", "verifier", "constraint", "lossless", "certified", "requests", "tokens", "steps",
+        "tau_pooled", "tau_macro", "expected_tau", "draft_token_rate", "survival", "conditional", "tokens_per_second",
+        "baseline_tokens_per_second", "speedup", "speedup_with_prefill", "prefill_seconds", "phase_seconds", "overhead",
+        "repeated_8gram_share",
+    } <= set(summary)  # fmt: skip
+    assert summary["proposer"] == "repeat"
+    assert summary["lossless"] is True
+    assert summary["requests"] == 5
+    assert summary["tokens"] == 60
+    assert set(summary["speedup"]) == set(summary["speedup_with_prefill"]) == {"mean", "low", "high"}
+    assert summary["overhead"] == pytest.approx(summary["arms"]["speculative"]["overhead"])
+
+
+def certified(tmp_path, **parts):
+    """What a run says of its arms' certificates, and what was printed, on one line."""
+    console = quiet()
+    assert run(lab(texts=TEXTS[:2], temperature=1.0, **parts), settings(tmp_path), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tokens"] == 24, "whatever the certificate says, the run is whole"
+    return {name: arm["certified"] for name, arm in summary["arms"].items()}, " ".join(console.file.getvalue().split())
+
+
+def test_a_run_certifies_its_own_pairs(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), beside={"longer": Repeat(4)})
+    assert found == dict.fromkeys(["speculative", "longer", "baseline"], "quick")
+    assert "Lossless by enumeration on toys: speculative, longer, baseline." in printed
+    assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
+
+
+def test_a_lossy_verifier_is_called_so_and_not_certified(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
+    assert found == {"speculative": None, "baseline": "quick"}
+    assert "Lossy: speculative; verifier 'lenient' does not keep the target's law." in printed
+
+
+def test_a_false_claim_is_printed_with_the_place_where_it_fails_and_the_run_is_kept(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
+    assert found == {"speculative": None, "baseline": "quick"}
+    assert "NOT LOSSLESS: speculative with verifier 'mine', which declares itself lossless: after [] token " in printed
+
+
+def test_what_cannot_be_enumerated_is_left_open(tmp_path):
+    found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
+    assert found == {"speculative": None, "baseline": "quick"}
+    assert "Not enumerated: speculative (the noise of a race cannot be enumerated); +experiment=certify" in printed
+
+
+def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
+    class Narrow(Claims):
+        def __call__(self, draft, p):
+            assert p.shape[-1] == 61, "another vocabulary"
+            return Token()(draft, p)
+
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Narrow())
+    assert found == {"speculative": None, "baseline": "quick"}
+    assert "Not enumerated: speculative (verifier 'mine' raised" in printed and "on a toy draft drawn iid" in printed
+
+
+def test_the_manifest_says_what_ran_and_hides_secrets(done):
+    manifest = json.loads((done[0] / "manifest.json").read_text())
+    assert manifest["config"]["tracker"]["api_key"] == "***"
+    assert manifest["config"]["max_new_tokens"] == 12
+    assert {"seed", "commit", "versions", "weights_sha256", "prompts_sha256", "machine", "threads"} <= set(manifest)
+
+
+def test_the_table_names_the_arms_and_the_directory(done):
+    out, printed = done
+    for word in ("speculative", "baseline", "tokens/s", "E tau", "survival", "conditional", "target, inside the model"):
+        assert word in printed
+    assert str(out) in printed
+
+
+def test_time_inside_and_outside_the_phases_adds_up(done):
+    tables = metrics.load(done[0])
+    for arm in metrics.arms(tables):
+        phases = metrics.phase_seconds(tables.rounds, arm)
+        assert min(phases.values()) >= 0
+        assert 0 < metrics.overhead(tables.rounds, arm) < 1
+        groups = tables.requests[tables.requests["arm"] == arm].groupby("group")["decode_seconds"].max()
+        assert metrics.decode_seconds(tables.rounds, arm) == pytest.approx(groups.sum())
+
+
+def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
+    """Ctrl-C in the second group keeps the first; the same run then decodes only the others."""
+    plain, decoded = Loop.decode, []
+
+    class Interrupting(Loop):
+        def decode(self, requests):
+            decoded.append([request.name for request in requests])
+            if limit is not None and len(decoded) > limit:
+                raise KeyboardInterrupt
+            return plain(self, requests)
+
+    one, out = lab(), tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("spec_lab.tasks.lab.Loop", Interrupting)
+        limit = 3
+        assert run(one, settings(out), CONFIG, quiet()) == 130
+        said = capsys.readouterr().err
+        assert f"the rows of 1 finished groups of 3 are in {out}" in said
+        assert metrics.load(out).requests["group"].unique().tolist() == [0]
+        assert not (out / "summary.json").exists()
+        limit = None
+        decoded.clear()
+        assert run(one, settings(out), CONFIG, quiet()) == 0
+    assert decoded == [["p2", "p3"], ["p2", "p3"], ["p4"], ["p4"]]
+    whole, resumed = (metrics.load(folder).requests.sort_values("id") for folder in (done[0], out))
+    assert resumed["id"].tolist() == whole["id"].tolist()
+    assert all(map(np.array_equal, resumed["tokens"], whole["tokens"]))
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_warm_up_decodes_a_little_with_every_arm_and_leaves_no_rows(tmp_path, monkeypatch, warmup):
+    plain, decoded = Loop.decode, []
+
+    def decode(self, requests):
+        done = plain(self, requests)
+        decoded.append((self.proposer.name, [request.id for request in requests], len(done.outcomes[0].tokens)))
+        return done
+
+    monkeypatch.setattr(Loop, "decode", decode)
+    assert run(lab(texts=("one", "two")), settings(tmp_path, warmup=warmup), CONFIG, quiet()) == 0
+    measured = [("repeat", [0, 1], 12), ("none", [0, 1], 12)]
+    warm = [("repeat", [0, 1], 5), ("none", [0, 1], 5)] if warmup else []
+    assert decoded == warm + measured
+    tables = metrics.load(tmp_path)
+    assert len(tables.requests) == 4
+    assert tables.steps.groupby(["arm", "request"])["emitted_kept"].sum().tolist() == [12] * 4
+
+
+def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """Nothing catches it, as nothing catches a kill."""
+
+    class Dying(Loop):
+        def decode(self, requests):
+            if requests[0].name == "p2":
+                raise Killed
+            return Loop.decode(self, requests)
+
+    monkeypatch.setattr("spec_lab.tasks.lab.Loop", Dying)
+    with pytest.raises(Killed):
+        run(lab(), settings(tmp_path), CONFIG, quiet())
+    tables = metrics.load(tmp_path)
+    assert set(tables.requests["name"]) == {"p0", "p1"}
+    assert metrics.tokens_per_second(tables.requests, "speculative") > 0
+
+
+class Breaks(Repeat):
+    """Raises in the second group."""
+
+    broken = True
+
+    def propose(self, batch):
+        if self.broken and batch.sequences[0].request.id >= 2:
+            raise KeyError("lost")
+        return super().propose(batch)
+
+
+def test_a_proposer_that_raises_is_named_and_the_finished_groups_are_kept(tmp_path):
+    proposer, config = Breaks(), {"name": "toy"}
+    with pytest.raises(ValueError) as error:
+        run(lab(proposer=proposer), settings(tmp_path / "here"), config, quiet())
+    said = str(error.value)
+    assert said.startswith(f"proposer 'repeat' raised KeyError: 'lost' ({__file__}:") and "in propose)" in said
+    assert "the rows of 1 finished groups of 3 are in" in said and "resumes" in said
+    proposer.broken = False
+    assert run(lab(proposer=proposer), settings(tmp_path / "here"), config, quiet()) == 0
+    assert metrics.load(tmp_path / "here").requests["group"].nunique() == 3
+
+
+def test_a_run_that_fails_before_its_first_group_leaves_no_manifest(tmp_path):
+    with pytest.raises(ValueError, match="proposer 'repeat' raised KeyError"):
+        run(lab(TEXTS[2:], proposer=Fails()), settings(tmp_path / "here"), {"name": "toy"}, quiet())
+    assert not (tmp_path / "here").exists()
+    assert run(lab(TEXTS[2:]), settings(tmp_path / "here", seed=1), {"name": "toy", "seed": 1}, quiet()) == 0
+
+
+class Fails(Repeat):
+    """Raises at once."""
+
+    def propose(self, batch):
+        raise KeyError("lost")
+
+
+class Later(Repeat):
+    """Raises in the second step, and has chosen its tree by timing."""
+
+    steps = 0
+
+    @property
+    def facts(self):
+        return {"tree": "0 0.0"}
+
+    def propose(self, batch):
+        self.steps += 1
+        if self.steps == 2:
+            raise KeyError("lost")
+        return super().propose(batch)
+
+
+def test_a_run_that_fails_in_its_first_group_keeps_the_tree_it_chose(tmp_path):
+    out = tmp_path / "here"
+    with pytest.raises(ValueError, match="proposer 'repeat' raised KeyError"):
+        run(lab(TEXTS[2:], proposer=Later()), settings(out), {"name": "toy"}, quiet())
+    assert begun_trees(out, {"name": "toy"}) == {"speculative": "0 0.0"}
+
+
+def test_another_run_in_the_same_directory_is_refused(done):
+    out, _ = done
+    with pytest.raises(ValueError, match=r"another run \(config.max_new_tokens: 12 there, 13 here\); choose another"):
+        run(lab(), settings(out), CONFIG | {"max_new_tokens": 13}, quiet())
+    with pytest.raises(ValueError, match=r"already holds another run \(prompts_sha256: "):
+        run(lab(texts=("other",)), settings(out), CONFIG, quiet())
+    with pytest.raises(ValueError, match=r"already holds another run \(arms: "):
+        run(lab(), settings(out, baseline=False), CONFIG, quiet())
+
+
+def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
+    """As a tree calibrated by timing may, where it is not taken from the manifest."""
+
+    class Calibrated(Repeat):
+        def __init__(self, depth: int) -> None:
+            super().__init__(depth)
+            self.facts = {"tree": " ".join([".".join("0" * level) for level in range(1, depth + 1)]), "seconds": depth}
+
+    assert run(lab(proposer=Calibrated(2)), settings(tmp_path), CONFIG, quiet()) == 0
+    with pytest.raises(ValueError, match=r"proposers.speculative.tree: '0 0.0' there, '0 0.0 0.0.0' here"):
+        run(lab(proposer=Calibrated(3)), settings(tmp_path), CONFIG, quiet())
+    again = Calibrated(2)
+    again.facts["seconds"] = 7  # a measurement that comes out differently makes no other run
+    assert run(lab(proposer=again), settings(tmp_path), CONFIG, quiet()) == 0
+
+
+def test_a_finished_run_is_not_decoded_again(done, monkeypatch):
+    monkeypatch.setattr("spec_lab.tasks.lab.Loop.decode", lambda *_: pytest.fail("decoded again"))
+    assert run(lab(), settings(done[0], warmup=4), CONFIG, quiet()) == 0
+
+
+def test_the_null_proposer_runs_alone(tmp_path):
+    console = quiet()
+    assert run(lab(proposer=Null()), settings(tmp_path, batch_size=5), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary["arms"]) == ["baseline"]
+    assert summary["tau_pooled"] == 1.0
+    assert summary["speedup"] == {"mean": None, "low": None, "high": None}
+    assert summary["tokens_per_second"] == summary["baseline_tokens_per_second"] > 0
+    assert "no speed-up was measured" in console.file.getvalue()
+
+
+def test_one_token_a_prompt_is_all_prefill_and_still_leaves_a_run(tmp_path):
+    console = quiet()
+    assert run(lab(), settings(tmp_path, max_new_tokens=1), CONFIG, console) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+
+
+def test_the_baseline_can_be_left_out(tmp_path):
+    assert run(lab(), settings(tmp_path, baseline=False), CONFIG, quiet()) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary["arms"]) == ["speculative"]
+    assert summary["speedup"]["mean"] is summary["baseline_tokens_per_second"] is None
+
+
+def test_proposers_beside_are_arms_of_their_own(tmp_path):
+    assert run(lab(beside={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
+    tables = metrics.load(tmp_path)
+    assert metrics.arms(tables) == ["speculative", "longer", "baseline"]
+    assert tables.requests.groupby("arm")["order"].agg(set).tolist() == [{0, 1, 2}] * 3
+    assert tables.steps.groupby("arm")["depth"].max().to_dict() == {"speculative": 2, "longer": 4, "baseline": 0}
+
+
+def test_three_arms_rotate_and_every_second_rotation_runs_backwards(tmp_path):
+    parts = lab(texts=TEXTS[:1] + tuple("abcde"), beside={"longer": Repeat(4)})
+    assert run(parts, settings(tmp_path, batch_size=1, max_new_tokens=2), CONFIG, quiet()) == 0
+    requests = metrics.load(tmp_path).requests.sort_values(["group", "order"])
+    orders = requests.groupby("group")["arm"].agg(lambda arms: "".join(arm[0] for arm in arms)).tolist()
+    first = orders[0]
+    turned = [first[shift:] + first[:shift] for shift in range(3)]
+    assert orders == turned + [order[::-1] for order in turned]
+
+
+def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_ones(tmp_path):
+    class Other:
+        """A peer: it only says what came out."""
+
+        def decode(self, requests):
+            return Decoded([], Loop(parts.target, Null(), Match(), 0).decode(requests).outcomes)
+
+    parts = lab(proposer=Null(), beside={"repeating": Repeat(4)}, peers={"other": Other()})
+    console = quiet()
+    assert run(parts, settings(tmp_path, batch_size=1, max_new_tokens=4), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    names = {name: (arm["proposer"], arm["verifier"], arm["lossless"]) for name, arm in summary["arms"].items()}
+    assert names == {
+        "repeating": ("repeat", "token", True), "other": (None, None, None), "baseline": ("none", "match", True),
+    }  # fmt: skip
+    assert (summary["proposer"], summary["verifier"]) == ("repeat", "token")
+    assert {peer: list(ratios) for peer, ratios in summary["against"].items()} == {"other": ["repeating", "baseline"]}
+    assert summary["against"]["other"]["baseline"]["low"] > 0
+    assert "Times the tokens/s of" in console.file.getvalue()
+    assert "toy: repeat, verifier token" in console.file.getvalue()
+
+
+def test_tokens_do_not_depend_on_the_batch(tmp_path):
+    one = lab(temperature=1.0)
+    for size in (1, 5):
+        run(one, settings(tmp_path / str(size), batch_size=size, baseline=False), CONFIG, quiet())
+    alone, together = (metrics.load(tmp_path / size).requests.sort_values("id") for size in ("1", "5"))
+    assert all(map(np.array_equal, alone["tokens"], together["tokens"]))
+
+
+def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, capsys):
+    one = lab()
+    poison = 60
+    with torch.no_grad():
+        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    prompts = [one.prompts[0], replace(one.prompts[1], text="n" + chr(poison))]
+    assert run(replace(one, prompts=prompts), settings(tmp_path), CONFIG, quiet()) == 0
+    requests = metrics.load(tmp_path).requests
+    assert set(requests[requests["name"] == "p1"]["finish"]) == {"nan"}
+    assert set(requests[requests["name"] == "p0"]["finish"]) == {"length"}
+    assert "request 'p1', step" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
+
+
+def test_a_group_with_a_broken_request_is_left_out_of_speeds_and_the_table_says_so(tmp_path):
+    one = lab()
+    seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
+    assert run(one, settings(tmp_path / "plain", baseline=False), CONFIG, quiet()) == 0
+    seen |= {token for tokens in metrics.load(tmp_path / "plain").requests["tokens"] for token in tokens}
+    poison = next(token for token in range(32, 61) if token not in seen)
+    with torch.no_grad():
+        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    broken, console = replace(one.prompts[3], text="n" + chr(poison)), quiet()
+    assert run(replace(one, prompts=[*one.prompts[:3], broken]), settings(tmp_path / "out"), CONFIG, console) == 0
+    requests = metrics.load(tmp_path / "out").requests
+    whole = requests[(requests["arm"] == "speculative") & (requests["group"] == 0)]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    speed = whole["decode_tokens"].sum() / whole["decode_seconds"].max()
+    assert summary["tokens_per_second"] == pytest.approx(speed)
+    assert summary["identical_outputs"] == 1
+    assert (summary["broken_groups"], summary["groups"]) == (1, 2)
+    assert "In 1 of 2 groups a request broke: they are left out of speeds" in console.file.getvalue()
+
+
+def test_the_largest_seed_decodes(tmp_path):
+    assert run(lab(temperature=1.0), settings(tmp_path, seed=2**63 - 1, baseline=False), CONFIG, quiet()) == 0
+    assert set(metrics.load(tmp_path).requests["seed"]) == {2**63 - 1}
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path):
+    with pytest.raises(ValueError, match="prompt 'p1' has 300 tokens and the context holds 256"):
+        run(lab(texts=("x", "y" * 300)), settings(tmp_path / "out"), CONFIG, quiet())
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
+    picky = SimpleNamespace(name="picky", accepts=frozenset({"iid"}), lossless=True)
+    with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
+        run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
+    with pytest.raises(ValueError, match="two arms are called 'baseline'"):
+        run(lab(beside={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())
+    with pytest.raises(ValueError, match="one prompt at a time; set batch_size=1, not 2"):
+        run(lab(peers={"greedy": None}), settings(tmp_path / "out"), CONFIG, quiet())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch_size": 1.5}, "batch_size must be a whole number of 1 or more, not 1.5"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"max_new_tokens": "many"}, "max_new_tokens must be a whole number of 1 or more, not 'many'"),
+        ({"warmup": -1}, "warmup must be a whole number of 0 or more"),
+        ({"seed": None}, "seed must be"),
+        ({"seed": 2**63}, r"seed must be below 2\*\*63, not 9223372036854775808"),
+        ({"threads": 0}, "threads must be a whole number of 1 or more"),
+        ({"baseline": "maybe"}, "baseline must be true or false"),
+        ({"name": ""}, "name must be"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(tmp_path, change, said):
+    with pytest.raises(ValueError, match=said):
+        settings(tmp_path, **change)
+
+
+def test_a_pair_is_enumerated_once_in_a_process_and_another_one_anew(tmp_path, monkeypatch):
+    seen = []
+
+    def counted(proposer, verifier, constrained):
+        seen.append((proposer.drawn, verifier.name))
+        return {"certified": None}
+
+    monkeypatch.setattr("spec_lab.tasks.benchmark._ENUMERATED", {})
+    monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", counted)
+    for number, drawn in enumerate(["iid", "iid", "without"]):
+        certified(tmp_path / str(number), proposer=draft_model("2", drawn))
+    assert seen == [("iid", "token"), ("point", "match"), ("without", "token")]

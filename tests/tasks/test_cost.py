@@ -1,0 +1,395 @@
+"""What rounds cost: what is timed of whom, what follows from it by hand-made numbers, and the study."""
+
+import importlib
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.metrics import Tables
+from spec_lab.cli.main import conf, main
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.batch import Batch
+from spec_lab.propose import Null
+from spec_lab.tasks.cost import Cost, beside_measured, load, measure, predict, predicted_speedups
+from spec_lab.tasks.cost.predict import Grid
+from spec_lab.tasks.cost.tables import COST, PARTS
+from spec_lab.tasks.cost.turns import Fixed, bush, room, take_turns, texts
+from spec_lab.tasks.lab import Loop
+from spec_lab.verify import Token
+from tests import checkpoints
+from tests.labs import Repeat, lab, settings
+from tests.propose.lab import draft_model
+from tests.tiny import tiny_target
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8]]
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+# Timing ------------------------------------------------------------------------------------------------------------
+
+
+def arms_of(target, **proposers):
+    return {name: Loop(target, one, Token(), seed=0) for name, one in proposers.items()}
+
+
+def test_a_fixed_tree_has_two_children_a_row_and_as_many_nodes_as_asked():
+    assert bush(5).parent.tolist() == [0, 0, 1, 1, 2]
+    assert bush(64).nodes == 64 and bush(64).depth.max() == 6
+    target = tiny_target()
+    requests = texts(target, PROMPTS, Sampling(), 3, 4)
+    draft = Fixed(2, target.vocabulary).propose(Batch(target, requests, CounterDraws(0)))
+    assert draft.shape.heads == 3 and draft.shape.nodes == 6
+    assert len({tuple(pair) for pair in draft.token.view(3, 2).tolist()}) == 3  # no two siblings are the same token
+
+
+def test_texts_are_the_prompts_joined_and_repeated_each_from_a_place_of_its_own():
+    one, two = texts(tiny_target(), PROMPTS, Sampling(), 2, 10)
+    assert one.tokens == (1, 2, 3, 4, 5, 6, 7, 8, 1, 2)
+    assert two.tokens == (5, 6, 7, 8, 1, 2, 3, 4, 5, 6)
+    assert not one.stop and (one.id, two.id) == (0, 1)
+
+
+def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
+    target = tiny_target()
+    drafting, places = draft_model("1x1", "iid"), []
+
+    class Watched(Repeat):
+        def propose(self, batch):
+            places.append([len(one.path) for one in batch.sequences])
+            return super().propose(batch)
+
+    arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
+    rows = take_turns(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), turn=4, rounds=2)
+    assert {row["arm"]: row["nodes"] for row in rows} == {"fixed": 3, "draft": 2, "watched": 2, "none": 0}
+    assert places[0] == [12, 12] and places[1] == [12, 12]  # to warm up, and again
+    assert len(places) == 1 + 4 and all(min(now) > 12 for now in places[2:])
+    assert {row["turn"] for row in rows} == {4} and {row["batch"] for row in rows} == {2}
+    for cells in (target.lm.cells, drafting.lm.cells):
+        assert cells.references.sum() == 0
+
+
+def test_the_parts_of_a_round_are_no_longer_than_the_round():
+    target = tiny_target()
+    rows = take_turns(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
+    (row,) = rows
+    assert set(row) == set(COST)
+    assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one round, so medians are its values
+    assert row["target_forward"] <= row["target"]
+
+
+def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatch):
+    target, drafting = tiny_target(), draft_model("1x1", "iid")
+    plain, calls = type(target.lm).forward, []
+
+    def breaking(self, *arguments):
+        output = plain(self, *arguments)
+        calls.append(self is target.lm)
+        if sum(calls) == 5:
+            output.logits[:] = float("nan")
+        return output
+
+    monkeypatch.setattr(type(target.lm), "forward", breaking)
+    arms = arms_of(target, draft=drafting, none=Null())
+    with pytest.raises(ValueError, match="costs cannot be measured"):
+        take_turns(arms, texts(target, PROMPTS, Sampling(), 2, 8), 0, 2)
+    for cells in (target.lm.cells, drafting.lm.cells):
+        assert cells.references.sum() == 0
+
+
+def test_a_proposer_that_the_verifier_cannot_judge_is_refused():
+    target = tiny_target()
+    arms = {"draft": Loop(target, draft_model("1x1", "gumbel"), Token(), seed=0)}
+    with pytest.raises(ValueError, match="draws 'gumbel'"):
+        take_turns(arms, texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
+
+
+# The task ----------------------------------------------------------------------------------------------------------
+
+SMALL = dict(nodes=[2, 5], batches=[1, 2], contexts=[8, 16], turns=2, rounds=1)
+
+
+def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
+    out = tmp_path / "out"
+    assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 0
+    frame = load(out)
+    assert list(frame.columns) == list(COST) and not (out / "parts").exists()
+    assert set(frame["arm"]) == {"nodes 0", "nodes 2", "nodes 5", "speculative", "baseline"}
+    assert len(frame) == 5 * 2 * 2 * 2 and frame["id"].is_unique
+    assert (frame.loc[frame["fixed"], "nodes"] == frame.loc[frame["fixed"], "arm"].str[6:].astype(int)).all()
+    summary = json.loads((out / "summary.json").read_text())
+    t = {(one["batch"], one["context"], one["nodes"]): one for one in summary["nodes"]}
+    own = frame[(frame["arm"] == "nodes 5") & (frame["batch"] == 2) & (frame["context"] == 8)]
+    assert t[2, 8, 5.0]["seconds"] == pytest.approx(own[["target", "law", "commit", "between"]].sum(axis=1).median())
+    assert {one["arm"] for one in summary["arms"]} == {"speculative", "baseline"}
+    assert (out / "figures" / "cost.png").stat().st_size > 10_000
+    cost = Cost.of(frame)
+    assert float(cost.nodes(nodes=5, batch=2, context=8)) == pytest.approx(t[2, 8, 5.0]["seconds"])
+
+
+def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
+    out, seen = tmp_path / "out", []
+
+    def watched(arms, requests, turn, rounds):
+        seen.append((turn, len(requests), len(requests[0].tokens)))
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return take_turns(arms, requests, turn, rounds)
+
+    monkeypatch.setattr("spec_lab.tasks.cost.task.take_turns", watched)
+    assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 130
+    assert len(load(out)) == 3 * 5 and not (out / "summary.json").exists()
+    assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 0
+    assert seen == [(0, 1, 8), (0, 1, 16), (0, 2, 8), *[(0, 2, 16)] * 2, *((1, b, c) for b in (1, 2) for c in (8, 16))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"contexts": [8, 250]}, "task.contexts may go up to 232, not 250"),
+        ({"batches": []}, "task.batches must be a list"),
+        ({"nodes": [-1]}, "task.nodes must be a whole number of 0 or more"),
+        ({"turns": 0}, "task.turns"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        measure(lab(), settings(tmp_path), {}, quiet(), **(SMALL | options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(target, prompts, *given):
+        seen.append([len(one) for one in prompts])
+        return texts(target, prompts, *given)
+
+    monkeypatch.setattr("spec_lab.tasks.cost.task.texts", watched)
+    few = SMALL | dict(batches=[1], contexts=[8], turns=1)
+    assert measure(lab(), settings(tmp_path / "out", max_prompt_tokens=4), {}, quiet(), **few) == 0
+    assert seen == [[4, 4, 4, 3, 1]]
+
+
+def test_the_room_holds_every_node_accepted_in_every_round():
+    target = tiny_target()
+    arms = arms_of(target, four=Repeat(4), none=Null())
+    assert room(arms, rounds=2) == 5 * 5  # warming up, two timed, one that ends the second; then a draft
+
+
+def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="an arm is called 'nodes 2'"):
+        measure(lab(beside={"nodes 2": Repeat()}), settings(tmp_path), {}, quiet(), **SMALL)
+
+
+def test_the_experiment_is_one_command(tmp_path, monkeypatch):
+    folder = checkpoints.zoo(tmp_path / "zoo")
+    options = [
+        f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
+        f"beside.draft_chain.path={folder / 'draft'}", f"prompts.path={folder / 'prompts' / 'prose.jsonl'}",
+        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.turns=1", "out=here",
+    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=cost_of_nodes", *options])
+    main()
+    assert set(load("here")["arm"]) == {
+        "nodes 0", "nodes 2", "speculative", "draft_chain", "ngram_chain", "baseline",
+    }  # fmt: skip
+
+
+# Prediction --------------------------------------------------------------------------------------------------------
+
+PLACES = {"batch": (1.0, 2.0), "context": (0.0, 100.0)}
+
+
+def by_hand() -> Cost:
+    """t = 10 + nodes x batch + context / 10 milliseconds; drafting takes 5 milliseconds, the baseline's verifying 1."""
+    nodes, batch, context = np.meshgrid([0.0, 4.0], [1.0, 2.0], [0.0, 100.0], indexing="ij")
+    t = Grid({"nodes": (0.0, 4.0)} | PLACES, 1e-3 * (10 + nodes * batch + context / 10))
+    own = {"draft": Grid(PLACES, np.full((2, 2), 5e-3)), "baseline": Grid(PLACES, np.full((2, 2), 1e-3))}
+    return Cost(t, own)
+
+
+def test_costs_are_linear_between_what_was_measured_and_refused_beyond():
+    cost = by_hand()
+    assert float(cost.nodes(nodes=2, batch=1, context=50)) == pytest.approx(17e-3)
+    assert cost.nodes(nodes=[0, 4], batch=2, context=0) == pytest.approx([10e-3, 18e-3])
+    assert float(cost.round("draft", 3, 1.5, 10)) == pytest.approx(5e-3 + 10e-3 + 4.5e-3 + 1e-3)
+    with pytest.raises(ValueError, match="for context from 0 to 100, not from 50 to 101"):
+        cost.nodes(nodes=0, batch=1, context=[50, 101])
+    with pytest.raises(ValueError, match="arm 'medusa' were not measured; known are draft, baseline"):
+        cost.round("medusa", 0, 1, 0)
+
+
+def test_a_speed_up_is_tau_times_the_ratio_of_seconds():
+    cost = by_hand()
+    assert predict(cost, "draft", tau=3.0, nodes=4, batch=1, context=0) == pytest.approx(3 * 11 / 19)
+    assert predict(cost, "draft", tau=3.0, nodes=4, batch=2, context=100) == pytest.approx(3 * 21 / 33)
+    assert predict(cost, "baseline", tau=1.0, nodes=0, batch=2, context=40) == pytest.approx(1.0)
+
+
+def test_where_verifying_is_free_it_is_the_theorem_of_leviathan_et_al():
+    """(1 - a^(g + 1)) / ((1 - a) (g c + 1)), for g drafted tokens that are each accepted with probability a."""
+    a, g, c, forward = 0.7, 4, 0.05, 8e-3
+    flat = Grid({"nodes": (0.0, 8.0)} | PLACES, np.full((2, 2, 2), forward))
+    own = {"draft": Grid(PLACES, np.full((2, 2), g * c * forward)), "baseline": Grid(PLACES, np.zeros((2, 2)))}
+    tau = sum(a**k for k in range(g + 1))
+    theorem = (1 - a ** (g + 1)) / ((1 - a) * (g * c + 1))
+    assert predict(Cost(flat, own), "draft", tau, g, 1, 50) == pytest.approx(theorem)
+
+
+def run_by_hand() -> Tables:
+    """One group of two prompts. The draft: a prefill, two rounds of both, then one of the second alone, of whose three
+    expected tokens one is cut. The baseline: three rounds of both.
+    """
+    usual = dict(group=0, prefill=False, finish="", expected_emitted=1.0, emitted=1, emitted_kept=1, nodes=0)
+    steps = []
+    for arm in ("draft", "baseline"):
+        for request in (0, 1):
+            steps.append(usual | dict(arm=arm, request=request, round=0, prefill=True, context=1))
+            for number in (1, 2, 3):
+                steps.append(usual | dict(arm=arm, request=request, round=number, context=10 * number))
+    steps = [s for s in steps if (s["arm"], s["request"], s["round"]) != ("draft", 0, 3)]
+    for step in steps:
+        if step["arm"] == "draft" and not step["prefill"]:
+            step |= dict(nodes=4, expected_emitted=2.5, emitted=2, emitted_kept=2)
+    last = next(s for s in steps if (s["arm"], s["request"], s["round"]) == ("draft", 1, 3))
+    last |= dict(expected_emitted=3.0, emitted=4, emitted_kept=3)
+    usual = dict(group=0, finish="length", prefill_tokens=1, prefill_seconds=1.0)
+    requests = [
+        usual | dict(arm=arm, request=request, decode_tokens=tokens, decode_seconds=seconds)
+        for arm, request, tokens, seconds in (
+            ("draft", 0, 4, 0.04), ("draft", 1, 7, 0.08), ("baseline", 0, 3, 0.05), ("baseline", 1, 3, 0.05)
+        )
+    ]  # fmt: skip
+    return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame(requests))
+
+
+def test_a_run_is_predicted_round_by_round_by_who_is_live_and_how_long():
+    tokens = 4 * 2.5 + (3.0 - 1)
+    drafted = (5 + 10 + 8 + 1) + (5 + 10 + 8 + 2) + (5 + 10 + 4 + 3)
+    plain = (1 + 10 + 1) + (1 + 10 + 2) + (1 + 10 + 3)
+    (speedup,) = predicted_speedups(by_hand(), run_by_hand(), "draft")
+    assert speedup == pytest.approx(tokens / drafted / (6 / plain))
+
+
+def test_the_run_s_own_seconds_do_not_matter():
+    run = run_by_hand()
+    times = np.where(run.requests["arm"] == "draft", 7.0, 1.0)
+    slower = replace(run, requests=run.requests.assign(decode_seconds=run.requests["decode_seconds"] * times))
+    assert predicted_speedups(by_hand(), slower, "draft").equals(predicted_speedups(by_hand(), run, "draft"))
+    (before,), (after,) = (beside_measured(by_hand(), one, "draft")["measured"] for one in (run, slower))
+    assert after == pytest.approx(before / 7)  # so the test would see a prediction that looks at them
+
+
+def test_what_is_predicted_and_what_is_measured_are_the_same_groups():
+    """Of three groups one ended with its prefill, and of one no step is there to predict from."""
+    one = run_by_hand()
+    three = [[table.assign(group=number) for table in (one.steps, one.requests)] for number in range(3)]
+    three[1][1] = three[1][1].assign(decode_seconds=0.0)
+    three[2][0] = three[2][0].iloc[:0]
+    steps, requests = (pd.concat(tables, ignore_index=True) for tables in zip(*three, strict=True))
+    both = beside_measured(by_hand(), Tables(pd.DataFrame(), steps, requests), "draft")
+    assert list(both.index) == [0]
+    assert both["measured"].tolist() == pytest.approx([(11 / 0.08) / (6 / 0.05)])
+    assert both["predicted"].tolist() == predicted_speedups(by_hand(), one, "draft").tolist()
+
+
+def test_costs_with_a_hole_are_refused(tmp_path):
+    measure(lab(), settings(tmp_path / "out"), {}, quiet(), **SMALL)
+    frame = load(tmp_path / "out")
+    frame = frame[(frame["arm"] != "nodes 5") | (frame["batch"] != 2)]
+    with pytest.raises(ValueError, match="no full grid"):
+        Cost.of(frame)
+
+
+# The study ---------------------------------------------------------------------------------------------------------
+
+
+STUDY = ROOT / "experiments" / "cost_of_nodes"
+
+
+def study():
+    return importlib.import_module("experiments.cost_of_nodes.measure")
+
+
+def no_models(*given, **options):
+    raise AssertionError("a model is loaded")
+
+
+def test_the_study_compares_every_method_with_its_prediction_and_reads_it_again(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text((STUDY / "README.md").read_text())
+    arguments = [
+        "--out", f"{tmp_path / 'out'}", "--folder", f"{tmp_path}", "--zoo", f"{checkpoints.zoo(tmp_path / 'zoo')}",
+        "--dtype", "float32", "--threads", "1", "--limit", "2", "--new", "5", "--turns", "1", "--runs", "2",
+        "--nodes", "0", "2", "10", "--batches", "1", "2", "--contexts", "8", "48", "--near", "8", "48",
+        "--trees", "3", "--depths", "2",
+    ]  # fmt: skip
+    study().main(arguments)
+    table = pd.read_csv(tmp_path / "results.csv")
+    assert len(table) == 2 * 3 and set(table["method"]) == {"medusa 3", "draft_chain 2", "ngram"}
+    assert np.isfinite(table[["speedup", "predicted", "error"]]).all(axis=None)
+    assert (table["error"] - (table["predicted_over_measured"] - 1)).abs().max() < 0.001
+    cost, run = Cost.of(load(tmp_path / "out" / "cost-1")), metrics.load(tmp_path / "out" / "run-1-2")
+    both = beside_measured(cost, run, "ngram")
+    error = np.exp(np.log(both["predicted"] / both["measured"]).mean()) - 1
+    (found,) = table.loc[(table["temperature"] == 1) & (table["method"] == "ngram"), "error"]
+    assert found == pytest.approx(error, rel=0.01)
+    assert (table.loc[table["method"] == "medusa 3", "nodes_per_step"] <= 3).all()
+    text = (tmp_path / "README.md").read_text()
+    assert text.count("| medusa 3 |") == 2 and "n = 10" in text and " of 6 predictions are within 10 %" in text
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("cost.png", "predicted.png"))
+
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
+    (tmp_path / "again").mkdir()
+    monkeypatch.setattr("spec_lab.models.target.Target.load", no_models)
+    monkeypatch.setattr("spec_lab.results.manifest.claim", no_models)
+    study().main(["--read", f"{tmp_path / 'out'}", "--folder", f"{tmp_path / 'again'}"])
+    assert (tmp_path / "again" / "results.csv").read_text() == (tmp_path / "results.csv").read_text()
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
+
+
+def test_methods_are_sorted_by_family_and_size():
+    methods = ["ngram", "medusa 10", "medusa 4", "draft_chain 2"]
+    assert sorted(methods, key=study().by_size) == ["draft_chain 2", "medusa 4", "medusa 10", "ngram"]
+
+
+def test_reading_where_nothing_was_measured_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no run-TEMPERATURE-BATCH; measure first"):
+        study().main(["--read", f"{tmp_path}", "--folder", f"{tmp_path}"])
+
+
+def test_a_prediction_is_surely_within_only_if_its_whole_interval_is():
+    rows = [
+        {"method": name, "predicted_over_measured_low": low, "predicted_over_measured_high": high, "error": mean - 1}
+        | {"within": study().within(mean, mean), "surely_within": study().within(low, high)}
+        | {"temperature": 0, "batch": 1, "nodes_per_step": 4.0, "expected_tau": 2.0, "predicted": 1.5}
+        | {"speedup": 1.5, "speedup_low": 1.4, "speedup_high": 1.6}
+        for name, low, mean, high in (
+            ("sure", 0.97, 1.02, 1.06), ("unsure", 0.85, 1.02, 1.25), ("off", 1.12, 1.2, 1.3),
+            ("one group", np.nan, 1.0, np.nan),
+        )
+    ]  # fmt: skip
+    text = study().compared(pd.DataFrame(rows))
+    assert "3 of 4 predictions are within 10 % of the measurement; of 1 the whole interval is." in text
+    assert "+2.0 % [-15.0 %, +25.0 %]" in text and "What is predicted is the cost only" in text
+
+
+def test_the_experiment_has_the_study_s_first_part():
+    config, usual = OmegaConf.load(Path(conf(), "experiment", "cost_of_nodes.yaml")), study().options().parse_args([])
+    assert config.threads == usual.threads
+    for name in ("nodes", "batches", "contexts", "turns"):
+        assert config.task[name] == getattr(usual, name), name

@@ -1,0 +1,404 @@
+"""Generation as a call and on the terminal: events add up to the text, and every token says where it came from."""
+
+import io
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import spec_lab
+from spec_lab.analysis.tracking import Files
+from spec_lab.cli.main import literal
+from spec_lab.constrain import Binding
+from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain.load import regex
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.batch import ORIGINS
+from spec_lab.models.target import Target
+from spec_lab.propose.ngram import Ngram
+from spec_lab.tasks.generation import Dropped, net
+from spec_lab.tasks.lab import Lab
+from spec_lab.tasks.stream import stream
+from spec_lab.text.detokenizer import Finish, Held, Rules, Text, Withdrawn, plain
+from spec_lab.text.prompts import Prompt
+from spec_lab.verify import Token, Traversal
+from tests.labs import Repeat, settings
+from tests.tiny import tiny_target
+
+END = 60
+PIECES = [
+    *(bytes([letter]) for letter in b"abcdefghijklmnopqrstuvwxyz \n.,{}"), "é".encode(), b"\xc3", b"\xa9", b"a\xe2",
+    b"\x82", b"\xac!", "😀".encode()[:2], "😀".encode()[2:], b"the", b" the", b"ab", b"ba", b"\n\n", b"cd", b"e\n",
+    *(bytes([digit]) for digit in b"0123456789"), b"!", b"?", b";", b"",
+]  # fmt: skip
+VOCABULARY = Vocabulary.plain(PIECES, END)
+PROMPT = "def add(a, b):\n    return a + b\n\n\ndef add"
+
+
+class Bytes:
+    """A tokenizer whose tokens are the first 32 pieces."""
+
+    eos_token_id = END
+    bos_token_id = None
+
+    def encode(self, words: str) -> list[int]:
+        return [PIECES.index(bytes([byte])) for byte in words.encode()]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return replace(tiny_target(), tokenizer=Bytes())
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Target:
+    return Target.load(str(Path(spec_lab.__file__).parent / "zoo" / "target"), dtype="float32")
+
+
+def hear(prompts, target, **options):
+    """Everything said, by prompt and branch."""
+    usual = dict(proposer=Repeat(3), max_new_tokens=24, vocabulary=VOCABULARY)
+    heard = defaultdict(list)
+    for said in spec_lab.generate(prompts, target, **usual | options):
+        heard[said.prompt, said.branch].append(said)
+    return dict(heard)
+
+
+def tell(said):
+    """The text and the tokens of one branch, what was withdrawn taken off."""
+    text, tokens = "", []
+    for one in said:
+        if isinstance(one.event, Withdrawn):
+            assert text.endswith(one.event.text)
+            text = text[: len(text) - len(one.event.text)]
+            del tokens[len(tokens) - one.event.tokens :]
+        if isinstance(one.event, Text):
+            assert "".join(share.text for share in one.shares) == one.event.text
+            text += one.event.text
+        if isinstance(one.event, Text | Finish):
+            assert tuple(token.logprob for token in one.tokens) == one.event.logprobs
+        tokens += one.tokens
+    return text, tokens
+
+
+def ids(tokens):
+    return [token.id for token in tokens]
+
+
+def check(said, stop=(), healed=b""):
+    """The branch's text is that of its tokens up to the stop; returns it and its tokens."""
+    text, tokens = tell(said)
+    assert text == plain(PIECES, ids(tokens), Rules(frozenset({END}), tuple(stop)), healed)
+    assert {token.origin for token in tokens} <= set(ORIGINS)
+    assert all(token.logprob <= 0 for token in tokens)
+    assert [isinstance(one.event, Finish) for one in said if one.event != Dropped()][-1]
+    assert sum(isinstance(one.event, Finish) for one in said) == 1
+    return text, tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_those_of_the_tokens_and_tokens_say_where_they_came_from(target, temperature):
+    heard = hear(["the cat", "ababab", "a"], target, sampling=Sampling(temperature))
+    assert sorted(heard) == [(0, ()), (1, ()), (2, ())]
+    told = [check(said) for said in heard.values()]
+    assert all(len(tokens) == 24 or tokens[-1].id == END for _, tokens in told)
+    origins = {token.origin for _, tokens in told for token in tokens}
+    assert origins == ({"accepted", "emitted"} if temperature == 0 else origins) and "forced" not in origins
+    assert target.lm.cells.references.sum() == 0
+
+
+def test_drafts_change_neither_greedy_text_nor_log_probabilities(target):
+    prompts = ["the cat", "ababab", "one two"]
+    drafted, alone = hear(prompts, target, verifier=Traversal()), hear(prompts, target, proposer=None)
+    for key in alone:
+        text, tokens = check(drafted[key])
+        expected, one_by_one = check(alone[key])
+        assert (text, ids(tokens)) == (expected, ids(one_by_one))
+        torch.testing.assert_close(
+            [token.logprob for token in tokens], [token.logprob for token in one_by_one], rtol=0, atol=1e-9
+        )
+        assert {token.origin for token in one_by_one} == {"emitted"}
+
+
+@torch.no_grad()
+def test_a_log_probability_is_that_of_the_plain_forward(target):
+    _, tokens = check(hear("the cat", target)[0, ()])
+    prompt = Bytes().encode("the cat")
+    logits = target.lm.model(torch.tensor([prompt + ids(tokens)])).logits[0, len(prompt) - 1 : -1]
+    laws = logits.log_softmax(-1)
+    expected = [float(laws[place, token.id]) for place, token in enumerate(tokens)]
+    torch.testing.assert_close([token.logprob for token in tokens], expected, rtol=0, atol=1e-6)
+
+
+def test_a_stop_string_across_tokens_ends_the_text_before_it(target):
+    text, tokens = check(hear("the cat", target)[0, ()])
+    ends = [len(plain(PIECES, ids(tokens[:count]), Rules())) for count in range(len(tokens))]
+    stop = text[ends[3] - 1 : ends[3] + 1]
+    assert len(stop.encode()) == 2 and "�" not in stop
+    said = hear("the cat", target, stop=(stop,))[0, ()]
+    cut, fewer = check(said, stop=(stop,))
+    finish = said[-1].event
+    assert cut == text[: text.index(stop)]
+    assert (finish.reason, finish.text) == ("stop_string", stop)
+    assert ids(fewer) == ids(tokens)[: len(fewer)] and len(said[-1].tokens) == finish.tokens > 0
+
+
+def test_a_banned_string_is_never_said_and_nothing_is_withdrawn(target):
+    text, _ = check(hear("the cat", target)[0, ()])
+    ban = next(letter for letter in text if letter.isascii())
+    for proposer in (None, Repeat(3)):
+        said = hear("the cat", target, banned=(ban,), proposer=proposer)[0, ()]
+        other, tokens = check(said)
+        assert ban not in other and len(tokens) == 24
+        assert not any(isinstance(one.event, Withdrawn) for one in said)
+
+
+def test_an_end_waits_for_min_new_tokens(target):
+    model = target.lm.model
+    keen = replace(target, tokenizer=Bytes())
+    bias = torch.zeros(len(PIECES), dtype=torch.float64)
+    bias[END] = 1e4
+    handle = model.get_output_embeddings().register_forward_hook(lambda *now: now[2] + bias)
+    try:
+        assert ids(check(hear("the cat", keen)[0, ()])[1]) == [END]
+        _, tokens = check(hear("the cat", keen, min_new_tokens=5)[0, ()])
+    finally:
+        handle.remove()
+    assert len(tokens) == 6 and ids(tokens).index(END) == 5
+
+
+def test_healed_bytes_come_again_and_are_no_text(target):
+    said = hear("the ca", target, heal=True)[0, ()]
+    text, tokens = check(said, healed=b"a")
+    assert PIECES[tokens[0].id].startswith(b"a")
+    assert text.encode() == b"".join(PIECES[token.id] for token in tokens)[1:] or "�" in text
+
+
+def test_forced_tokens_say_so(target):
+    bound = regex(VOCABULARY, "(ab|ac)thethe[0-9]+;")
+    for binding in (bound, Binding(bound, fast_forward=False)):
+        text, tokens = check(hear("the cat", target, constraint=binding)[0, ()])
+        assert text.startswith(("abthethe", "acthethe"))
+        forced = [token for token in tokens if token.origin == "forced"]
+        assert len(forced) >= 2 and all(token.logprob == 0 for token in forced)
+
+
+class Forking:
+    """After three tokens takes two back and forks in two; one fork takes everything back and writes something else."""
+
+    def __init__(self, step: int = 0, branch: int = 0) -> None:
+        self.count, self.branch = step, branch
+
+    def fork(self):
+        return Forking(self.count, self.branch)
+
+    def step(self, event):
+        self.count += 1
+        self.branch = max(self.branch, event.branch)
+        if self.count == 4:
+            return [Branch(2), Branch(0, None, [[0, 1]])]
+        if self.count == 7 and self.branch:
+            return [Branch(5, None, [[2, 3]])]
+        return [Branch()]
+
+
+@pytest.mark.parametrize("proposer", [None, Repeat(3)])
+def test_every_fork_tells_the_whole_of_its_text(target, proposer):
+    binding = Binding(Controlled(lambda request: Forking(), len(PIECES)))
+    heard = hear(["the cat", "ababab"], target, proposer=proposer, constraint=binding, max_new_tokens=10)
+    assert sorted(heard) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
+    for prompt in (0, 1):
+        first, other = (ids(check(heard[prompt, branch])[1]) for branch in ((), (0, 1)))
+        assert len(first) == len(other) == 10
+        assert first[:1] == other[:1] and other[1:3] != [0, 1]
+    alone = hear(["the cat", "ababab"], target, proposer=None, constraint=binding, max_new_tokens=10)
+    assert {key: ids(tell(said)[1]) for key, said in heard.items()} == {
+        key: ids(tell(said)[1]) for key, said in alone.items()
+    }
+    assert target.lm.cells.references.sum() == 0
+
+
+def test_a_branch_that_is_not_kept_says_so_last(target):
+    controlled = Controlled(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
+    heard = hear("the cat", target, constraint=controlled)
+    check(heard[0, ()])
+    check(heard[0, (0, 1)])
+    assert heard[0, ()][-1].event == Dropped()
+    assert isinstance(heard[0, (0, 1)][-1].event, Finish)
+
+
+def test_what_breaks_says_so_and_spares_the_others(target):
+    class Broken(Forking):
+        def step(self, event):
+            self.count += 1
+            return [Branch(0, [])] if self.count == 4 else [Branch()]
+
+    controlled = Controlled(lambda request: Broken() if request.id == 0 else Forking(-100), len(PIECES))
+    heard = hear(["the cat", "ababab"], target, constraint=controlled)
+    finish = heard[0, ()][-1]
+    assert finish.event.reason == "stuck" and "request 'prompt 0', step " in finish.error
+    assert len(tell(heard[0, ()])[1]) == 3
+    _, tokens = check(heard[1, ()])
+    assert len(tokens) == 24 or tokens[-1].id == END
+    assert heard[1, ()][-1].error == ""
+
+
+def test_closing_early_gives_every_cell_back(target):
+    saying = spec_lab.generate(["the cat", "ab"], target, Repeat(3), vocabulary=VOCABULARY)
+    next(saying)
+    assert target.lm.cells.references.sum() > 0
+    saying.close()
+    assert target.lm.cells.references.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ([], {}, "prompts holds none"),
+        (3, {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
+        (["a", 3], {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
+        ("", {}, "prompt 'prompt 0' has no tokens"),
+        ([Prompt("x", "a"), Prompt("x", "b")], {}, "two prompts have the same name"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of 1 or more"),
+        ("a", {"stop": "x"}, "stop must be a list of texts"),
+        ("a" * 300, {}, "the context holds 256"),
+        ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "the bytes of each of the 61 tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_call(target, prompts, options, said):
+    with pytest.raises(ValueError, match=said):
+        spec_lab.generate(prompts, target, **{"vocabulary": VOCABULARY} | options)
+
+
+def test_what_came_and_went_between_two_looks_is_not_said():
+    first, second = Text("ab", 1, (0.0,)), Text("c", 2, (0.0, 0.0))
+    assert net([first, second, Withdrawn("c", 2)]) == [first]
+    assert net([second, Withdrawn("abc", 3), Held("x"), Held("")]) == [Withdrawn("ab", 1), Held("")]
+    assert net([Withdrawn("c", 2), first]) == [Withdrawn("c", 2), first]
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, spec_lab; assert 'torch' not in sys.modules and 'generate' in spec_lab.__all__"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+# On the terminal --------------------------------------------------------------------------------------------------
+
+
+def show(target, tmp_path, prompt="the cat", terminal=False, **parts):
+    """(exit code, what was printed, the line of figures)."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, color_system="truecolor" if terminal else None)
+    errors = Console(file=io.StringIO(), width=200)
+    usual = dict(proposer=Repeat(3), verifier=Token(), sampling=Sampling(), prompts=[], tracker=Files(), pieces=PIECES)
+    lab = Lab(target, **usual | parts)
+    code = stream(lab, settings(tmp_path / "out"), {}, console, errors, prompt=prompt)
+    return code, console.file.getvalue(), errors.file.getvalue()
+
+
+def test_without_a_terminal_the_text_alone_is_printed(target, tmp_path):
+    code, said, figures = show(target, tmp_path)
+    text, tokens = check(hear("the cat", target, max_new_tokens=12)[0, ()])
+    assert (code, said) == (0, text)
+    accepted = sum(token.origin == "accepted" for token in tokens) / len(tokens)
+    assert figures.startswith(f"{len(tokens)} tokens in ") and f"accepted {accepted:.0%}, forced 0%, " in figures
+
+
+def test_on_a_terminal_tokens_are_shaded_by_origin_and_control_characters_harmless(target, tmp_path):
+    pieces = [b"\x1b[2J" if piece == b"a" else piece for piece in PIECES]
+    code, said, _ = show(target, tmp_path, terminal=True, pieces=pieces, prompt="ababab")
+    assert code == 0
+    assert "\x1b[2J" not in said
+    assert said.startswith("\x1b[2mababab\x1b[0m") and said.endswith("\n")
+    assert "48;2;183;228;176m" in said or "48;2;148;211;140m" in said
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_forks_follow_under_headings(target, tmp_path, terminal):
+    binding = Binding(Controlled(lambda request: Forking(), len(PIECES)))
+    heard = hear("the cat", target, constraint=binding, max_new_tokens=12)
+    first, other = (tell(heard[0, branch])[0] for branch in ((), (0, 1)))
+    code, said, figures = show(target, tmp_path, binding=binding, terminal=terminal)
+    assert code == 0
+    if terminal:
+        assert said.count("── fork 0.1 ──") == 1 and "\x1b[9;31m" in said
+    else:
+        assert said == f"{first}\n── fork 0.1 ──\n{other}"
+    assert figures.rstrip().endswith("; length, length")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(",
+        'a "b" c',
+        "x\\",
+        '\\"',
+        "${x}",
+        "\\${x}",
+        "tab\tnew\nline\\\n",
+        "it's",
+        "a=b, c:[1]{2}",
+        " x ",
+        '"',
+        "42",
+    ],
+)
+def test_a_prompt_means_what_it_says(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    value = OverridesParser.create().parse_override(literal(f"prompt={text}")).value()
+    config = OmegaConf.create({"prompt": value, "task": {"prompt": "${prompt}"}})
+    assert OmegaConf.to_container(config, resolve=True)["task"]["prompt"] == text
+
+
+def test_options_other_than_the_prompt_are_left_to_hydra():
+    for option in ("prompts.limit=2", "stop=[a,b]", "+experiment=stream", "prompt='a \"b\"'", "prompt=null"):
+        assert literal(option) == option
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern", "same"),
+    [
+        (["heal=true"], None, {"heal": True}),
+        (["constraint=regex", "constraint.pattern='[a-e ]{20}'"], "[a-e ]{20}", {}),
+        (["stop=[turn]", "banned=[a]"], None, {"stop": ("turn",), "banned": ("a",)}),
+    ],
+)
+def test_the_command_line_prints_the_text_and_leaves_nothing_behind(cli, tmp_path, bundled, options, pattern, same):
+    few = ["target.dtype=float32", "proposer=ngram", "max_new_tokens=12"]
+    code, said, errors = cli("+experiment=stream", *few, f"prompt={PROMPT}", *options)
+    assert code == 0, errors
+    bound = None if pattern is None else regex(Vocabulary.of(bundled), pattern)
+    alone = spec_lab.generate(PROMPT, bundled, max_new_tokens=12, constraint=bound, **same)
+    assert said == tell(list(alone))[0] != ""
+    assert errors.splitlines()[-1].split(" in ")[0].endswith(" tokens")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["+experiment=stream"], "prompt has no default: give prompt=... on the command line"),
+        (["prompt=hello"], "prompt is for +experiment=stream; other tasks read prompts=..."),
+    ],
+)
+def test_a_prompt_is_asked_for_where_it_is_read_and_refused_elsewhere(cli, tmp_path, options, said):
+    code, _, errors = cli(*options)
+    assert code == 1 and f"spec_lab: {said}" in errors
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_bundled_model(bundled):
+    options = dict(max_new_tokens=12, heal=True, stop=("\n\n",))
+    said = list(spec_lab.generate(PROMPT, bundled, Ngram.load(bundled), **options))
+    alone = list(spec_lab.generate(PROMPT, bundled, **options))
+    assert tell(said)[0] == tell(alone)[0] != ""
+    assert ids(tell(said)[1]) == ids(tell(alone)[1])
+    assert any(token.origin == "accepted" for token in tell(said)[1])

@@ -1,0 +1,479 @@
+"""Recorded drafts: what is asked of whom, the figures made of it, and what a run leaves behind."""
+
+import io
+import json
+import sys
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from spec_lab.cli.main import main, zoo
+from spec_lab.core.draft import empty
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.propose import Null
+from spec_lab.tasks.verifier_study import judge, pooled
+from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
+from spec_lab.tasks.verifier_study.tables import load
+from spec_lab.tasks.verifier_study.walk import places, sample, walk
+from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal
+from spec_lab.verify.transport import transport_bound
+from tests import checkpoints
+from tests.labs import Repeat, lab, settings
+from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_law
+
+ONES = {"token": Token(), "traversal": Traversal(), "match": Match(), "kseq": KSeq(), "gumbel": Gumbel()}
+TIMES = ["propose", "target", "target_forward", "law", "verify"]
+TREES = {"iid": "2x2", "without": "2x2", "point": "2x1", "gumbel": "2x1"}
+
+
+def proposers(**trees: str):
+    return {drawn: draft_model(tree, drawn) for drawn, tree in (trees or TREES).items()}
+
+
+def recorded_lab(**parts):
+    usual = dict(temperature=1.0, proposer=Null(), beside=proposers(), verifiers=ONES)
+    return lab(**(usual | parts))
+
+
+def one_at_a_time(out, **changes):
+    return settings(out, **(dict(batch_size=1, max_new_tokens=9) | changes))
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=80)
+
+
+def steps_of(one, request, every=3):
+    """The request's text, and every step along it with its laws copied."""
+    text = [*request.tokens, *sample(one.target, request, 0).tokens]
+    with closing(walk(one.target, proposers_of(one), request, text, every, CounterDraws(0))) as steps:
+        return text, [replace(step, p=step.p.clone()) for step in steps]
+
+
+def held(one) -> int:
+    """Cells that somebody still holds, in the target and in all drafts."""
+    models = [one.target.lm, *(each.lm for each in one.beside.values() if hasattr(each, "lm"))]
+    return sum(int(lm.cells.references.sum()) + sum(lm.cells._users) for lm in models)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run: its lab, its directory and what it printed."""
+    torch.set_num_threads(1)
+    one, out, console = recorded_lab(), tmp_path_factory.mktemp("recorded") / "out", quiet()
+    assert judge(one, one_at_a_time(out), {}, console, every=3, repeats=1) == 0
+    return one, out, console.file.getvalue()
+
+
+# The walk ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_what_the_loop_decodes_without_a_draft():
+    one = recorded_lab()
+    requests = one.requests(one_at_a_time(Path()))
+    group, _ = decode(one.target, Null(), requests, Match())
+    assert [sample(one.target, request, 0).tokens for request in requests] == emitted(group)
+
+
+def test_places_begin_after_the_first_token_and_a_token_follows_each():
+    request = recorded_lab().requests(one_at_a_time(Path()))[0]
+    length = len(request.tokens)
+    assert list(places(request, range(length + 9), 4)) == [length + 1, length + 5]
+    assert list(places(request, range(length + 10), 4)) == [length + 1, length + 5, length + 9]
+    assert not places(request, range(length + 1), 1)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=9, repetition_penalty=1.3)])
+def test_laws_equal_a_plain_forward_over_the_recorded_prefix(sampling):
+    one = recorded_lab(sampling=sampling)
+    request = one.requests(one_at_a_time(Path()))[1]
+    text, steps = steps_of(one, request)
+    seen = {(step.position, step.proposer) for step in steps}
+    assert seen == {(position, name) for position in places(request, text, 3) for name in one.beside}
+    for step in steps:
+        shape = step.draft.shape
+        for row in range(shape.rows):
+            tokens = text[: step.position] + path_tokens(step.draft, row)
+            assert torch.allclose(step.p[row], plain_law(one.target.lm.model, tokens, sampling), rtol=0, atol=1e-9)
+    assert held(one) == 0
+
+
+def test_a_draft_is_what_a_proposer_without_a_past_draws():
+    """What was drafted before and dropped leaves no trace; the same place is drafted alike, however often one looks."""
+    one = recorded_lab()
+    request = one.requests(one_at_a_time(Path()))[0]
+    _, often = steps_of(one, request, every=1)
+    fresh = recorded_lab()
+    _, seldom = steps_of(fresh, request, every=4)
+    drafts = {(step.position, step.proposer): step.draft for step in often}
+    for step in seldom:
+        same = drafts[step.position, step.proposer]
+        assert np.array_equal(step.draft.shape.parent, same.shape.parent)
+        assert step.draft.token.tolist() == same.token.tolist()
+        if step.draft.q is not None:
+            assert torch.allclose(step.draft.q, same.q, rtol=0, atol=1e-9)
+
+
+def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
+    class Reads(Repeat):
+        wants_hidden = True
+        seen = ()
+
+        def propose(self, batch):
+            (sequence,) = batch.sequences
+            assert len(sequence.pending) == 1
+            self.seen += ((len(sequence.tokens), batch.target.lm.cells.last_hidden(sequence.path).clone()),)
+            return super().propose(batch)
+
+    reads = Reads()
+    one = recorded_lab(proposer=reads, beside={"point": draft_model("2x1", "point")})
+    text, _ = steps_of(one, one.requests(one_at_a_time(Path()))[0])
+    assert len(reads.seen) == 3
+    for position, hidden in reads.seen:
+        ids = torch.tensor([text[: position - 1]])
+        with torch.no_grad():
+            plain = one.target.lm.model.base_model(input_ids=ids, use_cache=False)[0][0, -1]
+        assert torch.allclose(hidden, plain, rtol=0, atol=1e-9)
+
+
+def test_nothing_is_drafted_beyond_the_context():
+    one = recorded_lab(beside={"deep": draft_model("1x1x1x1", "iid")}, verifiers={"token": Token()})
+    request = one.requests(one_at_a_time(Path()))[0]
+    short = replace(one.target, context=len(request.tokens) + 9)
+    text = [*request.tokens, *sample(short, request, 0).tokens]
+    with closing(walk(short, one.beside, request, text, 2, CounterDraws(0))) as steps:
+        depths = [step.draft.shape.nodes for step in steps]
+    assert depths == [4, 4, 4, 2]
+    assert held(one) == 0
+
+
+# The verdicts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Spy:
+    """A verifier that remembers what it was asked."""
+
+    inner: object
+    asked: list
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, draft, p):
+        self.asked.append((draft, p.data_ptr(), p.clone()))
+        return self.inner(draft, p)
+
+
+def test_all_verifiers_of_a_position_see_the_very_same_draft_and_laws():
+    asked = []
+    one = recorded_lab(verifiers={name: Spy(inner, asked) for name, inner in ONES.items()})
+    drafting = proposers_of(one)
+    judges, _ = pairs(drafting, one.verifiers)
+    request = one.requests(one_at_a_time(Path()))[0]
+    _, rows = of_prompt(one, drafting, judges, request, seed=0, every=4, repeats=2)
+    by_draft: dict = {}
+    for draft, place, p in asked:
+        by_draft.setdefault(id(draft), []).append((place, p))
+    assert len(by_draft) == 2 * len(TREES)
+    assert len(asked) == 2 * len(rows)
+    for seen in by_draft.values():
+        first_place, first = seen[0]
+        assert all(place == first_place and torch.equal(p, first) for place, p in seen)
+
+
+def test_rows_are_the_verdicts(done):
+    one, out, _ = done
+    rows = load(out).set_index("id")
+    counted = 0
+    for request in one.requests(one_at_a_time(out)):
+        for step in steps_of(one, request)[1]:
+            bound = None
+            if step.draft.drawn != "point":
+                q = step.draft.q[int(step.draft.q_row[0])]
+                bound = transport_bound(step.p[:1], q[None], len(step.draft.shape.children[0]), step.draft.drawn)[0]
+            for name, verifier in ONES.items():
+                if step.draft.drawn not in verifier.accepts:
+                    continue
+                row = rows.loc[f"{request.id}/{step.position}/{step.proposer}/{name}"]
+                verdict = verifier(step.draft, step.p)
+                assert row["expected_accepted"] == pytest.approx(
+                    verdict.expected_accepted(step.draft.shape)[0], abs=1e-12
+                )
+                assert row["first_level"] == pytest.approx(1 - verdict.stop[0], abs=1e-12)
+                assert row["given"] == verdict.given == ("noise" if name == "gumbel" else "draft")
+                assert row["lossless"] and row["nodes"] == step.draft.shape.nodes
+                assert row["bound"] == pytest.approx(row["first_level"] if bound is None else bound, abs=1e-9)
+                counted += 1
+    assert counted == len(rows) == 5 * 3 * (4 + 3 + 3 + 2)
+    assert (rows[TIMES] > 0).all(axis=None)
+    assert (rows["target_forward"] <= rows["target"]).all()
+
+
+def test_no_verifier_beats_the_bound_on_average_over_drafts():
+    """The bound holds for the expectation over drafts, here over seeds; a single draft may exceed it."""
+    one = recorded_lab(beside=proposers(iid="3", without="3"))
+    request = one.requests(one_at_a_time(Path(), max_new_tokens=2))[0]
+    judges, _ = pairs(one.beside, {"token": Token(), "match": Match()})
+    text, exceeded = sample(one.target, request, 0).tokens, False
+    rows = []
+    for seed in range(150):
+        with pytest.MonkeyPatch.context() as patch:
+            outcome = replace(sample(one.target, request, 0), tokens=text)
+            patch.setattr("spec_lab.tasks.verifier_study.judging.sample", lambda *_, same=outcome: same)
+            rows += of_prompt(one, one.beside, judges, request, seed, every=1, repeats=1)[1]
+    frame = pd.DataFrame(rows)
+    for _, own in frame.groupby(["proposer", "verifier"]):
+        assert own["bound"].std() < 1e-9
+        error = own["first_level"].std() / np.sqrt(len(own))
+        assert own["first_level"].mean() < own["bound"].iloc[0] + 4 * error
+        exceeded |= bool((own["first_level"] > own["bound"]).any())
+    assert exceeded
+
+
+# Who judges whom ---------------------------------------------------------------------------------------------------
+
+
+def test_a_verifier_that_judges_no_proposer_is_refused(tmp_path):
+    one = recorded_lab(beside=proposers(without="2", point="2"))
+    with pytest.raises(
+        ValueError, match=r"'kseq' supports drafts drawn iid, but the proposers draw point, without: .*~"
+    ):
+        judge(one, one_at_a_time(tmp_path / "out"), {}, quiet())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_proposer_that_no_verifier_judges_is_refused(tmp_path):
+    one = recorded_lab(beside=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
+    with pytest.raises(ValueError, match="'gumbel' draws 'gumbel', which no verifier here supports"):
+        judge(one, one_at_a_time(tmp_path), {}, quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({"batch_size": 2}, {}, "batch_size=1, not 2"),
+        ({}, {"every": 0}, "task.every must be a whole number of 1 or more, not 0"),
+        ({}, {"repeats": True}, "task.repeats must be a whole number"),
+    ],
+)
+def test_options_are_checked(tmp_path, changes, options, words):
+    with pytest.raises(ValueError, match=words):
+        judge(recorded_lab(), one_at_a_time(tmp_path, **changes), {}, quiet(), **options)
+
+
+def test_without_a_proposer_there_is_nothing_to_judge(tmp_path):
+    with pytest.raises(ValueError, match="nothing drafts: name a proposer"):
+        judge(recorded_lab(beside={}), one_at_a_time(tmp_path), {}, quiet())
+
+
+def test_a_proposer_refuses_what_it_cannot_draft_for(tmp_path):
+    with pytest.raises(ValueError, match="at temperature 0"):
+        judge(recorded_lab(temperature=0.0), one_at_a_time(tmp_path), {}, quiet())
+
+
+def test_without_verifiers_the_one_verifier_judges_and_the_main_proposer_drafts(tmp_path):
+    one = lab(texts=("the cat",), temperature=1.0, verifier=Lenient(0.5))
+    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (only,) = summary["proposers"].values()
+    assert list(summary["proposers"]) == ["speculative"] and list(only["verifiers"]) == ["lenient"]
+    assert only["compared_with"] == "lenient" and only["verifiers"]["lenient"]["difference"]["mean"] == 0
+    assert not only["verifiers"]["lenient"]["lossless"]
+    assert only["verifiers"]["lenient"]["expected_accepted"]["low"] is None  # one prompt has no interval
+
+
+# What is left behind -----------------------------------------------------------------------------------------------
+
+
+def test_the_summary_names_pairs_left_out_and_what_figures_are_given(done):
+    _, out, said = done
+    summary = json.loads((out / "summary.json").read_text())
+    left = {(pair["proposer"], pair["verifier"]) for pair in summary["left_out"]}
+    assert left == {
+        ("iid", "gumbel"), ("without", "kseq"), ("without", "gumbel"), ("point", "kseq"), ("point", "gumbel"),
+        ("gumbel", "token"), ("gumbel", "traversal"), ("gumbel", "kseq"),
+    }  # fmt: skip
+    kinds = {name: one["kind"] for each in summary["proposers"].values() for name, one in each["verifiers"].items()}
+    assert kinds == dict.fromkeys(ONES, pooled.EXACT) | {"gumbel": pooled.OUTCOME}
+    assert summary["proposers"]["gumbel"]["compared_with"] == "match"
+    assert summary["requests"] == 5 and summary["tokens"] == 45 and summary["positions"] == 15
+    assert "gumbel (drawn gumbel): token, traversal, kseq" in " ".join(said.split())
+    assert "gumbel *" in said and "*: a sampled outcome" in said
+    assert max(map(len, said.splitlines()[:-1])) <= 80  # the last names a folder
+
+
+def test_a_run_leaves_manifest_tables_and_figures(done):
+    _, out, said = done
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert list(manifest["proposers"]) == manifest["arms"] == list(TREES)
+    assert str(out) in said.replace("\n", "")
+    assert {file.name for file in out.iterdir()} == {
+        "manifest.json", "summary.json", "recorded.parquet", "texts.parquet", "figures",
+    }  # fmt: skip
+    for name in ("accepted", "time"):
+        assert (out / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_cells_are_given_back(done):
+    assert held(done[0]) == 0
+
+
+def test_the_cells_are_given_back_where_a_verifier_fails(tmp_path):
+    class Fails(Token):
+        def __call__(self, draft, p):
+            raise ZeroDivisionError
+
+    one = recorded_lab(verifiers={"fails": Fails()}, beside=proposers(iid="2x1", without="2"))
+    with pytest.raises(ValueError, match="verifier 'token' raised ZeroDivisionError"):
+        judge(one, one_at_a_time(tmp_path), {}, quiet())
+    assert held(one) == 0
+
+
+def test_the_run_depends_on_the_seed_alone(done, tmp_path):
+    same, other = tmp_path / "same", tmp_path / "other"
+    assert judge(recorded_lab(), one_at_a_time(same, warmup=4), {}, quiet(), every=3, repeats=2) == 0
+    assert judge(recorded_lab(), one_at_a_time(other, seed=1), {}, quiet(), every=3, repeats=1) == 0
+    first, again, differs = (load(out).drop(columns=TIMES) for out in (done[1], same, other))
+    pd.testing.assert_frame_equal(first, again)
+    assert not first["expected_accepted"].equals(differs["expected_accepted"])
+
+
+def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, capsys):
+    one, asked = recorded_lab(), []
+
+    def interrupting(target, request, seed):
+        asked.append(request.name)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return sample(target, request, seed)
+
+    monkeypatch.setattr("spec_lab.tasks.verifier_study.judging.sample", interrupting)
+    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 130
+    assert f"the rows of 2 prompts of 5 are in {tmp_path}" in capsys.readouterr().err
+    assert load(tmp_path)["request"].unique().tolist() == [0, 1] and held(one) == 0
+    assert not (tmp_path / "summary.json").exists()
+    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 0
+    assert asked == ["p0", "p1", "p2", "p2", "p3", "p4"]
+    pd.testing.assert_frame_equal(load(tmp_path).drop(columns=TIMES), load(done[1]).drop(columns=TIMES))
+
+
+def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, capsys):
+    one = recorded_lab(texts=("the cat", "a b"), beside=proposers(iid="2", point="2"), verifiers={"token": Token()})
+    plain = one.target.lm.forward
+
+    def forward(paths, pending, draft):
+        output = plain(paths, pending, draft)
+        if draft.shape.nodes and draft.drawn == "iid":
+            output.logits[0, 0] = torch.nan
+        return output
+
+    monkeypatch.setattr(one.target.lm, "forward", forward)
+    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "request 'p0', position 8, iid: the target's logits are NaN or infinite" in summary["errors"][0]
+    assert "iid: the target's logits are NaN" in capsys.readouterr().err
+    assert summary["proposers"]["iid"]["drafts"] == 0 and summary["proposers"]["iid"]["verifiers"] == {}
+    assert summary["proposers"]["point"]["drafts"] == 4
+    assert held(one) == 0
+
+
+# Figures -----------------------------------------------------------------------------------------------------------
+
+
+def hand_made() -> pd.DataFrame:
+    """Two prompts with two drafts and one, judged by two verifiers."""
+    usual = {"proposer": "tree", "drawn": "iid", "lossless": True, "given": "draft", "nodes": 4, "propose": 1e-3}
+    usual |= {"target": 3e-3, "law": 1e-4}
+    rows = []
+    for request, position, bound, forward, token, other in [
+        (0, 5, 0.8, 2e-3, (1.0, 0.5, 1e-5), (1.5, 0.6, 4e-5)),
+        (0, 9, 0.6, 1e-3, (0.2, 0.2, 3e-5), (0.4, 0.3, 2e-5)),
+        (1, 5, 0.4, 4e-3, (0.6, 0.5, 2e-5), (0.2, 0.1, 9e-5)),
+    ]:
+        shared = usual | {"request": request, "position": position, "bound": bound, "target_forward": forward}
+        for name, (expected, first, seconds) in (("token", token), ("other", other)):
+            of = {"verifier": name, "expected_accepted": expected, "first_level": first, "verify": seconds}
+            rows.append(shared | of)
+    return pd.DataFrame(rows)
+
+
+def test_pooled_figures_equal_those_by_hand():
+    figures = pooled.of_proposer(hand_made(), ["other", "token"])
+    assert list(figures["verifiers"]) == ["other", "token"] and figures["compared_with"] == "token"
+    assert figures["drafts"] == 3 and figures["drafted_per_draft"] == 4
+    assert figures["target_forward_us"] == pytest.approx(2000) and figures["law_us"] == pytest.approx(100)
+    assert figures["bound"]["mean"] == pytest.approx(0.6)
+    token, other = figures["verifiers"]["token"], figures["verifiers"]["other"]
+    assert token["expected_accepted"]["mean"] == pytest.approx(1.8 / 3)
+    assert other["expected_accepted"]["mean"] == pytest.approx(2.1 / 3)
+    # prompts drawn anew: (0, 0), (0, 1) twice, (1, 1), each weighing its drafts
+    assert token["expected_accepted"]["low"] == pytest.approx(0.6) == token["expected_accepted"]["high"]
+    assert other["expected_accepted"]["low"] == pytest.approx(0.2)
+    assert other["expected_accepted"]["high"] == pytest.approx(1.9 / 2)
+    assert other["difference"]["mean"] == pytest.approx((0.5 + 0.2 - 0.4) / 3)
+    assert other["difference"]["low"] == pytest.approx(-0.4) and other["difference"]["high"] == pytest.approx(0.35)
+    assert token["difference"] == {"mean": 0, "low": 0, "high": 0}
+    assert other["share_of_bound"]["mean"] == pytest.approx(1.0 / 1.8)
+    assert other["share_of_bound"]["low"] == pytest.approx(0.25)
+    assert other["share_of_bound"]["high"] == pytest.approx(0.9 / 1.4)
+    assert token["verify_us"] == pytest.approx({"median": 20, "low": 15, "high": 25})
+    assert token["share_of_forward"] == pytest.approx(0.01)
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says():
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(200):
+        size = rng.integers(1, 6, 30)
+        request = np.repeat(np.arange(30), size)
+        value = pd.Series(rng.normal(0.0, 1.0, 30)[request] + rng.normal(0.0, 0.3, len(request)))
+        _, low, high = pooled.ratio(pd.DataFrame({"request": request}), value, resamples=499)
+        covered += low <= 0.0 <= high
+    assert 0.86 < covered / 200 < 0.99
+
+
+def test_a_share_of_nothing_is_no_number():
+    rows = pd.DataFrame({"request": [0, 1]})
+    nothing = pooled.ratio(rows, pd.Series([0.0, 0.0]), pd.Series([0.0, 0.0]))
+    assert np.isnan(nothing).all()
+
+
+def test_a_draft_without_nodes_accepts_nothing(tmp_path):
+    class Nothing(Repeat):
+        def propose(self, batch):
+            return empty(1)
+
+    one = recorded_lab(texts=("the cat", "a b"), proposer=Nothing(), beside={}, verifiers={"token": Token()})
+    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    rows = load(tmp_path)
+    assert (rows[["expected_accepted", "first_level", "bound", "nodes"]] == 0).all(axis=None)
+    assert json.loads((tmp_path / "summary.json").read_text())["proposers"]["speculative"]["bound"]["mean"] == 0
+
+
+# The command line --------------------------------------------------------------------------------------------------
+
+
+def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
+    folder = checkpoints.zoo(tmp_path / "zoo")
+    OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
+    monkeypatch.chdir(tmp_path)
+    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=here"]
+    monkeypatch.setattr(sys, "argv", ["spec-lab", "+experiment=verifier_zoo", *short])
+    try:
+        main()
+    finally:
+        OmegaConf.register_new_resolver("zoo", zoo, replace=True)
+    assert "verifier_zoo: 2 prompts" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "here" / "summary.json").read_text())
+    assert {each["drawn"] for each in summary["proposers"].values()} == {"iid", "without", "point", "gumbel"}
+    assert len(summary["proposers"]) == 5 and summary["requests"] == 2
+    judged = {name for each in summary["proposers"].values() for name in each["verifiers"]}
+    assert judged == {"token", "traversal", "match", "kseq", "gumbel", "cascade", "lenient", "typical", "relaxed"}

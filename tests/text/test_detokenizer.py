@@ -1,0 +1,526 @@
+"""Text out of tokens: released once and for good, cut where it must be, never with a banned string."""
+
+import codecs
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from spec_lab.text.detokenizer import Finish, Held, Rewind, Rules, Stream, Text, Withdrawn, plain
+from spec_lab.text.strings import Strings, Watcher
+
+few = settings(max_examples=200, derandomize=True, deadline=None, database=None)
+SIGNS = "aab\n é€😀\u0301\u200d\ufffd"
+BROKEN = [b"\xff", b"\xe2", b"\xe2\x82", b"\x80", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf"]
+texts = st.text(st.sampled_from(SIGNS) | st.characters(exclude_categories=["Cs"]), max_size=12)
+strings = st.lists(st.text(st.sampled_from("aab\n€\ufffd"), min_size=1, max_size=4), max_size=4).map(tuple)
+
+
+encoded = texts.map(str.encode)
+fragments = st.lists(st.one_of(encoded, encoded, st.sampled_from(BROKEN)), max_size=4)
+
+
+@st.composite
+def pieces_of(draw):
+    """The bytes of some text, some of it broken, cut anywhere; now and then a token without bytes."""
+    data = b"".join(draw(fragments))
+    cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=len(data) + 2)))
+    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+def feed(stream, tokens):
+    """Push tokens (with minus their number as log-probability) until the stream finishes; then end it."""
+    events = []
+    for place, token in enumerate(tokens):
+        if stream.finished is None:
+            events += stream.push(token, -float(place))
+    if stream.finished is None:
+        events += stream.end("done")
+    return events
+
+
+def text_of(events):
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def said(pieces, tokens=None, healed=b"", **rules):
+    events = feed(Stream(pieces, Rules(**rules), healed), range(len(pieces)) if tokens is None else tokens)
+    return text_of(events), events[-1]
+
+
+@few
+@given(pieces_of())
+def test_text_is_what_decoding_all_bytes_at_once_gives(pieces):
+    assert said(pieces) == (b"".join(pieces).decode("utf-8", "replace"), Finish("done"))
+
+
+@few
+@given(pieces_of())
+def test_without_strings_only_an_unfinished_character_waits(pieces):
+    stream, decoder = Stream(pieces, Rules()), codecs.getincrementaldecoder("utf-8")("replace")
+    text = ""
+    for token, piece in enumerate(pieces):
+        assert not any(isinstance(event, Held) for event in stream.push(token))
+        text += decoder.decode(piece)
+        assert stream.text == text
+
+
+@few
+@given(pieces_of(), strings, st.integers(0, 4), st.none() | st.integers(4, 9), st.sets(st.integers(0, 5), max_size=2))
+@example([b"ab", b"cd"], ("abcd", "bc"), 0, None, set())
+@example([b"abc", b"d"], ("abcd", "bc"), 0, None, set())
+@example([b"\xe2", b"a", b"b"], ("ab",), 0, None, set())
+def test_a_stream_says_what_the_plain_way_says(pieces, stops, least, most, stop_tokens):
+    stop_tokens = frozenset(token for token in stop_tokens if token < len(pieces))
+    rules = Rules(stop_tokens, stops, (), least, most)
+    stream = Stream(pieces, rules)
+    events = feed(stream, range(len(pieces)))
+    assert text_of(events) == stream.text == plain(pieces, range(len(pieces)), rules)
+    finish = events[-1]
+    given = [event for event in events if isinstance(event, Text)]
+    assert all(event.tokens == len(event.logprobs) for event in [*given, finish])
+    logprobs = [logprob for event in [*given, finish] for logprob in event.logprobs]
+    assert logprobs == [-float(place) for place in range(len(stream.tokens))]  # every token once, in order
+    assert (finish.text in stops) == (finish.reason == "stop_string")
+
+
+@few
+@given(pieces_of(), pieces_of(), pieces_of(), strings)
+def test_what_is_released_stays_whatever_comes(past, one, other, stops):
+    pieces, rules, stream = [*past, *one, *other], Rules(stop_strings=stops), None
+    begun = range(len(past))
+    for future in (range(len(past), len(past) + len(one)), range(len(past) + len(one), len(pieces)), ()):
+        stream = Stream(pieces, rules)
+        for token in begun:
+            if stream.finished is None:
+                stream.push(token)
+        assert plain(pieces, [*begun, *future], rules).startswith(stream.text)
+
+
+@few
+@given(pieces_of(), strings)
+def test_only_a_beginning_of_a_stop_string_is_held(pieces, stops):
+    stream, held = Stream(pieces, Rules(stop_strings=stops)), ""
+    for token in range(len(pieces)):
+        events = [] if stream.finished else stream.push(token)
+        for event in events:
+            held = event.text if isinstance(event, Held) else held
+        assert not held or any(string.startswith(held) and string != held for string in stops)
+    assert stream.finished is None or held == ""
+
+
+@few
+@given(pieces_of(), strings)
+def test_the_cut_does_not_depend_on_the_split(pieces, stops):
+    whole = b"".join(pieces)
+    single = [bytes([byte]) for byte in whole]
+    parts, one, bytewise = (said(p, stop_strings=stops) for p in (pieces, [whole], single))
+    assert parts[0] == one[0] == bytewise[0]
+    assert (parts[1].reason, parts[1].text) == (one[1].reason, one[1].text) == (bytewise[1].reason, bytewise[1].text)
+
+
+def test_the_events_of_a_stop_string_across_tokens():
+    stream = Stream([b"Hi", b"\n", b"\nUs", b"er", b"\xe2", b"\x82\xac"], Rules(stop_strings=("\n\nUser",)))
+    assert stream.push(0, -1.0) == [Text("Hi", 1, (-1.0,))]
+    assert stream.push(1, -2.0) == [Held("\n")]
+    assert stream.push(4, -3.0) == [Text("\n", 1, (-2.0,)), Held("")]
+    assert stream.push(5, -4.0) == [Text("€", 2, (-3.0, -4.0))]
+    assert stream.push(1, -5.0) == [Held("\n")]
+    assert stream.push(2, -6.0) == [Held("\n\nUs")]
+    assert stream.push(3, -7.0) == [Held(""), Finish("stop_string", "\n\nUser", 3, (-5.0, -6.0, -7.0))]
+    assert (stream.text, stream.finished, stream.tokens) == ("Hi\n€", "stop_string", [0, 1, 4, 5, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "text", "which"),
+    [
+        (("World", "lo"), [b"Hello World"], "Hel", "lo"),  # the first in the text, not the first listed
+        (("a", "ab", "b"), [b"xab"], "x", "a"),
+        (("ab", "a", "b"), [b"xb", b"a"], "x", "b"),
+        (("aab",), [b"a", b"a", b"a", b"b"], "a", "aab"),
+        (("abab",), [b"aba", b"bab"], "", "abab"),
+        (("abcd", "bc"), [b"xab", b"c", b"d"], "x", "abcd"),  # begins first though complete later
+        (("abcd", "bc"), [b"xab", b"c", b"e"], "xa", "bc"),
+        (("abcd", "b", "bcx"), [b"xab", b"cx"], "xa", "b"),  # the shortest of those that begin together
+        (("abcd", "bc"), [b"xab", b"c"], "xa", "bc"),  # the end came while it waited
+        (("€",), [b"\xe2", b"\x82", b"\xac"], "", "€"),
+        (("stop",), [b"stop"], "", "stop"),
+        (("b",), [b"\xe2\x82", b"b"], "\ufffd", "b"),
+    ],
+)
+def test_the_text_is_cut_where_the_first_stop_string_begins(stops, pieces, text, which):
+    cut, finish = said(pieces, stop_strings=stops)
+    assert (cut, finish.reason, finish.text) == (text, "stop_string", which)
+
+
+def test_a_stop_string_with_the_replacement_sign_means_a_genuine_one():
+    assert said([b"a\xffb"], stop_strings=("\ufffd",)) == ("a\ufffdb", Finish("done"))
+    assert said(["a\ufffdb".encode()], stop_strings=("\ufffd",))[0] == "a"
+
+
+def test_a_genuine_replacement_sign_is_not_held():
+    assert Stream(["\ufffd".encode()], Rules()).push(0, -1.0) == [Text("\ufffd", 1, (-1.0,))]
+
+
+def test_an_unfinished_character_is_released_broken_at_the_end():
+    stream = Stream([b"\xf0\x9f", b"\x98"], Rules())
+    assert stream.push(0, -1.0) == [] and stream.push(1, -2.0) == []
+    assert stream.end("gone") == [Text("\ufffd", 2, (-1.0, -2.0)), Finish("gone")]
+
+
+def test_an_unfinished_character_is_released_broken_where_a_stop_string_may_begin():
+    stream = Stream([b"\xe2", b"a"], Rules(stop_strings=("ab",)))
+    assert stream.push(0, -1.0) == []
+    assert stream.push(1, -2.0) == [Text("\ufffd", 1, (-1.0,)), Held("a")]
+
+
+def test_a_token_partly_cut_off_counts_as_shown():
+    events = Stream([b"abc"], Rules(stop_strings=("c",))).push(0, -1.0)
+    assert events == [Text("ab", 1, (-1.0,)), Finish("stop_string", "c")]
+
+
+def test_a_stop_token_ends_the_text_and_is_no_part_of_it():
+    stream = Stream([b"a", b"<end>"], Rules(frozenset({1}), ("ab",)))
+    assert stream.push(0, -1.0) == [Held("a")]
+    assert stream.push(1, -2.0) == [Text("a", 1, (-1.0,)), Held(""), Finish("stop", "", 1, (-2.0,))]
+    assert Stream([b"", b"a"], Rules(frozenset({0}))).push(0, -3.0) == [Finish("stop", "", 1, (-3.0,))]
+
+
+def test_nothing_stops_within_the_first_min_tokens():
+    pieces, rules = [b"x", b"", b"ab"], Rules(frozenset({1}), ("x", "ab"), min_tokens=3)
+    stream = Stream(pieces, rules)
+    assert [stream.push(token, 0.0)[0] for token in (0, 1, 0)] == [
+        Text("x", 1, (0.0,)),
+        Text("", 1, (0.0,)),
+        Text("x", 1, (0.0,)),
+    ]
+    other = stream.fork()
+    assert other.push(2)[-1].reason == "stop_string" and stream.push(1)[-1].reason == "stop"
+    assert stream.text == other.text == "xx"
+
+
+def test_a_stop_string_begun_within_min_tokens_and_completed_after_them_counts():
+    assert said([b"xa", b"b"], stop_strings=("ab",), min_tokens=1)[0] == "x"
+    assert said([b"xa", b"b"], stop_strings=("ab",), min_tokens=2)[0] == "xab"
+
+
+def test_max_tokens_ends_the_text_with_all_that_was_held():
+    stream = Stream([b"a"], Rules(stop_strings=("aab",), max_tokens=2))
+    assert stream.push(0, -1.0) == [Held("a")]
+    assert stream.push(0, -2.0) == [Text("aa", 2, (-1.0, -2.0)), Held(""), Finish("length")]
+
+
+def test_a_banned_string_is_taken_back_to_the_token_it_began_in():
+    stream = Stream([b"xa", b"b", b"c", b"y"], Rules(banned_strings=("abc",)))
+    assert stream.push(3, 0.0) == [Text("y", 1, (0.0,))]
+    assert stream.push(0) == [Held("xa")]  # x waits with its token
+    assert stream.push(1) == [Held("xab")]
+    assert stream.push(2) == [Rewind(3, 0), Held("")]
+    assert (stream.tokens, stream.bans) == ([3], {0})
+    with pytest.raises(ValueError, match="token 0 is banned after 1 tokens"):
+        stream.push(0)
+    assert stream.push(1, -1.0) == [Text("b", 1, (-1.0,))] and stream.bans == frozenset()
+
+
+def test_bans_of_a_place_add_up_and_are_forgotten_before_it():
+    stream = Stream([b"a", b"b", b"c", b"d"], Rules(banned_strings=("b", "c", "da")))
+    stream.push(3)
+    assert stream.push(1) == [Rewind(1, 1)] and stream.push(2) == [Rewind(1, 2)]
+    assert stream.bans == {1, 2}
+    assert stream.push(0) == [Rewind(2, 3), Held("")]
+    assert (stream.bans, stream.tokens) == ({3}, [])
+    stream.push(0)
+    assert stream.bans == frozenset()
+    stream.rewind(1)
+    assert stream.bans == {3}
+
+
+@pytest.mark.parametrize(
+    ("stop", "banned", "pieces", "last"),
+    [
+        ("abc", "b", [b"ab", b"c"], "rewind"),  # the banned one ends first
+        ("b", "abc", [b"abc"], "stop"),
+        ("abc", "bc", [b"a", b"bc"], "stop"),  # both at once
+        ("bc", "abc", [b"abc"], "stop"),
+    ],
+)
+def test_of_a_stop_and_a_banned_string_the_first_complete_decides(stop, banned, pieces, last):
+    stream, events = Stream(pieces, Rules(stop_strings=(stop,), banned_strings=(banned,))), []
+    for token in range(len(pieces)):
+        if not any(isinstance(event, Rewind) for event in events):
+            events += stream.push(token)
+    assert any(isinstance(event, Rewind) for event in events) == (last == "rewind")
+    assert (stream.finished == "stop_string") == (last == "stop")
+
+
+def test_a_complete_stop_string_that_waits_is_not_undone_by_a_banned_one():
+    assert said([b"xab", b"c", b"e"], stop_strings=("abcd", "bc"), banned_strings=("ce",))[0] == "xa"
+    assert said([b"xabcde"], stop_strings=("abcde", "bc"), banned_strings=("cd",))[0] == "x"
+    stream = Stream([b"xabc"], Rules(stop_strings=("abcd", "bc"), banned_strings=("ce",)))
+    assert stream.push(0) == [Text("x", 0, ()), Held("abc")]
+
+
+VOCABULARY = [b"a", b"b", b"ab", b"ba", b"\xe2", b"\x82", b"\xac", "€a".encode(), b"", b"c", b"<end>"]
+bans = st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=3), min_size=1, max_size=3).map(tuple)
+
+
+@few
+@given(bans, strings, st.integers(0, 2**32))
+def test_a_driver_that_obeys_never_shows_a_banned_string(banned, stops, seed):
+    wish, tokens, events = random.Random(seed), [], []
+    rules = Rules(frozenset({10}), stops, banned, max_tokens=25)
+    stream = Stream(VOCABULARY, rules)
+    for _ in range(60):
+        free = [token for token in range(len(VOCABULARY)) if token not in stream.bans]
+        if not free or stream.finished:
+            break
+        tokens.append(wish.choice(free))
+        events += (new := stream.push(tokens[-1]))
+        if isinstance(new[0] if new else None, Rewind):
+            assert tokens[-new[0].tokens] == new[0].ban and new[0].ban in stream.bans
+            del tokens[-new[0].tokens :]
+        assert stream.tokens == tokens
+    if stream.finished is None:
+        events += stream.end("done")
+    assert not any(isinstance(event, Withdrawn) for event in events)
+    assert text_of(events) == stream.text == plain(VOCABULARY, tokens, rules)
+    assert not any(string in stream.text for string in banned)
+
+
+@few
+@given(bans, st.lists(st.integers(0, 9), max_size=20), st.integers(0, 3))
+def test_a_watcher_finds_the_first_complete_string_and_its_first_token(banned, tokens, taken):
+    watcher, kept = Watcher(VOCABULARY, Strings(banned)), []
+    for token in tokens:
+        kept.append(token)
+        match = watcher.push(token)
+        data = b"".join(VOCABULARY[one] for one in kept)
+        ends = [end for end in range(len(data) + 1) if data[:end].endswith(tuple(s.encode() for s in banned))]
+        assert (match is None) == (not ends)
+        if match is not None:
+            assert match.end == ends[0]
+            shortest = min((s for s in banned if data[: ends[0]].endswith(s.encode())), key=lambda s: len(s.encode()))
+            assert match.text == shortest
+            begin = ends[0] - len(shortest.encode())
+            before = len(b"".join(VOCABULARY[one] for one in kept[: -match.tokens]))
+            assert before <= begin < before + len(VOCABULARY[match.ban]) and kept[-match.tokens] == match.ban
+            del kept[-match.tokens :]
+            watcher.rewind(match.tokens)
+        elif taken and len(kept) > 4:
+            del kept[-taken:]
+            watcher.rewind(taken)
+        fork = watcher.fork()
+        fork.push(0)
+        assert watcher.place.count == len(kept) == fork.place.count - 1
+
+
+def test_a_watcher_knows_whether_a_string_has_begun():
+    watcher, begun = Watcher([b"xa", b"b", b"y"], Strings(("abc",))), []
+    for token in (2, 0, 1, 2):
+        watcher.push(token)
+        begun.append(watcher.begun)
+    assert begun == [False, True, True, False]
+
+
+def test_text_waits_while_the_token_that_freed_it_may_be_taken_back():
+    stream = Stream([b"a", b"ba", b"c"], Rules(banned_strings=("aa",)))
+    assert stream.push(0) == [Held("a")]
+    assert stream.push(1) == [Held("aba")]  # without the second token the first may yet be banned
+    assert stream.push(0) == [Rewind(2, 1), Held("a")]
+    assert stream.push(0) == [Rewind(2, 0), Held("")]
+    assert stream.text == "" and stream.tokens == []
+
+
+@few
+@given(
+    strings,
+    bans,
+    st.lists(st.tuples(st.sampled_from("ppppprf"), st.integers(0, 9)), max_size=30),
+    st.sampled_from([b"", b"a", "€".encode()]),
+)
+def test_after_rewinds_and_forks_a_stream_is_as_if_only_the_kept_tokens_had_come(stops, banned, steps, healed):
+    rules, pieces = Rules(frozenset({8}), stops, banned), VOCABULARY
+    stream, other, shown, completed = Stream(pieces, rules, healed), None, "", 0
+
+    def replay(stream):
+        fresh = Stream(pieces, rules, healed)
+        for token in stream.tokens:
+            fresh.push(token)
+        return fresh
+
+    for what, value in steps:
+        if stream.finished is not None:
+            break
+        if what == "p":
+            done = len(b"".join(pieces[token] for token in stream.tokens))
+            left = healed[done:]
+            if value in stream.bans or not (left.startswith(pieces[value]) or pieces[value].startswith(left)):
+                with pytest.raises(ValueError, match="banned after|healed bytes"):
+                    stream.push(value)
+                continue
+            events = stream.push(value)
+        elif what == "r":
+            events = stream.rewind(min(value, len(stream.tokens)))
+        else:
+            events, other, seen = [], stream.fork(), stream.text
+            other.end("other")
+            assert stream.text == seen and stream.finished is None
+        for event in events:
+            if isinstance(event, Text):
+                shown, completed = shown + event.text, completed + event.tokens
+            if isinstance(event, Withdrawn):
+                assert shown.endswith(event.text)
+                shown, completed = shown[: len(shown) - len(event.text)], completed - event.tokens
+        assert shown == stream.text == replay(stream).text
+    if stream.finished is None:
+        fresh = replay(stream)
+        events = stream.end("done")
+        assert events == fresh.end("done")
+        completed += sum(event.tokens for event in events if isinstance(event, Text))
+        assert completed == len(stream.tokens) - events[-1].tokens
+        assert stream.text == fresh.text == plain(pieces, stream.tokens, rules, healed)
+
+
+def test_what_the_driver_takes_back_is_withdrawn_and_held_again():
+    stream = Stream([b"xa", b"c", b"b"], Rules(stop_strings=("ab",)))
+    assert stream.push(0, -1.0) == [Text("x", 0, ()), Held("a")]
+    assert stream.push(1, -2.0) == [Text("ac", 2, (-1.0, -2.0)), Held("")]
+    assert stream.rewind(1) == [Withdrawn("ac", 2), Held("a")]
+    assert stream.push(2, -3.0) == [Text("", 1, (-1.0,)), Held(""), Finish("stop_string", "ab", 1, (-3.0,))]
+    assert stream.text == "x"
+
+
+def test_a_token_without_text_is_withdrawn_too():
+    stream = Stream([b""], Rules())
+    assert stream.push(0, -1.0) == [Text("", 1, (-1.0,))]
+    assert stream.rewind(1) == [Withdrawn("", 1)] and stream.rewind(0) == []
+
+
+def test_forks_go_their_own_ways():
+    stream = Stream([b"a", b"b", b"c"], Rules(stop_strings=("abb",), banned_strings=("ac",)))
+    stream.push(0)
+    stream.push(1)
+    one, two = stream.fork(), stream.fork()
+    assert one.push(1)[-1] == Finish("stop_string", "abb", 3, (math.nan,) * 3)
+    two.rewind(1)
+    assert two.push(2)[0] == Rewind(2, 0)
+    assert (one.text, two.text, stream.text) == ("", "", "")
+    assert (two.bans, stream.bans, stream.finished, stream.tokens) == ({0}, frozenset(), None, [0, 1])
+    stream.push(2)
+    assert stream.text == "abc" and two.tokens == []
+
+
+def test_logits_are_masked_before_the_sampler_sees_them():
+    seen = []
+
+    def best(row):
+        seen.append(row.tolist())
+        return row.argmax()
+
+    stream = Stream([b"a", b"b", b"", b"c"], Rules(frozenset({2}), (), ("b",), min_tokens=1))
+    row = torch.tensor([0.0, 2.0, 3.0, 1.0])
+    assert stream.push_logits(row, best) == [Rewind(1, 1)]
+    (event,) = stream.push_logits(row, best)
+    assert event.text == "c" and event.logprobs == pytest.approx((math.log(math.e / (1 + math.e)),))
+    assert stream.push_logits(row, best)[-1].reason == "stop"
+    assert seen == [[0.0, 2.0, -math.inf, 1.0], [0.0, -math.inf, -math.inf, 1.0], [0.0, 2.0, 3.0, 1.0]]
+    assert row.tolist() == [0.0, 2.0, 3.0, 1.0]
+
+
+def test_a_sampler_that_ignores_the_mask_is_refused():
+    stream = Stream([b"a", b""], Rules(frozenset({1}), min_tokens=1))
+    with pytest.raises(ValueError, match="token 1, which is masked"):
+        stream.push_logits(torch.zeros(2), lambda row: 1)
+    with pytest.raises(ValueError, match=r"logits must be \[2\]"):
+        stream.push_logits(torch.zeros(1, 2), lambda row: 0)
+    assert stream.tokens == []
+
+
+@few
+@given(pieces_of(), strings, st.integers(0, 6))
+def test_healed_bytes_are_repeated_and_dropped(pieces, stops, size):
+    healed = b"".join(pieces)[:size]
+    rules = Rules(stop_strings=stops)
+    stream = Stream(pieces, rules, healed)
+    events = feed(stream, range(len(pieces)))
+    after = b"".join(pieces)[len(healed) :]
+    assert text_of(events) == plain([after], [0], rules) == plain(pieces, range(len(pieces)), rules, healed)
+
+
+def test_healing_drops_the_repeated_bytes_and_refuses_others():
+    stream = Stream([b"he", b"llo", b"lp", b"x"], Rules(stop_strings=("hello",)), b"hel")
+    assert stream.push(0, -1.0) == [Text("", 1, (-1.0,))]
+    with pytest.raises(ValueError, match=r"token 3 b'x' after 1 tokens does not repeat the healed bytes b'l'"):
+        stream.push(3)
+    assert stream.push(1, -2.0) == [Text("lo", 1, (-2.0,))]
+
+
+def test_a_banned_string_in_the_token_that_heals_takes_it_back():
+    stream = Stream([b"a", b"ab", b"c"], Rules(banned_strings=("b",)), b"a")
+    assert stream.push(1) == [Rewind(1, 1)]
+    stream.push(0)
+    stream.push(2)
+    assert stream.text == "c"
+
+
+def test_a_finished_stream_takes_nothing_more():
+    stream = Stream([b"a"], Rules())
+    stream.end("done")
+    for action in (
+        lambda: stream.push(0),
+        lambda: stream.rewind(0),
+        lambda: stream.end("again"),
+        lambda: stream.push_logits(torch.zeros(1), int),
+    ):
+        with pytest.raises(ValueError, match=r"finished \(done\)"):
+            action()
+
+
+@pytest.mark.parametrize("token", [-1, 2])
+def test_a_token_that_does_not_exist_is_refused(token):
+    with pytest.raises(ValueError, match="there are 2 pieces"):
+        Stream([b"a", b"b"], Rules()).push(token)
+    with pytest.raises(ValueError, match="there are 2 pieces"):
+        Stream([b"a", b"b"], Rules(frozenset({token})))
+
+
+def test_more_tokens_than_came_cannot_be_taken_back():
+    stream = Stream([b"a"], Rules())
+    stream.push(0)
+    for count in (2, -1):
+        with pytest.raises(ValueError, match=f"cannot take back {count} tokens of 1"):
+            stream.rewind(count)
+    assert stream.text == "a"
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"stop_strings": ("a", "")}, r"stop_strings\[1\] is empty"),
+        ({"banned_strings": ("",)}, r"banned_strings\[0\] is empty"),
+        ({"stop_strings": "ab"}, "put it in a tuple"),
+        ({"stop_strings": ("\ud800",)}, "lone surrogate"),
+        ({"stop_strings": ("a",) * 257}, "at most 256"),
+        ({"stop_strings": ("€" * 1366,)}, "4098 bytes; at most 4096"),
+        ({"banned_strings": ("a" * 4096,) * 17}, "at most 65536"),
+        ({"min_tokens": -1}, "0 or more"),
+        ({"max_tokens": 0}, "at least min_tokens and 1"),
+        ({"min_tokens": 3, "max_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused_by_name(rules, why):
+    with pytest.raises(ValueError, match=why):
+        Rules(**rules)
+
+
+def test_long_streams_read_each_byte_once(monkeypatch):
+    rules, step, nodes = Rules(stop_strings=("a" * 40 + "c", "bb")), Strings.step, []
+    assert rules.stops.strings == rules.stop_strings  # built before steps are counted
+    monkeypatch.setattr(Strings, "step", lambda self, node, byte: nodes.append(node) or step(self, node, byte))
+    stream = Stream([b"a", b"ab"], rules)
+    for place in range(3000):
+        stream.push(int(place % 50 == 49))
+    assert len(nodes) == 3060 and len(stream.text) == 3059

@@ -1,0 +1,240 @@
+"""Prompts: what is read, and how everything else is refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from spec_lab.text import prompts as text
+
+
+def write(tmp_path: Path, content: str | bytes) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_jsonl_reads_every_field_and_fills_in_what_is_missing(tmp_path):
+    lines = [
+        {"id": "a", "prompt": "def f(", "workload": "code", "source": "mod.py"},
+        {"text": "Once"},
+        {"id": 7, "prompt": "x"},
+    ]
+    path = write(tmp_path, "\n\n".join(json.dumps(line) for line in lines) + "\n")
+    assert text.jsonl(path) == [
+        text.Prompt("a", "def f(", "code", "mod.py"),
+        text.Prompt("prompts-3", "Once"),
+        text.Prompt("7", "x"),
+    ]
+    assert [p.name for p in text.jsonl(path, limit=2)] == ["a", "prompts-3"]
+
+
+def test_null_is_as_good_as_absent(tmp_path):
+    path = write(tmp_path, '{"id": null, "prompt": "x", "workload": null, "source": null}')
+    assert text.jsonl(path) == [text.Prompt("prompts-1", "x", "", "")]
+    path = write(tmp_path, '\n{"question_id": null, "category": null, "turns": ["x"]}\n{"turns": ["y"]}')
+    assert text.spec_bench(path) == [
+        text.Prompt("prompts-2", "x", "", "Spec-Bench"),
+        text.Prompt("prompts-3", "y", "", "Spec-Bench"),
+    ]
+
+
+def test_limit_leaves_later_lines_unread(tmp_path):
+    assert len(text.jsonl(write(tmp_path, '{"prompt": "x"}\nbroken'), limit=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no prompts"),
+        ("\n \n", "holds no prompts"),
+        ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: not a JSON object"),
+        ("[1]", "prompts.jsonl:1: a JSON list, not an object"),
+        ('{"id": "a"}', "prompts.jsonl:1: the field 'prompt' (or 'text') is missing; it has 'id'"),
+        ('\n{"prompt": " "}', "prompts.jsonl:2: 'prompt' (or 'text') is empty"),
+        ('{"prompt": 3}', "must be text, not int"),
+        (
+            '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
+            "prompts.jsonl:3: the id '1' is that of line 1 already",
+        ),
+        (
+            '{"id": "prompts-2", "prompt": "x"}\n{"prompt": "y"}',
+            "prompts.jsonl:2: the id 'prompts-2' is that of line 1 already",
+        ),
+        (b'{"prompt": "\xff"}', "prompts.jsonl:1: not UTF-8"),
+    ],
+)
+def test_bad_files_are_refused_with_file_and_line(tmp_path, content, said):
+    with pytest.raises(ValueError, match=".") as caught:
+        text.jsonl(write(tmp_path, content))
+    assert said in str(caught.value)
+
+
+def test_missing_file_and_bad_limit_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist; set prompts.path"):
+        text.jsonl(str(tmp_path / "none.jsonl"))
+    with pytest.raises(FileNotFoundError, match="is a directory"):
+        text.jsonl(str(tmp_path))
+    for limit in (0, -1, 1.5, "many", True):
+        with pytest.raises(ValueError, match="prompts.limit"):
+            text.jsonl(write(tmp_path, '{"prompt": "x"}'), limit=limit)
+
+
+def test_spec_bench_takes_the_first_turn(tmp_path):
+    path = write(tmp_path, json.dumps({"question_id": 81, "category": "writing", "turns": ["one", "two"]}))
+    assert text.spec_bench(path) == [text.Prompt("81", "one", "writing", "Spec-Bench")]
+    with pytest.raises(ValueError, match=r"prompts.jsonl:1: 'turns' must be a list"):
+        text.spec_bench(write(tmp_path, '{"prompt": "x"}'))
+    with pytest.raises(ValueError, match=r"the first of 'turns' is empty"):
+        text.spec_bench(write(tmp_path, '{"turns": [""]}'))
+
+
+def test_a_file_in_spec_benchs_format_reads():
+    prompts = text.spec_bench(str(Path(__file__).parents[1] / "data" / "questions.jsonl"))
+    assert [(p.name, p.workload) for p in prompts] == [
+        ("81", "writing"), ("161", "translation"), ("401", "math_reasoning"),
+    ]  # fmt: skip
+    assert prompts[0].text == "Describe a harbour at dawn in four sentences."
+    assert prompts[1].text.endswith("fährt um sieben.")
+
+
+class Letters:
+    """A tokenizer with one token a letter."""
+
+    def encode(self, words: str) -> list[int]:
+        return [ord(letter) for letter in words]
+
+
+def test_encode_names_the_prompt_that_does_not_fit():
+    assert text.encode([text.Prompt("a", "xyz")], Letters(), context=4) == [(120, 121, 122)]
+    with pytest.raises(ValueError, match=r"prompt 'a' has 4 tokens and the context holds 4"):
+        text.encode([text.Prompt("a", "wxyz")], Letters(), context=4)
+    with pytest.raises(ValueError, match=r"prompt 'b' has no tokens"):
+        text.encode([text.Prompt("b", "")], Letters(), context=4)
+
+
+def test_digest_depends_on_names_texts_and_order():
+    one, two = text.Prompt("a", "x"), text.Prompt("b", "y")
+    digests = {text.digest(p) for p in ([one, two], [two, one], [one], [text.Prompt("c", "x"), two])}
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize("field", ["prompt", "id", "source"])
+def test_half_a_character_is_refused_with_file_and_line(tmp_path, field):
+    path = write(
+        tmp_path, json.dumps({"prompt": "a \U0001f600"}) + "\n" + json.dumps({"prompt": "b", field: "c \ud83d"})
+    )
+    with pytest.raises(ValueError, match=rf":2: '{field}'.* holds \\ud83d, half of a surrogate pair and no character"):
+        text.jsonl(path)
+
+
+def test_the_prompts_of_a_folder_are_mixed_and_the_same_each_time(tmp_path):
+    for kind in ("a", "b"):
+        lines = [json.dumps({"id": f"p{number}", "prompt": f"{kind} {number}"}) for number in range(6)]
+        (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines))
+    found = text.mixed(str(tmp_path))
+    assert found == text.mixed(str(tmp_path)) and text.mixed(str(tmp_path), 5) == found[:5]
+    assert {one.name for one in found} == {f"{kind}-p{number}" for kind in "ab" for number in range(6)}
+    kinds = [one.workload for one in found]
+    assert sorted(kinds) != kinds and set(kinds) == {"a", "b"}
+
+
+def test_a_folder_without_prompts_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no .jsonl file; set prompts.path"):
+        text.mixed(str(tmp_path))
+
+
+def test_of_a_prompt_that_is_too_long_the_middle_is_left_out():
+    class Letters:
+        def encode(self, words):
+            return [ord(letter) for letter in words]
+
+    def cut(words, longest):
+        return "".join(map(chr, text.encode([text.Prompt("p", words)], Letters(), 100, longest)[0]))
+
+    assert cut("abcdef", 6) == "abcdef" and cut("abcdef", None) == "abcdef"
+    assert cut("abcdef", 4) == "abef" and cut("abcdef", 3) == "abf" and cut("abcdef", 1) == "a"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "x", "constraint": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "id": "\\udfff"}',
+        b"\0\0\0\0",
+        b"\xff\xfe{",
+        b'{"prompt": NaN}',
+        b'"just text"',
+        b"{}",
+    ],
+)
+def test_hostile_lines_are_refused_with_file_and_line(tmp_path, line):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: "):
+        text.jsonl(write(tmp_path, b'{"prompt": "x"}\n' + line))
+
+
+def test_a_nul_is_a_character(tmp_path):
+    assert text.jsonl(write(tmp_path, '{"prompt": "a\\u0000b"}'))[0].text == "a\0b"
+
+
+def test_a_prompt_has_a_bounded_length(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MOST_CHARACTERS", 10)
+    assert text.jsonl(write(tmp_path, '{"prompt": "0123456789"}'))
+    with pytest.raises(ValueError, match=r"prompts.jsonl:1: .*has 11 characters, more than the 10"):
+        text.jsonl(write(tmp_path, '{"prompt": "0123456789x"}'))
+    with pytest.raises(ValueError, match="prompt 'a': its text has 11 characters"):
+        text.encode([text.Prompt("a", "0123456789x")], Letters(), context=100)
+
+
+def test_100_million_characters_never_reach_the_tokenizer():
+    class Untouched:
+        def encode(self, words):
+            pytest.fail("asked to encode")
+
+    with pytest.raises(ValueError, match="prompt 'a': its text has 100000000 characters"):
+        text.encode([text.Prompt("a", "x" * 10**8)], Untouched(), context=100)
+
+
+def test_only_text_that_is_unicode_is_encoded():
+    with pytest.raises(ValueError, match=r"prompt 'a': its text holds \\ud800"):
+        text.encode([text.Prompt("a", "x\ud800")], Letters(), context=100)
+    with pytest.raises(ValueError, match="prompt 'a': its text must be text, not int"):
+        text.encode([text.Prompt("a", 5)], Letters(), context=100)
+
+
+def test_lines_and_files_have_a_bounded_length(tmp_path, monkeypatch):
+    path = write(tmp_path, '{"prompt": "x"}\n{"prompt": "' + "y" * 100 + '"}\n')
+    monkeypatch.setattr(text, "MOST_LINE", 50)
+    assert len(text.jsonl(path, limit=1)) == 1
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2: the line is longer than 50 bytes"):
+        text.jsonl(path)
+    monkeypatch.setattr(text, "MOST_FILE", 100)
+    with pytest.raises(ValueError, match=r"prompts.jsonl has 131 bytes, more than 100"):
+        text.jsonl(path)
+
+
+def test_a_huge_file_without_a_line_break_is_refused(tmp_path, monkeypatch):
+    def hole(size: int) -> str:
+        path = write(tmp_path, "")
+        os.truncate(path, size)
+        return path
+
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: the line is longer than 67108864 bytes"):
+        text.jsonl(hole(2**30))
+    monkeypatch.setattr(text, "open", lambda *_: pytest.fail("it was opened"), raising=False)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl has 1099511627776 bytes"):
+        text.jsonl(hole(2**40))
+
+
+@pytest.mark.parametrize("read", [text.jsonl, text.spec_bench])
+def test_pipes_and_devices_are_refused_unread(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", "/dev/zero"):
+        with pytest.raises(OSError, match="is no regular file"):
+            read(str(path))
+    with pytest.raises(OSError, match="is no regular file"):
+        text.mixed(str(tmp_path))
