@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.main import zoo
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
@@ -54,7 +54,7 @@ def main() -> None:
     with tqdm(total=len(proposers) * len(given.batch) * given.prompts) as bar:
         for name, proposer in proposers.items():
             for size in given.batch:
-                rows.append(measure(target, proposer, Binding(schema, "target"), requests, size, bar))
+                rows.append(measure(target, proposer, AppliedConstraint(schema, "target"), requests, size, bar))
                 print(json.dumps({"proposer": name} | rows[-1]))
                 rows[-1]["proposer"] = name
     facts = {"threads": given.threads, "cores": os.cpu_count(), "torch": torch.__version__, "new": given.new}

@@ -21,10 +21,9 @@ from tqdm import tqdm
 import spec_lab
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.core.probabilities import Sampling, law, law_dtype
+from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, by_row
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, SequenceState, by_row
 from spec_lab.engine.commit import Step, commit
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
@@ -193,14 +192,14 @@ def beside_forward(
     sampling = Sampling(temperature=temperature)
     long = [one for one in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(one.tokens) > 8]
     each = 4 * len(judges)  # rounds for each prompt
-    memory = torch.empty(1 + proposer.nodes, target.vocabulary, dtype=law_dtype(torch.empty(0)), device=lm.device)
+    memory = torch.empty(1 + proposer.nodes, target.vocabulary, dtype=probs_dtype(torch.empty(0)), device=lm.device)
     rows: list[dict[str, float | str]] = []
     number, wanted = 0, rounds * len(judges)
     progress = tqdm(total=wanted, unit="round", desc=f"{drawn}, temperature {temperature:g}")
     for request in long * (1 + wanted // (each * len(long))):
         tokens = list((request.tokens * (1 + context // len(request.tokens)))[:context])
         path = lm.cells.open(context + each * (1 + proposer.nodes))
-        sequence = Live(request, path, tokens, round=1)
+        sequence = SequenceState(request, path, tokens, round=1)
         batch = Batch(target, [sequence], draws)
         lm.forward([path], [tokens[:-1]], empty(1, lm.device))
         for this in range(each + 1):
@@ -211,7 +210,7 @@ def beside_forward(
             output = lm.forward([path], [sequence.pending], drafted)
             marks.append(clock.mark())
             logits = memory[: len(output.logits)].copy_(output.logits)
-            p = law(logits, by_row([sampling], drafted.shape.root), scratch=memory)
+            p = logits_to_probs(logits, by_row([sampling], drafted.shape.root), scratch=memory)
             marks.append(clock.mark())
             row, token, _ = choose(judge(drafted, p), drafted.shape, p, draws, [sequence.who])
             marks.append(clock.mark())

@@ -115,17 +115,17 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
 def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
     """What binds the output, and the bytes of the target's tokens; None where nothing does, or nobody needs them.
 
-    ``config.constraint`` holds a constraint's own options beside those of ``Binding``.
+    ``config.constraint`` holds a constraint's own options beside those of ``AppliedConstraint``.
 
     Raises:
         Refused: as in ``build``; parts that do not go together.
     """
-    from spec_lab.constrain.binding import Binding
+    from spec_lab.constrain.applied import AppliedConstraint
     from spec_lab.constrain.load import together
     from spec_lab.constrain.vocabulary import Vocabulary
 
     named = named_by(config, "constraint")
-    options = {key: named[key] for key in vars_of(Binding) if key in named}
+    options = {key: named[key] for key in vars_of(AppliedConstraint) if key in named}
     own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
     text = {"healing": settings.heal, "banned": settings.banned, "at_least": settings.min_new_tokens}
     try:

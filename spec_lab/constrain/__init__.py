@@ -5,7 +5,7 @@
 protocol) into a constraint; ``healing``, ``banned`` and ``lengths`` are text's own; ``together`` binds by several.
 """
 
-from spec_lab.constrain.binding import Binding, Bound
+from spec_lab.constrain.applied import AppliedConstraint, StepConstraint
 from spec_lab.constrain.protocol import Constraint, Masks, Onward, State, Stuck
 
-__all__ = ["Binding", "Bound", "Constraint", "Masks", "Onward", "State", "Stuck"]
+__all__ = ["AppliedConstraint", "Constraint", "Masks", "Onward", "State", "StepConstraint", "Stuck"]

@@ -9,8 +9,8 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.binding import Binding
 from spec_lab.constrain.control import Controlled
 from spec_lab.constrain.engines import automaton, grammar
 from spec_lab.constrain.healing import Healing
@@ -136,19 +136,19 @@ def together(
     healing: bool = False,
     banned: Sequence[str] = (),
     at_least: int = 0,
-) -> Binding | None:
+) -> AppliedConstraint | None:
     """What binds a run: the constraint, and what its text options add; None where nothing does.
 
     Args:
         constraint: None for none.
         vocabulary: the target's; may be None where nothing binds.
-        options: of ``Binding``: placement and the like.
+        options: of ``AppliedConstraint``: placement and the like.
         healing: whether prompts are healed.
         banned: strings that never appear.
         at_least: tokens before a text may end.
 
     Raises:
-        ValueError: see ``Binding`` and ``Together``; options of the wrong kind.
+        ValueError: see ``AppliedConstraint`` and ``Together``; options of the wrong kind.
     """
     parts = [] if constraint is None else [constraint]
     whole("min_new_tokens", at_least, 0)
@@ -171,7 +171,7 @@ def together(
             "heal, banned and min_new_tokens bind the output, which "
             f"constraint.placement={options['placement']} leaves alone: set it to target or both, or leave them out"
         )
-    return Binding(parts[0] if len(parts) == 1 else Together(parts), **options)
+    return AppliedConstraint(parts[0] if len(parts) == 1 else Together(parts), **options)
 
 
 def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **options: Any) -> Constraint:

@@ -143,12 +143,12 @@ def by_forks(states: Sequence[State | None], shape: Shape, token: np.ndarray, vo
     bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
     legal, barrier = np.zeros(shape.rows, dtype=bool), np.zeros(shape.rows, dtype=bool)
     at: list[State | None] = list(states)
-    for row in range(shape.heads):
+    for row in range(shape.roots):
         legal[row] = True
         bits[row], barrier[row] = _here(at[row], vocabulary)
-    for row, parent in enumerate(shape.parent.tolist(), start=shape.heads):
+    for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         at.append(None)
-        drafted, above = int(token[row - shape.heads]), at[parent]
+        drafted, above = int(token[row - shape.roots]), at[parent]
         legal[row] = legal[parent] and allows(bits[parent], drafted)
         if not legal[row]:
             continue

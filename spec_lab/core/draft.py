@@ -1,10 +1,10 @@
 """A draft is a forest: one tree of proposed tokens below each live sequence.
 
-Rows number everything the target gives logits for: rows ``0 .. B-1`` are the heads (the last pending token of each
-sequence), rows ``B .. B+M-1`` are the M drafted nodes. A node's parent is a row, so "child of the head" and "child of a
-node" are one thing. No nodes: autoregressive decoding. A path: a chain. More heads: a batch.
+Rows number everything the target gives logits for: rows ``0 .. B-1`` are the roots (the last pending token of each
+sequence), rows ``B .. B+M-1`` are the M drafted nodes. A node's parent is a row, so "child of the root" and "child of a
+node" are one thing. No nodes: autoregressive decoding. A path: a chain. More roots: a batch.
 
-Letters used in shapes everywhere: B heads (live sequences), M nodes, R = B + M rows, V vocabulary, E expanded parents.
+Letters used in shapes everywhere: B roots (live sequences), M nodes, R = B + M rows, V vocabulary, E expanded parents.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Shape:
     """The shape of a forest, without its tokens. Host arrays; shared between drafts of the same shape.
 
     Args:
-        heads: B, the number of trees.
+        roots: B, the number of trees.
         parent: ``[M]`` int64, the row of each node's parent. Parents come before their children, siblings stand in the
             order in which they were drawn.
     """
 
-    heads: int
+    roots: int
     parent: np.ndarray  # [M]
 
     def __post_init__(self) -> None:
-        own = np.arange(self.heads, self.rows)
+        own = np.arange(self.roots, self.rows)
         if self.parent.ndim != 1 or (self.parent < 0).any() or (self.parent >= own).any():
-            raise ValueError("every node's parent must be an earlier row: a head or a node listed before it")
+            raise ValueError("every node's parent must be an earlier row: a root or a node listed before it")
 
     @property
     def nodes(self) -> int:
@@ -49,7 +49,7 @@ class Shape:
     @property
     def rows(self) -> int:
         """R = B + M."""
-        return self.heads + len(self.parent)
+        return self.roots + len(self.parent)
 
     @cached_property
     def branches(self) -> bool:
@@ -58,17 +58,17 @@ class Shape:
 
     @cached_property
     def depth(self) -> np.ndarray:  # [R]
-        """Edges between each row and its head; heads have depth 0."""
+        """Edges between each row and its root; roots have depth 0."""
         depth = np.zeros(self.rows, dtype=np.int64)
-        for row, parent in enumerate(self.parent, start=self.heads):
+        for row, parent in enumerate(self.parent, start=self.roots):
             depth[row] = depth[parent] + 1
         return depth
 
     @cached_property
     def root(self) -> np.ndarray:  # [R]
-        """The head above each row."""
+        """The root above each row."""
         root = np.arange(self.rows)
-        for row, parent in enumerate(self.parent, start=self.heads):
+        for row, parent in enumerate(self.parent, start=self.roots):
             root[row] = root[parent]
         return root
 
@@ -86,33 +86,33 @@ class Shape:
     def children(self) -> list[np.ndarray]:
         """For each row the rows of its children, in the order drawn."""
         lists: list[list[int]] = [[] for _ in range(self.rows)]
-        for row, parent in enumerate(self.parent, start=self.heads):
+        for row, parent in enumerate(self.parent, start=self.roots):
             lists[parent].append(row)
         return [np.array(rows, dtype=np.int64) for rows in lists]
 
     @cached_property
     def trees(self) -> list[np.ndarray]:
-        """For each head the rows of its tree: the head, then its nodes in order."""
-        if self.heads == 1:
+        """For each root the rows of its tree: the root, then its nodes in order."""
+        if self.roots == 1:
             return [np.arange(self.rows)]
-        return [np.flatnonzero(self.root == head) for head in range(self.heads)]
+        return [np.flatnonzero(self.root == root) for root in range(self.roots)]
 
     @cached_property
     def tree_depths(self) -> list[np.ndarray]:
-        """For each head the depths of its tree's rows, in order: 0 of the head itself, then of its nodes."""
+        """For each root the depths of its tree's rows, in order: 0 of the root itself, then of its nodes."""
         return [self.depth[rows] for rows in self.trees]
 
     @cached_property
     def grid(self) -> np.ndarray:  # [B, L]
         """The rows of each tree as in ``trees``, side by side; -1 fills up shorter trees."""
-        grid = np.full((self.heads, max(map(len, self.trees), default=0)), -1, dtype=np.int64)
-        for head, rows in enumerate(self.trees):
-            grid[head, : len(rows)] = rows
+        grid = np.full((self.roots, max(map(len, self.trees), default=0)), -1, dtype=np.int64)
+        for root, rows in enumerate(self.trees):
+            grid[root, : len(rows)] = rows
         return grid
 
     @cached_property
     def places(self) -> np.ndarray:  # [R]
-        """Each node's number within its own tree, from 0; heads have -1."""
+        """Each node's number within its own tree, from 0; roots have -1."""
         places = np.empty(self.rows, dtype=np.int64)
         for rows in self.trees:
             places[rows] = np.arange(-1, len(rows) - 1)
@@ -120,23 +120,23 @@ class Shape:
 
     @cached_property
     def ancestors(self) -> np.ndarray:  # [R, R]
-        """``ancestors[r, a]``: a lies on the path from r's head to r, both ends included."""
+        """``ancestors[r, a]``: a lies on the path from r's root to r, both ends included."""
         above = np.eye(self.rows, dtype=bool)
-        for row, parent in enumerate(self.parent, start=self.heads):
+        for row, parent in enumerate(self.parent, start=self.roots):
             above[row] |= above[parent]
         return above
 
     def path(self, row: int) -> list[int]:
-        """The rows from the head (left out) down to ``row`` (included); empty for a head."""
+        """The rows from the root (left out) down to ``row`` (included); empty for a root."""
         path = []
-        while row >= self.heads:
+        while row >= self.roots:
             path.append(row)
-            row = int(self.parent[row - self.heads])
+            row = int(self.parent[row - self.roots])
         return path[::-1]
 
     def ranks(self, row: int) -> tuple[int, ...]:
         """The path to ``row`` written as child ranks, as published tree choices write it."""
-        return tuple(int(self.rank[r - self.heads]) for r in self.path(row))
+        return tuple(int(self.rank[r - self.roots]) for r in self.path(row))
 
     def keep(self, rows: np.ndarray) -> tuple[Shape, np.ndarray]:
         """The shape left when only the nodes marked in ``rows`` ``[R]`` and having all ancestors marked stay.
@@ -144,12 +144,12 @@ class Shape:
         Returns the shape and the kept nodes' old numbers ``[M']``. Heads always stay.
         """
         marked = rows.copy()
-        marked[: self.heads] = True
-        for row, parent in enumerate(self.parent, start=self.heads):
+        marked[: self.roots] = True
+        for row, parent in enumerate(self.parent, start=self.roots):
             marked[row] &= marked[parent]
         new_row = np.cumsum(marked) - 1
-        kept = np.flatnonzero(marked[self.heads :])
-        return Shape(self.heads, new_row[self.parent[kept]]), kept
+        kept = np.flatnonzero(marked[self.roots :])
+        return Shape(self.roots, new_row[self.parent[kept]]), kept
 
 
 @lru_cache(maxsize=256)
@@ -175,20 +175,20 @@ def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
 
 @lru_cache(maxsize=256)
 def chain(length: int) -> Shape:
-    """One path of ``length`` nodes below one head; ``chain(0)`` drafts nothing."""
+    """One path of ``length`` nodes below one root; ``chain(0)`` drafts nothing."""
     return Shape(1, np.arange(length, dtype=np.int64))
 
 
 @lru_cache(maxsize=256)
 def forest(trees: tuple[Shape, ...]) -> Shape:
-    """Several one-tree shapes side by side: head b is the head of ``trees[b]``, nodes tree by tree."""
+    """Several one-tree shapes side by side: root b is the root of ``trees[b]``, nodes tree by tree."""
     if len(trees) == 1:
         return trees[0]
-    heads, parents, nodes = len(trees), [], 0
-    for head, one in enumerate(trees):
-        parents.append(np.where(one.parent == 0, head, one.parent - 1 + heads + nodes))
+    roots, parents, nodes = len(trees), [], 0
+    for root, one in enumerate(trees):
+        parents.append(np.where(one.parent == 0, root, one.parent - 1 + roots + nodes))
         nodes += one.nodes
-    return Shape(heads, np.concatenate(parents).astype(np.int64))
+    return Shape(roots, np.concatenate(parents).astype(np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,13 +237,13 @@ class Draft:
         """
         shape = self.shape
         smaller, kept = shape.keep(rows)
-        both = np.concatenate([np.arange(shape.heads), shape.heads + kept])
+        both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
         q_row = None if self.q_row is None else self.q_row[both]
         token = self.token[torch.from_numpy(kept)]
         return Draft(smaller, token, self.drawn, self.q, q_row, self.noise), both
 
 
 @lru_cache(maxsize=256)
-def empty(heads: int, device: torch.device | str = "cpu") -> Draft:
-    """The draft of the null proposer: heads and no nodes."""
-    return Draft(forest((chain(0),) * heads), torch.empty(0, dtype=torch.long, device=device))
+def empty(roots: int, device: torch.device | str = "cpu") -> Draft:
+    """The draft of the null proposer: roots and no nodes."""
+    return Draft(forest((chain(0),) * roots), torch.empty(0, dtype=torch.long, device=device))

@@ -70,7 +70,7 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def law(
+def logits_to_probs(
     logits: Tensor,  # [R, V]
     sampling: Sequence[Sampling],  # [R], or one for all rows
     seen: Tensor | None = None,  # [R, V] bool
@@ -96,7 +96,7 @@ def law(
     if len(rows) not in (1, len(logits)):
         raise ValueError(f"sampling parameters of {len(rows)} rows for {len(logits)} rows of logits")
     if scratch is None:
-        x = logits.to(law_dtype(logits), copy=True)
+        x = logits.to(probs_dtype(logits), copy=True)
     else:
         x = scratch[: len(logits)]
         if x.data_ptr() != logits.data_ptr():
@@ -123,7 +123,7 @@ def law(
     return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
 
 
-def law_dtype(logits: Tensor) -> torch.dtype:
+def probs_dtype(logits: Tensor) -> torch.dtype:
     """Laws are float32, float64 where the logits are."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
@@ -139,12 +139,12 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     """The ``width`` largest of each row, the largest first. A few are found faster by as many arg max."""
     if x.device.type != "cpu" or width > FEW:
         return x.topk(width, -1).indices
-    values = x.to(law_dtype(x), copy=True).numpy()
+    values = x.to(probs_dtype(x), copy=True).numpy()
     rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
     for rank in range(width):
         found[:, rank] = best = values.argmax(-1)
         if rank == width - 1 and (values[rows, best] == -np.inf).any():  # what was found before is -inf as well
-            order = np.argsort(-x.to(law_dtype(x)).numpy(), axis=-1, kind="stable")  # of equals the first, as above
+            order = np.argsort(-x.to(probs_dtype(x)).numpy(), axis=-1, kind="stable")  # of equals the first, as above
             return torch.from_numpy(order[:, :width].copy())
         values[rows, best] = -np.inf
     return torch.from_numpy(found)

@@ -101,7 +101,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """One growing sequence of a request.
 
     Its first ``len(path)`` tokens are computed; the rest, at least one while it lives, are pending.
@@ -176,7 +176,7 @@ class Ended:
     """A sequence that has finished, for a constraint that keeps some sequences of a request and not others.
 
     Args:
-        lineage, finish: as of ``Sequence``.
+        lineage, finish: as of ``SequenceState``.
         tokens: emitted.
         logprobs: of these tokens; empty where the request wants none.
     """
@@ -208,7 +208,7 @@ class Batch:
     """What a proposer sees: the live sequences, the target that verifies, and where choices come from."""
 
     target: Target
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     draws: Draws
     made: Counter[int] = field(default_factory=Counter)
     """Forks made so far, by the request's id."""

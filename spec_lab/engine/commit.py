@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.constrain import Binding, Masks, Stuck
-from spec_lab.constrain.binding import forced_token
+from spec_lab.constrain import AppliedConstraint, Masks, Stuck
+from spec_lab.constrain.applied import forced_token
 from spec_lab.constrain.protocol import allows
 from spec_lab.core.draft import Draft
-from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.batch import Batch, SequenceState
 
 MOST_FORKS = 256
 """Forks that one request may make in all; one more breaks it."""
@@ -75,10 +75,10 @@ class Committed:
     forced_emitted_kept: int = 0
     legal: int = 0
     taken_back: int = 0
-    children: list[Sequence] = field(default_factory=list)
+    children: list[SequenceState] = field(default_factory=list)
 
 
-def commit(batch: Batch, step: Step, binding: Binding | None = None) -> list[Committed]:
+def commit(batch: Batch, step: Step, binding: AppliedConstraint | None = None) -> list[Committed]:
     """Append what was accepted and emitted; keep the accepted nodes' cells, drop the others; apply what is wanted.
 
     Stop tokens, stop strings and limits cut here, inside an accepted path as well, and never touch verification. A
@@ -96,25 +96,25 @@ def commit(batch: Batch, step: Step, binding: Binding | None = None) -> list[Com
 def _commit(
     batch: Batch,
     tree: int,
-    sequence: Sequence,
+    sequence: SequenceState,
     step: Step,
     drafted: list[int],
     single: np.ndarray | None,
-    binding: Binding | None,
+    binding: AppliedConstraint | None,
 ) -> Committed:
     shape, masks = step.draft.shape, step.masks
     nodes = shape.trees[tree][1:] if shape.nodes else np.empty(0, dtype=np.int64)
     sequence.round += 1
     done = Committed([], legal=len(nodes) if masks is None else int(masks.legal[nodes].sum()))
     if single is not None and len(nodes) and masks is not None:
-        done.forced = int((single[shape.parent[nodes - shape.heads]] & masks.legal[nodes]).sum())
+        done.forced = int((single[shape.parent[nodes - shape.roots]] & masks.legal[nodes]).sum())
     if tree in batch.broken:
         sequence.finish = sequence.finish or "nan"
     else:
         row, last = int(step.row[tree]), int(step.token[tree])
         done.path = shape.path(row)
         rows = [*done.path, row] if last >= 0 else done.path  # of the accepted tokens; then where the last one is drawn
-        emitted = [drafted[node - shape.heads] for node in done.path] + ([last] if last >= 0 else [])
+        emitted = [drafted[node - shape.roots] for node in done.path] + ([last] if last >= 0 else [])
         done.accepted, done.emitted = len(done.path), len(emitted)
         above = [tree, *done.path]
         for place, (token, at) in enumerate(zip(emitted, rows, strict=True)):
@@ -143,7 +143,7 @@ def _commit(
     return done
 
 
-def settle(batch: Batch, tree: int, sequence: Sequence, binding: Binding, done: Committed) -> None:
+def settle(batch: Batch, tree: int, sequence: SequenceState, binding: AppliedConstraint, done: Committed) -> None:
     """Apply every action that the sequence's constraint wants, and append what it forces, until it may be drafted for.
 
     What it did is counted in ``done``; forks are put there.
@@ -195,10 +195,10 @@ def settle(batch: Batch, tree: int, sequence: Sequence, binding: Binding, done: 
             batch.target.lm.cells.backtrack(one.path, len(one.tokens) - 1)
 
 
-def fork(batch: Batch, sequence: Sequence, number: int) -> Sequence:
+def fork(batch: Batch, sequence: SequenceState, number: int) -> SequenceState:
     """A second sequence with the same past: it shares the cells, and has random choices of its own."""
     lineage = (*sequence.lineage, sequence.forks, number)
-    return Sequence(
+    return SequenceState(
         sequence.request,
         batch.target.lm.cells.fork(sequence.path),
         list(sequence.tokens),
@@ -213,7 +213,7 @@ def fork(batch: Batch, sequence: Sequence, number: int) -> Sequence:
     )
 
 
-def rewind(batch: Batch, sequence: Sequence, count: int) -> None:
+def rewind(batch: Batch, sequence: SequenceState, count: int) -> None:
     """Take back the last ``count`` tokens, and their cells.
 
     Raises:
@@ -233,7 +233,7 @@ def rewind(batch: Batch, sequence: Sequence, count: int) -> None:
         sequence.events += sequence.stream.rewind(ahead)
 
 
-def _check(sequence: Sequence, count: int) -> int:
+def _check(sequence: SequenceState, count: int) -> int:
     """How many tokens have been emitted, if ``count`` of them can be taken back."""
     emitted = len(sequence.tokens) - len(sequence.request.tokens)
     if not 0 <= count <= emitted:
@@ -242,7 +242,7 @@ def _check(sequence: Sequence, count: int) -> int:
 
 
 def _append(
-    batch: Batch, tree: int, sequence: Sequence, token: int, logprob: float, origin: str, binds: bool = True
+    batch: Batch, tree: int, sequence: SequenceState, token: int, logprob: float, origin: str, binds: bool = True
 ) -> None:
     """One more token; perhaps it ends the sequence, else the constraint moves on, which may bind the output or not."""
     request = sequence.request
@@ -269,7 +269,7 @@ def _append(
     _limit(batch, sequence)
 
 
-def _limit(batch: Batch, sequence: Sequence) -> None:
+def _limit(batch: Batch, sequence: SequenceState) -> None:
     request = sequence.request
     if len(sequence.tokens) - len(request.tokens) >= request.max_new_tokens:
         sequence.finish = "length"
@@ -279,19 +279,19 @@ def _limit(batch: Batch, sequence: Sequence) -> None:
         sequence.finish = "runaway"
 
 
-def _observe(sequence: Sequence, legal: bool) -> None:
+def _observe(sequence: SequenceState, legal: bool) -> None:
     """Note the first token that the constraint does not allow; from there on there is nothing to judge by."""
     if not legal:
         sequence.violated = len(sequence.emitted)
         sequence.constraint = None
 
 
-def _stuck(batch: Batch, tree: int, sequence: Sequence, why: str) -> None:
+def _stuck(batch: Batch, tree: int, sequence: SequenceState, why: str) -> None:
     sequence.finish = "stuck"
     batch.broken[tree] = why
 
 
-def _keep_cells(batch: Batch, tree: int, sequence: Sequence, step: Step, done: Committed) -> None:
+def _keep_cells(batch: Batch, tree: int, sequence: SequenceState, step: Step, done: Committed) -> None:
     """The accepted nodes' cells stay, the others are dropped."""
     cells, shape = batch.target.lm.cells, step.draft.shape
     if shape.nodes:

@@ -127,7 +127,7 @@ class CausalLM:
         """
         pieces, positions, taken, start = [], [], [], 0
         for tree, path in enumerate(paths):
-            new = rows[shape.root[rows] == tree] if shape.heads > 1 else rows
+            new = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
             taken.append(np.empty(0, dtype=np.int64))
             if path is None or not len(new):
                 continue

@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain import Binding, Bound, Masks, Stuck
-from spec_lab.constrain.binding import open_mask
+from spec_lab.constrain import AppliedConstraint, Masks, StepConstraint, Stuck
+from spec_lab.constrain.applied import open_mask
 from spec_lab.core.clock import Clock, Mark
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
-from spec_lab.core.probabilities import law, law_dtype, one_hot_
+from spec_lab.core.probabilities import logits_to_probs, one_hot_, probs_dtype
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.batch import Batch, Ended, Request, by_row, healed, without_name
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, Ended, Request, SequenceState, by_row, healed, without_name
 from spec_lab.engine.commit import Committed, Step, commit, settle
 from spec_lab.models.target import Target
 from spec_lab.propose.proposer import Proposer, branches
@@ -50,7 +49,7 @@ class Round:
         mask_busy: seconds spent on masks, wherever they ran; ``guided``: of them, seconds inside propose.
     """
 
-    sequences: list[Live]
+    sequences: list[SequenceState]
     draft: Draft
     expected: np.ndarray
     expected_emitted: np.ndarray
@@ -103,12 +102,12 @@ class Group:
     verifier: Verifier
     requests: Sequence[Request]
     draws: Draws
-    binding: Binding | None = None
+    binding: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
     listen: bool = False
-    sequences: list[Live] = field(init=False)
+    sequences: list[SequenceState] = field(init=False)
     errors: dict[str, str] = field(init=False, default_factory=dict)
-    _bound: Bound | None = field(init=False, default=None)
+    _bound: StepConstraint | None = field(init=False, default=None)
     _scratch: Tensor | None = field(init=False, default=None)
     _chains_only: bool = field(init=False, default=False)
 
@@ -124,7 +123,7 @@ class Group:
     def __iter__(self) -> Iterator[Round]:
         """Decode; one round per forward."""
         self.sequences = []
-        self._bound = None if self.binding is None else Bound(self.binding)
+        self._bound = None if self.binding is None else StepConstraint(self.binding)
         batch = Batch(self.target, [], self.draws)
         try:
             for request in self.requests:
@@ -196,7 +195,7 @@ class Group:
         seen = history(batch, draft) if any(s.repetition_penalty != 1 for s in samplings) else None
         binds = masks is not None and self.binding is not None and self.binding.on_target
         allowed = open_mask(masks, logits.shape[-1], logits.device) if binds and masks is not None else None
-        p = law(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
+        p = logits_to_probs(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
         silent = _silence(draft, p, masks) if binds and masks is not None else None
         marks.append(clock.mark())
         with attributed("verifier", self.verifier):
@@ -226,7 +225,7 @@ class Group:
             batch.sequences += done.children
             self.sequences += done.children
 
-    def _note(self, batch: Batch, sequences: Sequence[Live]) -> None:
+    def _note(self, batch: Batch, sequences: Sequence[SequenceState]) -> None:
         """What broke, in words."""
         for head, why in batch.broken.items():
             sequence = sequences[head]
@@ -240,13 +239,13 @@ class Group:
         """Room for this round's law."""
         rows, width = logits.shape
         if self._scratch is None or len(self._scratch) < rows:
-            self._scratch = torch.empty(rows, width, dtype=law_dtype(logits), device=logits.device)
+            self._scratch = torch.empty(rows, width, dtype=probs_dtype(logits), device=logits.device)
         return self._scratch
 
-    def _open(self, request: Request) -> Live:
+    def _open(self, request: Request) -> SequenceState:
         tokens = min(len(request.tokens) + request.max_new_tokens, self.target.context)
         path = self.target.lm.cells.open(tokens + self.proposer.nodes)
-        live = Live(request, path, list(request.tokens), born=len(request.tokens))
+        live = SequenceState(request, path, list(request.tokens), born=len(request.tokens))
         if request.stop_strings or self.listen:
             if self.pieces is None:
                 raise ValueError(f"request '{request.name}' is to be read as text, but nobody gave the tokens' bytes")
@@ -254,7 +253,7 @@ class Group:
             live.stream = Stream(self.pieces, rules, request.healed)
         return live
 
-    def _close(self, sequence: Live) -> None:
+    def _close(self, sequence: SequenceState) -> None:
         cells = self.target.lm.cells
         self.proposer.close(sequence)
         cells.close(sequence.path)
@@ -302,8 +301,8 @@ def propose(proposer: Proposer, batch: Batch) -> Draft:
         draft = proposer.propose(batch)
         if not isinstance(draft, Draft):
             raise TypeError(f"propose must return a Draft, not {type(draft).__name__}")
-        if draft.shape.heads != len(batch.sequences):
-            raise ValueError(f"its draft has {draft.shape.heads} trees for {len(batch.sequences)} sequences")
+        if draft.shape.roots != len(batch.sequences):
+            raise ValueError(f"its draft has {draft.shape.roots} trees for {len(batch.sequences)} sequences")
         _check_tokens(draft, batch.target.vocabulary)
         return draft.cut(batch.room())
 
@@ -331,7 +330,7 @@ def _silence(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool
     silent = masks.barrier | (masks.legal & (p.sum(-1) == 0).cpu().numpy())
     shape = draft.shape
     for row in np.flatnonzero(silent).tolist():
-        taken = set(draft.token[torch.from_numpy(shape.children[row] - shape.heads)].tolist())
+        taken = set(draft.token[torch.from_numpy(shape.children[row] - shape.roots)].tolist())
         free = next(token for token in range(p.shape[-1]) if token not in taken)
         one_hot_(torch.tensor([free]), p[row : row + 1])
     return silent
@@ -346,11 +345,11 @@ def _expected(
         return accepted, accepted + 1.0
     single = masks.single
     depth = np.zeros(shape.rows, dtype=np.int64)
-    for row, parent in enumerate(shape.parent.tolist(), start=shape.heads):
+    for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         depth[row] = depth[parent] + (not single[parent])
     last = ~single & ~silent
     return tuple(  # type: ignore[return-value]
-        np.bincount(shape.root, weights=verdict.stop * what, minlength=shape.heads) for what in (depth, depth + last)
+        np.bincount(shape.root, weights=verdict.stop * what, minlength=shape.roots) for what in (depth, depth + last)
     )
 
 
@@ -365,7 +364,7 @@ def _logprobs(
         own = logits[rows].float() if logits.dtype != torch.float64 else logits[rows]
         if allowed is not None:
             own = own.masked_fill(~allowed[rows], -torch.inf)
-        tokens = [*draft.token[[node - shape.heads for node in path]].tolist(), max(last, 0)]
+        tokens = [*draft.token[[node - shape.roots for node in path]].tolist(), max(last, 0)]
         laws = own.log_softmax(-1)
         found.append(laws.gather(-1, torch.tensor(tokens, device=laws.device)[:, None])[:, 0].tolist())
     return found
@@ -378,7 +377,7 @@ def history(batch: Batch, draft: Draft) -> Tensor:
     for head, sequence in enumerate(batch.sequences):
         seen[head, sequence.tokens] = True
     token = draft.token.tolist()
-    for row in range(shape.heads, shape.rows):
-        seen[row] = seen[shape.parent[row - shape.heads]]
-        seen[row, token[row - shape.heads]] = True
+    for row in range(shape.roots, shape.rows):
+        seen[row] = seen[shape.parent[row - shape.roots]]
+        seen[row, token[row - shape.roots]] = True
     return seen.to(batch.device)

@@ -736,7 +736,7 @@ def _compare(model: Any, tokens: Sequence[list[int]], draft: Draft, logits: Tens
         model.set_attn_implementation("sdpa")
     for leaf in (row for row in range(draft.shape.rows) if not len(draft.shape.children[row])):
         nodes = [int(node) for node in draft.shape.path(leaf)]
-        path = [int(draft.token[node - draft.shape.heads]) for node in nodes]
+        path = [int(draft.token[node - draft.shape.roots]) for node in nodes]
         root = int(draft.shape.root[leaf])
         ids = torch.tensor([tokens[root] + path], device=logits.device)
         plain = model(input_ids=ids, use_cache=False).logits[0, -len(path) - 1 :].double()

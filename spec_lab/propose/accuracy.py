@@ -17,7 +17,7 @@ import torch
 
 from spec_lab.core.draft import empty
 from spec_lab.core.options import brief
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.target import Target
@@ -169,7 +169,7 @@ def measure(
         for step in range(tokens):
             logits = lm.forward(paths, pending, empty(len(paths), lm.device)).logits
             keys = [Key(number, 0, step, Purpose.EMIT) for number in range(len(paths))]
-            token = torch.from_numpy(draws.pick(law(logits, sampling), keys)).to(lm.device)
+            token = torch.from_numpy(draws.pick(logits_to_probs(logits, sampling), keys)).to(lm.device)
             states.append(torch.stack([lm.cells.last_hidden(path) for path in paths]))
             chosen.append(token)
             pending = [[one] for one in token.tolist()]

@@ -22,10 +22,9 @@ from scipy.stats import theilslopes
 from torch import Tensor
 
 from spec_lab.core.machine import cores, processor
-from spec_lab.core.probabilities import Sampling, law, law_dtype
+from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, Request, SequenceState
 from spec_lab.engine.commit import Step, commit
 from spec_lab.models import ranks
 from spec_lab.models.target import Target
@@ -246,7 +245,7 @@ def visits(
     scratch = torch.empty(
         (largest + 1) * batch_size,
         target.vocabulary,
-        dtype=law_dtype(torch.empty(0, dtype=lm.dtype)),
+        dtype=probs_dtype(torch.empty(0, dtype=lm.dtype)),
         device=lm.device,
     )
 
@@ -264,7 +263,7 @@ def visits(
     try:
         for number in range(batch_size):
             request = Request(number, "calibration", prompt, sampling, target.context)
-            batch.sequences.append(Live(request, lm.cells.open(context + VISIT + largest + 1), list(prompt)))
+            batch.sequences.append(SequenceState(request, lm.cells.open(context + VISIT + largest + 1), list(prompt)))
         # The prompt is computed first, with hidden states where some proposer reads them.
         visit(next((size for size, one in proposers.items() if one.wants_hidden), next(iter(proposers))))
         yield visit
@@ -284,7 +283,9 @@ def _round(batch: Batch, proposer: Proposer, scratch: Tensor) -> float:
     draft = proposer.propose(batch).cut(batch.room())
     output = lm.forward([one.path for one in batch.sequences], [one.pending for one in batch.sequences], draft)
     logits = scratch[: len(output.logits)].copy_(output.logits)
-    token = law(logits, [batch.sequences[0].request.sampling], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
+    token = (
+        logits_to_probs(logits, [batch.sequences[0].request.sampling], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
+    )
     commit(batch, Step(draft, output.slots, np.arange(heads), token))
     end = clock.mark()
     clock.synchronise()

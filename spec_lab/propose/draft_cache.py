@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.engine.batch import Sequence
+from spec_lab.engine.batch import SequenceState
 from spec_lab.engine.kv_cache import Cells, Path
 
 
@@ -37,7 +37,7 @@ class Held:
 
         All of them are searched: siblings drawn iid may repeat a token with different nodes below.
         """
-        heads, parent, depth = self.shape.heads, self.shape.parent, self.shape.depth
+        heads, parent, depth = self.shape.roots, self.shape.parent, self.shape.depth
         matched, deepest = {self.tree}, self.tree
         for row in self.rows.tolist():
             level = int(depth[row])
@@ -56,7 +56,7 @@ class Trail:
     Nothing is assumed about what happened in between; a rewind, a fork or a forced ending only makes it shorter.
     """
 
-    owner: Sequence
+    owner: SequenceState
     cells: Cells
     path: Path
     tokens: list[int] = field(default_factory=list)  # what the path's cells hold
@@ -87,7 +87,7 @@ class Trail:
         self.tokens = list(tokens)
         return pending
 
-    def fork(self, owner: Sequence) -> Trail:
+    def fork(self, owner: SequenceState) -> Trail:
         """A trail for a fork of the owner, which shares the path's cells."""
         return Trail(owner, self.cells, self.cells.fork(self.path), list(self.tokens))
 

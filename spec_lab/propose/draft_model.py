@@ -15,7 +15,7 @@ from spec_lab.core.draft import Draft, Drawn, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Batch, Guide, Sequence
+from spec_lab.engine.batch import Batch, Guide, SequenceState
 from spec_lab.engine.runner import CausalLM
 from spec_lab.models.target import Target, checked, load_model, model_context, weights_hash
 from spec_lab.propose.draft_cache import Trail
@@ -172,7 +172,7 @@ class DraftModel:
         chains = self.drawn != "gumbel" and width_of(self.tree) <= 1
         return chains and batch.guide is not None and batch.guide.forces
 
-    def trail(self, sequence: Sequence) -> Trail:
+    def trail(self, sequence: SequenceState) -> Trail:
         """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""
         trail = sequence.state
         if trail is None or not trail.path.open:
@@ -186,7 +186,7 @@ class DraftModel:
         """How the draft samples for a request."""
         return request if self.temperature is None else replace(request, temperature=self.temperature)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Give back the sequence's cells."""
         trail, sequence.state = sequence.state, None
         if trail is not None and trail.owner is sequence:

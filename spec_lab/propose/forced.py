@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
-from spec_lab.core.probabilities import Sampling, law, law_dtype
+from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.batch import Batch, Guide, by_row, healed
 from spec_lab.engine.runner import CausalLM
@@ -96,12 +96,12 @@ class ForcedChains:
 
     def _append(self, head: int, token: int) -> None:
         self.ends[head] += 1
-        self.token[self.rows[head][self.ends[head]] - self.shape.heads] = token
+        self.token[self.rows[head][self.ends[head]] - self.shape.roots] = token
 
     def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
         """One more token for each, from logits ``[n, V]``: for whom there was one, and of these the unsure."""
         rows = np.array([self.rows[head][self.ends[head]] for head in active])
-        own = healed(self.batch, np.array(active), logits.to(law_dtype(logits), copy=True), "draft")
+        own = healed(self.batch, np.array(active), logits.to(probs_dtype(logits), copy=True), "draft")
         mask = torch.from_numpy(~np.stack([self.allowed[head] for head in active])).to(own.device)
         own = own.masked_fill_(mask, -torch.inf)
         possible = own.amax(-1) > -torch.inf
@@ -113,10 +113,12 @@ class ForcedChains:
         samplings, seen = by_row(self.samplings, np.array(active)), self._seen(active)
         if self.drawn == "point":
             if seen is not None:
-                own = law(own, [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings], seen)
+                own = logits_to_probs(
+                    own, [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings], seen
+                )
             picked = own.argmax(-1).cpu().numpy()
         else:
-            q = law(own, samplings, seen, scratch=own)
+            q = logits_to_probs(own, samplings, seen, scratch=own)
             self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
             self.q.append(q)
             keys = [Key(*self.batch.sequences[head].who, Purpose.DRAFT, self.ends[head]) for head in active]
@@ -133,7 +135,7 @@ class ForcedChains:
         for place, head in enumerate(active):
             rows = np.array(self.rows[head][1 : self.ends[head] + 1], dtype=np.int64)
             seen[place, self.batch.sequences[head].tokens] = True
-            seen[place, self.token[rows - self.shape.heads].tolist()] = True
+            seen[place, self.token[rows - self.shape.roots].tolist()] = True
         return seen.to(self.lm.device)
 
     def _forced(self, head: int) -> list[int]:
@@ -147,7 +149,7 @@ class ForcedChains:
             token, row = int(allowed.argmax()), self.rows[head][self.ends[head]]
             if self.drawn != "point":
                 self.q_row[row] = sum(map(len, self.q))
-                dtype = law_dtype(torch.empty(0, dtype=self.lm.dtype))
+                dtype = probs_dtype(torch.empty(0, dtype=self.lm.dtype))
                 self.q.append(torch.from_numpy(allowed)[None].to(self.lm.device, dtype))
             self._append(head, token)
             appended.append(self.rows[head][self.ends[head]])
@@ -157,7 +159,7 @@ class ForcedChains:
         """The draft's logits after the last row of each, with all its new rows computed."""
         rows = np.array([row for head in active for row in fresh[head]])
         paths = [None if trail is None else trail.path for trail in self.trails]
-        ids = torch.from_numpy(self.token[rows - self.shape.heads]).to(self.lm.device)
+        ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
         output = self.lm.extend(paths, self.shape, rows, ids, self.slots)
         self.batch.marks += output.marks
         return output.logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
@@ -174,6 +176,6 @@ class ForcedChains:
         token = torch.from_numpy(self.token[kept]).to(self.batch.device)
         if self.drawn == "point":
             return Draft(smaller, token)
-        q_row = np.concatenate([self.q_row[: shape.heads], self.q_row[shape.heads :][kept]])
+        q_row = np.concatenate([self.q_row[: shape.roots], self.q_row[shape.roots :][kept]])
         nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
         return Draft(smaller, token, self.drawn, torch.cat(self.q) if self.q else nothing, q_row)

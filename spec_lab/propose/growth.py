@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape, empty
-from spec_lab.core.probabilities import Sampling, law, law_dtype, likeliest
+from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.batch import Batch, by_row, healed
 from spec_lab.engine.runner import CausalLM, Output
@@ -30,15 +30,15 @@ class Level(NamedTuple):
 @lru_cache(maxsize=64)
 def levels(shape: Shape) -> list[Level]:
     """The forest's levels, from the heads down."""
-    rows = np.arange(shape.heads, shape.rows)[np.argsort(shape.parent, kind="stable")]
-    depths, numbers = shape.depth[rows], shape.rank[rows - shape.heads]
+    rows = np.arange(shape.roots, shape.rows)[np.argsort(shape.parent, kind="stable")]
+    depths, numbers = shape.depth[rows], shape.rank[rows - shape.roots]
     plan = []
     for depth in range(1, int(shape.depth.max()) + 1):
         here, numbered = rows[depths == depth], numbers[depths == depth]
-        parents = np.unique(shape.parent[here - shape.heads])
+        parents = np.unique(shape.parent[here - shape.roots])
         ranks = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
         plan.append(
-            Level(parents, [(rows, np.searchsorted(parents, shape.parent[rows - shape.heads])) for rows in ranks])
+            Level(parents, [(rows, np.searchsorted(parents, shape.parent[rows - shape.roots])) for rows in ranks])
         )
     return plan
 
@@ -93,11 +93,11 @@ class Growth:
             allowed = None
             if len(parents) and batch.guide is not None:
                 allowed = batch.guide(shape, parents, self.token)
-                if parents[0] >= shape.heads:  # heads are computed whatever is drafted
+                if parents[0] >= shape.roots:  # heads are computed whatever is drafted
                     parents, allowed = parents[allowed.any(-1)], allowed[allowed.any(-1)]
             if len(parents):
                 logits = self._logits(parents)
-                own = healed(batch, shape.root[parents], logits.to(law_dtype(logits), copy=True), "draft")
+                own = healed(batch, shape.root[parents], logits.to(probs_dtype(logits), copy=True), "draft")
                 if allowed is not None:
                     own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
                     possible = own.amax(-1) > -torch.inf
@@ -117,7 +117,7 @@ class Growth:
         token, q_row = self.token, self.q_row
         if not self.live.all():
             shape, kept = _kept(shape, self.live.tobytes())
-            token, q_row = token[kept], np.concatenate([q_row[: shape.heads], q_row[shape.heads :][kept]])
+            token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
             return Draft(shape, tokens)
@@ -129,7 +129,7 @@ class Growth:
 
     def _draw(self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor) -> None:
         """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``, those of the level that live."""
-        heads, width = self.shape.heads, len(level.ranks)
+        heads, width = self.shape.roots, len(level.ranks)
         number = live.cumsum() - 1  # of each of the level's parents among ``parents``
         if self.drawn == "point":
             if self.seen is not None:
@@ -141,7 +141,7 @@ class Growth:
                 if possible is not None:
                     self.live[nodes] &= possible[number[above]] > rank
             return
-        q = law(logits, *self._warp(self.samplings, parents), scratch=logits)
+        q = logits_to_probs(logits, *self._warp(self.samplings, parents), scratch=logits)
         self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))
         self.q.append(q)
         without = self.drawn == "without" and width > 1
@@ -183,7 +183,7 @@ class Growth:
 
     def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
         """The draft's logits at ``rows``: heads, with whatever is pending before them, or nodes of one level."""
-        if rows[0] < self.shape.heads:
+        if rows[0] < self.shape.roots:
             trails = [trail for trail in self.trails if trail is not None]
             if self.seen is not None:
                 for head in rows:
@@ -191,7 +191,7 @@ class Growth:
             pending = [trail.follow() for trail in trails]
             nothing = empty(len(rows), self.lm.device)
             return self._marked(self.lm.forward([trail.path for trail in trails], pending, nothing))
-        above, token = self.shape.parent[rows - self.shape.heads], self.token[rows - self.shape.heads]
+        above, token = self.shape.parent[rows - self.shape.roots], self.token[rows - self.shape.roots]
         if self.seen is not None:
             self.seen[rows] = self.seen[above]
             self.seen[rows, token] = True
@@ -211,4 +211,4 @@ class Growth:
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """Laws that rank tokens as the penalised logits do; nothing is cut off, so that every rank exists."""
         plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
-        return law(logits, *self._warp(plain, rows), scratch=logits)
+        return logits_to_probs(logits, *self._warp(plain, rows), scratch=logits)

@@ -18,7 +18,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import temperature_or_none, whole
 from spec_lab.core.probabilities import likeliest
-from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.batch import Batch, SequenceState
 from spec_lab.engine.runner import CausalLM
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
@@ -179,5 +179,5 @@ class Medusa:
             index.append(which * self._width + one.rank)
         return forest(tuple(shapes)), active, torch.from_numpy(np.concatenate(index)).to(self.heads.weight.device)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Nothing is held for a sequence."""

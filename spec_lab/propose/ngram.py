@@ -15,7 +15,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.batch import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import MOST_NODES
 
@@ -127,7 +127,7 @@ class Ngram:
             shapes.append(chain(len(found)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Forget the sequence's index."""
         sequence.state = None
 
@@ -173,7 +173,7 @@ class NgramTree:
             shapes.append(shape_of(tuple(parents)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Forget the sequence's index."""
         sequence.state = None
 
@@ -189,7 +189,7 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
     return max_ngram, min_ngram
 
 
-def follow(sequence: Sequence, longest: int, shortest: int) -> Index:
+def follow(sequence: SequenceState, longest: int, shortest: int) -> Index:
     """The sequence's index, brought up to its tokens."""
     if sequence.state is None or sequence.state[0] is not sequence:  # a fork still carries its origin's
         sequence.state = (sequence, Index(range(longest, shortest - 1, -1)))

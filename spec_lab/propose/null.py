@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec_lab.core.draft import Draft, Drawn, empty
-from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.batch import Batch, SequenceState
 from spec_lab.models.target import Target
 
 
@@ -28,5 +28,5 @@ class Null:
         """An empty forest."""
         return empty(len(batch.sequences), batch.device)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Nothing is held."""

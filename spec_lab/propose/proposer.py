@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.batch import Batch, SequenceState
 
 
 class Proposer(Protocol):
@@ -45,7 +45,7 @@ class Proposer(Protocol):
         """A draft with one tree per live sequence, in order; a tree may be empty."""
         ...
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """The sequence has ended: give back what is held for it."""
         ...
 

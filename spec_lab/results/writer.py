@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft
 from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
-from spec_lab.engine.batch import BROKEN, Request, Sequence, without_name
+from spec_lab.engine.batch import BROKEN, Request, SequenceState, without_name
 from spec_lab.engine.step import Round
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.text.prompts import Prompt
@@ -117,7 +117,7 @@ def step_rows(rounds: Seq[Round], group: int, arm: str) -> Rows:
     return rows
 
 
-def numbered(sequences: Iterable[Sequence]) -> dict[Sequence, tuple[int, int]]:
+def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[int, int]]:
     """Each sequence's number in its request, forks after what they were forked from, and that one's number or -1.
 
     The numbers follow from the lineage: how fast anything was decoded does not matter.
@@ -164,7 +164,7 @@ class Outcome:
     kept: bool = True
 
 
-def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors: dict[str, str]) -> list[Outcome]:
+def outcomes(sequences: Seq[SequenceState], rounds: Seq[Round], clock: Clock, errors: dict[str, str]) -> list[Outcome]:
     """What came of each sequence of a group, in order. On a GPU call it only when all work is done.
 
     Args:
@@ -203,7 +203,7 @@ def outcomes(sequences: Seq[Sequence], rounds: Seq[Round], clock: Clock, errors:
     return found
 
 
-def unwatched(sequence: Sequence) -> str:
+def unwatched(sequence: SequenceState) -> str:
     """That an observing constraint gave up, in words; empty where it did not."""
     if not sequence.unwatched:
         return ""

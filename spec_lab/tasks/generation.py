@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from spec_lab.analysis.tracking import Files
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.load import together
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import BROKEN
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import BROKEN, SequenceState
 from spec_lab.engine.step import Group, Round
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches
@@ -92,7 +91,7 @@ def generate(
     target: Target | str | None = None,
     proposer: Proposer | None = None,
     verifier: Verifier | None = None,
-    constraint: Binding | Constraint | None = None,
+    constraint: AppliedConstraint | Constraint | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
     stop: Sequence[str] = (),
@@ -142,7 +141,7 @@ def generate(
         target = Target.load(str(Path(__file__).parents[1] / "zoo" / "target") if target is None else target)
     vocabulary = vocabulary or Vocabulary.of(target)
     bare, options = constraint, {} if constraint is None else {"fast_forward": True}
-    if isinstance(constraint, Binding):
+    if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
     text = {"healing": heal, "banned": banned, "at_least": min_new_tokens}
     binding = together(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
@@ -178,7 +177,7 @@ def listening(lab: Lab, settings: Settings) -> Group:
 
 def rounds(group: Group) -> Generator[tuple[Round | None, list[Said]], None, None]:
     """Decode: each round, and what was said in it. Last of all, without a round, what was said outside of any."""
-    heard: dict[Live, _Ear] = {}
+    heard: dict[SequenceState, _Ear] = {}
     with closing(cast(Generator[Round, None, None], iter(group))) as decoding:
         for done in decoding:
             yield done, _drain(group, heard)
@@ -186,7 +185,7 @@ def rounds(group: Group) -> Generator[tuple[Round | None, list[Said]], None, Non
     yield None, _drain(group, heard) + dropped
 
 
-def _drain(group: Group, heard: dict[Live, _Ear]) -> list[Said]:
+def _drain(group: Group, heard: dict[SequenceState, _Ear]) -> list[Said]:
     said = []
     for sequence in group.sequences:
         if sequence.events or sequence not in heard:
@@ -197,7 +196,7 @@ def _drain(group: Group, heard: dict[Live, _Ear]) -> list[Said]:
 class _Ear:
     """Turns one sequence's events into what is said."""
 
-    def __init__(self, sequence: Live, pieces: Sequence[bytes]) -> None:
+    def __init__(self, sequence: SequenceState, pieces: Sequence[bytes]) -> None:
         self.sequence = sequence
         self.new = True
         self.tokens = self.characters = 0  # said and not withdrawn
@@ -244,7 +243,7 @@ class _Ear:
 class _Characters:
     """Which token each character of a sequence's text came with."""
 
-    def __init__(self, sequence: Live, pieces: Sequence[bytes]) -> None:
+    def __init__(self, sequence: SequenceState, pieces: Sequence[bytes]) -> None:
         self.sequence, self.pieces = sequence, pieces
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.after: list[tuple[int, int, Any]] = []  # each token: characters, healed bytes to come, the decoder

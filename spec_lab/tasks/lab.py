@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from spec_lab.analysis.tracking import Tracker
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
 from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
@@ -143,7 +143,7 @@ class Loop:
     proposer: Proposer
     verifier: Verifier
     seed: int
-    binding: Binding | None = None
+    binding: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
@@ -183,7 +183,7 @@ class Lab:
     beside: Mapping[str, Proposer] = field(default_factory=dict)
     peers: Mapping[str, Arm] = field(default_factory=dict)
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
-    binding: Binding | None = None
+    binding: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
 
     def arms(self, settings: Settings) -> dict[str, Arm]:

@@ -54,15 +54,15 @@ class Gumbel:
         token = draft.token.cpu().numpy()
         inner = np.bincount(parent, minlength=shape.rows) > 0
         y = np.full(shape.rows, NOBODY)
-        reached = np.arange(shape.rows) < shape.heads
+        reached = np.arange(shape.rows) < shape.roots
         for level in arrange(shape).levels:
             racing = np.unique(level.parents[reached[level.parents]])
             if not len(racing):
                 break
             y[racing] = winners(draft, p, racing)
-            reached[shape.heads + level.nodes] = reached[level.parents] & (token[level.nodes] == y[level.parents])
+            reached[shape.roots + level.nodes] = reached[level.parents] & (token[level.nodes] == y[level.parents])
         left = reached.copy()
-        left[parent[reached[shape.heads :]]] = False
+        left[parent[reached[shape.roots :]]] = False
 
         def residual(rows: np.ndarray) -> Tensor:
             late = np.unique(rows[inner[rows] & (y[rows] == NOBODY)])  # no path leads there

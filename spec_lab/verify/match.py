@@ -54,7 +54,7 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
         return Verdict(np.ones(shape.rows), lambda rows: view(p, rows))
     # reach[c] = reach[m] p(c | m);  stop[m] = reach[m] (1 - sum of p(c | m) over its children)
     tokens, steps = draft.token.tolist(), gather(p, shape, draft.token).tolist()
-    reach, taken, found = [1.0] * shape.heads, [0.0] * shape.rows, set()
+    reach, taken, found = [1.0] * shape.roots, [0.0] * shape.rows, set()
     for parent, token, step in zip(shape.parent.tolist(), tokens, steps, strict=True):
         if step > 0.0 and (parent, token) not in found:
             found.add((parent, token))
@@ -70,7 +70,7 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
         for place, row in enumerate(rows.tolist()):
             children = shape.children[row]
             if len(children):
-                numbers[place, [tokens[child - shape.heads] for child in children]] = 0.0
+                numbers[place, [tokens[child - shape.roots] for child in children]] = 0.0
         return law
 
     return Verdict(stop, residual)

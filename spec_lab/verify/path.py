@@ -46,9 +46,9 @@ def ends(shape: Shape, passes: np.ndarray) -> np.ndarray:
     """
     alive = np.ones(shape.rows, dtype=bool)
     for level in arrange(shape).levels:
-        alive[shape.heads + level.nodes] = alive[level.parents] & passes[level.nodes]
+        alive[shape.roots + level.nodes] = alive[level.parents] & passes[level.nodes]
     before = np.arange(shape.rows)[::-1]  # the earlier a row, the larger
     score = np.where(alive, shape.depth * shape.rows + before, -1)
-    best = np.full(shape.heads, -1)
+    best = np.full(shape.roots, -1)
     np.maximum.at(best, shape.root, score)
     return shape.rows - 1 - best % shape.rows

@@ -62,7 +62,7 @@ class Arrangement:
 @lru_cache(maxsize=256)
 def arrange(shape: Shape) -> Arrangement:
     """The arrangement of ``shape``; kept for shapes that come again."""
-    parent, depth, rank = shape.parent, shape.depth[shape.heads :], shape.rank
+    parent, depth, rank = shape.parent, shape.depth[shape.roots :], shape.rank
     count = np.bincount(parent, minlength=shape.rows)
 
     def groups(key: np.ndarray) -> list[Group]:
@@ -83,7 +83,7 @@ def bottom_up(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     """
     order: list[int] = []
     place: list[int] = []
-    for head in range(shape.heads):
+    for head in range(shape.roots):
         backwards, stack = [], [head]
         while stack:
             row = stack.pop()
@@ -174,7 +174,7 @@ def first_accepted(shape: Shape, accept: np.ndarray) -> np.ndarray:
         refuse[group.parents] *= 1.0 - accept[group.nodes]
     reach = np.ones(shape.rows)
     for level in order.levels:
-        reach[shape.heads + level.nodes] = reach[level.parents] * take[level.nodes]
+        reach[shape.roots + level.nodes] = reach[level.parents] * take[level.nodes]
     return reach * refuse
 
 

@@ -64,7 +64,7 @@ class Traversal:
             # a_c = min(1, a P(c) / q_c(c))
             nodes, m = wave.nodes, wave.parents
             ratio = acceptance(p_token, q_token, z, theta, s, wave)
-            a[shape.heads + nodes] = np.minimum(a[m] * ratio, 1.0)
+            a[shape.roots + nodes] = np.minimum(a[m] * ratio, 1.0)
             theta[m] += np.where(a[m] > 0, s[m] / np.maximum(a[m] * z[nodes], TINY), 0.0)  # no weight: never reached
             if len(wave.unfinished):
                 delete(wave.unfinished)
@@ -80,10 +80,10 @@ def first_stop(shape: Shape, weight: np.ndarray) -> np.ndarray:
         weight: ``[R]``, the probability that a row stops once it is visited; 1 at heads.
     """
     rows, place = bottom_up(shape)
-    go_on = np.ones((shape.heads, int(place.max(initial=0)) + 1))
+    go_on = np.ones((shape.roots, int(place.max(initial=0)) + 1))
     go_on[shape.root[rows], place] = 1.0 - weight[rows]
     # before[t, i] = prod of (1 - weight) over the rows visited before place i of tree t
-    before = np.cumprod(np.concatenate([np.ones((shape.heads, 1)), go_on[:, :-1]], axis=1), axis=1)
+    before = np.cumprod(np.concatenate([np.ones((shape.roots, 1)), go_on[:, :-1]], axis=1), axis=1)
     stop = np.empty(shape.rows)
     stop[rows] = weight[rows] * before[shape.root[rows], place]
     return stop

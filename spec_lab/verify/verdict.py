@@ -38,7 +38,7 @@ class Verdict:
     def expected_accepted(self, shape: Shape) -> np.ndarray:  # [B]
         """Expected number of drafted tokens accepted in each tree, given the draft. Exact."""
         weighted = self.stop * shape.depth
-        return np.bincount(shape.root, weights=weighted, minlength=shape.heads)
+        return np.bincount(shape.root, weights=weighted, minlength=shape.roots)
 
 
 class Verifier(Protocol):
@@ -156,14 +156,14 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     Args:
         who: (request, branch, round) of each tree, which key its choices.
     """
-    row = np.arange(shape.heads)
+    row = np.arange(shape.roots)
     if shape.nodes:
         grid = shape.grid
         stop = np.concatenate([verdict.stop, [0.0]])[grid]  # -1, which fills up the grid, finds the 0
         row = grid[row, draws.pick(stop, [Key(*one, Purpose.STOP) for one in who])]
     keys = [Key(*one, Purpose.EMIT) for one in who]
-    token, empty = np.empty_like(row), np.zeros(shape.heads, dtype=bool)
-    for part in parts(shape.heads, p, CHUNK):
+    token, empty = np.empty_like(row), np.zeros(shape.roots, dtype=bool)
+    for part in parts(shape.roots, p, CHUNK):
         law = verdict.residual(row[part])
         if shape.nodes:
             mass = law.sum(-1).tolist()

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.main import conf, known, vars_of, zoo
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import QUICK, prove
 from tests import checkpoints
 
@@ -64,7 +64,7 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
     signature = inspect.signature(get_object(config.pop("_target_")))
     live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}}.get(file.parent.name, ())
     if file.parent.name == "constraint":
-        config = {key: value for key, value in config.items() if key not in vars_of(Binding)}
+        config = {key: value for key, value in config.items() if key not in vars_of(AppliedConstraint)}
         assert all(not value for value in config.values() if isinstance(value, dict | list)), "filled by the user"
     else:
         assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
@@ -75,7 +75,7 @@ def test_every_constraint_says_how_it_binds():
     for file in (file for file in options() if file.parent.name == "constraint"):
         named = set(OmegaConf.load(file).keys())
         acts = file.stem.startswith("controller_")  # masks of what acts are never computed beside the target
-        assert set(vars_of(Binding)) - ({"beside"} if acts else set()) <= named, file
+        assert set(vars_of(AppliedConstraint)) - ({"beside"} if acts else set()) <= named, file
 
 
 GIVEN_BY_USERS = {

@@ -102,7 +102,7 @@ def wrong_rows(
             token = drafted(plain, shape, rng, grammar)
             found, fresh = masks(states, shape, token), fresh_masks(grammar, texts, shape, token)
             seen += shape.rows
-            paths = [[int(token[node - shape.heads]) for node in shape.path(row)] for row in range(shape.rows)]
+            paths = [[int(token[node - shape.roots]) for node in shape.path(row)] for row in range(shape.rows)]
             for row in np.flatnonzero((found.bits != fresh.bits).any(-1) | (found.legal != fresh.legal)).tolist():
                 text = texts[int(shape.root[row])] + paths[row]
                 wrong.append(repr(b"".join(spelled[one] for one in text)))

@@ -104,9 +104,9 @@ def by_fresh_matchers(
     legal = np.zeros(shape.rows, dtype=bool)
     for row in range(shape.rows):
         begun = prefixes[int(shape.root[row])]
-        path = [int(token[node - shape.heads]) for node in shape.path(row)]
-        if row >= shape.heads:
-            parent = int(shape.parent[row - shape.heads])
+        path = [int(token[node - shape.roots]) for node in shape.path(row)]
+        if row >= shape.roots:
+            parent = int(shape.parent[row - shape.roots])
             legal[row] = legal[parent] and 0 <= path[-1] < vocabulary.size and allows(bits[parent], path[-1])
         else:
             legal[row] = True

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines import automaton, grammar
 from spec_lab.constrain.healing import Prefix
 from spec_lab.constrain.vocabulary import Vocabulary
@@ -55,7 +55,7 @@ def test_the_output_has_the_masked_law_however_siblings_are_drawn(tree, drawn, t
 
 
 def check(engine, kind, tree, drawn, tokens, verifier, placement):
-    binding = Binding(constraint(engine, kind), placement, fast_forward=placement == "both")
+    binding = AppliedConstraint(constraint(engine, kind), placement, fast_forward=placement == "both")
     instance = Instance(WORLD, tree, tokens, END, binding=binding)
     found, wanted = decoded(instance, drawn, verifier), truth(instance)
     assert len(wanted) > 2
@@ -66,7 +66,7 @@ def check(engine, kind, tree, drawn, tokens, verifier, placement):
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["draft", "both"])
 def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tree, drawn, tokens, placement):
-    binding = Binding(constraint("llguidance", "regex"), placement, draft_budget=budget)
+    binding = AppliedConstraint(constraint("llguidance", "regex"), placement, draft_budget=budget)
     instance = Instance(WORLD, tree, tokens, END, binding=binding)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
@@ -74,7 +74,7 @@ def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tre
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
 def test_masks_beside_the_target_change_nothing(tree, drawn, tokens, placement):
-    beside = Binding(constraint("llguidance", "regex"), placement, beside=True)
+    beside = AppliedConstraint(constraint("llguidance", "regex"), placement, beside=True)
     instance = Instance(WORLD, tree, tokens, END, binding=beside)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
@@ -113,7 +113,7 @@ class Healed:
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 def test_healing_has_the_masked_law(placement, tree, drawn, tokens, verifier):
     for cut in (b"a", b"abb", b"ca"):
-        instance = Instance(WORLD, tree, tokens, END, binding=Binding(Healed(cut), placement))
+        instance = Instance(WORLD, tree, tokens, END, binding=AppliedConstraint(Healed(cut), placement))
         wanted = truth(instance)
         assert distance(decoded(instance, drawn, verifier), wanted) < 1e-12
         for ((text, _),) in wanted:

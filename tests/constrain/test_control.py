@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import ANY, Branch, Controlled, Event
 from spec_lab.constrain.lengths import AtLeast
 from spec_lab.constrain.protocol import Stuck, pack
@@ -48,7 +48,7 @@ def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
     plans = [("1x1", Null(), number), ("1x1", "iid", number), (*TREES[number % 3], 5 * number + 2)]
     for tree, drawn, way in plans:
         verifier, placement, fast_forward = WAYS[way % len(WAYS)]
-        binding = Binding(constraint(script), placement, fast_forward=fast_forward)
+        binding = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
         found = decoded(Instance(world, tree, tokens, binding=binding), drawn, verifier)
         assert distance(found, law) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
 
@@ -56,7 +56,7 @@ def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
 @pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
 def test_the_readable_truth_agrees(name):
     _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
-    binding = Binding(constraint(script))
+    binding = AppliedConstraint(constraint(script))
     assert distance(truth(Instance(world, "1", tokens, binding=binding)), oracle(world, makes(script), tokens)) < 1e-12
 
 
@@ -64,7 +64,7 @@ def test_the_readable_truth_agrees(name):
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
 def test_lists_cost_no_choice_whoever_verifies(name, fast_forward, verifier):
-    binding = Binding(constraint(ALONE[name]), fast_forward=fast_forward)
+    binding = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     law = oracle(FEW, makes(ALONE[name]), 3)
     assert distance(decoded(Instance(FEW, "2x1", 3, binding=binding), "point", verifier), law) < 1e-12
 
@@ -75,7 +75,7 @@ def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     stop = frozenset({2})
     law = oracle(FEW, makes(ALONE[name]), 3, stop)
     assert any(finish == "stop" for output in law for _, finish in output)
-    found = decoded(Instance(FEW, "1x1", 3, stop, binding=Binding(constraint(ALONE[name]))), drawn, Token())
+    found = decoded(Instance(FEW, "1x1", 3, stop, binding=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
     assert distance(found, law) < 1e-12
 
 
@@ -86,7 +86,7 @@ WARM = Sampling(1.0)
 
 def play(target, script, proposer, prompts=(PROMPTS[0],), new=12, seed=0, **changes):
     """A group under a scripted controller, decoded; what ``script`` is may depend on the request."""
-    bound = Binding(Controlled(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
+    bound = AppliedConstraint(Controlled(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
     wanted = [Request(number, f"p{number}", prompt, WARM, new) for number, prompt in enumerate(prompts)]
     return Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
 
@@ -137,7 +137,7 @@ def test_forks_at_the_start_compute_the_prompt_once(target):
 
 def test_forks_after_a_forced_beginning_compute_the_prompt_once(target):
     script = at(0, [Branch(allow=None, ff=((7,),))], at(1, [Branch(), Branch()]))
-    bound = Binding(Controlled(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
+    bound = AppliedConstraint(Controlled(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
     group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
     rounds = list(group)
     assert sum(sum(r.prefill) for r in rounds) == 1
@@ -162,14 +162,14 @@ class Alone:
 @pytest.mark.parametrize("peeks", [False, True])
 def test_a_controller_that_cannot_be_forked_has_the_same_law(target, peeks):
     def decode(proposer):
-        bound = Binding(Controlled(lambda r: Alone(), V, peeks=peeks))
+        bound = AppliedConstraint(Controlled(lambda r: Alone(), V, peeks=peeks))
         return decoded(Instance(FEW, "1x1", 3, binding=bound), proposer, Token())
 
     assert distance(decode("iid"), decode(Null())) < 1e-12
 
 
 def test_a_controller_that_cannot_be_forked_is_decoded_without_drafts(target):
-    bound = Binding(Controlled(lambda r: Alone(), VOCABULARY, peeks=False))
+    bound = AppliedConstraint(Controlled(lambda r: Alone(), VOCABULARY, peeks=False))
     group = Group(target, draft_model(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert all(done.draft.shape.nodes == 0 for done in group)
     assert not group.errors and len(group.sequences[0].emitted) == 9
@@ -180,7 +180,7 @@ def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
         def step(self, event):
             return [Branch(), Branch()] if event.append else GO
 
-    bound = Binding(Controlled(lambda r: Forking(), VOCABULARY, "forking", peeks=False))
+    bound = AppliedConstraint(Controlled(lambda r: Forking(), VOCABULARY, "forking", peeks=False))
     group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     list(group)
     assert "controller 'forking' at Event(" in group.errors["p"]
@@ -194,7 +194,7 @@ def test_the_committed_controller_sees_every_event_once_whatever_was_tried_on_fo
         made.append(Scripted(lambda events: [Branch(int(len(events) == 4), ANY, ((5, 6, 7),))]))
         return made[-1]
 
-    bound = Binding(Controlled(make, VOCABULARY))
+    bound = AppliedConstraint(Controlled(make, VOCABULARY))
     group = Group(
         target,
         draft_model("2x1x1", "without"),
@@ -252,7 +252,7 @@ def test_what_a_controller_raises_is_named_with_the_event(target):
 
 
 def test_a_controller_that_cannot_be_made_is_named(target):
-    bound = Binding(Controlled(lambda request: {}[request.name], VOCABULARY, "absent"))
+    bound = AppliedConstraint(Controlled(lambda request: {}[request.name], VOCABULARY, "absent"))
     group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert list(group) == [] and group.sequences[0].finish == "stuck"
     assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors["p"]

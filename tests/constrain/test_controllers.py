@@ -8,7 +8,7 @@ import yaml
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.control import Branch, Controlled, Event
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
@@ -47,7 +47,7 @@ def target():
 
 
 def play(target, constraint, proposer, sampling=COLD, new=24, seed=0, stop=frozenset({END}), fast_forward=True):
-    bound = Binding(constraint, fast_forward=fast_forward)
+    bound = AppliedConstraint(constraint, fast_forward=fast_forward)
     wanted = [Request(number, f"p{number}", prompt, sampling, new, stop) for number, prompt in enumerate(PROMPTS)]
     group = Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
     list(group)
@@ -99,7 +99,7 @@ def test_its_config_loads_it(name):
         name
     ]
     made = module.load(vocabulary=LETTERS, **options)
-    assert made.name == name and made.vocabulary == VOCABULARY and Binding(made).facts["name"] == name
+    assert made.name == name and made.vocabulary == VOCABULARY and AppliedConstraint(made).facts["name"] == name
 
 
 # Choices -------------------------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def test_a_state_behind_a_controller_has_its_own_law():
     table = Table(uneven)
     wrapped = Controlled(lambda request: pattern.Pattern(table.start(request)), 4, "wrapped")
     of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
-    law = truth(Instance(**of, binding=Binding(table)))
-    assert distance(decoded(Instance(**of, binding=Binding(wrapped)), "iid", Traversal()), law) < 1e-12
+    law = truth(Instance(**of, binding=AppliedConstraint(table)))
+    assert distance(decoded(Instance(**of, binding=AppliedConstraint(wrapped)), "iid", Traversal()), law) < 1e-12
 
 
 def test_where_the_request_does_not_stop_the_controller_ends_with_the_text(target):
@@ -193,7 +193,10 @@ def test_banning_by_branches_and_by_states_are_one_law(drawn):
     pieces = [b"a", b"b", b"ab", b"c"]
     for strings in (("ab",), ("b", "cc"), ("aa", "bab")):
         of = {"tree": "1x1", "tokens": 2, "world": FEW}
-        states, branches = Binding(Banned(strings, pieces)), Binding(banned.by_pieces(pieces, strings))
+        states, branches = (
+            AppliedConstraint(Banned(strings, pieces)),
+            AppliedConstraint(banned.by_pieces(pieces, strings)),
+        )
         law = truth(Instance(**of, binding=states))
         assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in law for s in strings)
         assert distance(truth(Instance(**of, binding=branches)), law) < 1e-12
@@ -267,7 +270,9 @@ def test_with_the_tokenizer_of_the_bundled_target():
     request = Request(0, "p", tuple(words.encode("def f(x):")), WARM, 20, frozenset({0}))
     for name, (constraint, fits) in forms.items():
         for proposer in (Null(), Ngram(4, 3, 1)):
-            group = Group(target, proposer, Token(), [request], CounterDraws(1), Binding(constraint, fast_forward=True))
+            group = Group(
+                target, proposer, Token(), [request], CounterDraws(1), AppliedConstraint(constraint, fast_forward=True)
+            )
             list(group)
             text = b"".join(words.bytes[token] for token in group.sequences[0].emitted).decode("utf-8", "replace")
             assert not group.errors and fits(text), (name, text)

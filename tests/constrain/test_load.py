@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spec_lab.constrain import Stuck, load
-from spec_lab.constrain.binding import Binding
+from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
 from spec_lab.engine.batch import Request
 from tests.constrain.parts import A, B, bundled, toy
@@ -56,7 +56,7 @@ def test_unknown_engines_and_controllers_are_refused_by_name():
 def test_text_options_join_what_binds():
     assert load.together(None, None, PLACE) is None
     alone = load.together(load.regex(toy(), "a+"), toy(), PLACE)
-    assert isinstance(alone, Binding) and alone.constraint.name == "regex"
+    assert isinstance(alone, AppliedConstraint) and alone.constraint.name == "regex"
     whole = load.regex(toy(), "a+", prompt=True)
     all_of_them = load.together(whole, toy(), PLACE, healing=True, banned=["aaa"], at_least=2)
     assert all_of_them.constraint.name == "regex + healing + banned + at least" and all_of_them.constraint.acts
@@ -83,7 +83,7 @@ def test_text_options_that_could_not_hold_are_refused():
 def test_forcing_follows_the_placement_where_nothing_else_is_said():
     made = load.regex(toy(), "a+")
     for placement in ("target", "draft", "both", "none"):
-        binding = Binding(made, placement, fast_forward=None)
+        binding = AppliedConstraint(made, placement, fast_forward=None)
         assert binding.fast_forward is (placement in ("target", "both"))
 
 
@@ -106,7 +106,7 @@ def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(engine, tmp
 
 @pytest.mark.parametrize("engine", ["llguidance", "automaton"])
 def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(engine, tmp_path):
-    binding = Binding(load.regex(toy(), engine=engine))
+    binding = AppliedConstraint(load.regex(toy(), engine=engine))
     with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
         replace(lab(), binding=binding).requests(settings(tmp_path))
 

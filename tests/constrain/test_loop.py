@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from spec_lab.constrain import Binding, Stuck
+from spec_lab.constrain import AppliedConstraint, Stuck
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.batch import Request
 from spec_lab.engine.step import Group
@@ -25,7 +25,7 @@ DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 def test_the_output_has_the_masked_law(placement, fast_forward, verifier, tree, drawn, tokens):
-    binding = Binding(Table(uneven), placement, fast_forward=fast_forward)
+    binding = AppliedConstraint(Table(uneven), placement, fast_forward=fast_forward)
     instance = Instance(WORLD, tree, tokens, binding=binding)
     assert distance(decoded(instance, drawn, verifier), truth(instance)) < 1e-12
 
@@ -75,7 +75,7 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, b
         return group, rounds
 
     free, _ = decode(requests, None)
-    group, _ = decode(requests, Binding(Breaks(), placement, beside=beside))
+    group, _ = decode(requests, AppliedConstraint(Breaks(), placement, beside=beside))
     text = free.sequences[1].emitted
     twice = next(place for place in range(1, len(text)) if text[place] == text[place - 1])
     if placement in ("draft", "none"):  # it only helps or observes: the output goes on without it
@@ -95,7 +95,7 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, b
 def test_a_row_that_allows_nothing_ends_its_request_by_name():
     target = tiny_target()
     table = Table(lambda text: range(VOCABULARY) if len(text) < 4 else (), VOCABULARY)
-    group = Group(target, Repeat(2), Token(), [Request(0, "r", (1, 2))], CounterDraws(0), Binding(table))
+    group = Group(target, Repeat(2), Token(), [Request(0, "r", (1, 2))], CounterDraws(0), AppliedConstraint(table))
     list(group)
     assert group.sequences[0].finish == "stuck" and len(group.sequences[0].emitted) == 4
     assert "allows nothing here" in group.errors["r"]
@@ -109,7 +109,7 @@ def test_what_is_only_observed_is_counted_and_not_changed():
     text = free.sequences[0].emitted
     table = Table(lambda said: [text[len(said)]] if len(said) < 6 else [(text[6] + 1) % VOCABULARY], VOCABULARY)
     for placement in ("none", "draft"):
-        group = Group(target, Repeat(2), Token(), [request], CounterDraws(0), Binding(table, placement))
+        group = Group(target, Repeat(2), Token(), [request], CounterDraws(0), AppliedConstraint(table, placement))
         list(group)
         assert group.sequences[0].emitted == text
         assert group.sequences[0].violated == 6 and not group.errors
@@ -126,6 +126,6 @@ def test_options_that_make_no_sense_are_refused():
         (dict(beside="yes"), "beside"),
     ):
         with pytest.raises(ValueError, match=said):
-            Binding(table, **options)
+            AppliedConstraint(table, **options)
     with pytest.raises(ValueError, match="acts on the output"):
-        Binding(replace(table, acts=True), "none")
+        AppliedConstraint(replace(table, acts=True), "none")

@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import spec_lab.constrain.binding
+import spec_lab.constrain.applied
 import spec_lab.engine.commit
 import spec_lab.engine.step
-from spec_lab.constrain.binding import Bound, Guide
+from spec_lab.constrain.applied import Guide, StepConstraint
 from spec_lab.constrain.protocol import Masks, State, allows, by_forks, everything
 from spec_lab.tasks.certify.constrained import bound, examine
 from spec_lab.tasks.certify.enumerate import Reused
@@ -24,7 +24,7 @@ def masks_changed(change):
     def changed(self, states: list[State | None], shape, token) -> Masks:
         return change(by_forks(states, shape, token, self.constraint.vocabulary), shape)
 
-    with mock.patch.object(Bound, "_of", changed):
+    with mock.patch.object(StepConstraint, "_of", changed):
         yield
 
 
@@ -36,7 +36,7 @@ def leaves_are_free(masks, shape):
 
 def parents_mask(masks, shape):
     """Each node is masked by its parent's state: masks lag one token behind."""
-    above = np.concatenate([np.arange(shape.heads), shape.parent])
+    above = np.concatenate([np.arange(shape.roots), shape.parent])
     return replace(masks, bits=np.where(masks.bits.any(-1, keepdims=True), masks.bits[above], masks.bits))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, Controlled
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -43,7 +43,7 @@ def test_a_controller_that_cannot_be_forked_hears_of_committed_tokens_only(place
     outputs = []
     for proposer in (Null(), draft(target), Repeat(3)):
         own = Listens()
-        binding = Binding(Controlled(lambda _, own=own: own, VOCABULARY, peeks=False), placement)
+        binding = AppliedConstraint(Controlled(lambda _, own=own: own, VOCABULARY, peeks=False), placement)
         group = Group(target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), binding)
         assert all(not done.draft.shape.nodes for done in group)
         assert [token for append in own.heard for token in append] == group.sequences[0].emitted
@@ -53,7 +53,7 @@ def test_a_controller_that_cannot_be_forked_hears_of_committed_tokens_only(place
 
 def test_a_batch_mates_penalty_changes_nothing():
     target = tiny_target()
-    binding = Binding(
+    binding = AppliedConstraint(
         Table(lambda said: [5] if len(said) % 3 == 2 else range(VOCABULARY), VOCABULARY), "both", None, True
     )
     for seed in range(4):
@@ -87,7 +87,7 @@ def test_whether_forks_are_too_many_does_not_depend_on_drafts(monkeypatch):
     for most, broken in ((3, False), (2, True)):
         monkeypatch.setattr(commit, "MOST_FORKS", most)
         for proposer in (Null(), Repeat(3)):
-            binding = Binding(Controlled(lambda _: Doubles(), VOCABULARY))
+            binding = AppliedConstraint(Controlled(lambda _: Doubles(), VOCABULARY))
             group = Group(target, proposer, Token(), [request], CounterDraws(0), binding)
             list(group)
             assert ("stuck" in {one.finish for one in group.sequences}) is broken
@@ -101,7 +101,9 @@ def test_a_penalty_on_forced_chains_leaves_greedy_output_as_it_is():
     request = Request(0, "r", (1, 2, 3), Sampling(0.0, repetition_penalty=1.5), 16)
     outputs = []
     for proposer in (Null(), draft(target), replace_drawn(draft(target))):
-        group = Group(target, proposer, Token(), [request], CounterDraws(0), Binding(table, "both", None, True))
+        group = Group(
+            target, proposer, Token(), [request], CounterDraws(0), AppliedConstraint(table, "both", None, True)
+        )
         list(group)
         outputs.append(group.sequences[0].emitted)
     assert outputs[0] == outputs[1] == outputs[2]

@@ -27,8 +27,8 @@ def shapes(draw: st.DrawFn, heads: int = 4, most: int = 16) -> Shape:
 def above(shape: Shape, row: int) -> list[int]:
     """The rows from ``row`` up to its head, both included: the naive definition of everything derived."""
     rows = [row]
-    while rows[-1] >= shape.heads:
-        rows.append(int(shape.parent[rows[-1] - shape.heads]))
+    while rows[-1] >= shape.roots:
+        rows.append(int(shape.parent[rows[-1] - shape.roots]))
     return rows
 
 
@@ -39,17 +39,17 @@ def choices(shape: Shape) -> set[tuple[int, ...]]:
 
 @given(shapes())
 def test_all_that_is_derived_follows_from_the_parents(shape):
-    assert shape.rows == shape.heads + shape.nodes
+    assert shape.rows == shape.roots + shape.nodes
     for row in range(shape.rows):
         line = above(shape, row)
         assert shape.depth[row] == len(line) - 1
         assert shape.root[row] == line[-1]
         assert shape.path(row) == line[-2::-1]
         assert set(np.flatnonzero(shape.ancestors[row])) == set(line)
-        family = [c for c in range(shape.heads, shape.rows) if shape.parent[c - shape.heads] == row]
+        family = [c for c in range(shape.roots, shape.rows) if shape.parent[c - shape.roots] == row]
         assert shape.children[row].tolist() == family
-        assert [shape.rank[c - shape.heads] for c in family] == list(range(len(family)))
-        assert shape.ranks(row) == tuple(shape.rank[r - shape.heads] for r in shape.path(row))
+        assert [shape.rank[c - shape.roots] for c in family] == list(range(len(family)))
+        assert shape.ranks(row) == tuple(shape.rank[r - shape.roots] for r in shape.path(row))
 
 
 @given(shapes())
@@ -69,12 +69,12 @@ def test_keep_drops_what_hangs_below(shape, data):
     smaller, kept = shape.keep(marked)
     assert (marked == before).all()
     wanted = [
-        row - shape.heads
-        for row in range(shape.heads, shape.rows)
-        if all(marked[r] for r in above(shape, row) if r >= shape.heads)
+        row - shape.roots
+        for row in range(shape.roots, shape.rows)
+        if all(marked[r] for r in above(shape, row) if r >= shape.roots)
     ]
-    assert kept.tolist() == wanted and smaller.heads == shape.heads
-    old = list(range(shape.heads)) + [node + shape.heads for node in wanted]  # old row of each new row
+    assert kept.tolist() == wanted and smaller.roots == shape.roots
+    old = list(range(shape.roots)) + [node + shape.roots for node in wanted]  # old row of each new row
     for node in range(smaller.nodes):
         assert old[smaller.parent[node]] == shape.parent[kept[node]]
 
@@ -92,7 +92,7 @@ def test_a_tree_holds_its_choices_breadth_first(shape):
 @given(st.lists(shapes(heads=1, most=6), min_size=1, max_size=4))
 def test_a_forest_sets_trees_side_by_side(trees):
     joined = forest(tuple(trees))
-    assert joined.heads == len(trees) and joined.nodes == sum(one.nodes for one in trees)
+    assert joined.roots == len(trees) and joined.nodes == sum(one.nodes for one in trees)
     first = len(trees)
     for head, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
         assert rows.tolist() == [head, *range(first, first + one.nodes)]
@@ -158,16 +158,16 @@ def drafts(draw: st.DrawFn) -> Draft:
 @given(drafts(), st.data())
 def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
     shape = draft.shape
-    depth = data.draw(st.lists(st.integers(0, 4), min_size=shape.heads, max_size=shape.heads))
+    depth = data.draw(st.lists(st.integers(0, 4), min_size=shape.roots, max_size=shape.roots))
     less = draft.cut(depth)
-    wanted = [n for n in range(shape.nodes) if shape.depth[n + shape.heads] <= depth[shape.root[n + shape.heads]]]
+    wanted = [n for n in range(shape.nodes) if shape.depth[n + shape.roots] <= depth[shape.root[n + shape.roots]]]
     if len(wanted) == shape.nodes:
         assert less is draft
     assert less.token.tolist() == draft.token[wanted].tolist() and less.drawn == draft.drawn
-    assert less.shape.heads == shape.heads
+    assert less.shape.roots == shape.roots
     for new, old in enumerate(wanted):
-        assert less.shape.ranks(new + shape.heads) == shape.ranks(old + shape.heads)
-        assert less.shape.root[new + shape.heads] == shape.root[old + shape.heads]
+        assert less.shape.ranks(new + shape.roots) == shape.ranks(old + shape.roots)
+        assert less.shape.root[new + shape.roots] == shape.root[old + shape.roots]
     if draft.q is not None:
         assert less.q is draft.q
         for new, old in enumerate(wanted):
@@ -176,7 +176,7 @@ def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
 
 def test_the_empty_draft_has_heads_and_no_nodes():
     draft = empty(3)
-    assert draft.shape.heads == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
+    assert draft.shape.roots == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
     assert empty(1).shape is chain(0)
 
 

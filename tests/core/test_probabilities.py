@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from spec_lab.core.probabilities import FEW, Sampling, argmax, law, likeliest
+from spec_lab.core.probabilities import FEW, Sampling, argmax, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose, _invert_on_device, invert
 
 ON = {"temperature": 1.0}
@@ -21,7 +21,7 @@ P = [0.4, 0.3, 0.15, 0.1, 0.05]
 def law_of(p: list[float], **options) -> list[float]:
     """The law of logits whose softmax is ``p``."""
     sampling = Sampling(**(ON | options))
-    return law(torch.tensor([p], dtype=torch.float64).log(), [sampling])[0].tolist()
+    return logits_to_probs(torch.tensor([p], dtype=torch.float64).log(), [sampling])[0].tolist()
 
 
 def about(values: list[float]):
@@ -63,7 +63,7 @@ def test_min_p_keeps_what_has_its_share_of_the_likeliest():
 def test_a_repetition_penalty_lowers_what_was_seen():
     logits = torch.tensor([[2.0, -1.0, 0.5, 0.0]], dtype=torch.float64)
     seen = torch.tensor([[True, True, False, True]])
-    got = law(logits, [Sampling(temperature=1.0, repetition_penalty=2.0)], seen=seen)
+    got = logits_to_probs(logits, [Sampling(temperature=1.0, repetition_penalty=2.0)], seen=seen)
     torch.testing.assert_close(got, torch.tensor([[1.0, -2.0, 0.5, 0.0]], dtype=torch.float64).softmax(-1))
 
 
@@ -103,7 +103,7 @@ def test_equals_transformers_processors_in_its_order(seed, temperature, top_k, t
     wanted = processors(history, logits.clone()).softmax(-1)
     seen = torch.zeros(2, 40, dtype=torch.bool).scatter_(1, history, True)
     sampling = Sampling(temperature, top_k, top_p, min_p, penalty)
-    torch.testing.assert_close(law(logits, [sampling], seen=seen), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(logits_to_probs(logits, [sampling], seen=seen), wanted, rtol=1e-9, atol=1e-12)
 
 
 # Rows of all kinds together
@@ -122,38 +122,38 @@ KINDS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_mixed_rows_equal_rows_alone(dtype):
     logits = torch.randn(len(KINDS), 12).to(dtype)
-    together = law(logits, KINDS)
+    together = logits_to_probs(logits, KINDS)
     assert together.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for row, sampling in enumerate(KINDS):
-        torch.testing.assert_close(together[row], law(logits[row : row + 1], [sampling])[0])
+        torch.testing.assert_close(together[row], logits_to_probs(logits[row : row + 1], [sampling])[0])
     torch.testing.assert_close(together.sum(-1), torch.ones(len(KINDS), dtype=together.dtype))
 
 
 def test_a_row_that_keeps_all_keeps_its_tail_beside_one_that_does_not():
     """1e-20 is lost in a sum with 1, so a row without top-p must not be cut by summing."""
     logits = torch.tensor([[0.0, -46.0], [0.0, -46.0]], dtype=torch.float64)
-    got = law(logits, [Sampling(1.0, top_p=0.9), Sampling(1.0)])
+    got = logits_to_probs(logits, [Sampling(1.0, top_p=0.9), Sampling(1.0)])
     assert got[0].tolist() == [1, 0]
     assert float(got[1, 1]) == pytest.approx(math.exp(-46), rel=1e-9, abs=0)
 
 
 def test_one_sampling_serves_all_rows():
     logits = torch.randn(5, 9)
-    assert torch.equal(law(logits, [KINDS[2]]), law(logits, [KINDS[2]] * 5))
+    assert torch.equal(logits_to_probs(logits, [KINDS[2]]), logits_to_probs(logits, [KINDS[2]] * 5))
     with pytest.raises(ValueError, match="sampling parameters of 2 rows for 5 rows of logits"):
-        law(logits, KINDS[:2])
+        logits_to_probs(logits, KINDS[:2])
 
 
 def test_greedy_is_one_hot_of_the_first_arg_max():
     logits = torch.tensor([[0.0, 2.0, 2.0], [-1.0, -3.0, -2.0]])
-    assert law(logits, [Sampling()]).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert logits_to_probs(logits, [Sampling()]).tolist() == [[0, 1, 0], [1, 0, 0]]
     assert argmax(logits).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-38, 1e-45, 1e-200])
 def test_tiny_temperatures_reach_greedy_without_overflow(temperature):
     logits = torch.tensor([[30.0, 50.0, -80.0], [1.0, 0.0, 0.9]])
-    torch.testing.assert_close(law(logits, [Sampling(temperature)]), law(logits, [Sampling()]))
+    torch.testing.assert_close(logits_to_probs(logits, [Sampling(temperature)]), logits_to_probs(logits, [Sampling()]))
 
 
 @pytest.mark.parametrize("sampling", KINDS)
@@ -161,11 +161,11 @@ def test_a_mask_leaves_the_law_of_what_it_allows_and_a_dead_row_is_zero(sampling
     logits = torch.randn(3, 8, dtype=torch.float64)
     mask = torch.ones(3, 8, dtype=torch.bool)
     mask[0, 4:], mask[1] = False, False
-    got = law(logits, [sampling], mask=mask)
+    got = logits_to_probs(logits, [sampling], mask=mask)
     assert got[1].tolist() == [0.0] * 8
-    torch.testing.assert_close(got[0, :4], law(logits[:1, :4], [sampling])[0])
+    torch.testing.assert_close(got[0, :4], logits_to_probs(logits[:1, :4], [sampling])[0])
     assert got[0, 4:].tolist() == [0.0] * 4
-    torch.testing.assert_close(got[2], law(logits[2:], [sampling])[0])
+    torch.testing.assert_close(got[2], logits_to_probs(logits[2:], [sampling])[0])
 
 
 @pytest.mark.parametrize("sampling", [s for s in KINDS if s.temperature > 0])
@@ -173,7 +173,7 @@ def test_a_broken_row_is_never_taken_for_a_dead_one(sampling):
     """NaN logits stay NaN, also beside dead rows: they end in a clear error, not in a silent law."""
     logits = torch.tensor([[1.0, torch.nan, 0.0], [0.0, 1.0, 2.0]])
     mask = torch.tensor([[True, True, True], [False, False, False]])
-    got = law(logits, [sampling], mask=mask)
+    got = logits_to_probs(logits, [sampling], mask=mask)
     assert got[0].isnan().all() and got[1].tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="total mass"):
         invert(got[:1], np.array([0.5]))
@@ -184,18 +184,18 @@ def test_logits_are_not_touched_and_scratch_holds_the_law():
     kept = logits.clone()
     scratch = torch.full((5, 6), torch.nan)
     for sampling in KINDS[:2]:
-        wanted = law(logits, [sampling])
-        got = law(logits, [sampling], scratch=scratch)
+        wanted = logits_to_probs(logits, [sampling])
+        got = logits_to_probs(logits, [sampling], scratch=scratch)
         assert torch.equal(got, wanted) and got.data_ptr() == scratch.data_ptr()
         assert torch.equal(logits, kept)
         scratch[:3] = logits  # they may stand there already
-        assert torch.equal(law(scratch[:3], [sampling], scratch=scratch), wanted)
+        assert torch.equal(logits_to_probs(scratch[:3], [sampling], scratch=scratch), wanted)
 
 
 @pytest.mark.parametrize("top_p", [0.999, 1.0])
 def test_the_law_of_a_large_vocabulary_sums_to_one(top_p):
     logits = torch.stack([torch.randn(131072), torch.arange(131072) % 2.0])  # equal terms round all the same way
-    got = law(logits, [Sampling(temperature=1.5, top_p=top_p)])
+    got = logits_to_probs(logits, [Sampling(temperature=1.5, top_p=top_p)])
     torch.testing.assert_close(got.double().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
@@ -208,7 +208,7 @@ def test_no_law_of_logits_of_any_plausible_size_is_nan(dtype, temperature, penal
     logits = torch.tensor([[most, -most, 0.0, 1.0], [-most, -most, -torch.inf, -most], [0.0, 1e-30, 1.0, -1.0]])
     seen, mask = torch.tensor([True, False, True, False]).expand(3, 4), torch.tensor([True, True, False, True])
     sampling = [Sampling(temperature, repetition_penalty=penalty, **kept)]
-    got = law(logits.to(dtype), sampling, seen, mask.expand(3, 4))
+    got = logits_to_probs(logits.to(dtype), sampling, seen, mask.expand(3, 4))
     torch.testing.assert_close(got.sum(-1), torch.ones(3, dtype=dtype))
     assert (got >= 0).all() and (got[:, 2] == 0).all()
 
@@ -250,7 +250,7 @@ def test_a_wrong_option_is_named(name, value, says):
 
 def test_a_penalty_without_history_is_refused():
     with pytest.raises(ValueError, match="repetition penalty needs the tokens seen"):
-        law(torch.zeros(1, 3), [Sampling(repetition_penalty=1.1)])
+        logits_to_probs(torch.zeros(1, 3), [Sampling(repetition_penalty=1.1)])
 
 
 # Inversion

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from experiments.exactness.greedy import PROPOSERS, ZOO
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema, regex
 from spec_lab.constrain.protocol import unpack
 from spec_lab.constrain.vocabulary import Vocabulary
@@ -139,7 +139,7 @@ def test_the_sources_are_many_and_most_outputs_finish(kind, cases, truths):
 def test_speculation_changes_no_token(kind, name, target, cases, truths):
     constraint, requests = cases[kind]
     placement, fast = ("both", True) if name in ("draft_chain", "ngram_tree") else ("target", False)
-    binding = Binding(constraint, placement, fast_forward=fast)
+    binding = AppliedConstraint(constraint, placement, fast_forward=fast)
     found = decode(target, PROPOSERS[name](target), PAIRS[name], requests, binding)
     assert found == truths[kind]
 
@@ -147,7 +147,7 @@ def test_speculation_changes_no_token(kind, name, target, cases, truths):
 def test_budgets_and_threads_change_no_token(target, cases, truths):
     constraint, requests = cases["json"]
     short = [replace(one, max_new_tokens=12) for one in requests]
-    binding = Binding(constraint, "both", draft_budget=2, beside=True)
+    binding = AppliedConstraint(constraint, "both", draft_budget=2, beside=True)
     found = decode(target, PROPOSERS["draft_chain"](target), Token(), short, binding)
     assert found == [one[:12] for one in truths["json"]]
 

@@ -26,7 +26,7 @@ def random_draft(shape, generator):
 
 def assert_rows_match(model, sequences, draft, logits, within=1e-10):
     for row in range(draft.shape.rows):
-        path = [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
+        path = [int(draft.token[node - draft.shape.roots]) for node in draft.shape.path(row)]
         expected = plain(model, sequences[int(draft.shape.root[row])] + path)
         scale = float(expected.std())
         assert float((logits[row] - expected).abs().max()) / scale < within, f"row {row}"
@@ -54,7 +54,7 @@ class World:
             for rank in accept[b]:
                 row = int(draft.shape.children[row][rank])
                 kept.append(int(draft.shape.places[row]))
-                self.tokens[b].append(int(draft.token[row - draft.shape.heads]))
+                self.tokens[b].append(int(draft.token[row - draft.shape.roots]))
             self.lm.cells.keep(path, slots[kept])
             self.lm.cells.drop(path, np.delete(slots, kept))
             self.tokens[b].append(int(self.generator.integers(VOCABULARY)))

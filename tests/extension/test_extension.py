@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 import torch
 
-from spec_lab.constrain import Binding
-from spec_lab.constrain.binding import PLACES
+from spec_lab.constrain import AppliedConstraint
+from spec_lab.constrain.applied import PLACES
 from spec_lab.core.draft import Draft, tree
 from spec_lab.tasks.certify.certificate import QUICK, every, prove
 from spec_lab.tasks.certify.constrained import END, WORLD, examine
@@ -187,5 +187,5 @@ def test_the_output_under_its_constraint_has_the_masked_law(placement):
 
 def enumerated(placement: str):
     """Every text of a toy under the constraint, drafted by a tree, against autoregressive decoding by hand."""
-    binding = Binding(part("apart", "Apart")(WORLD.v), placement)
+    binding = AppliedConstraint(part("apart", "Apart")(WORLD.v), placement)
     return examine(Instance(WORLD, "2x1", 2, END, binding=binding), "iid", Token())

@@ -24,7 +24,7 @@ import spec_lab.engine.batch
 import spec_lab.engine.commit
 import spec_lab.propose.growth
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.probabilities import law
+from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.engine.batch import Batch
 from spec_lab.propose import Proposer
@@ -153,7 +153,7 @@ def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Judge:
         leaf = np.bincount(shape.parent, minlength=shape.rows) == 0
 
         def residual(rows: np.ndarray) -> Tensor:
-            parent = shape.parent[rows - shape.heads]
+            parent = shape.parent[rows - shape.roots]
             return torch.where(torch.from_numpy(leaf[rows])[:, None], source(draft, p, parent), verdict.residual(rows))
 
         return Verdict(verdict.stop, residual)
@@ -174,7 +174,7 @@ def previous_q(verifier: Verifier) -> Judge:
     def judge(draft: Draft, p: Tensor) -> Verdict:
         shape, q_row = draft.shape, draft.q_row.copy()
         inner = np.flatnonzero((shape.depth > 0) & (q_row >= 0))
-        q_row[inner] = draft.q_row[shape.parent[inner - shape.heads]]
+        q_row[inner] = draft.q_row[shape.parent[inner - shape.roots]]
         return verifier(replace(draft, q_row=q_row), p)
 
     return judge
@@ -200,17 +200,17 @@ def reranked(key: Literal["p", "q"]) -> Judge:
 
     def judge(draft: Draft, p: Tensor) -> Verdict:
         parent = torch.from_numpy(draft.shape.parent)
-        source = p if key == "p" else draft.q[torch.from_numpy(draft.q_row[: draft.shape.heads])]
+        source = p if key == "p" else draft.q[torch.from_numpy(draft.q_row[: draft.shape.roots])]
         order = sorted(range(len(parent)), key=lambda c: (int(parent[c]), -float(source[parent[c], draft.token[c]])))
         token = draft.token.clone()
         slots = sorted(range(len(parent)), key=lambda c: int(parent[c]))
         token[slots] = draft.token[order]
         p = p.clone()
-        p[draft.shape.heads :][slots] = p[draft.shape.heads :][order]
+        p[draft.shape.roots :][slots] = p[draft.shape.roots :][order]
         verdict = Token()(replace(draft, token=token), p)
         # back to the rows that hold the tokens now verified
         new = np.arange(draft.shape.rows)
-        new[draft.shape.heads + np.array(order)] = draft.shape.heads + np.array(slots)
+        new[draft.shape.roots + np.array(order)] = draft.shape.roots + np.array(slots)
         return Verdict(verdict.stop[new], lambda rows: verdict.residual(new[rows]))
 
     return judge
@@ -242,18 +242,18 @@ def truncated(k: int, really: Drawn = "iid") -> Around:
 def pruned(draft: Draft, rows: np.ndarray) -> Draft:
     """The draft's nodes that are marked in ``rows`` ``[R]``, below marked ones."""
     shape, kept = draft.shape.keep(rows)
-    q_row = np.concatenate([draft.q_row[: shape.heads], draft.q_row[shape.heads :][kept]])
+    q_row = np.concatenate([draft.q_row[: shape.roots], draft.q_row[shape.roots :][kept]])
     return replace(draft, shape=shape, token=draft.token[torch.from_numpy(kept)], q_row=q_row)
 
 
 def choosy(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
     draft = propose(batch)
-    return pruned(draft, np.append(np.ones(draft.shape.heads, dtype=bool), draft.token.numpy() != 0))
+    return pruned(draft, np.append(np.ones(draft.shape.roots, dtype=bool), draft.token.numpy() != 0))
 
 
 def dropped(draft: Draft, p: Tensor) -> Verdict:
     """A token that q thinks unlikely is dropped, and the head emits a "bonus" from p. Chains of one."""
-    verdict, heads = Token()(draft, p), draft.shape.heads
+    verdict, heads = Token()(draft, p), draft.shape.roots
     unlikely = (draft.q[np.arange(heads), draft.token] < 0.3).numpy()
     kept = np.where(unlikely, 0.0, verdict.stop[heads:])
     stop = np.concatenate([np.where(unlikely, 1.0, verdict.stop[:heads]), kept])
@@ -271,7 +271,7 @@ class Grammar(Random):
         p, q = super().laws(length)
         last = np.arange(len(p)) % self.v if length else np.array(PROMPT[-1:])
         legal = torch.from_numpy(last[:, None] != np.arange(self.v))
-        return law(torch.from_numpy(logits(p)), [PLAIN], mask=legal).numpy(), q
+        return logits_to_probs(torch.from_numpy(logits(p)), [PLAIN], mask=legal).numpy(), q
 
     def unmasked(self, text: tuple[int, ...]) -> np.ndarray:
         """The law ``[V]`` before the mask."""
@@ -283,7 +283,7 @@ def trimmed(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
     draft = propose(batch)
     last = np.concatenate([[sequence.tokens[-1] for sequence in batch.sequences], draft.token.numpy()])
     legal = last[draft.shape.parent] != draft.token.numpy()
-    return pruned(draft, np.append(np.ones(draft.shape.heads, dtype=bool), legal))
+    return pruned(draft, np.append(np.ones(draft.shape.roots, dtype=bool), legal))
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class MaskedResidual(Broken):
 # Block verification and traversal
 
 WEIGHT = "np.where(rest > 0.0, kept / np.maximum(kept + rest, TINY), 1.0)"
-WEIGHT_IS_S = edited(Traversal, WEIGHT, "np.where(m < shape.heads, 1.0, kept)")()
+WEIGHT_IS_S = edited(Traversal, WEIGHT, "np.where(m < shape.roots, 1.0, kept)")()
 WEIGHT_STAYS = edited(Traversal, WEIGHT, "a[m]")()
 
 

@@ -79,7 +79,7 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
 
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:
     """The tokens from the head down to each row."""
-    paths: list[tuple[int, ...]] = [()] * draft.shape.heads
+    paths: list[tuple[int, ...]] = [()] * draft.shape.roots
     for above, token in zip(draft.shape.parent.tolist(), draft.token.tolist(), strict=True):
         paths.append((*paths[above], token))
     return paths
@@ -111,7 +111,7 @@ class Outputs(outputs.Outputs):
         for depth in range(int(shape.depth.max()) + 1):
             rows = np.flatnonzero(shape.depth == depth)
             if depth > 0:
-                nodes = rows - shape.heads
+                nodes = rows - shape.roots
                 number[rows] = number[shape.parent[nodes]] * v + draft.token.numpy()[nodes]
             p[rows] = world.laws(depth)[0][number[rows]]
         verdict = judge(draft, torch.from_numpy(p))

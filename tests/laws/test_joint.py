@@ -220,7 +220,7 @@ def test_a_draft_that_reads_ahead_is_seen():
         def propose(self, batch):
             draft = self.inner.propose(batch)
             keep = [
-                int(draft.token[rows[1] - draft.shape.heads]) != 0 if len(rows) > 1 else True
+                int(draft.token[rows[1] - draft.shape.roots]) != 0 if len(rows) > 1 else True
                 for rows in draft.shape.trees
             ]
             return draft.cut([9 if one else 0 for one in keep])

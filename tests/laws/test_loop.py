@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import spec_lab.engine.step
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.batch import Request
 from spec_lab.engine.runner import CausalLM
 from spec_lab.engine.step import Group
@@ -41,7 +41,7 @@ def next_law(target, tokens, sampling):
         logits = target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
     seen = torch.zeros(1, V, dtype=torch.bool)
     seen[0, tokens] = True
-    return law(logits.clone(), [sampling], seen)[0].numpy()
+    return logits_to_probs(logits.clone(), [sampling], seen)[0].numpy()
 
 
 def truth(target, sampling, stop=frozenset()):

@@ -83,7 +83,7 @@ def test_an_exhausted_law_draws_no_more_siblings():
     world = World(2, support=2, plain=True)
     draft, probability = every_draft(world, TREES["[3]"], "without")
     assert probability.sum() == pytest.approx(1)
-    assert np.bincount(draft.shape.parent).tolist() == [2] * draft.shape.heads
+    assert np.bincount(draft.shape.parent).tolist() == [2] * draft.shape.roots
     greedy = World(2, support=1, plain=True)
     for verifier in (Token(), Traversal(), Match()):
         require_lossless(Outputs.of_forest(world, verifier, TREES["[3]"], "without"))

@@ -23,13 +23,13 @@ def drawn_from(draft: Draft) -> np.ndarray:
     width = 1 + max(token, default=0) if draft.q is None else draft.q.shape[1]
     laws = np.zeros((shape.nodes, width))
     for row in range(shape.rows):
-        for rank, child in enumerate(shape.children[row] - shape.heads):
+        for rank, child in enumerate(shape.children[row] - shape.roots):
             if draft.drawn == "point":
                 laws[child, token[child]] = 1.0
                 continue
             law = draft.q[draft.q_row[row]].double().numpy().copy()
             if draft.drawn == "without":
-                law[[token[c] for c in shape.children[row][:rank] - shape.heads]] = 0.0
+                law[[token[c] for c in shape.children[row][:rank] - shape.roots]] = 0.0
             laws[child] = norm(law)
     return laws
 
@@ -51,15 +51,15 @@ def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
 
     def visit(row: int, reach: float) -> None:
         law = p[row]
-        for child in shape.children[row] - shape.heads:
+        for child in shape.children[row] - shape.roots:
             x = tokens[child]
             accept = ratio(law[x], lenience * q[child, x])
-            visit(child + shape.heads, reach * accept)
+            visit(child + shape.roots, reach * accept)
             reach *= 1 - accept
             law = norm(np.maximum(law - lenience * q[child], 0))
         stop[row], emit[row] = reach, law
 
-    for head in range(shape.heads):
+    for head in range(shape.roots):
         visit(head, 1.0)
     return stop, emit
 
@@ -75,23 +75,23 @@ def traversal(draft: Draft, p: np.ndarray) -> Law:
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     living = [rows.tolist() for rows in shape.children]
     law = [row.copy() for row in p]
-    for head in range(shape.heads):
+    for head in range(shape.roots):
         a, reach = {head: 1.0}, 1.0
         while True:
             row = head
             while living[row]:
                 child = living[row][0]
                 if child not in a:
-                    x = tokens[child - shape.heads]
-                    a[child] = ratio(a[row] * law[row][x], q[child - shape.heads, x])
+                    x = tokens[child - shape.roots]
+                    a[child] = ratio(a[row] * law[row][x], q[child - shape.roots, x])
                 row = child
             stop[row], emit[row] = reach * a[row], norm(law[row])
             reach *= 1 - a[row]
             if row == head:
                 break
-            m = int(shape.parent[row - shape.heads])
+            m = int(shape.parent[row - shape.roots])
             living[m].pop(0)
-            left = np.maximum(a[m] * law[m] - q[row - shape.heads], 0)
+            left = np.maximum(a[m] * law[m] - q[row - shape.roots], 0)
             s = left.sum()
             law[m] = norm(left)
             a[m] = 1.0 if m == head else kept(a[m], s)
@@ -119,14 +119,14 @@ def match(draft: Draft, p: np.ndarray) -> Law:
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
 
     def visit(row: int, reach: float) -> None:
-        first = {tokens[child - shape.heads]: child for child in reversed(shape.children[row])}
+        first = {tokens[child - shape.roots]: child for child in reversed(shape.children[row])}
         for child in shape.children[row]:
-            x = tokens[child - shape.heads]
+            x = tokens[child - shape.roots]
             visit(child, reach * p[row, x] if first[x] == child else 0.0)
         emit[row] = [0.0 if x in first else mass for x, mass in enumerate(p[row])]
         stop[row] = reach * (1 - sum(p[row, x] for x in first))
         emit[row] = norm(emit[row])
 
-    for head in range(shape.heads):
+    for head in range(shape.roots):
         visit(head, 1.0)
     return stop, emit

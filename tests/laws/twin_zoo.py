@@ -50,7 +50,7 @@ def kseq(draft: Draft, p: np.ndarray, rho_of: Callable[[np.ndarray, np.ndarray, 
             q = draft.q[draft.q_row[row]].double().numpy()
             rho = rho_of(p[row], q, len(children))
             for child in children:
-                x = tokens[child - shape.heads]
+                x = tokens[child - shape.roots]
                 accept = ratio(p[row, x], rho * q[x])
                 visit(child, reach * accept)
                 reach *= 1 - accept
@@ -58,7 +58,7 @@ def kseq(draft: Draft, p: np.ndarray, rho_of: Callable[[np.ndarray, np.ndarray, 
             emit[row] = norm(np.maximum(p[row] - np.minimum(q, p[row] / rho) * factor, 0))
         stop[row] = reach
 
-    for head in range(shape.heads):
+    for head in range(shape.roots):
         visit(head, 1.0)
     return stop, emit
 
@@ -87,7 +87,7 @@ def longest(draft: Draft, p: np.ndarray, accepts: Callable[[np.ndarray, int], bo
         for row in rows.tolist():
             path = shape.path(row)
             above = [head, *path[:-1]]
-            good = all(accepts(p[m], tokens[c - shape.heads]) for m, c in zip(above, path, strict=False))
+            good = all(accepts(p[m], tokens[c - shape.roots]) for m, c in zip(above, path, strict=False))
             if good and len(path) > len(shape.path(best)):
                 best = row
         stop[best] = 1.0

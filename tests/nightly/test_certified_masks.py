@@ -7,7 +7,7 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from spec_lab.cli.main import zoo
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.batch import Request
@@ -40,5 +40,5 @@ def vocabulary():
 def test_masks_of_drafts_are_those_of_states_that_saw_none(vocabulary, schema, fast_forward, seed):
     grammar = json_schema(vocabulary, json.dumps(SCHEMAS[schema]))
     requests = [Request(number, f"prompt {number}", (1,), stop=frozenset(vocabulary.ends)) for number in range(3)]
-    found = walk(Binding(grammar, fast_forward=fast_forward), requests, 20_000, seed, vocabulary.bytes)
+    found = walk(AppliedConstraint(grammar, fast_forward=fast_forward), requests, 20_000, seed, vocabulary.bytes)
     assert found.different == 0, found.first

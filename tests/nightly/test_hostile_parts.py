@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from spec_lab.constrain import Binding, Stuck, load
+from spec_lab.constrain import AppliedConstraint, Stuck, load
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
@@ -66,7 +66,7 @@ def decoded(
         for n in range(3)
     ]
     made = proposer or draft_model("2x1", vocab_size=len(TOKENS))
-    binding = None if constraint is None else Binding(constraint)
+    binding = None if constraint is None else AppliedConstraint(constraint)
     group = Group(target, made, verifier or Token(), wanted, CounterDraws(0), binding)
     list(group)
     assert all(sequence.finish != "nan" for sequence in group.sequences)

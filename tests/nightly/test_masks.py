@@ -65,7 +65,7 @@ def by_rollback(states, shape, token):
         legal[row] = True
         matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits[row].nbytes)
         for child in shape.children[row].tolist():
-            drafted = int(token[child - shape.heads])
+            drafted = int(token[child - shape.roots])
             if allows(bits[row], drafted):
                 ends = drafted == 0  # to take back an end is another matter: a copy follows it
                 below = matcher.deep_copy() if ends else matcher

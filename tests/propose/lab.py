@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request, Sequence
+from spec_lab.engine.batch import Batch, Request, SequenceState
 from spec_lab.engine.runner import CausalLM
 from spec_lab.engine.step import Group
 from spec_lab.propose.draft_model import DraftModel
@@ -53,7 +53,7 @@ def plain_law(model, tokens, sampling):
     logits = plain_logits(model, tokens)[None]
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     seen[0, tokens] = True
-    return law(logits, [sampling], seen)[0]
+    return logits_to_probs(logits, [sampling], seen)[0]
 
 
 def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm=None, **changes):
@@ -64,12 +64,12 @@ def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm
 def batch_of(target, wanted, draws=None):
     """A batch outside the loop, for driving a proposer by hand."""
     cells = target.lm.cells
-    sequences = [Sequence(request, cells.open(), list(request.tokens)) for request in wanted]
+    sequences = [SequenceState(request, cells.open(), list(request.tokens)) for request in wanted]
     return Batch(target, sequences, draws or CounterDraws(0))
 
 
 def path_tokens(draft, row):
-    return [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
+    return [int(draft.token[node - draft.shape.roots]) for node in draft.shape.path(row)]
 
 
 def expanded(draft, sequences):
@@ -78,7 +78,7 @@ def expanded(draft, sequences):
     for head, sequence in enumerate(sequences):
         for row in shape.trees[head].tolist():
             if len(shape.children[row]):
-                children = draft.token[shape.children[row] - shape.heads].tolist()
+                children = draft.token[shape.children[row] - shape.roots].tolist()
                 yield row, sequence, sequence.tokens + path_tokens(draft, row), children
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Sequence
+from spec_lab.engine.batch import SequenceState
 from spec_lab.engine.runner import CausalLM
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.verify import Match, Traversal
@@ -116,14 +116,14 @@ def check_laws(draft, batch, model, draws):
     assert len(draft.q) == len(np.unique(shape.parent))
     # Draws come head by head in order of number, which is breadth first: nodes in row order.
     earlier = {}
-    for row in sorted(range(shape.heads, shape.rows), key=lambda r: (shape.root[r], r)):
+    for row in sorted(range(shape.roots, shape.rows), key=lambda r: (shape.root[r], r)):
         weights, key, token = next(taken)
-        parent = int(shape.parent[row - shape.heads])
+        parent = int(shape.parent[row - shape.roots])
         expected = draft.q[draft.q_row[parent]].clone()
         if draft.drawn == "without":
             expected[earlier.get(parent, [])] = 0
         assert torch.equal(weights, expected)
-        assert int(draft.token[row - shape.heads]) == token
+        assert int(draft.token[row - shape.roots]) == token
         assert key.request == batch.sequences[shape.root[row]].request.id
         earlier.setdefault(parent, []).append(token)
     if draft.drawn == "without":
@@ -225,7 +225,7 @@ def test_any_history_keeps_the_laws_right(target, small, tree, drawn, history):
         elif what == "force":
             one.tokens += [token] * number
         elif len(batch.sequences) < 3:
-            twin = Sequence(one.request, one.path, [*one.tokens, token], lineage=(step + 1,), state=one.state)
+            twin = SequenceState(one.request, one.path, [*one.tokens, token], lineage=(step + 1,), state=one.state)
             batch.sequences.append(twin)
         for sequence in batch.sequences:
             sequence.round += 1
@@ -253,7 +253,7 @@ def forked(target, proposer):
     batch = batch_of(target, requests(WARM)[:1])
     proposer.propose(batch)
     one = batch.sequences[0]
-    return batch, one, Sequence(one.request, one.path, list(one.tokens), lineage=(1,), state=one.state)
+    return batch, one, SequenceState(one.request, one.path, list(one.tokens), lineage=(1,), state=one.state)
 
 
 def test_a_fork_drafts_after_its_origin_has_closed(target):
@@ -412,10 +412,10 @@ def test_what_is_drafted_where_the_draft_is_unsure_ends_its_path(target, drawn):
     proposer.confidence = sorted(sureness(proposer, sequences, whole).values())[whole.shape.rows // 4]
     draft = proposer.propose(batch_of(target, requests(WARM)))
     shape = draft.shape
-    assert 2 * shape.heads < shape.nodes < whole.shape.nodes
+    assert 2 * shape.roots < shape.nodes < whole.shape.nodes
     sure = sureness(proposer, sequences, draft)
     for row in sure:
-        above = shape.parent[row - shape.heads] if row >= shape.heads else None
+        above = shape.parent[row - shape.roots] if row >= shape.roots else None
         assert bool(len(shape.children[row])) == (above is None or sure[above] >= proposer.confidence - 1e-12)
     proposer.confidence = 1.0
     assert proposer.propose(batch_of(target, requests(WARM))).shape.depth.max() == 1

@@ -11,7 +11,7 @@ from scipy import stats
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.engine.batch import Sequence
+from spec_lab.engine.batch import SequenceState
 from spec_lab.engine.runner import CausalLM
 from spec_lab.engine.step import Group
 from spec_lab.propose.growth import Growth
@@ -228,7 +228,7 @@ def test_every_key_of_a_decode_is_drawn_once(target, tree):
 
 
 def test_a_round_number_that_stands_still_is_caught(target, monkeypatch):
-    monkeypatch.setattr(Sequence, "who", property(lambda self: (self.request.id, self.branch, 0)))
+    monkeypatch.setattr(SequenceState, "who", property(lambda self: (self.request.id, self.branch, 0)))
     assert watched(target, CHAIN).repeats > 0
 
 

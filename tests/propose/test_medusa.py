@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Sequence
+from spec_lab.engine.batch import SequenceState
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.calibrate import calibrate, time_steps
@@ -116,8 +116,8 @@ def test_nodes_hold_their_heads_tokens(target):
             hidden = target.lm.model.base_model(input_ids=torch.tensor([text]), use_cache=False)[0][0, -1]
         likeliest = plain_heads(proposer.heads, hidden, sequence.tokens[len(text)]).topk(3).indices
         for row in rows:
-            level, rank = shape.depth[row] - 1 + gap, shape.rank[row - shape.heads]
-            assert draft.token[row - shape.heads] == likeliest[level, rank]
+            level, rank = shape.depth[row] - 1 + gap, shape.rank[row - shape.roots]
+            assert draft.token[row - shape.roots] == likeliest[level, rank]
     target.lm.keep_hidden(False)
 
 
@@ -128,7 +128,7 @@ def test_a_fork_drafts_like_its_origin(target):
     target.lm.keep_hidden(True)
     target.lm.forward([one.path], [one.pending], proposer.propose(batch))
     one.tokens.append(7)
-    twin = Sequence(one.request, target.lm.cells.fork(one.path), list(one.tokens), lineage=(1,))
+    twin = SequenceState(one.request, target.lm.cells.fork(one.path), list(one.tokens), lineage=(1,))
     batch.sequences.append(twin)
     token = proposer.propose(batch).token.view(2, -1)
     assert torch.equal(token[0], token[1])

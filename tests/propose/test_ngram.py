@@ -52,7 +52,7 @@ def batch(*sequences):
 def paths_of(draft, head=0):
     token = draft.token.tolist()
     rows = draft.shape.trees[head][1:]
-    return [tuple(token[row - draft.shape.heads] for row in draft.shape.path(int(row))) for row in rows]
+    return [tuple(token[row - draft.shape.roots] for row in draft.shape.path(int(row))) for row in rows]
 
 
 @given(TOKENS, st.lists(st.tuples(st.integers(0, 6), TOKENS), max_size=6), st.integers(1, 4), st.integers(0, 3))

@@ -52,7 +52,7 @@ def test_a_fixed_tree_has_two_children_a_row_and_as_many_nodes_as_asked():
     target = tiny_target()
     requests = texts(target, PROMPTS, Sampling(), 3, 4)
     draft = Fixed(2, target.vocabulary).propose(Batch(target, requests, CounterDraws(0)))
-    assert draft.shape.heads == 3 and draft.shape.nodes == 6
+    assert draft.shape.roots == 3 and draft.shape.nodes == 6
     assert len({tuple(pair) for pair in draft.token.view(3, 2).tolist()}) == 3  # no two siblings are the same token
 
 

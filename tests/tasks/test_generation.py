@@ -14,7 +14,7 @@ from rich.console import Console
 import spec_lab
 from spec_lab.analysis.tracking import Files
 from spec_lab.cli.main import literal
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, Controlled
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
@@ -182,7 +182,7 @@ def test_healed_bytes_come_again_and_are_no_text(target):
 
 def test_forced_tokens_say_so(target):
     bound = regex(VOCABULARY, "(ab|ac)thethe[0-9]+;")
-    for binding in (bound, Binding(bound, fast_forward=False)):
+    for binding in (bound, AppliedConstraint(bound, fast_forward=False)):
         text, tokens = check(hear("the cat", target, constraint=binding)[0, ()])
         assert text.startswith(("abthethe", "acthethe"))
         forced = [token for token in tokens if token.origin == "forced"]
@@ -210,7 +210,7 @@ class Forking:
 
 @pytest.mark.parametrize("proposer", [None, Repeat(3)])
 def test_every_fork_tells_the_whole_of_its_text(target, proposer):
-    binding = Binding(Controlled(lambda request: Forking(), len(PIECES)))
+    binding = AppliedConstraint(Controlled(lambda request: Forking(), len(PIECES)))
     heard = hear(["the cat", "ababab"], target, proposer=proposer, constraint=binding, max_new_tokens=10)
     assert sorted(heard) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
     for prompt in (0, 1):
@@ -320,7 +320,7 @@ def test_on_a_terminal_tokens_are_shaded_by_origin_and_control_characters_harmle
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_forks_follow_under_headings(target, tmp_path, terminal):
-    binding = Binding(Controlled(lambda request: Forking(), len(PIECES)))
+    binding = AppliedConstraint(Controlled(lambda request: Forking(), len(PIECES)))
     heard = hear("the cat", target, constraint=binding, max_new_tokens=12)
     first, other = (tell(heard[0, branch])[0] for branch in ((), (0, 1)))
     code, said, figures = show(target, tmp_path, binding=binding, terminal=terminal)

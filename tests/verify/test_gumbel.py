@@ -80,10 +80,10 @@ def walk(draft: Draft, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The verifier as it reads, one tree and one row at a time: ``stop [R]``, and ``emit [R, V]`` where paths end."""
     shape, tokens = draft.shape, draft.token.tolist()
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
-    for row in range(shape.heads):
+    for row in range(shape.roots):
         while len(shape.children[row]):
             y = int(np.argmax(scores(p[row], draft.noise[draft.q_row[row]].numpy())))
-            below = {tokens[child - shape.heads]: child for child in shape.children[row]}
+            below = {tokens[child - shape.roots]: child for child in shape.children[row]}
             if y not in below:
                 stop[row], emit[row, y] = 1.0, 1.0
                 break
@@ -121,7 +121,7 @@ def test_residuals_serve_any_rows_in_any_order(case, data):
         wanted = p[row].numpy()
         if len(children):
             y = int(np.argmax(scores(wanted, draft.noise[draft.q_row[row]].numpy())))
-            wins = wanted.any() and y not in token[children - shape.heads]
+            wins = wanted.any() and y not in token[children - shape.roots]
             wanted = np.eye(len(wanted))[y] * wins
         assert every[row].tolist() == wanted.tolist()
     rows = np.array(data.draw(st.lists(st.integers(0, shape.rows - 1), min_size=1, max_size=6)))

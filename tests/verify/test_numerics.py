@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_lab.analysis import metrics
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
-from spec_lab.core.probabilities import Sampling, law, likeliest
+from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.batch import Batch, healed
 from spec_lab.engine.step import Group
@@ -63,7 +63,7 @@ def pair_of_logits(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def warm(x: Tensor, temperature: float = 1.0) -> Tensor:
-    return law(x, [Sampling(temperature)])
+    return logits_to_probs(x, [Sampling(temperature)])
 
 
 def single(width: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def denormal(width: int) -> tuple[Tensor, Tensor]:
 def cold(width: int) -> tuple[Tensor, Tensor]:
     """Drafts so peaked that a second sibling is drawn from 1e-20 to 1e-45 of the law."""
     x, y = pair_of_logits(width, torch.float32)
-    q, top = law(y, [Sampling()]), y.topk(3).indices
+    q, top = logits_to_probs(y, [Sampling()]), y.topk(3).indices
     for row in range(len(q)):
         q[row, top[row, 1]], q[row, top[row, 2]] = 10.0 ** -(20.0 + 3 * row), 1e-44
     p = warm(x)
@@ -151,7 +151,7 @@ def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
         left = q[q_row[parent]].double().numpy().copy()
         race = np.where(left > 0, np.log(np.maximum(left, 1e-300)) + noise[q_row[parent]].numpy(), -np.inf)
         for child in SHAPE.children[parent]:
-            place = child - SHAPE.heads
+            place = child - SHAPE.roots
             if left.sum() == 0:
                 live[child] = False
                 continue
@@ -165,7 +165,7 @@ def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
             if drawn != "iid":
                 left[token[place]] = 0.0
     shape, kept = SHAPE.keep(live)
-    rows = np.concatenate([np.arange(SHAPE.heads), SHAPE.heads + kept])
+    rows = np.concatenate([np.arange(SHAPE.roots), SHAPE.roots + kept])
     if drawn == "point":
         return Draft(shape, torch.from_numpy(token[kept])), p[rows]
     extra = noise if drawn == "gumbel" else None
@@ -178,7 +178,7 @@ def in_double(draft: Draft) -> Draft:
 
 
 def sums(shape: Shape, stop: np.ndarray) -> np.ndarray:
-    return np.bincount(shape.root, weights=stop, minlength=shape.heads)
+    return np.bincount(shape.root, weights=stop, minlength=shape.roots)
 
 
 def tolerance(verifier) -> float:
@@ -202,9 +202,9 @@ def test_a_step_in_single_precision(verifier, drawn, width, case):
     assert (residual[torch.from_numpy(verdict.stop > 1e-6)].sum(-1) > 0).all()
     assert not (residual[p == 0] > 0).any(), "what p forbids is never emitted"
     held = p[torch.from_numpy(shape.parent), draft.token].numpy()
-    assert (verdict.stop[shape.heads :][held == 0] == 0).all(), "nor accepted"
+    assert (verdict.stop[shape.roots :][held == 0] == 0).all(), "nor accepted"
     for number in range(20 if width < 1000 else 2):
-        row, token, _ = choose(verdict, shape, p, CounterDraws(number), [(h, 0, 0) for h in range(shape.heads)])
+        row, token, _ = choose(verdict, shape, p, CounterDraws(number), [(h, 0, 0) for h in range(shape.roots)])
         assert (p[torch.from_numpy(row), torch.from_numpy(token)] > 0).all()
 
     double = verifier(in_double(draft), p.double())
@@ -235,7 +235,7 @@ def test_a_step_in_single_precision_is_the_paper_s_in_double(verifier, direct, d
 @WIDTHS
 def test_a_target_that_is_certain_of_what_was_not_drafted_says_it(verifier, drawn, width):
     draft, p = drafted("one_hot_target", width, drawn)
-    heads, verdict = np.arange(draft.shape.heads), verifier(draft, p)
+    heads, verdict = np.arange(draft.shape.roots), verifier(draft, p)
     if isinstance(verifier, Cascade):  # its own law need not be p
         return
     assert verdict.stop[heads].tolist() == [1.0, 1.0]
@@ -326,7 +326,7 @@ def test_a_law_with_minus_infinities_is_the_law_of_the_rest(sampling, dtype, ali
     where = torch.randperm(60, generator=generator)[:alive].sort().values
     logits = torch.full((4, 60), -torch.inf, dtype=dtype)
     logits[:, where] = some
-    got, wanted = law(logits, [sampling], seen), law(some, [sampling], seen[:, where])
+    got, wanted = logits_to_probs(logits, [sampling], seen), logits_to_probs(some, [sampling], seen[:, where])
     torch.testing.assert_close(got[:, where], wanted, rtol=1e-5, atol=1e-7)
     assert got.isfinite().all() and (got.sum(-1) - 1).abs().max() < 1e-6
     got[:, where] = 0.0
@@ -338,7 +338,7 @@ def test_a_mask_that_allows_only_tokens_without_mass_leaves_a_dead_row(sampling)
     """Not one with an illegal token, as the arg max of nothing would be."""
     logits = torch.tensor([[1.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf]])
     mask = torch.tensor([[False, True, True], [False, True, True]])
-    got = law(logits, [sampling], seen=torch.zeros(2, 3, dtype=torch.bool), mask=mask)
+    got = logits_to_probs(logits, [sampling], seen=torch.zeros(2, 3, dtype=torch.bool), mask=mask)
     assert got.tolist() == [[0, 0, 0], [0, 1, 0]]
 
 

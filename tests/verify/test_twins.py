@@ -136,7 +136,7 @@ def test_trees_do_not_see_each_other(verifier, direct, case):
     for head, rows in enumerate(shape.trees):
         new = np.full(shape.rows, -1)
         new[rows] = np.arange(len(rows))
-        nodes = rows[1:] - shape.heads
+        nodes = rows[1:] - shape.roots
         one = Shape(1, new[shape.parent[nodes]])
         q_row = None if draft.q_row is None else draft.q_row[rows]
         alone = Draft(one, draft.token[nodes], draft.drawn, draft.q, q_row)

@@ -77,7 +77,7 @@ def test_trees_do_not_see_each_other(verifier, direct, data):
     for rows in shape.trees:
         new = np.full(shape.rows, -1)
         new[rows] = np.arange(len(rows))
-        nodes = rows[1:] - shape.heads
+        nodes = rows[1:] - shape.roots
         q_row = None if draft.q_row is None else draft.q_row[rows]
         alone = Draft(Shape(1, new[shape.parent[nodes]]), draft.token[nodes], draft.drawn, draft.q, q_row)
         np.testing.assert_allclose(joint(alone, verifier(alone, p[rows])), whole[rows], rtol=0, atol=1e-13)
@@ -180,8 +180,8 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 @given(data=st.data())
 def test_every_step_can_be_sampled(verifier, direct, data):
     draft, p = data.draw(judged(verifier))
-    verdict, who = verifier(draft, p), [(head, 0, 0) for head in range(draft.shape.heads)]
-    assume(draft.shape.heads == 1)
+    verdict, who = verifier(draft, p), [(head, 0, 0) for head in range(draft.shape.roots)]
+    assume(draft.shape.roots == 1)
     mass = sum(m for m, _ in explore(lambda draws: choose(verdict, draft.shape, p, draws, who)))
     assert mass == pytest.approx(1, abs=1e-12)
 

@@ -118,7 +118,7 @@ def masks(
     Raises:
         Stuck: from a state at a root; names the request.
     """
-    assert len(states) == shape.heads and len(token) == shape.nodes, "a state for each head, a token for each node"
+    assert len(states) == shape.roots and len(token) == shape.nodes, "a state for each head, a token for each node"
     forest = _Forest(shape, _form(shape), token.tolist(), vocabulary)
     chains: list[tuple[int, Matched]] = []
     for head, state in enumerate(states):
@@ -153,10 +153,10 @@ class _Form:
 @lru_cache(maxsize=256)
 def _form(shape: Shape) -> _Form:
     children: list[list[int]] = [[] for _ in range(shape.rows)]
-    rows: list[list[int]] = [[head] for head in range(shape.heads)]
-    for row, (parent, root) in enumerate(zip(shape.parent.tolist(), shape.root.tolist()[shape.heads :], strict=True)):
-        children[parent].append(row + shape.heads)
-        rows[root].append(row + shape.heads)
+    rows: list[list[int]] = [[head] for head in range(shape.roots)]
+    for row, (parent, root) in enumerate(zip(shape.parent.tolist(), shape.root.tolist()[shape.roots :], strict=True)):
+        children[parent].append(row + shape.roots)
+        rows[root].append(row + shape.roots)
     chain = [
         len(one) > 1 and all(children[row] == [row + 1] for row in one[1:-1]) and children[one[0]] == [one[1]]
         for one in rows
@@ -169,7 +169,7 @@ class _Forest:
 
     def __init__(self, shape: Shape, form: _Form, tokens: list[int], vocabulary: int) -> None:
         self.form, self.vocabulary = form, vocabulary
-        self.token = [-1] * shape.heads + tokens
+        self.token = [-1] * shape.roots + tokens
         self.bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
         self.legal = bytearray(shape.rows)  # as bool
         self.stride = self.bits.shape[1] * 4

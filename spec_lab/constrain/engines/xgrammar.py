@@ -177,14 +177,14 @@ class XGrammar:
             elif state.ended or len(tree.rows) == 1:
                 bits[head] = state.mask()
             else:
-                own = bits if shape.heads == 1 else np.zeros((len(tree.rows), bits.shape[1]), dtype=np.uint32)
-                tokens = np.concatenate([[0], token[tree.rows[1:] - shape.heads]])  # the head's is not looked at
+                own = bits if shape.roots == 1 else np.zeros((len(tree.rows), bits.shape[1]), dtype=np.uint32)
+                tokens = np.concatenate([[0], token[tree.rows[1:] - shape.roots]])  # the head's is not looked at
                 state.matcher.fork().traverse_draft_tree(tree.child, tree.sibling, tokens, own.view(np.int32))
                 if own is not bits:
                     bits[tree.rows] = own
         bits &= self._everything
         fits = known & (bits[shape.parent, token >> 5] >> (token & 31).astype(np.uint32) & 1).astype(bool)
-        legal = [True] * shape.heads
+        legal = [True] * shape.roots
         for parent, fit in zip(shape.parent.tolist(), fits.tolist(), strict=True):
             legal.append(fit and legal[parent])
         bits[~np.array(legal)] = 0

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_lab.constrain import Binding, Onward, State
+from spec_lab.constrain import AppliedConstraint, Onward, State
+from spec_lab.constrain.applied import PLACES
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.binding import PLACES
 from spec_lab.constrain.control import Branch, Controlled, Event
 from spec_lab.constrain.engines.grammar import regex
 from spec_lab.constrain.lengths import AtLeast
@@ -21,7 +21,7 @@ from spec_lab.constrain.protocol import unpack
 from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Drawn
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.step import Group
 from spec_lab.propose import Proposer
@@ -49,21 +49,21 @@ def bound() -> tuple[Instance, ...]:
     """Loops under constraints of every kind: grammars on every placement, a fork, a text taken back."""
     vocabulary = Vocabulary.plain(PIECES, 4)
     grammar = regex(vocabulary, "(ab|c)(a|b|c)*b|a[bc]")
-    bindings = [Binding(grammar, placement, fast_forward=placement == "both") for placement in PLACES]
-    bindings.append(Binding(Controlled(lambda _: Forking(), vocabulary.size, "a controller that forks")))
-    bindings.append(Binding(Together([Banned(("bb", "ca"), PIECES), AtLeast(2, vocabulary.size)])))
+    bindings = [AppliedConstraint(grammar, placement, fast_forward=placement == "both") for placement in PLACES]
+    bindings.append(AppliedConstraint(Controlled(lambda _: Forking(), vocabulary.size, "a controller that forks")))
+    bindings.append(AppliedConstraint(Together([Banned(("bb", "ca"), PIECES), AtLeast(2, vocabulary.size)])))
     trees = ("1x1", "2x1", "1x1", "1x1", "1", "1x1")
     return tuple(Instance(WORLD, tree, 2, END, binding=binding) for tree, binding in zip(trees, bindings, strict=True))
 
 
-def own(binding: Binding | None) -> tuple[Instance, ...]:
+def own(binding: AppliedConstraint | None) -> tuple[Instance, ...]:
     """Loops under a run's own constraint, on every placement that it can have; none where it offers no ``toy``."""
     make = None if binding is None else getattr(binding.constraint, "toy", None)
     if make is None:
         return ()
     constraint = make(Vocabulary.plain(PIECES, 4))
     places = [place for place in PLACES if place in ("target", "both") or not constraint.acts]
-    bindings = [Binding(constraint, place, fast_forward=place == "both") for place in places]
+    bindings = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
     return tuple(Instance(WORLD, tree, n, END, binding=one) for tree, n in (("2x1", 2), ("1x1", 3)) for one in bindings)
 
 
@@ -231,4 +231,4 @@ class _ByHand:
         mask = None if live.state is None else live.state.mask()
         allowed = None if mask is None else torch.from_numpy(unpack(mask, self.v))[None]
         row = torch.from_numpy(self.tables[len(live.text)][code(live.text, self.v)])[None]
-        return law(row, [self.sampling], None, allowed)[0].numpy()
+        return logits_to_probs(row, [self.sampling], None, allowed)[0].numpy()

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.faults import attributed
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.batch import Batch, Request, by_row
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, Request, SequenceState, by_row
 from spec_lab.engine.runner import CausalLM
 from spec_lab.engine.step import Group, history, propose
 from spec_lab.models.target import Target
@@ -59,7 +58,7 @@ class Instance:
     tokens: int = 0
     stop: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
-    binding: Binding | None = None
+    binding: AppliedConstraint | None = None
 
     @property
     def chain(self) -> bool:
@@ -255,7 +254,7 @@ def _judged(
     """``count`` drafts of one step, as one forest through the real target and verifier."""
     target, lm = parts.target, parts.target.lm
     requests = [request_of(number, instance, sampling) for number in range(count)]
-    lives = [Live(request, lm.cells.open(), list(request.tokens)) for request in requests]
+    lives = [SequenceState(request, lm.cells.open(), list(request.tokens)) for request in requests]
     batch = Batch(target, lives, draws)
     try:
         lm.keep_hidden(parts.proposer.wants_hidden)
@@ -266,7 +265,7 @@ def _judged(
         if batch.broken:
             raise ValueError(f"a toy draft broke: {next(iter(batch.broken.values()))}")
         seen = history(batch, draft) if sampling.repetition_penalty != 1 else None
-        p = law(logits, by_row([sampling], draft.shape.root), seen)
+        p = logits_to_probs(logits, by_row([sampling], draft.shape.root), seen)
         return _trees(draft, p, verifier, instance.world.v)
     finally:
         for live in lives:
@@ -285,7 +284,7 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
     aim = verifier.aim(draft, p).double().numpy() if hasattr(verifier, "aim") else None
     number = np.zeros(shape.rows, dtype=np.int64)
     for node, above in enumerate(shape.parent.tolist()):
-        number[shape.heads + node] = number[above] * v + token[node]
+        number[shape.roots + node] = number[above] * v + token[node]
     return [
         _Tree(shape.depth[rows], number[rows], ends[rows], float(expected[head]), None if aim is None else aim[rows])
         for head, rows in enumerate(shape.trees)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_lab.constrain import Binding, State, Stuck
-from spec_lab.constrain.binding import Guide, forced_token
+from spec_lab.constrain import AppliedConstraint, State, Stuck
+from spec_lab.constrain.applied import Guide, forced_token
 from spec_lab.constrain.protocol import Constraint, allows, by_forks, everything, pack, unpack, width
 from spec_lab.core.draft import Shape, chain, forest
 from spec_lab.engine.batch import Request
@@ -109,7 +109,7 @@ class _Text:
 
 
 def walk(
-    binding: Binding,
+    binding: AppliedConstraint,
     requests: Sequence[Request],
     rows: int,
     seed: int,
@@ -159,11 +159,11 @@ class _Walker:
     """The texts of ``walk``."""
 
     def __init__(
-        self, binding: Binding, rng: np.random.Generator, pieces: Sequence[bytes] | None, found: Walked
+        self, binding: AppliedConstraint, rng: np.random.Generator, pieces: Sequence[bytes] | None, found: Walked
     ) -> None:
         self.constraint: Constraint = binding.constraint
         self.fast_forward = bool(binding.fast_forward)
-        self.guide = Binding(binding.constraint, "both")  # no budget: every mask counts
+        self.guide = AppliedConstraint(binding.constraint, "both")  # no budget: every mask counts
         self.peeks = bool(getattr(binding.constraint, "peeks", True))
         self.vocabulary = binding.constraint.vocabulary
         self.rng, self.found = rng, found
@@ -304,7 +304,7 @@ class _Walker:
             if self.rng.random() < 0.25:
                 break
             row = children[int(self.rng.integers(len(children)))]
-            path.append(tokens[row - shape.heads])
+            path.append(tokens[row - shape.roots])
         if wanted[row].bits.any():
             path.append(self._draw(wanted[row].bits, text.request.stop, 0.0))
         try:
@@ -360,4 +360,4 @@ def _extend(text: _Text, token: int) -> bool:
 
 def _path(shape: Shape, token: np.ndarray, row: int) -> tuple[int, ...]:
     """The draft tokens that lead to ``row``."""
-    return tuple(int(token[one - shape.heads]) for one in shape.path(row))
+    return tuple(int(token[one - shape.roots]) for one in shape.path(row))

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain import Binding
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.protocol import everything, unpack
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Request, SequenceState
 from spec_lab.engine.step import Group, Round
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
@@ -115,7 +114,7 @@ def scores(
     seed: int,
     batch_size: int = 16,
     tick: Callable[[int], object] = lambda _: None,
-    binding: Binding | None = None,
+    binding: AppliedConstraint | None = None,
 ) -> dict[str, Score]:
     """Decode and test tokens against the laws of a plain forward over the finished text, which knows no cells.
 
@@ -141,7 +140,7 @@ def scores(
     for start in range(0, len(requests), batch_size):
         some = requests[start : start + batch_size]
         group = Group(target, proposer, verifier, some, CounterDraws(seed), binding)
-        known: dict[Live, list[_Known]] = {}
+        known: dict[SequenceState, list[_Known]] = {}
         for done in group:
             for live, fixed in _fixed(done):
                 known.setdefault(live, []).append(fixed)
@@ -160,11 +159,11 @@ def scores(
     return {name: score for name, score in found.items() if score.tokens}
 
 
-def _fixed(done: Round) -> list[tuple[Live, _Known]]:
+def _fixed(done: Round) -> list[tuple[SequenceState, _Known]]:
     """For each tree with children at its head: the draft's law there, or which tokens it holds."""
     draft, shape, found = done.draft, done.draft.shape, []
     for head, live in enumerate(done.sequences):
-        children = shape.children[head] - shape.heads
+        children = shape.children[head] - shape.roots
         if len(children):
             q = None if draft.q is None or draft.q_row is None else draft.q[int(draft.q_row[head])].cpu()
             place = done.context[head] - len(live.request.tokens)
@@ -177,7 +176,7 @@ def likeliest(p: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).double()
 
 
-def _plain_laws(target: Target, live: Live, binding: Binding | None) -> Tensor:
+def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint | None) -> Tensor:
     """The law each emitted token should have, by one forward over the whole text, ``[n, V]`` float64."""
     first = len(live.request.tokens)
     ids = torch.tensor([live.tokens], device=target.lm.device)
@@ -196,7 +195,7 @@ def _plain_laws(target: Target, live: Live, binding: Binding | None) -> Tensor:
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
-    return law(logits, [live.request.sampling], seen, mask).double().cpu()
+    return logits_to_probs(logits, [live.request.sampling], seen, mask).double().cpu()
 
 
 def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
@@ -215,7 +214,7 @@ def _score_draft(score: Score, draft: Draft) -> None:
     q = draft.q[torch.from_numpy(draft.q_row[shape.parent]).to(draft.q.device)].double().cpu()
     if draft.drawn != "iid":
         for children in shape.children:
-            for rank, child in enumerate(children - shape.heads):
-                q[child, token[torch.from_numpy(children[:rank] - shape.heads)]] = 0.0
+            for rank, child in enumerate(children - shape.roots):
+                q[child, token[torch.from_numpy(children[:rank] - shape.roots)]] = 0.0
         q /= q.sum(-1, keepdim=True)
     _add(score, q, likeliest(q), token.tolist())

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 
 PROMPT = (0, 1, 2, 0, 1, 3, 2, 0, 1)
 """What every toy text begins with. Its end has occurred before, so that prompt lookup has something to draft."""
@@ -109,5 +109,5 @@ def warped(world: World, lengths: int, sampling: Sampling, prompt: Sequence[int]
         seen[:, list(prompt)] = True
         for number in range(len(raw)):
             seen[number, list(text_of(number, length, world.v))] = True
-        found.append(law(raw, [sampling], seen).numpy())
+        found.append(logits_to_probs(raw, [sampling], seen).numpy())
     return found

@@ -18,8 +18,7 @@ import torch
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, Request, SequenceState
 from spec_lab.engine.step import Group, Round
 from spec_lab.models.target import Target
 from spec_lab.propose import branches
@@ -64,7 +63,7 @@ class Fixed:
             self._drafts[heads] = Draft(forest((bush(self.nodes),) * heads), tokens)
         return self._drafts[heads]
 
-    def close(self, sequence: Live) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """Nothing is held for a sequence."""
 
 
@@ -165,6 +164,6 @@ def _seconds(group: Group, done: Sequence[Round]) -> dict[str, float]:
     for own, one, after in zip(phases, timed, done[2:], strict=True):
         own["between"] = clock.seconds(one.marks[-1], after.marks[0])
         own["whole"] = clock.seconds(one.marks[0], after.marks[0])
-    nodes = [one.draft.shape.nodes / one.draft.shape.heads for one in timed]
+    nodes = [one.draft.shape.nodes / one.draft.shape.roots for one in timed]
     names = (*PARTS, "target_forward", "whole")
     return {"nodes": sum(nodes) / len(nodes)} | {name: median(own[name] for own in phases) for name in names}

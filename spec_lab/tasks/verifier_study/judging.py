@@ -106,7 +106,7 @@ def of_prompt(
                         "lossless": judges[step.proposer][name].lossless,
                         "given": verdict.given,
                         "expected_accepted": float(verdict.expected_accepted(step.draft.shape)[0]),
-                        "first_level": float(verdict.stop[step.draft.shape.heads :].sum()),
+                        "first_level": float(verdict.stop[step.draft.shape.roots :].sum()),
                         "verify": seconds,
                     }
                 )
@@ -196,6 +196,6 @@ class Bounds:
 
 def covered(draft: Draft, p: Tensor) -> float:
     """The mass of ``p`` ``[V]`` on the tokens of the first level: no verifier accepts more of a draft that is given."""
-    first = draft.shape.children[0] - draft.shape.heads
+    first = draft.shape.children[0] - draft.shape.roots
     tokens = np.unique(draft.token.cpu().numpy()[first])
     return float(p.cpu().double().numpy()[tokens].sum())

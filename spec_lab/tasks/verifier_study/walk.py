@@ -10,10 +10,9 @@ from torch import Tensor
 
 from spec_lab.core.clock import Mark
 from spec_lab.core.draft import Draft, empty
-from spec_lab.core.probabilities import law, law_dtype
+from spec_lab.core.probabilities import logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.batch import Batch, Request, by_row, healed
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, Request, SequenceState, by_row, healed
 from spec_lab.engine.step import history, propose
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer
@@ -70,7 +69,7 @@ def walk(
     lm, cells, clock = target.lm, target.lm.cells, target.lm.clock
     lm.keep_hidden(any(one.wants_hidden for one in proposers.values()))
     path = cells.open(len(text) + max((one.nodes for one in proposers.values()), default=0))
-    own = {name: Live(request, path, []) for name in proposers}  # each with its proposer's state
+    own = {name: SequenceState(request, path, []) for name in proposers}  # each with its proposer's state
     memory = torch.empty(0)
     try:
         for position in places(request, text, every):
@@ -87,11 +86,11 @@ def walk(
                 output = lm.forward([path], [prefix[-1:]], draft)
                 marks.append(clock.mark())
                 if len(memory) < len(output.logits):
-                    memory = torch.empty(output.logits.shape, dtype=law_dtype(output.logits), device=lm.device)
+                    memory = torch.empty(output.logits.shape, dtype=probs_dtype(output.logits), device=lm.device)
                 logits = memory[: len(output.logits)].copy_(output.logits)
                 logits = healed(batch, draft.shape.root, logits, "target")
                 seen = history(batch, draft) if request.sampling.repetition_penalty != 1 else None
-                p = law(logits, by_row([request.sampling], draft.shape.root), seen, scratch=memory)
+                p = logits_to_probs(logits, by_row([request.sampling], draft.shape.root), seen, scratch=memory)
                 marks.append(clock.mark())
                 yield Step(position, name, draft, p, live.who, marks, output.marks, batch.broken.get(0, ""))
                 cells.drop(path, output.slots[0])

@@ -278,7 +278,7 @@ def test_a_fault_at_the_second_token_is_localised_there():
             verdict, shape = Token()(draft, p), draft.shape
             above = np.arange(shape.rows)
             leaf = np.array([not len(children) for children in shape.children])
-            above[leaf] = np.append(np.arange(shape.heads), shape.parent)[leaf]
+            above[leaf] = np.append(np.arange(shape.roots), shape.parent)[leaf]
             return Verdict(
                 verdict.stop,
                 lambda rows: torch.where(torch.from_numpy(leaf[rows, None]), p[above[rows]], verdict.residual(rows)),

@@ -55,7 +55,7 @@ class Moody(Verifies):
         verdict = super().__call__(draft, p)
         stop = verdict.stop.copy()
         if draft.shape.nodes and self.random.random() < 0.5:
-            stop = (np.arange(draft.shape.rows) < draft.shape.heads).astype(float)
+            stop = (np.arange(draft.shape.rows) < draft.shape.roots).astype(float)
         return Verdict(stop, verdict.residual)
 
 

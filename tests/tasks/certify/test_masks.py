@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from spec_lab.constrain import Binding, Onward, Stuck
+from spec_lab.constrain import AppliedConstraint, Onward, Stuck
 from spec_lab.constrain.control import Branch, Controlled
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.lengths import AtLeast
@@ -133,7 +133,7 @@ class Rollback:
     def _below(self, row, matcher, shape, token, bits, legal):
         bits[row], legal[row] = matcher.state.mask(), True
         for child in shape.children[row].tolist():
-            drafted = int(token[child - shape.heads])
+            drafted = int(token[child - shape.roots])
             if allows(bits[row], drafted):
                 matcher.consume(drafted)
                 self._below(child, matcher, shape, token, bits, legal)
@@ -148,7 +148,7 @@ class Shared(Nested):
 
 
 def found(constraint, rows=3000, seed=0, requests=REQUESTS, **options):
-    return walk(Binding(constraint, **options), requests, rows, seed, PIECES)
+    return walk(AppliedConstraint(constraint, **options), requests, rows, seed, PIECES)
 
 
 def test_masks_that_are_right_pass():
@@ -207,10 +207,10 @@ def test_a_mask_that_only_the_guide_gives_is_found():
 
 def test_the_same_seed_compares_the_same_rows_and_says_how_many():
     ticks = []
-    one = walk(Binding(Corrupt()), REQUESTS, 800, 5, PIECES, ticks.append)
-    assert one == walk(Binding(Corrupt()), REQUESTS, 800, 5, PIECES)
+    one = walk(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES, ticks.append)
+    assert one == walk(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES)
     assert sum(ticks) == 800 <= one.rows
-    assert one != walk(Binding(Corrupt()), REQUESTS, 800, 6, PIECES)
+    assert one != walk(AppliedConstraint(Corrupt()), REQUESTS, 800, 6, PIECES)
 
 
 def test_without_requests_nothing_is_compared():
@@ -278,7 +278,7 @@ def test_grammars_of_an_engine_are_walked_on_its_vocabulary_with_states_that_onl
         start = staticmethod(grammar.start)
 
     requests = [replace(REQUESTS[0], stop=frozenset(vocabulary.ends))]
-    seen = walk(Binding(Forks(), fast_forward=True), requests, 1500, 0, pieces)
+    seen = walk(AppliedConstraint(Forks(), fast_forward=True), requests, 1500, 0, pieces)
     assert seen.different == 0 and seen.longest > 20
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.engine.batch import Request
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.engine.runner import CausalLM
@@ -174,7 +174,7 @@ def test_drafts_from_another_law_than_stated_are_rejected_as_drafts():
 @pytest.mark.parametrize("verifier", [Token(), Match()], ids=lambda v: v.name)
 def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifier):
     def forgetful(logits, rows, *more, **options):
-        return law(logits, [replace(row, top_k=0) for row in rows], *more, **options)
+        return logits_to_probs(logits, [replace(row, top_k=0) for row in rows], *more, **options)
 
     monkeypatch.setattr("spec_lab.engine.step.law", forgetful)
     assert "mode" in rejected(scored(draft_model("1x1"), verifier, requests(Sampling(1.0, top_k=4))))

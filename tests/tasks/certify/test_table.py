@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from spec_lab.core.draft import Draft, chain, empty, forest, tree
-from spec_lab.core.probabilities import Sampling, law
+from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request
-from spec_lab.engine.batch import Sequence as Live
+from spec_lab.engine.batch import Batch, Request, SequenceState
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.tasks.certify.exact import Instance, toy
@@ -49,7 +48,7 @@ def require_own_laws(lm, law_after, paths, pending, draft):
     texts = [[*computed[path], *tokens] for path, tokens in zip(paths, pending, strict=True)]
     output = lm.forward(paths, pending, draft)
     for row in range(draft.shape.rows):
-        down = [int(draft.token[node - draft.shape.heads]) for node in draft.shape.path(row)]
+        down = [int(draft.token[node - draft.shape.roots]) for node in draft.shape.path(row)]
         text = (texts[draft.shape.root[row]] + down)[len(PROMPT) :]
         np.testing.assert_array_equal(output.logits[row].numpy(), law_after(text), err_msg=f"after {text}")
     for path, text in zip(paths, texts, strict=True):
@@ -146,7 +145,7 @@ def test_medusa_drafts_from_it():
     lm, drafted = parts.target.lm, set()
     lm.keep_hidden(True)
     for text in ((), (0,), (1,), (2,), (3,)):
-        live = Live(Request(0, "toy", (*PROMPT, *text)), lm.cells.open(), [*PROMPT, *text])
+        live = SequenceState(Request(0, "toy", (*PROMPT, *text)), lm.cells.open(), [*PROMPT, *text])
         lm.forward([live.path], [live.tokens[:-1]], empty(1))
         drafted.add(tuple(parts.proposer.propose(Batch(parts.target, [live], CounterDraws(0))).token.tolist()))
     assert len(drafted) > 1
@@ -206,7 +205,9 @@ def test_warped_is_the_law_of_each_text_with_its_history(sampling):
             seen = torch.zeros(1, WORLD.v, dtype=torch.bool)
             seen[0, [*prompt, *text_of(number, length, WORLD.v)]] = True
             raw = torch.from_numpy(logits(WORLD.laws(length)[0]))[number][None]
-            np.testing.assert_allclose(found[length][number], law(raw, [sampling], seen)[0].numpy(), atol=1e-15)
+            np.testing.assert_allclose(
+                found[length][number], logits_to_probs(raw, [sampling], seen)[0].numpy(), atol=1e-15
+            )
 
 
 def test_the_prompt_ends_as_it_once_went_on():

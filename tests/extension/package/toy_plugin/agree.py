@@ -23,7 +23,7 @@ class Agree:
         left = p.clone()  # [R, V]: of each row's law what none of its children holds
         reach = torch.ones_like(p[:, 0])  # [R]: how probably the walk comes by; heads are where it begins
         edges = zip(shape.parent.tolist(), draft.token.tolist(), strict=True)
-        for row, (parent, token) in enumerate(edges, start=shape.heads):  # parents come before their children
+        for row, (parent, token) in enumerate(edges, start=shape.roots):  # parents come before their children
             reach[row] = reach[parent] * left[parent, token]
             left[parent, token] = 0.0  # so a later child with the same token is never reached
         stop = reach * left.sum(-1)

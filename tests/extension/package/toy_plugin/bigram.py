@@ -8,7 +8,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, Sequence
+from spec_lab.engine.batch import Batch, SequenceState
 from spec_lab.models.target import Target
 
 
@@ -37,7 +37,7 @@ class Bigram:
         tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
         return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: SequenceState) -> None:
         """A sequence has ended; nothing is kept for it."""
 
 

@@ -23,7 +23,7 @@ class Straight:
         """From the root down, for ``p`` ``[R, V]``."""
         shape, left = draft.shape, p.clone()
         stop = torch.ones_like(p[:, 0])  # [R]: how probably the path comes by, and then ends there
-        for row, (parent, token) in enumerate(zip(shape.parent, draft.token, strict=True), start=shape.heads):
+        for row, (parent, token) in enumerate(zip(shape.parent, draft.token, strict=True), start=shape.roots):
             q = one_hot(token, p.shape[-1]) if draft.q is None else draft.q[draft.q_row[parent]]
             accepted = (p[parent, token] / q[token]).clamp(max=1)
             stop[row], stop[parent] = stop[parent] * accepted, stop[parent] * (1 - accepted)

@@ -22,7 +22,7 @@ PLACES = ("target", "draft", "both", "none")
 
 
 @dataclass(frozen=True)
-class Binding:
+class AppliedConstraint:
     """A constraint, and where it binds.
 
     On the target its masks define the law that is decoded: the masked law, which autoregressive decoding under the same
@@ -114,7 +114,7 @@ class Guide:
         binding: with the budget.
     """
 
-    def __init__(self, states: Sequence[State | None], binding: Binding) -> None:
+    def __init__(self, states: Sequence[State | None], binding: AppliedConstraint) -> None:
         self.vocabulary = binding.constraint.vocabulary
         self.forces = bool(binding.fast_forward)
         most, self.seconds_left = binding.budget()
@@ -148,8 +148,8 @@ class Guide:
         """What may come after ``row`` ``[W]``; None for everything. Finds out whether the row is dead."""
         head = int(shape.root[row])
         state = self.states[head]
-        if row >= shape.heads:
-            parent, drafted = int(shape.parent[row - shape.heads]), int(token[row - shape.heads])
+        if row >= shape.roots:
+            parent, drafted = int(shape.parent[row - shape.roots]), int(token[row - shape.roots])
             state = above = self.at.get(parent)
             mask = None if above is None or parent in self.dead else above.mask()
             if parent in self.dead or (mask is not None and not allows(mask, drafted)):
@@ -169,10 +169,10 @@ class Guide:
         return state.mask()
 
 
-class Bound:
+class StepConstraint:
     """A group of requests under a binding: one round after the other."""
 
-    def __init__(self, binding: Binding) -> None:
+    def __init__(self, binding: AppliedConstraint) -> None:
         self.binding = binding
         self.constraint = binding.constraint
         self.guide: Guide | None = None
@@ -216,7 +216,7 @@ class Bound:
         shape = draft.shape
         keep = np.ones(shape.rows, dtype=bool)
         if shape.nodes and masks.barrier.any():
-            keep[shape.heads :] &= ~masks.barrier[shape.parent]
+            keep[shape.roots :] &= ~masks.barrier[shape.parent]
         if prunes:
             keep &= masks.legal
         if keep.all():
@@ -277,7 +277,7 @@ class Bound:
         number = np.searchsorted(rows, shape.parent)
         assert self.guide is not None
         keep = np.ones(shape.rows, dtype=bool)
-        keep[shape.heads :] = self.guide(shape, rows, token)[number, token]
+        keep[shape.roots :] = self.guide(shape, rows, token)[number, token]
         return draft.keep(keep)[0]
 
 
