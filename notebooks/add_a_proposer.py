@@ -51,7 +51,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, SequenceState
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 
 
@@ -60,7 +60,6 @@ class Recent:
     depth: int
     name: str = "recent"
     drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no laws q
-    wants_hidden: bool = False
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Recent":

@@ -8,7 +8,7 @@ import torch
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Batch
+from spec_lab.engine.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token
@@ -34,7 +34,6 @@ class Repeat:
 
     name = "repeat"
     drawn = "point"
-    wants_hidden = False
 
     def __init__(self, depth: int = 2) -> None:
         self.nodes = self.depth = depth

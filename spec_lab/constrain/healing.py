@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spec_lab.constrain.protocol import Stuck, pack
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 
 def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int | None = None) -> Request:

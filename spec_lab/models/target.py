@@ -40,7 +40,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.files import read_json
 from spec_lab.core.options import whole
 from spec_lab.engine.attention import SPANS, Attention
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import checkpoint, ranks
 from spec_lab.models import tensor_parallel as parallel
 
@@ -697,14 +697,13 @@ def _forest_error(model: Any, attention: Attention) -> float:
         return generator.integers(0, vocabulary, count).tolist()
 
     prompts = [some(7), some(4)]
-    paths = [lm.cells.open() for _ in prompts]
+    paths = [lm.open() for _ in prompts]
     # A first forest whose nodes are partly rejected leaves holes, so the second one lies scattered.
     first = Draft(Shape(2, np.array([0, 0, 3, 1, 5])), torch.tensor(some(5), device=lm.device))
     output = lm.forward(paths, prompts, first)
     worst = _compare(model, prompts, first, output.logits)
-    for path, slots, accepted in zip(paths, output.slots, ([1, 2], []), strict=True):
-        lm.cells.keep(path, slots[accepted])
-        lm.cells.drop(path, np.delete(slots, accepted))
+    for path, accepted in zip(paths, ([1, 2], []), strict=True):
+        path.accept(accepted)
     tokens = [prompts[0] + first.token[[1, 2]].tolist(), prompts[1]]
     pending = [some(1), some(2)]
     second = Draft(Shape(2, np.array([0, 0, 2, 1, 1, 6])), torch.tensor(some(6), device=lm.device))

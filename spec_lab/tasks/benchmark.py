@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.core.faults import PartError
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
@@ -124,14 +124,13 @@ def _decode_group(
     lab: Lab, settings: Settings, arms: Mapping[str, Arm], number: int, group: Sequence[Request], bar: Any
 ) -> tuple[writer.Rows, writer.Rows, writer.Rows]:
     """Every arm's rows of one group, the arms in the group's order."""
-    clock = lab.target.lm.clock
     rounds: writer.Rows = []
     steps: writer.Rows = []
     requests: writer.Rows = []
     for order, name in enumerate(_order(list(arms), number)):
         decoded = arms[name].decode(group)
-        rounds += writer.round_rows(decoded.rounds, clock, number, name)
-        steps += writer.step_rows(decoded.rounds, number, name)
+        own_rounds, own_steps = writer.rows_of(decoded.steps, number, name)
+        rounds, steps = rounds + own_rounds, steps + own_steps
         for outcome in decoded.outcomes:
             prompt = lab.prompts[outcome.request.id]
             shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)

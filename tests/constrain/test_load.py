@@ -9,7 +9,7 @@ import pytest
 from spec_lab.constrain import Stuck, load
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_lab.analysis.report.of_run import _device
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import target as loading
 from spec_lab.models.target import Target, Unsupported, refuse_offloading, self_check, weights_hash
 from spec_lab.models.tensor_parallel import Link

@@ -18,7 +18,7 @@ from spec_lab.analysis.metrics import Tables
 from spec_lab.cli.main import conf, main
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch
+from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Null
 from spec_lab.tasks.cost import Cost, beside_measured, load, measure, predict, predicted_speedups
 from spec_lab.tasks.cost.predict import Grid

@@ -19,7 +19,7 @@ from spec_lab.constrain.control import Branch, Controlled
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import ORIGINS
+from spec_lab.engine.sequence import ORIGINS
 from spec_lab.models.target import Target
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks.generation import Dropped, net

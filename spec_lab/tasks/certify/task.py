@@ -19,7 +19,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.files import own_folder, replacing
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.propose import Proposer, branches
 from spec_lab.results.manifest import claim, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
