@@ -56,4 +56,4 @@ def settings(out: Path, **changes) -> Settings:
     usual = dict(
         name="toy", batch_size=2, max_new_tokens=12, warmup=0, seed=0, threads=None, baseline=True
     )  # fmt: skip
-    return Settings(out=out, **(usual | changes))
+    return Settings(output_dir=out, **(usual | changes))

@@ -36,7 +36,7 @@ class AppliedConstraint:
             time for it, such as "200us", with which runs cannot be reproduced. None: no limit.
         fast_forward: tokens that the masks leave no choice for are appended at once, as certain as they are, and
             computed with the next draft. None: where it applies to the target.
-        beside: the masks are computed beside the target's forward, in a thread, where nothing waits for them earlier.
+        async_masks: the masks are computed in a thread, during the target's forward, unless the draft needs them first.
 
     Raises:
         ValueError: an option of the wrong kind; a constraint that acts, or ``fast_forward``, without the target.
@@ -46,14 +46,14 @@ class AppliedConstraint:
     placement: str = "both"
     draft_budget: int | str | None = None
     fast_forward: bool | None = False
-    beside: bool = False
+    async_masks: bool = False
 
     def __post_init__(self) -> None:
         one_of("constraint.placement", self.placement, PLACES)
         self.budget()
         if self.fast_forward is None:
             object.__setattr__(self, "fast_forward", self.on_target)
-        for name in ("fast_forward", "beside"):
+        for name in ("fast_forward", "async_masks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
         if not self.on_target and self.constraint.acts:
@@ -100,7 +100,7 @@ class AppliedConstraint:
             "draft_budget": self.draft_budget,
             "reproducible": not isinstance(self.draft_budget, str),
             "fast_forward": self.fast_forward,
-            "beside": self.beside,
+            "async_masks": self.async_masks,
             **getattr(self.constraint, "facts", {}),
         }
 
@@ -226,7 +226,7 @@ class StepConstraint:
         prunes = unused and draft.drawn == "point" and draft.shape.nodes > 0
         if prunes and draft_masks is not None and self.applied.draft_budget is not None:
             draft, prunes = _pruned(draft, draft_masks), False
-        if self.applied.beside and not prunes and not self.constraint.acts:
+        if self.applied.async_masks and not prunes and not self.constraint.acts:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
             return draft, self._thread.submit(self._masks, states, draft)

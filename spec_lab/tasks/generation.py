@@ -96,10 +96,10 @@ def generate(
     constraint: AppliedConstraint | Constraint | None = None,
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
-    stop: Sequence[str] = (),
-    banned: Sequence[str] = (),
+    stop_strings: Sequence[str] = (),
+    banned_strings: Sequence[str] = (),
     min_new_tokens: int = 0,
-    heal: bool = False,
+    token_healing: bool = False,
     seed: int = 0,
     vocabulary: Vocabulary | None = None,
 ) -> Generator[Said, None, None]:
@@ -116,7 +116,7 @@ def generate(
         verifier: decides; default: ``verify.Token``.
         constraint: what binds the output. Alone it binds target and draft, and appends what it forces at once.
         sampling: default greedy.
-        max_new_tokens, stop, banned, min_new_tokens, heal, seed: as of ``lab.Settings``.
+        max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as of ``lab.Settings``.
         vocabulary: the target's, for those who have it already.
 
     Raises:
@@ -136,8 +136,9 @@ def generate(
     if len({one.name for one in named}) < len(named):
         raise ValueError("two prompts have the same name: give each one of its own")
     settings = Settings(
-        out=Path(), name="generate", batch_size=len(named), max_new_tokens=max_new_tokens, warmup=0, seed=seed,
-        threads=None, baseline=False, stop=stop, banned=banned, min_new_tokens=min_new_tokens, heal=heal,
+        output_dir=Path(), name="generate", batch_size=len(named), max_new_tokens=max_new_tokens, warmup=0, seed=seed,
+        threads=None, baseline=False, stop_strings=stop_strings, banned_strings=banned_strings,
+        min_new_tokens=min_new_tokens, token_healing=token_healing,
     )  # fmt: skip
     if not isinstance(target, Target):
         target = Target.load(str(Path(__file__).parents[1] / "zoo" / "target") if target is None else target)
@@ -145,7 +146,7 @@ def generate(
     bare, options = constraint, {} if constraint is None else {"fast_forward": True}
     if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
-    text = {"healing": heal, "banned": banned, "at_least": min_new_tokens}
+    text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
     binding = together(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
     lab = Lab(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),

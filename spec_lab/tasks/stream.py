@@ -64,7 +64,7 @@ def stream(
 
     Args:
         lab: the parts; its prompts are not read.
-        settings: the scalars; nothing is written to ``out``.
+        settings: the scalars; nothing is written to ``output_dir``.
         config: not read.
         console: where the text goes; default standard output.
         errors: where the figures go; default standard error.
@@ -92,9 +92,9 @@ def stream(
     except KeyboardInterrupt:
         code = INTERRUPTED
     finally:
-        if settings.out.absolute() != Path.cwd():
+        if settings.output_dir.absolute() != Path.cwd():
             with suppress(OSError):
-                settings.out.rmdir()  # Hydra made it
+                settings.output_dir.rmdir()  # Hydra made it
     seconds = time.perf_counter() - began
     page.end()
     for why in group.errors.values():

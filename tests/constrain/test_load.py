@@ -13,7 +13,7 @@ from spec_lab.engine.request import Request
 from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 
-PLACE = dict(placement="both", draft_budget=None, fast_forward=True, beside=False)
+PLACE = dict(placement="both", draft_budget=None, fast_forward=True, async_masks=False)
 
 
 def first(constraint, source: str = "") -> list[int]:

@@ -64,8 +64,8 @@ class Breaks:
 
 
 @pytest.mark.parametrize("placement", ["target", "draft", "both", "none"])
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, beside):
+@pytest.mark.parametrize("async_masks", [False, True])
+def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, async_masks):
     target = tiny_target()
     requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=12) for number in range(3)]
 
@@ -75,7 +75,7 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, b
         return group, rounds
 
     free, _ = decode(requests, None)
-    group, _ = decode(requests, AppliedConstraint(Breaks(), placement, beside=beside))
+    group, _ = decode(requests, AppliedConstraint(Breaks(), placement, async_masks=async_masks))
     text = free.sequences[1].emitted
     twice = next(place for place in range(1, len(text)) if text[place] == text[place - 1])
     if placement in ("draft", "none"):  # it only helps or observes: the output goes on without it
@@ -125,7 +125,7 @@ def test_options_that_make_no_sense_are_refused():
         (dict(draft_budget="soon"), "draft_budget"),
         (dict(fast_forward=1), "fast_forward"),
         (dict(placement="draft", fast_forward=True), "fast_forward"),
-        (dict(beside="yes"), "beside"),
+        (dict(async_masks="yes"), "async_masks"),
     ):
         with pytest.raises(ValueError, match=said):
             AppliedConstraint(table, **options)

@@ -147,7 +147,7 @@ def test_speculation_changes_no_token(kind, name, target, cases, truths):
 def test_budgets_and_threads_change_no_token(target, cases, truths):
     constraint, requests = cases["json"]
     short = [replace(one, max_new_tokens=12) for one in requests]
-    binding = AppliedConstraint(constraint, "both", draft_budget=2, beside=True)
+    binding = AppliedConstraint(constraint, "both", draft_budget=2, async_masks=True)
     found = decode(target, PROPOSERS["draft_chain"](target), Token(), short, binding)
     assert found == [one[:12] for one in truths["json"]]
 

@@ -30,10 +30,10 @@ def proposers_of(lab: Lab) -> dict[str, Proposer]:
     Raises:
         ValueError: there is none; one refuses the sampling.
     """
-    named = {"speculative": lab.proposer, **lab.beside}
+    named = {"speculative": lab.proposer, **lab.more_proposers}
     proposers = {name: one for name, one in named.items() if not isinstance(one, Null)}
     if not proposers:
-        raise ValueError("nothing drafts: name a proposer, or some beside it, e.g. +proposer@beside.tree=draft_tree")
+        raise ValueError("nothing drafts: name a proposer, or add some, e.g. +proposer@arms.tree=draft_tree")
     for one in proposers.values():
         getattr(one, "check", lambda _: None)(lab.sampling)
     return proposers

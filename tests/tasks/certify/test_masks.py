@@ -330,7 +330,14 @@ class Constraint:
                 masks.bits[row, 0] &= np.uint32(0xFFFFFFF7)
         return masks
 """
-SHORT = ["+experiment=certify", "proposer=ngram", "prompts.limit=2", "max_new_tokens=8", "task.samples=500", "out=here"]
+SHORT = [
+    "+experiment=certify",
+    "proposer=ngram",
+    "prompts.limit=2",
+    "max_new_tokens=8",
+    "task.samples=500",
+    "output_dir=here",
+]
 MINE = ["constraint=controller", "constraint.make=my_masks.Constraint", "task.tokens=0"]
 
 
