@@ -15,11 +15,11 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from scripts.zoo.records import HELD_OUT_SEED, record
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.constrain.load import json_schema, lark, regex
 from spec_lab.constrain.protocol import Stuck, allows, the_only, unpack
 from spec_lab.engine.request import Request
-from spec_lab.train.records import HELD_OUT_SEED, record
 from tests import checkpoints
 from tests.constrain.parts import bundled
 

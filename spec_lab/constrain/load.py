@@ -12,7 +12,7 @@ from typing import Any
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.control import Controlled
-from spec_lab.constrain.engines import automaton, grammar
+from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.lengths import AtLeast
 from spec_lab.constrain.protocol import Constraint
@@ -20,7 +20,7 @@ from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief, one_of, strings, whole
 
-ENGINES = ("llguidance", "automaton", "xgrammar")
+ENGINES = ("llguidance", "xgrammar")
 
 
 def none(vocabulary: Vocabulary) -> None:
@@ -36,7 +36,7 @@ def regex(
         vocabulary: the target's.
         pattern: the expression; empty where every prompt brings its own.
         prompt: whether the matched text begins with the prompt.
-        engine: "llguidance"; "automaton", plain Python and the others' oracle; or "xgrammar", an optional extra.
+        engine: "llguidance", or "xgrammar", an optional extra.
         options: of the engine, such as llguidance's ``threads`` and ``limits``.
 
     Raises:
@@ -191,13 +191,12 @@ def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **opti
 
 
 def _engine(name: str) -> ModuleType:
-    one_of("constraint.engine", name, ENGINES)
-    if name == "xgrammar":
-        try:
-            import_module("xgrammar")
-        except ImportError as error:
-            raise ValueError(
-                f"constraint.engine=xgrammar needs the extra of that name: pip install 'spec-lab[xgrammar]' ({error})"
-            ) from error
-        return import_module("spec_lab.constrain.engines.xgrammar")
-    return grammar if name == "llguidance" else automaton
+    if one_of("constraint.engine", name, ENGINES) == "llguidance":
+        return grammar
+    try:
+        import_module("xgrammar")
+    except ImportError as error:
+        raise ValueError(
+            f"constraint.engine=xgrammar needs the extra of that name: pip install 'spec-lab[xgrammar]' ({error})"
+        ) from error
+    return import_module("spec_lab.constrain.engines.xgrammar")

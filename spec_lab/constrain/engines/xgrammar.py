@@ -313,6 +313,4 @@ def lark(vocabulary: Vocabulary, grammar: str = "", path: str | None = None, pro
     Raises:
         ValueError: always; says which engine reads Lark.
     """
-    raise ValueError(
-        "constraint.engine=xgrammar takes no Lark grammar: use engine=llguidance, or engine=automaton for small ones"
-    )
+    raise ValueError("constraint.engine=xgrammar takes no Lark grammar: use engine=llguidance")

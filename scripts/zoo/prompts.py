@@ -21,8 +21,9 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import Prompt
-from spec_lab.train.corpus import WINDOWS, WORKLOADS, Document, shared_windows
 from spec_lab.verify import Match
+
+from .corpus import WINDOWS, WORKLOADS, Document, shared_windows
 
 LEAST, MOST = 64, 200
 
