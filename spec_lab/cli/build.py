@@ -18,10 +18,14 @@ from omegaconf.errors import MissingMandatoryValue
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
 PACKAGE = Path(__file__).resolve().parents[1]
+
+REUSED = ProcessCache()
+"""What the runs of this process share, a sweep's above all; it is passed to the parts."""
 
 NEEDS = {
     "target": ("lm", "tokenizer", "context"),
@@ -266,7 +270,9 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
     begun = with_trees(config, begun_trees(out, shown, identity))
-    target = named_as_written(build(config, "target"), OmegaConf.select(config, "target.path"), shown["target"])
+    target = named_as_written(
+        build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
+    )
     proposer = build(begun, "proposer", target=target)
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)

@@ -19,7 +19,10 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, DraftMasks
-from spec_lab.models.target import Target, checked, load_model, model_context, weights_hash
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.loading import load_model
+from spec_lab.models.support import checked, model_context
+from spec_lab.models.target import Target
 from spec_lab.propose.draft_cache import DraftCache
 from spec_lab.propose.forced import ForcedChains
 from spec_lab.propose.growth import Growth
@@ -119,7 +122,7 @@ class DraftModel(Lifecycle):
                 f"proposer.tree: a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary}"
             )
         sha256 = weights_hash(path)
-        checked(model, target.lm.attention, sha256)
+        checked(model, target.lm.attention, sha256, target.cache)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
         name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
         context = model_context(model.config)

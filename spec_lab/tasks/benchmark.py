@@ -55,7 +55,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     recorder, size = Recorder(settings.output_dir), settings.batch_size
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))

@@ -21,7 +21,9 @@ from spec_lab.core.options import share, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
 from spec_lab.models import ranks
-from spec_lab.models.target import Target, load_model, weights_hash
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.loading import load_model
+from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded

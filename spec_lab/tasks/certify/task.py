@@ -92,7 +92,8 @@ def certify(
     chosen, left_out = _pairs(lab)
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     claim(settings.output_dir, facts | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
     try:

@@ -72,7 +72,8 @@ def measure(
             f"tokens, of which the drafts of {rounds} rounds may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     own = facts
     facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards

@@ -61,7 +61,8 @@ def judge(
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     judges, left_out = pairs(proposers, verifiers)
     said = lab.facts()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     own = facts
     facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
