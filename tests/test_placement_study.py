@@ -265,6 +265,7 @@ def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, t
     assert pd.read_csv(tmp_path / "results.csv").equals(table)
 
 
+@pytest.mark.nightly  # the short run has the study on tiny models
 def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
     short = [
         "target.dtype=float64",

@@ -129,7 +129,9 @@ def tiny_zoo(tmp_path_factory):
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "certify_all" else []) for name in TASKS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
     few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
@@ -167,6 +169,7 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("tiny_zoo")
 def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
     drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
