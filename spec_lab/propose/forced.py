@@ -163,7 +163,7 @@ class ForcedChains:
         caches = [None if cache is None else cache.kv for cache in self.caches]
         self.computed[rows] = True
         ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
-        logits = self.lm.extend(caches, self.shape, rows, ids)
+        logits = self.lm.extend(caches, self.shape, rows, ids).logits
         return logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
 
     def _draft(self) -> Draft:

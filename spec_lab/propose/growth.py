@@ -204,7 +204,7 @@ class Growth:
             self.seen[rows, token] = True
         self.computed[rows] = True
         paths = [None if cache is None else cache.kv for cache in self.caches]
-        return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device))
+        return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device)).logits
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""
