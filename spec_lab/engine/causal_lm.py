@@ -131,7 +131,7 @@ class CausalLM:
             self._hook = None
         self._layers = layers
         if layers == (last,):
-            self._hook = self.model.base_model.register_forward_hook(self._catch)
+            self._hook = self.model.get_decoder().register_forward_hook(self._catch)  # OPT never calls its base_model
 
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._final = output[0][0]  # [N, H]

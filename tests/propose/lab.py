@@ -25,10 +25,10 @@ def requests(sampling=COLD, new=20, prompts=PROMPTS, stop=frozenset()):
 
 
 def decode(target, proposer, wanted, verifier=None, seed=0):
-    """The group after decoding, and its rounds."""
+    """The engine after decoding, and its steps."""
     group = fixed_group(target, proposer, verifier or Token(), wanted, CounterDraws(seed))
-    rounds = list(group)
-    return group, rounds
+    steps = list(group)
+    return group, steps
 
 
 def emitted(group):

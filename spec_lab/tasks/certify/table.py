@@ -69,12 +69,18 @@ class Table(nn.Module):
         with torch.no_grad():
             self.lm_head.weight.copy_(torch.eye(v))
             self.embed.weight.copy_(torch.eye(v))
-        self.config = SimpleNamespace(_attn_implementation="", model_type="table", eos_token_id=None)
+        self.config = SimpleNamespace(
+            _attn_implementation="", model_type="table", eos_token_id=None, num_hidden_layers=1
+        )
         self.dtype, self.device = dtype, torch.device("cpu")
 
     def set_attn_implementation(self, name: str) -> None:
         """As transformers' models offer it."""
         self.config._attn_implementation = name
+
+    def get_decoder(self) -> Body:
+        """What returns the hidden states after the final norm."""
+        return self.base_model
 
     def get_output_embeddings(self) -> nn.Linear:
         """The unembedding."""
