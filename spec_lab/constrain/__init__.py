@@ -1,7 +1,7 @@
 """Constraints: states along a path that say what may come next, or what must happen first.
 
 ``state`` is the protocol, ``binding`` says where a constraint binds and drives it through the decode loop. Grammars:
-``grammar`` (llguidance) and ``automaton`` (plain Python, the oracle). ``control`` turns a ``Controller`` (the Branch
+``engines``. ``control`` turns a ``Controller`` (the Branch
 protocol) into a constraint; ``healing``, ``banned`` and ``lengths`` are text's own; ``together`` binds by several.
 """
 

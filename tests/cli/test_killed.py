@@ -46,7 +46,7 @@ def options(zoo: Path, *more: str) -> list[str]:
     return [
         "--multirun", f"target.path={zoo / 'target'}", "target.dtype=float32", "prompts=jsonl",
         "sampling=temperature_1", f"prompts.path={zoo / 'prompts.jsonl'}", "max_new_tokens=4", "warmup=0", "threads=1",
-        "out=swept", *more,
+        "output_dir=swept", *more,
     ]  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import pytest
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.enumerate import explore, side_by_side
@@ -75,7 +75,7 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
 
     def play(draws, count):
         requests = [Request(n, f"{n}", PROMPT, PLAIN, tokens, stop) for n in range(count)]
-        group = Group(parts.target, parts.proposer, verifier, requests, draws)
+        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws)
         rounds = [[] for _ in requests]
         for done in group:
             for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
@@ -170,7 +170,7 @@ def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order
             Request(1, "greedy", PROMPT, cold, 3),
             Request(2, "longer", PROMPT + (1,), cold, 2),
         ]
-        group = Group(parts.target, parts.proposer, verifier, [requests[n] for n in order], draws)
+        group = fixed_group(parts.target, parts.proposer, verifier, [requests[n] for n in order], draws)
         for _ in group:
             pass
         return {live.request.name: tuple(live.emitted) for live in group.sequences}
@@ -189,7 +189,7 @@ def test_the_order_of_a_batch_changes_nobody_s_text():
     requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
     texts = []
     for order in (requests, requests[::-1], requests[5:] + requests[:5]):
-        group = Group(parts.target, parts.proposer, Traversal(), order, CounterDraws(3))
+        group = fixed_group(parts.target, parts.proposer, Traversal(), order, CounterDraws(3))
         for _ in group:
             pass
         texts.append({live.request.id: tuple(live.emitted) for live in group.sequences})
@@ -216,7 +216,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(tree, verifier):
 def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
     parts = toy(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
     for verifier in (Token(), Traversal()):
-        group = Group(
+        group = fixed_group(
             parts.target,
             parts.proposer,
             verifier,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.engine.batch import Request
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import Cells
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks.certify import sampled
