@@ -83,7 +83,7 @@ def measure(tree: Path) -> dict:
         package = Path(run([sys.executable, "-c", "import spec_lab; print(spec_lab.__file__)"], tree, folder).strip())
         if tree not in package.parents:
             raise SystemExit(f"{tree} cannot be measured: python imports spec_lab from {package}")
-        run([sys.executable, "-m", "spec_lab", *OPTIONS, "out=measured"], tree, folder)
+        run([sys.executable, "-m", "spec_lab", *OPTIONS, "output_dir=measured"], tree, folder)
         arms = json.loads((Path(folder) / "measured" / "summary.json").read_text())["arms"]
     return {"workload": WORKLOAD, "tokens_per_second": {a: arms[key]["tokens_per_second"] for a, key in ARMS.items()}}
 
