@@ -25,7 +25,7 @@ from tests.tiny import tiny_target
 
 V = 5
 SAMPLING = Sampling(1.0, top_k=2)  # two tokens have mass at every place, which bounds what there is to enumerate
-MATES = [Request(100 + n, f"mate {n}", PROMPT[: 3 + 2 * n], Sampling(1.0), 4 + n, END) for n in range(3)]
+MATES = [Request(1000 + n, f"mate {n}", PROMPT[: 3 + 2 * n], Sampling(1.0), 4 + n, END) for n in range(3)]
 
 
 def model(**changes: Any) -> Target:
@@ -93,7 +93,7 @@ def decoded(
         assert not engine.errors, engine.errors
         each: list[list] = [[] for _ in range(count)]
         for one in engine.sequences:
-            if one.request.id < 100:
+            if one.request.id < 1000:
                 each[one.request.id].append((one.lineage, tuple(one.emitted), one.finish))
         assert not target.lm.cells.references.any()  # everything was given back
         return [tuple((text, finish) for _, text, finish in sorted(every)) for every in each]
