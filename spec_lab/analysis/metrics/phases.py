@@ -44,7 +44,7 @@ def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
         "mask_wait": total["mask_wait"],
         "target_forward": total["target_forward"],
         "target_rest": total["target"] - total["target_forward"],
-        "law": total["probabilities"],
+        "probabilities": total["probabilities"],
         "verify": total["verify"],
         "commit": total["commit"],
     }
