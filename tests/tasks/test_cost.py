@@ -75,7 +75,8 @@ def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
     arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
     rows = take_turns(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), turn=4, rounds=2)
     assert {row["arm"]: row["nodes"] for row in rows} == {"fixed": 3, "draft": 2, "watched": 2, "none": 0}
-    assert places[0] == [12, 12] and places[1] == [12, 12]  # to warm up, and again
+    assert places[0] == [11, 11], "it observes the end of the prompts"
+    assert places[1] == [12, 12], "as every arm begins"
     assert len(places) == 1 + 4 and all(min(now) > 12 for now in places[2:])
     assert {row["turn"] for row in rows} == {4} and {row["batch"] for row in rows} == {2}
     for cells in (target.lm.cells, drafting.lm.cells):

@@ -495,14 +495,13 @@ def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_
     empty = np.array([flag for one in rounds for flag in one.empty])
     assert 0 < empty.sum() < len(empty)
     assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
-    steps = writer.step_rows(rounds, 0, "speculative")
+    forwards, steps = writer.rows_of(rounds, 0, "speculative")
     assert [step["empty_residual"] for step in steps] == empty.tolist()
-    clock = target.lm.clock
-    outcomes = writer.outcomes(group.sequences, rounds, clock, group.errors)
+    outcomes = writer.outcomes(group.sequences, rounds, group.errors)
     asked = [
         writer.request_row(one, Prompt(one.request.name, "x"), "x", [], 0, 0, "speculative", 0) for one in outcomes
     ]
-    Recorder(tmp_path).write(0, writer.round_rows(rounds, clock, 0, "speculative"), steps, asked)
+    Recorder(tmp_path).write(0, forwards, steps, asked)
     Recorder(tmp_path).gather()
     summary = metrics.summarise(load(tmp_path), "speculative")
     assert 0 < summary["empty_residuals"] <= empty.sum()
