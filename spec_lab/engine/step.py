@@ -133,11 +133,16 @@ class StepInfo:
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
 
-        On a GPU, call it only after ``clock.synchronise``.
+        A phase lasts from the end of the one before it, so that the phases add up to the whole step. On a GPU, call
+        it only after ``clock.synchronise``.
         """
         found = dict.fromkeys((*PHASES, "target_forward", "propose_forward"), 0.0)
+        before = self.began
         for name, start, end in self.spans:
+            if name in PHASES:
+                start, before = before, end
             found[name] += self.clock.seconds(start, end)
+        found["commit"] += self.clock.seconds(before, self.ended)
         found["propose"] -= self.draft_masks
         found["mask_busy"] = self.mask_busy
         found["mask_wait"] = self.draft_masks + found.pop("mask") + found.pop("wait")

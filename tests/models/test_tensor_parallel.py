@@ -353,11 +353,11 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
                     setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device=device)))
             add_hook_to_module(part, AlignDevicesHook(execution_device=device, io_same_device=part is model))
         lm = CausalLM(model, attention)
-        lm.keep_hidden(True)
-        paths = [lm.cells.open() for _ in range(2)]
+        lm.capture((-1,))
+        paths = [lm.open() for _ in range(2)]
         draft = Draft(forest((chain(3),) * 2), torch.arange(6))
         outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
-        states = torch.stack([lm.cells.last_hidden(path) for path in paths])
+        states = torch.stack([hidden[-1] for hidden in outputs[-1].pending])
         drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
     assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
     devices = [{cells.device.type for cells in layer} for layer in (*lm.cells.keys, *lm.cells.values)]
