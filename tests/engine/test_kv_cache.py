@@ -98,7 +98,7 @@ def filled(cells, count=3):
 
 
 def test_cells_are_handed_out_lowest_first_and_only_while_nobody_uses_them():
-    """Neither those held by a forward, nor those a sequence or its fork has kept; dropped ones come again before new."""
+    """Neither those held by a forward, nor those a sequence or its fork has kept; dropped ones come first."""
     cells = Cells()
     sequence = cells.open(8)
     slots = cells.take(sequence, 5)
