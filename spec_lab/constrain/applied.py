@@ -202,7 +202,7 @@ class StepConstraint:
         Below a barrier nothing is drafted. From deterministic drafts that were made without the guide, illegal nodes
         go: whether a node is legal follows from the text, not from a drawn value.
         """
-        prunes = self.guide is not None and not self.guide.used and draft.drawn == "point" and draft.shape.nodes > 0
+        prunes = self.guide is not None and not self.guide.used and draft.ways == {"point"} and draft.shape.nodes > 0
         if prunes and self.binding.draft_budget is not None:
             draft, prunes = self._pruned(draft), False
         if self.guide is not None:

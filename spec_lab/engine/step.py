@@ -176,7 +176,7 @@ class Group:
         if bound is None or bound.peeks:
             draft = propose(self.proposer, batch)
             if self._chains_only:
-                check_draft(self.proposer.name, self.verifier, draft.shape)
+                check_draft(self.proposer.name, self.verifier, draft)
         else:
             draft = no_draft(len(sequences), batch.device)
         marks.append(clock.mark())

@@ -169,7 +169,7 @@ def measure(
         for step in range(tokens):
             logits = lm.forward(paths, pending, empty(len(paths), lm.device)).logits
             keys = [Key(number, 0, step, Purpose.EMIT) for number in range(len(paths))]
-            token = torch.from_numpy(draws.pick(logits_to_probs(logits, sampling), keys)).to(lm.device)
+            token = draws.pick(logits_to_probs(logits, sampling), keys)
             states.append(torch.stack([lm.cells.last_hidden(path) for path in paths]))
             chosen.append(token)
             pending = [[one] for one in token.tolist()]

@@ -260,7 +260,7 @@ def _judged(
         lm.keep_hidden(parts.proposer.wants_hidden)
         lm.forward([s.path for s in lives], [s.tokens[:-1] for s in lives], empty(count))
         draft = propose(parts.proposer, batch)
-        check_draft(parts.proposer.name, verifier, draft.shape)
+        check_draft(parts.proposer.name, verifier, draft)
         logits = lm.forward([s.path for s in lives], [s.pending for s in lives], draft).logits
         if batch.broken:
             raise ValueError(f"a toy draft broke: {next(iter(batch.broken.values()))}")
