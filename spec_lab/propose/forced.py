@@ -124,7 +124,7 @@ class ForcedChains:
             self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
             self.q.append(q)
             keys = [Key(*self.batch.sequences[head].key, Purpose.DRAFT, self.ends[head]) for head in active]
-            picked = self.batch.draws.pick(q, keys)
+            picked = self.batch.draws.pick(q, keys).cpu().numpy()
         for head, token in zip(active, picked.tolist(), strict=True):
             self._append(head, token)
         return active, {head for head, well in zip(active, sure.tolist(), strict=True) if not well}

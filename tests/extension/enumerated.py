@@ -57,13 +57,13 @@ class Mixed:
     def __init__(self, enumerating: Any) -> None:
         self.enumerating, self.keyed = enumerating, CounterDraws(7)
 
-    def pick(self, weights: Any, keys: Sequence[Key]) -> np.ndarray:
+    def pick(self, weights: Any, keys: Sequence[Key]) -> torch.Tensor:
         """See ``Draws``."""
         picked = []
         for place, key in enumerate(keys):
             draws = self.enumerating if key.request == 0 else self.keyed
             picked.append(int(draws.pick(weights[place : place + 1], [key])[0]))
-        return np.array(picked, dtype=np.int64)
+        return torch.tensor(picked)
 
 
 def decoded(
@@ -74,7 +74,7 @@ def decoded(
     applied: AppliedConstraint | None = None,
     limits: Limits | None = None,
 ) -> tuple[dict, dict[str, int]]:
-    """The distribution of a request's outputs, and how much was drafted and accepted; beside mates where there are limits.
+    """The distribution of a request's outputs, and how much was drafted; with limits, beside mates.
 
     Without limits up to 256 copies of the request are decoded side by side, as one fixed group.
     """

@@ -36,8 +36,8 @@ class State:
 
 
 class FeatureDrafter(Lifecycle):
-    """Input j is fc([embed(t_{j+1}); g_j]), where g_j mixes the target's hidden states at position j; below the root the
-    drafter's own last hidden state stands in place of g.
+    """Input j is fc([embed(t_{j+1}); g_j]), where g_j mixes the target's hidden states at position j; below the root
+    the drafter's own last hidden state stands in place of g.
 
     Args:
         target: with at least three layers.
