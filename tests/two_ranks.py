@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.models import ranks, tensor_parallel
-from spec_lab.models import target as loading
-from spec_lab.models.target import Target, follow
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.models import loading, ranks, tensor_parallel
+from spec_lab.models.loading import follow
+from spec_lab.models.target import Target
 from spec_lab.propose.heads import Heads
 
 HERE = Path(sys.argv[1])
@@ -42,7 +43,7 @@ def compared(name: str) -> dict:
     """How far a model split over both ranks is from the whole one."""
     how = dict(path=str(HERE / name), dtype="float64")
     split, whole = Target.load(**how, tensor_parallel=True), loading.load_model(**how, device="cpu")[0]
-    one = Target(loading.CausalLM(whole), None, "whole", 512, "", 0.0)
+    one = Target(CausalLM(whole), None, "whole", 512, "", 0.0)
     (ours, heads), (theirs, all_heads) = forests(split), forests(one)
     state, token = torch.randn(2, 32, dtype=torch.float64), torch.tensor([1, 2])
     drafts = [Heads.random(each, 3, trunk=True)(state, token) for each in (split, one)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from spec_lab.constrain.healing import Prefix
 from spec_lab.constrain.protocol import Onward, everything, only
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.text.strings import Match, Strings, Watcher
 
 

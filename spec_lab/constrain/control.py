@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from spec_lab.constrain.protocol import Onward, State, Stuck, only, width
-from spec_lab.engine.batch import Ended, Request
+from spec_lab.engine.request import Ended, Request
 
 ANY: Final = "any"
 """Every token."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spec_lab.constrain.protocol import Stuck, pack
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 
 def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int | None = None) -> Request:
@@ -33,8 +33,8 @@ def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int 
     left = request.tokens[:-tokens] or (() if begin is None else (begin,))
     if not left:
         raise ValueError(
-            f"prompt '{request.name}' has {len(request.tokens)} tokens; healing takes {tokens} off and leaves nothing "
-            "to go on from, as the model has no token that begins texts: give a longer prompt, or set heal=false"
+            f"prompt '{request.name}' has {len(request.tokens)} tokens; healing removes {tokens} and leaves nothing "
+            "to continue, and the model has no BOS token: give a longer prompt, or set token_healing=false"
         )
     return replace(request, tokens=left, healed=b"".join(pieces[token] for token in cut))
 

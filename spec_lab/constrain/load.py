@@ -152,10 +152,12 @@ def together(
     """
     parts = [] if constraint is None else [constraint]
     whole("min_new_tokens", at_least, 0)
-    strings("banned", banned)
+    strings("banned_strings", banned)
     if healing or banned or at_least:
         if vocabulary is None:
-            raise ValueError("heal, banned and min_new_tokens need a target whose tokens' bytes are known")
+            raise ValueError(
+                "token_healing, banned_strings and min_new_tokens need a target whose tokens' bytes are known"
+            )
         parts += [Healing(vocabulary.bytes)] if healing else []
         parts += [Banned(tuple(banned), vocabulary.bytes)] if banned else []
         parts += [AtLeast(at_least, vocabulary.size)] if at_least else []
@@ -163,12 +165,12 @@ def together(
         return None
     if healing and constraint is not None and not getattr(constraint, "prompt", False):
         raise ValueError(
-            f"heal=true lets the output begin with the prompt's last bytes, which '{constraint.name}' does not expect: "
-            "set heal=false, or constraint.prompt=true where it has that option"
+            f"token_healing=true lets the output begin with the prompt's last bytes, which '{constraint.name}' does "
+            "not expect: set token_healing=false, or constraint.prompt=true where it has that option"
         )
     if len(parts) > (constraint is not None) and options.get("placement", "both") not in ("target", "both"):
         raise ValueError(
-            "heal, banned and min_new_tokens bind the output, which "
+            "token_healing, banned_strings and min_new_tokens bind the output, which "
             f"constraint.placement={options['placement']} leaves alone: set it to target or both, or leave them out"
         )
     return AppliedConstraint(parts[0] if len(parts) == 1 else Together(parts), **options)

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 
 class Stuck(ValueError):

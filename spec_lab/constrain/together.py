@@ -10,7 +10,7 @@ import numpy as np
 
 from spec_lab.constrain.protocol import Constraint, Masks, Onward, State, by_forks
 from spec_lab.core.draft import Shape
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 Past = tuple["Past", int] | None
 """The tokens of a path, the last one first: forks share it."""

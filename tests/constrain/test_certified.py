@@ -75,8 +75,8 @@ def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tre
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
 def test_masks_beside_the_target_change_nothing(tree, drawn, tokens, placement):
-    beside = AppliedConstraint(constraint("llguidance", "regex"), placement, beside=True)
-    instance = Instance(WORLD, tree, tokens, END, binding=beside)
+    in_thread = AppliedConstraint(constraint("llguidance", "regex"), placement, async_masks=True)
+    instance = Instance(WORLD, tree, tokens, END, binding=in_thread)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 

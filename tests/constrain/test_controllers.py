@@ -16,8 +16,8 @@ from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Ended, Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Ended, Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.constrained import decoded, truth
@@ -50,7 +50,7 @@ def target():
 def play(target, constraint, proposer, sampling=COLD, new=24, seed=0, stop=frozenset({END}), fast_forward=True):
     bound = AppliedConstraint(constraint, fast_forward=fast_forward)
     wanted = [Request(number, f"p{number}", prompt, sampling, new, stop) for number, prompt in enumerate(PROMPTS)]
-    group = Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    group = fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
     list(group)
     assert not group.errors and not target.lm.cells.references.any()
     return group
@@ -279,7 +279,7 @@ def test_with_the_tokenizer_of_the_bundled_target():
     request = Request(0, "p", tuple(words.encode("def f(x):")), WARM, 20, frozenset({0}))
     for name, (constraint, fits) in forms.items():
         for proposer in (Null(), Ngram(4, 3, 1)):
-            group = Group(
+            group = fixed_group(
                 target, proposer, Token(), [request], CounterDraws(1), AppliedConstraint(constraint, fast_forward=True)
             )
             list(group)

@@ -9,11 +9,11 @@ import pytest
 from spec_lab.constrain import Stuck, load
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 
-PLACE = dict(placement="both", draft_budget=None, fast_forward=True, beside=False)
+PLACE = dict(placement="both", draft_budget=None, fast_forward=True, async_masks=False)
 
 
 def first(constraint, source: str = "") -> list[int]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import SequenceState
+from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.calibrate import calibrate, time_steps

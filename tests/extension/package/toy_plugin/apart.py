@@ -6,7 +6,7 @@ import numpy as np
 
 from spec_lab.constrain.protocol import everything, only
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 
 @dataclass(frozen=True)
