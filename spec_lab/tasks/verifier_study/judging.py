@@ -17,7 +17,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.engine.request import Request, without_name
 from spec_lab.propose import Null, Proposer, branches
-from spec_lab.results.writer import Rows
+from spec_lab.results.parts import Rows
 from spec_lab.tasks.lab import Lab
 from spec_lab.tasks.verifier_study.walk import Drafted, sample, walk
 from spec_lab.verify import Verdict, Verifier, check_draft, choose, misfit
