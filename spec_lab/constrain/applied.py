@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain.protocol import Constraint, Masks, State, Stuck, allows, by_forks, the_only, unpack
+from spec_lab.constrain.protocol import (
+    Constraint,
+    ConstraintError,
+    ConstraintState,
+    Masks,
+    allows,
+    masks_by_forking,
+    single_token,
+    unpack,
+)
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import one_of, whole
 from spec_lab.engine.batch import Batch, Request
@@ -57,7 +66,7 @@ class AppliedConstraint:
         for name in ("fast_forward", "beside"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
-        if not self.on_target and self.constraint.acts:
+        if not self.on_target and self.constraint.has_actions:
             raise ValueError(
                 f"constraint.placement={self.placement} leaves the output alone, but '{self.constraint.name}' acts on "
                 "the output: set constraint.placement to target or both"
@@ -114,13 +123,13 @@ class Guide:
         binding: with the budget.
     """
 
-    def __init__(self, states: Sequence[State | None], binding: AppliedConstraint) -> None:
+    def __init__(self, states: Sequence[ConstraintState | None], binding: AppliedConstraint) -> None:
         self.vocabulary = binding.constraint.vocabulary
         self.forces = bool(binding.fast_forward)
         most, self.seconds_left = binding.budget()
         self.left = [most] * len(states)
         self.states = states
-        self.at: dict[int, State | None] = {}  # by row; None where nothing binds any more
+        self.at: dict[int, ConstraintState | None] = {}  # by row; None where nothing binds any more
         self.dead: set[int] = set()  # rows after which nothing may come
         self.used = False
         self.seconds = 0.0
@@ -135,7 +144,7 @@ class Guide:
         for place, row in enumerate(rows.tolist()):
             try:
                 mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
-            except Stuck:  # whether anything comes to it is not decided yet
+            except ConstraintError:  # whether anything comes to it is not decided yet
                 self.dead.add(row)
             if row in self.dead:
                 allowed[place] = False
@@ -181,11 +190,11 @@ class StepConstraint:
         self._coming: Future[Masks] | None = None
 
     @property
-    def peeks(self) -> bool:
+    def supports_drafts(self) -> bool:
         """Whether anything can be drafted: states that cannot be forked are decoded token by token."""
-        return bool(getattr(self.constraint, "peeks", True))
+        return bool(getattr(self.constraint, "supports_drafts", True))
 
-    def start(self, request: Request) -> State:
+    def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
         return self.constraint.start(request)
 
@@ -193,7 +202,7 @@ class StepConstraint:
         """A round begins: proposers that can draft under masks find a guide."""
         self.busy = self.guided = 0.0
         self.guide = batch.guide = None
-        if self.binding.on_draft and self.peeks:
+        if self.binding.on_draft and self.supports_drafts:
             self.guide = batch.guide = Guide([s.constraint for s in batch.sequences], self.binding)
 
     def narrow(self, batch: Batch, draft: Draft) -> tuple[Draft, Masks | None]:
@@ -207,7 +216,7 @@ class StepConstraint:
             draft, prunes = self._pruned(draft), False
         if self.guide is not None:
             self.busy = self.guided = self.guide.seconds
-        if self.binding.beside and not prunes and not self.constraint.acts:
+        if self.binding.beside and not prunes and not self.constraint.has_actions:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
             self._coming = self._thread.submit(self._masks, batch, draft)
@@ -239,34 +248,36 @@ class StepConstraint:
 
     def _masks(self, batch: Batch, draft: Draft) -> Masks:
         start = time.perf_counter()
-        states: list[State | None] = [sequence.constraint for sequence in batch.sequences]
+        states: list[ConstraintState | None] = [sequence.constraint for sequence in batch.sequences]
         shape, token = draft.shape, draft.token.cpu().numpy()
         try:
             masks = self._of(states, shape, token)
-        except Stuck:  # one of them, perhaps at a node that nothing comes to: the slow way tells
+        except ConstraintError:  # one of them, perhaps at a node that nothing comes to: the slow way tells
             each = [self._alone(batch, head, states, shape, token) for head in range(len(states))]
             own = shape.root, np.arange(shape.rows)
             masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
         self.busy += time.perf_counter() - start
         return masks
 
-    def _alone(self, batch: Batch, head: int, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
+    def _alone(
+        self, batch: Batch, head: int, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray
+    ) -> Masks:
         """The masks of one tree; where its head itself is stuck, the sequence ends with this round."""
         vocabulary = self.constraint.vocabulary
         try:
             one = [state if number == head else None for number, state in enumerate(states)]
-            return by_forks(one, shape, token, vocabulary)
-        except Stuck as error:
+            return masks_by_forking(one, shape, token, vocabulary)
+        except ConstraintError as error:
             if self.binding.on_target:
                 batch.broken[head], batch.sequences[head].finish = str(error), "stuck"
             else:
                 batch.sequences[head].unwatch(str(error))
-            return by_forks([None] * len(states), shape, token, vocabulary)
+            return masks_by_forking([None] * len(states), shape, token, vocabulary)
 
-    def _of(self, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
+    def _of(self, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray) -> Masks:
         fast = getattr(self.constraint, "masks", None)
         if fast is None:
-            return by_forks(states, shape, token, self.constraint.vocabulary)
+            return masks_by_forking(states, shape, token, self.constraint.vocabulary)
         masks: Masks = fast(states, shape, token)
         return masks
 
@@ -289,7 +300,7 @@ def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  #
     return torch.from_numpy(unpack(masks.bits, vocabulary)).to(device)
 
 
-def forced_token(state: State) -> int | None:
+def forced_token(state: ConstraintState) -> int | None:
     """The one token that may come next; None where there is a choice, or nothing may come."""
     mask = state.mask()
-    return None if mask is None else the_only(mask)
+    return None if mask is None else single_token(mask)

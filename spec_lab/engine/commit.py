@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.constrain import AppliedConstraint, Masks, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, Masks
 from spec_lab.constrain.applied import forced_token
 from spec_lab.constrain.protocol import allows
 from spec_lab.core.draft import Draft
@@ -86,7 +86,7 @@ def commit(batch: Batch, step: Step, binding: AppliedConstraint | None = None) -
     """
     single = None
     if step.masks is not None and binding is not None and binding.on_target:
-        single = step.masks.single
+        single = step.masks.forced
     drafted = step.draft.token.tolist()
     return [
         _commit(batch, tree, sequence, step, drafted, single, binding) for tree, sequence in enumerate(batch.sequences)
@@ -156,7 +156,7 @@ def settle(batch: Batch, tree: int, sequence: SequenceState, binding: AppliedCon
                 action = one.constraint.action()
                 actions += 1
                 if actions > MOST_ACTIONS:
-                    raise Stuck(f"its constraint wanted {MOST_ACTIONS} actions without a token between them")
+                    raise ConstraintError(f"its constraint wanted {MOST_ACTIONS} actions without a token between them")
                 if action is None:
                     _limit(batch, one)
                     if one.finish is not None:
@@ -180,7 +180,7 @@ def settle(batch: Batch, tree: int, sequence: SequenceState, binding: AppliedCon
                         _check(one, onward.backtrack)
                     batch.made[one.request.id] += len(action) - 1
                     if batch.made[one.request.id] > MOST_FORKS:
-                        raise Stuck(f"its constraint made more than {MOST_FORKS} forks of the request")
+                        raise ConstraintError(f"its constraint made more than {MOST_FORKS} forks of the request")
                     children = [fork(batch, one, number) for number in range(1, len(action))]
                     done.children += children
                     fresh += children
@@ -189,7 +189,7 @@ def settle(batch: Batch, tree: int, sequence: SequenceState, binding: AppliedCon
                         done.taken_back += onward.backtrack
                         live.constraint = onward.state
                         rewind(batch, live, onward.backtrack)
-        except Stuck as error:
+        except ConstraintError as error:
             _stuck(batch, tree, one, str(error))
         if len(one.path) >= len(one.tokens):  # the last token is always pending
             batch.target.lm.cells.backtrack(one.path, len(one.tokens) - 1)
@@ -217,7 +217,7 @@ def rewind(batch: Batch, sequence: SequenceState, count: int) -> None:
     """Take back the last ``count`` tokens, and their cells.
 
     Raises:
-        Stuck: they reach into the prompt.
+        ConstraintError: they reach into the prompt.
     """
     emitted = _check(sequence, count)
     if not count:
@@ -237,7 +237,7 @@ def _check(sequence: SequenceState, count: int) -> int:
     """How many tokens have been emitted, if ``count`` of them can be taken back."""
     emitted = len(sequence.tokens) - len(sequence.request.tokens)
     if not 0 <= count <= emitted:
-        raise Stuck(f"its constraint takes back {count} tokens; {emitted} have been emitted")
+        raise ConstraintError(f"its constraint takes back {count} tokens; {emitted} have been emitted")
     return emitted
 
 
@@ -261,7 +261,7 @@ def _append(
             sequence.constraint.advance(token)
             if sequence.constraint.action() is not None:
                 return  # it may take tokens back: limits count afterwards
-        except Stuck as error:
+        except ConstraintError as error:
             if binds:
                 _stuck(batch, tree, sequence, str(error))
                 return

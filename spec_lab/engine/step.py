@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain import AppliedConstraint, Masks, StepConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, Masks, StepConstraint
 from spec_lab.constrain.applied import open_mask
 from spec_lab.core.clock import Clock, Mark
 from spec_lab.core.draft import Draft, Shape
@@ -116,7 +116,7 @@ class Group:
         check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
         for request in self.requests:
             request.check_fits(self.target)
-        if self.binding is not None and getattr(self.binding.constraint, "wants_logprobs", False):
+        if self.binding is not None and getattr(self.binding.constraint, "reads_logprobs", False):
             self.requests = [replace(request, logprobs=True) for request in self.requests]
 
     @torch.inference_mode()
@@ -149,7 +149,7 @@ class Group:
                 continue
             try:
                 sequence.constraint = self._bound.start(sequence.request)
-            except Stuck as error:
+            except ConstraintError as error:
                 if self._bound.binding.on_target:
                     sequence.finish, batch.broken[head] = "stuck", str(error)
                 else:
@@ -173,7 +173,7 @@ class Group:
         marks = [clock.mark()]
         if bound is not None:
             bound.begin(batch)
-        if bound is None or bound.peeks:
+        if bound is None or bound.supports_drafts:
             draft = propose(self.proposer, batch)
             if self._chains_only:
                 check_draft(self.proposer.name, self.verifier, draft.shape)
@@ -343,7 +343,7 @@ def _expected(
     if masks is None or silent is None:
         accepted = verdict.expected_accepted(shape)
         return accepted, accepted + 1.0
-    single = masks.single
+    single = masks.forced
     depth = np.zeros(shape.rows, dtype=np.int64)
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         depth[row] = depth[parent] + (not single[parent])
