@@ -51,7 +51,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, SequenceState
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 
 
@@ -60,7 +60,6 @@ class Recent:
     depth: int
     name: str = "recent"
     drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no laws q
-    wants_hidden: bool = False
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Recent":
@@ -117,8 +116,8 @@ assert recent.follow([1, 2, 3], 4) == []  # nothing has followed 3
 # the baseline decode the same prompts in the same run.
 
 # %% language="bash"
-# python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@beside.ngram=ngram \
-#     prompts.limit=8 max_new_tokens=32 threads=1 out=measured
+# python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram \
+#     prompts.limit=8 max_new_tokens=32 threads=1 output_dir=measured
 
 # %% [markdown]
 # Before anything was decoded, the run has checked that the pair fits (a verifier that cannot judge such drafts is
@@ -174,7 +173,7 @@ found[["reference_value", "other_value", "change", "together_low", "together_hig
 
 # %% language="bash"
 # python -m spec_lab --config-dir my_drafts/conf +experiment=certify proposer=recent \
-#     task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 out=certified
+#     task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 output_dir=certified
 
 # %%
 import json

@@ -8,7 +8,7 @@ import torch
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Batch
+from spec_lab.engine.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token
@@ -34,7 +34,6 @@ class Repeat:
 
     name = "repeat"
     drawn = "point"
-    wants_hidden = False
 
     def __init__(self, depth: int = 2) -> None:
         self.nodes = self.depth = depth
@@ -57,4 +56,4 @@ def settings(out: Path, **changes) -> Settings:
     usual = dict(
         name="toy", batch_size=2, max_new_tokens=12, warmup=0, seed=0, threads=None, baseline=True
     )  # fmt: skip
-    return Settings(out=out, **(usual | changes))
+    return Settings(output_dir=out, **(usual | changes))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import loading, ranks, tensor_parallel
 from spec_lab.models.loading import follow
 from spec_lab.models.target import Target

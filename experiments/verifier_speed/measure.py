@@ -23,8 +23,8 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, SequenceState, by_row
 from spec_lab.engine.commit import Step, commit
+from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.results.manifest import machine

@@ -34,7 +34,7 @@ def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mappi
     for arm, facts in begun.items():
         if "costs_measured" not in facts:
             continue
-        tree, option = facts["tree"], "proposer.tree" if arm == "speculative" else f"beside.{arm}.tree"
+        tree, option = facts["tree"], "proposer.tree" if arm == "speculative" else f"arms.{arm}.tree"
         depth = 0 if tree == "none" else max(path.count(".") + 1 for path in tree.split())
         busy = not facts.get("costs_steady", True)
         if "costs_measured" not in now.get(arm, {}):

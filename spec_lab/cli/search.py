@@ -147,7 +147,8 @@ def _agree(study: Any, searched: Mapping[str, Any], given: Mapping[str, str]) ->
     from optuna.trial import TrialState
 
     other = (
-        f"choose another out=DIR, or another study with hydra.sweeper.study_name=NAME (this one is {study.study_name})"
+        "choose another output_dir=DIR, or another study with hydra.sweeper.study_name=NAME "
+        f"(this one is {study.study_name})"
     )
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         was, now = _overrides(trial.user_attrs), _overrides(given)

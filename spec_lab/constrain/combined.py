@@ -19,7 +19,7 @@ from spec_lab.constrain.protocol import (
 )
 from spec_lab.core.draft import Shape
 from spec_lab.core.protocols import facts_of
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 History = tuple["History", int] | None
 """The tokens since the start as a linked list, the last one first, which forks share."""

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Continuation, mask_of, width
-from spec_lab.engine.batch import Ended, Request
+from spec_lab.engine.request import Ended, Request
 
 ANY: Final = "any"
 """Allows every token."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spec_lab.constrain.protocol import ConstraintError, pack
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 
 def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int | None = None) -> Request:
@@ -34,7 +34,7 @@ def heal(request: Request, pieces: Sequence[bytes], tokens: int = 1, begin: int 
     if not left:
         raise ValueError(
             f"prompt '{request.name}' has {len(request.tokens)} tokens; token healing removes {tokens}, and the model "
-            "has no beginning-of-text token to start from instead: give a longer prompt, or set heal=false"
+            "has no beginning-of-text token to start from instead: give a longer prompt, or set token_healing=false"
         )
     return replace(request, tokens=left, healed=b"".join(pieces[token] for token in cut))
 

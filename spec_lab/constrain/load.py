@@ -14,14 +14,14 @@ from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.combined import Combined
 from spec_lab.constrain.control import ControllerConstraint
-from spec_lab.constrain.engines import automaton, grammar
+from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.healing import Healing
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Constraint, ReadsPrompt
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief, one_of, strings, whole
 
-ENGINES = ("llguidance", "automaton", "xgrammar")
+ENGINES = ("llguidance", "xgrammar")
 
 
 def none(vocabulary: Vocabulary) -> None:
@@ -37,7 +37,7 @@ def regex(
         vocabulary: the target's.
         pattern: the expression; empty if every prompt brings its own.
         prompt: whether the matched text begins with the prompt.
-        engine: "llguidance"; "automaton", plain Python and the others' oracle; or "xgrammar", an optional extra.
+        engine: "llguidance", or "xgrammar", an optional extra.
         options: of the engine, such as llguidance's ``threads`` and ``limits``.
 
     Raises:
@@ -153,10 +153,12 @@ def combine(
     """
     parts = [] if constraint is None else [constraint]
     whole("min_new_tokens", at_least, 0)
-    strings("banned", banned)
+    strings("banned_strings", banned)
     if healing or banned or at_least:
         if vocabulary is None:
-            raise ValueError("heal, banned and min_new_tokens require a target whose tokens' bytes are known")
+            raise ValueError(
+                "token_healing, banned_strings and min_new_tokens require a target whose tokens' bytes are known"
+            )
         parts += [Healing(vocabulary.bytes)] if healing else []
         parts += [Banned(tuple(banned), vocabulary.bytes)] if banned else []
         parts += [MinNewTokens(at_least, vocabulary.size)] if at_least else []
@@ -164,12 +166,12 @@ def combine(
         return None
     if healing and constraint is not None and not (isinstance(constraint, ReadsPrompt) and constraint.prompt):
         raise ValueError(
-            f"heal=true makes the output begin with the prompt's last bytes, which '{constraint.name}' does not allow: "
-            "set heal=false, or constraint.prompt=true if it has that option"
+            f"token_healing=true makes the output begin with the prompt's last bytes, which '{constraint.name}' does "
+            "not allow: set token_healing=false, or constraint.prompt=true if it has that option"
         )
     if len(parts) > (constraint is not None) and options.get("placement", "both") not in ("target", "both"):
         raise ValueError(
-            "heal, banned and min_new_tokens constrain the output, which "
+            "token_healing, banned_strings and min_new_tokens constrain the output, which "
             f"constraint.placement={options['placement']} does not: set it to target or both, or leave them out"
         )
     return AppliedConstraint(parts[0] if len(parts) == 1 else Combined(parts), **options)
@@ -190,13 +192,12 @@ def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **opti
 
 
 def _engine(name: str) -> ModuleType:
-    one_of("constraint.engine", name, ENGINES)
-    if name == "xgrammar":
-        try:
-            import_module("xgrammar")
-        except ImportError as error:
-            raise ValueError(
-                f"constraint.engine=xgrammar requires an extra: pip install 'spec-lab[xgrammar]' ({error})"
-            ) from error
-        return import_module("spec_lab.constrain.engines.xgrammar")
-    return grammar if name == "llguidance" else automaton
+    if one_of("constraint.engine", name, ENGINES) == "llguidance":
+        return grammar
+    try:
+        import_module("xgrammar")
+    except ImportError as error:
+        raise ValueError(
+            f"constraint.engine=xgrammar requires an extra: pip install 'spec-lab[xgrammar]' ({error})"
+        ) from error
+    return import_module("spec_lab.constrain.engines.xgrammar")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.engine.batch import Ended, Request
+from spec_lab.engine.request import Ended, Request
 
 if TYPE_CHECKING:
     from spec_lab.constrain.vocabulary import Vocabulary

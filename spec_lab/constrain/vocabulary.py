@@ -22,6 +22,10 @@ class FastTokenizer(Protocol):
         """The tokenizer of the package tokenizers."""
         ...
 
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of every token, added ones included."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:

@@ -9,8 +9,8 @@ Letters used in shapes everywhere: B roots (live sequences), M nodes, R = B + M 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -182,6 +182,8 @@ def chain(length: int) -> Shape:
 @lru_cache(maxsize=256)
 def forest(trees: tuple[Shape, ...]) -> Shape:
     """Several one-tree shapes side by side: root b is the root of ``trees[b]``, nodes tree by tree."""
+    if not trees:
+        return Shape(0, np.empty(0, dtype=np.int64))
     if len(trees) == 1:
         return trees[0]
     roots, parents, nodes = len(trees), [], 0
@@ -203,6 +205,8 @@ class Draft:
         q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was drawn.
         noise: ``[E, V]`` float64, only of a draft drawn ``gumbel``: standard Gumbel noise g of each expanded parent,
             whose children are the arg max of log q + g, then the second best, and so on.
+        broken: trees that could not be drafted, because the draft's logits are NaN or infinite, each with the reason:
+            their sequences end.
     """
 
     shape: Shape
@@ -211,6 +215,7 @@ class Draft:
     q: Tensor | None = None  # [E, V]
     q_row: np.ndarray | None = None  # [R]
     noise: Tensor | None = None  # [E, V]
+    broken: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.token) != self.shape.nodes:
@@ -240,7 +245,7 @@ class Draft:
         both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
         q_row = None if self.q_row is None else self.q_row[both]
         token = self.token[torch.from_numpy(kept)]
-        return Draft(smaller, token, self.drawn, self.q, q_row, self.noise), both
+        return Draft(smaller, token, self.drawn, self.q, q_row, self.noise, self.broken), both
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import SPANS, Attention
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
@@ -143,14 +143,13 @@ def _forest_error(model: Any, attention: Attention) -> float:
         return generator.integers(0, vocabulary, count).tolist()
 
     prompts = [random_tokens(7), random_tokens(4)]
-    paths = [lm.cells.open() for _ in prompts]
+    paths = [lm.open() for _ in prompts]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
     first = Draft(Shape(2, np.array([0, 0, 3, 1, 5])), torch.tensor(random_tokens(5), device=lm.device))
     output = lm.forward(paths, prompts, first)
     worst = _compare(model, prompts, first, output.logits)
-    for path, slots, accepted in zip(paths, output.slots, ([1, 2], []), strict=True):
-        lm.cells.keep(path, slots[accepted])
-        lm.cells.drop(path, np.delete(slots, accepted))
+    for path, accepted in zip(paths, ([1, 2], []), strict=True):
+        path.accept(accepted)
     tokens = [prompts[0] + first.token[[1, 2]].tolist(), prompts[1]]
     pending = [random_tokens(1), random_tokens(2)]
     second = Draft(Shape(2, np.array([0, 0, 2, 1, 1, 6])), torch.tensor(random_tokens(6), device=lm.device))

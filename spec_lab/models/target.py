@@ -10,7 +10,7 @@ from typing import Any
 from spec_lab.core.options import whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import Attention
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.services import TargetServices

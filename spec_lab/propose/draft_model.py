@@ -15,19 +15,21 @@ from spec_lab.core.draft import Draft, Drawn, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Batch, Guide, SequenceState
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, DraftMasks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.support import checked, model_context
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_cache import Trail
+from spec_lab.propose.draft_cache import DraftCache
 from spec_lab.propose.forced import ForcedChains
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of, parse, width_of, widths, write
 
 
-class DraftModel:
+class DraftModel(Lifecycle):
     """Drafts with a causal LM of its own, whose cells follow each sequence.
 
     Siblings are drawn from the law at their parent, warped as the request is sampled: ``iid``; ``without`` replacement,
@@ -54,8 +56,6 @@ class DraftModel:
         sha256: of the draft's weights.
     """
 
-    wants_hidden = False
-
     def __init__(
         self,
         lm: CausalLM,
@@ -68,6 +68,7 @@ class DraftModel:
         sha256: str = "",
     ) -> None:
         self.lm = lm
+        lm.phase = "propose_forward"
         self.context = context
         self.tree = tree
         self.drawn = drawn
@@ -149,51 +150,49 @@ class DraftModel:
         facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
         return facts | {"confidence": self.confidence}
 
+    def init(self, request: Request) -> DraftCache:
+        """The draft's KV cache for a sequence, empty."""
+        tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
+        return DraftCache(self.lm.open(tokens + self.nodes))
+
+    def fork(self, state: DraftCache) -> DraftCache:
+        """See ``DraftCache.fork``."""
+        return state.fork()
+
+    def close(self, state: DraftCache) -> None:
+        """See ``DraftCache.close``."""
+        state.close()
+
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
-        shapes, trails = [], []
+        self.lm.clock = batch.clock  # its module calls are timed with the step
+        shapes, caches = [], []
         for deepest, sequence in zip(batch.room(), batch.sequences, strict=True):
             # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
             deepest = min(deepest, self.context + 1 - len(sequence.tokens), len(self._shapes) - 1)
             shapes.append(self._shapes[max(0, deepest)])
-            trails.append(self.trail(sequence) if deepest > 0 else None)
+            caches.append(sequence.state if deepest > 0 else None)
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
         if self._fast_forwards(batch):
             depths = [shape.nodes for shape in shapes]
             limits = [
                 min(r, self.context + 1 - len(s.tokens)) for r, s in zip(batch.room(), batch.sequences, strict=True)
             ]
-            guide = cast(Guide, batch.guide)
-            own = self.drawn, batch, guide, depths, samplings, trails, limits, self.confidence
+            masks = cast(DraftMasks, batch.draft_masks)
+            own = self.drawn, batch, masks, depths, samplings, caches, limits, self.confidence
             return ForcedChains(self.lm, *own).run()
-        growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, trails, self.confidence)
+        growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, caches, self.confidence)
         return growth.run()
 
     def _fast_forwards(self, batch: Batch) -> bool:
         """Whether forced tokens are drafted for nothing: in chains, if a constraint fast-forwards."""
         chains = self.drawn != "gumbel" and width_of(self.tree) <= 1
-        return chains and batch.guide is not None and batch.guide.forces
-
-    def trail(self, sequence: SequenceState) -> Trail:
-        """The sequence's cells. A fork that still carries its origin's trail gets one of its own."""
-        trail = sequence.state
-        if trail is None or not trail.path.open:
-            tokens = min(len(sequence.request.tokens) + sequence.request.max_new_tokens, self.context)
-            sequence.state = Trail(sequence, self.lm.cells, self.lm.cells.open(tokens + self.nodes))
-        elif trail.owner is not sequence:
-            sequence.state = trail.fork(sequence)
-        return cast(Trail, sequence.state)
+        return chains and batch.draft_masks is not None and batch.draft_masks.forces
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the draft samples for a request."""
         return request if self.temperature is None else replace(request, temperature=self.temperature)
-
-    def close(self, sequence: SequenceState) -> None:
-        """Give back the sequence's cells."""
-        trail, sequence.state = sequence.state, None
-        if trail is not None and trail.owner is sequence:
-            trail.close()
 
 
 def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> None:

@@ -123,7 +123,7 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         if rows := sorted([*out.glob("*.parquet"), *out.glob("parts/*.parquet")]):
             raise ValueError(
                 f"{out} holds rows ({rows[0].relative_to(out)}) but no manifest.json that says of which run; "
-                "choose another out=DIR, or remove it"
+                "choose another output_dir=DIR, or remove it"
             )
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "manifest.json", facts)
@@ -133,7 +133,7 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         different = ["an environment variable that the configuration reads: one value there, another here"]
     if different:
         what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
-        raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
+        raise ValueError(f"{out} already holds another run ({what}); choose another output_dir=DIR, or remove it")
     return there
 
 
@@ -174,7 +174,7 @@ def begun(out: Path) -> dict[str, Any] | None:
         if there is not None:
             expect(there, SHAPE, "")
     except ValueError as error:
-        raise Unreadable(f"{file} is no manifest ({error}); choose another out=DIR, or remove it") from error
+        raise Unreadable(f"{file} is no manifest ({error}); choose another output_dir=DIR, or remove it") from error
     return there
 
 
@@ -237,8 +237,8 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in PLACES}
     if "proposer" in kept:
         kept["proposer"] = _without_measuring(kept["proposer"])
-    if isinstance(beside := kept.get("beside"), Mapping):
-        kept["beside"] = {name: _without_measuring(one) for name, one in beside.items()}
+    if isinstance(beside := kept.get("arms"), Mapping):
+        kept["arms"] = {name: _without_measuring(one) for name, one in beside.items()}
     return kept
 
 

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.core.options import share, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
@@ -133,7 +133,7 @@ class Generate:
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
         for request in requests:
-            request.check_fits(self.target)
+            request.check_fits(self.target.context, self.target.vocabulary)
         return Decoded([], [self._one(request) for request in requests])
 
     def _one(self, request: Request) -> Outcome:
@@ -200,7 +200,7 @@ class Bare:
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
         for request in requests:
-            request.check_fits(self.target)
+            request.check_fits(self.target.context, self.target.vocabulary)
         return Decoded([], [self._one(request) for request in requests])
 
     @torch.inference_mode()

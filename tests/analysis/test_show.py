@@ -16,7 +16,7 @@ from tests.labs import Repeat, lab, settings
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
-    run(lab(beside={"longer": Repeat(5)}), settings(out), {}, Console(file=StringIO()))
+    run(lab(more_proposers={"longer": Repeat(5)}), settings(out), {}, Console(file=StringIO()))
     return json.loads((out / "summary.json").read_text())
 
 

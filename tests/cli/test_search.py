@@ -362,7 +362,7 @@ def test_trials_that_ask_for_one_run_at_once_share_it_and_its_value_is_read_wher
         found = [ways.get(one[0], (JobStatus.COMPLETED, None)) for one in job_overrides]
         return [JobReturn(status=status, _return_value=value) for status, value in found]
 
-    one, two, three, four = (((f"seed={seed}", "out=x")) for seed in (1, 2, 3, 4))
+    one, two, three, four = (((f"seed={seed}", "output_dir=x")) for seed in (1, 2, 3, 4))
     config = OmegaConf.create({"objective": "tau_pooled", "hydra": {"sweep": {"dir": str(tmp_path)}}})
     (tmp_path / "seed=2").mkdir()
     (tmp_path / "seed=2" / "summary.json").write_text('{"tau_pooled": 2.5}')
@@ -386,7 +386,7 @@ def test_the_experiment_tunes_nodes_and_depth_of_the_tree(cli, tmp_path):
     folder = checkpoints.zoo(tmp_path / "zoo")
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
     try:
-        short = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=tuned"]
+        short = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=tuned"]
         code, said, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4")
     finally:
         OmegaConf.register_new_resolver("zoo", zoo, replace=True)

@@ -1,4 +1,4 @@
-"""The engine in plain Python: it accepts what re and jsonschema accept, and masks as llguidance does."""
+"""The oracle engine in plain Python: it accepts what re and jsonschema accept, and masks as llguidance does."""
 
 import json
 import random
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, regex_to_lark
 
 from spec_lab.cli.main import zoo
-from spec_lab.constrain.engines import automaton, expressions, languages
-from spec_lab.constrain.engines.automaton import Automaton
-from spec_lab.constrain.engines.nfa import Language
 from spec_lab.constrain.protocol import ConstraintError, allows, masks_by_forking, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import chain, forest
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
+from tests.oracles import automaton, expressions, languages
+from tests.oracles.automaton import Automaton
+from tests.oracles.nfa import Language
 
 LONGER = (
     'ab abc aab ba bb the cat 12 01 123 -1 .5 e+ {" {} [] [{ ": ", },{ "} ":" null true false nul se é 日 日本 \\n '

@@ -14,8 +14,8 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import ConstraintError, pack
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks.certify.constrained import decoded, truth
 from spec_lab.tasks.certify.exact import Instance
@@ -88,7 +88,7 @@ def play(target, script, proposer, prompts=(PROMPTS[0],), new=12, seed=0, **chan
     """A group under a scripted controller, decoded; what ``script`` is may depend on the request."""
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
     wanted = [Request(number, f"p{number}", prompt, WARM, new) for number, prompt in enumerate(prompts)]
-    return Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    return fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
 
 
 def results(group):
@@ -138,7 +138,7 @@ def test_forks_at_the_start_compute_the_prompt_once(target):
 def test_forks_after_a_forced_beginning_compute_the_prompt_once(target):
     script = at(0, [Branch(allow=None, ff=((7,),))], at(1, [Branch(), Branch()]))
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
-    group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
+    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
     rounds = list(group)
     assert sum(sum(r.prefill) for r in rounds) == 1
     assert [s.emitted[0] for s in group.sequences] == [7, 7]
@@ -170,7 +170,7 @@ def test_a_controller_that_cannot_be_forked_has_the_same_law(target, supports_dr
 
 def test_a_controller_that_cannot_be_forked_is_decoded_without_drafts(target):
     bound = AppliedConstraint(ControllerConstraint(lambda r: Alone(), VOCABULARY, supports_drafts=False))
-    group = Group(target, draft_model(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    group = fixed_group(target, draft_model(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert all(done.draft.shape.nodes == 0 for done in group)
     assert not group.errors and len(group.sequences[0].emitted) == 9
 
@@ -181,7 +181,7 @@ def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
             return [Branch(), Branch()] if event.append else GO
 
     bound = AppliedConstraint(ControllerConstraint(lambda r: Forking(), VOCABULARY, "forking", supports_drafts=False))
-    group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     list(group)
     assert "controller 'forking' at Event(" in group.errors["p"]
     assert "NotImplementedError: it holds a connection" in group.errors["p"]
@@ -195,7 +195,7 @@ def test_the_committed_controller_sees_every_event_once_whatever_was_tried_on_fo
         return made[-1]
 
     bound = AppliedConstraint(ControllerConstraint(make, VOCABULARY))
-    group = Group(
+    group = fixed_group(
         target,
         draft_model("2x1x1", "without"),
         Token(),
@@ -253,7 +253,7 @@ def test_what_a_controller_raises_is_named_with_the_event(target):
 
 def test_a_controller_that_cannot_be_made_is_named(target):
     bound = AppliedConstraint(ControllerConstraint(lambda request: {}[request.name], VOCABULARY, "absent"))
-    group = Group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
+    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert list(group) == [] and group.sequences[0].finish == "stuck"
     assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors["p"]
 

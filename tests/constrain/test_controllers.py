@@ -16,8 +16,8 @@ from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Ended, Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Ended, Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.constrained import decoded, truth
@@ -26,6 +26,7 @@ from spec_lab.tasks.certify.worlds import Random
 from spec_lab.verify import Token, Traversal
 from tests.constrain.narrow import FEW
 from tests.constrain.toys import Table, distance, uneven
+from tests.oracles import automaton
 from tests.propose.lab import PROMPTS, draft_model, plain_logits
 from tests.tiny import VOCABULARY, tiny_model, tiny_target
 
@@ -49,7 +50,7 @@ def target():
 def play(target, constraint, proposer, sampling=COLD, new=24, seed=0, stop=frozenset({END}), fast_forward=True):
     bound = AppliedConstraint(constraint, fast_forward=fast_forward)
     wanted = [Request(number, f"p{number}", prompt, sampling, new, stop) for number, prompt in enumerate(PROMPTS)]
-    group = Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    group = fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
     list(group)
     assert not group.errors and not target.lm.cells.references.any()
     return group
@@ -63,9 +64,17 @@ def results(group):
     return sorted((s.request.id, s.lineage, s.emitted, s.finish, s.kept) for s in group.sequences)
 
 
+def by_oracle(source):
+    """``pattern`` over the oracle's state, which never forces tokens."""
+    inner = automaton.regex(LETTERS, source)
+    return ControllerConstraint(
+        lambda request: pattern.PatternController(inner.start(request), LETTERS.ends), LETTERS.size, "pattern"
+    )
+
+
 MADE = {
     "choices": lambda: choices.load(LETTERS, ["cat", "cab", "cat and dog", "another one", "re"]),
-    "pattern": lambda: pattern.load(LETTERS, r"[a-n]{3,6}(: )?[0-9]+\.", engine="automaton"),
+    "pattern": lambda: by_oracle(r"[a-n]{3,6}(: )?[0-9]+\."),
     "candidates": lambda: candidates.load(LETTERS, 3),
     "banned": lambda: banned.load(LETTERS, ["a", "in", "\n", "er", "c"]),
     "template": lambda: template.load(
@@ -133,13 +142,15 @@ def test_an_end_tells_a_choice_from_a_longer_one():
 # Pattern -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+@pytest.mark.parametrize("engine", ["llguidance", "oracle"])
 @pytest.mark.parametrize("proposer", [Null(), Ngram(4, 3, 1), draft_model()], ids=["alone", "ngram", "drafted"])
 def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, engine, proposer):
     source = r"[a-n]{3,6}(: )?[0-9]{1,2}\."
-    group = play(target, pattern.load(LETTERS, source, engine=engine), proposer, WARM)
+    made = {"llguidance": lambda: pattern.load(LETTERS, source), "oracle": lambda: by_oracle(source)}[engine]()
+    group = play(target, made, proposer, WARM)
     assert all(re.fullmatch(source, text) for text in texts(group))
-    plain = play(target, regex(LETTERS, source, engine=engine), proposer, WARM)
+    own = {"llguidance": regex, "oracle": automaton.regex}[engine](LETTERS, source)
+    plain = play(target, own, proposer, WARM)
     if proposer.name == "none":
         assert results(group) == results(plain)
 
@@ -272,7 +283,7 @@ def test_with_the_tokenizer_of_the_bundled_target():
     request = Request(0, "p", tuple(words.encode("def f(x):")), WARM, 20, frozenset({0}))
     for name, (constraint, fits) in forms.items():
         for proposer in (Null(), Ngram(4, 3, 1)):
-            group = Group(
+            group = fixed_group(
                 target, proposer, Token(), [request], CounterDraws(1), AppliedConstraint(constraint, fast_forward=True)
             )
             list(group)

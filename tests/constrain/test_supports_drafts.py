@@ -7,9 +7,9 @@ from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine import commit
-from spec_lab.engine.batch import Request
-from spec_lab.engine.runner import CausalLM
-from spec_lab.engine.step import Group
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.null import Null
 from spec_lab.propose.trees import parse
@@ -46,7 +46,9 @@ def test_a_controller_that_cannot_be_forked_hears_of_committed_tokens_only(place
         binding = AppliedConstraint(
             ControllerConstraint(lambda _, own=own: own, VOCABULARY, supports_drafts=False), placement
         )
-        group = Group(target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), binding)
+        group = fixed_group(
+            target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), binding
+        )
         assert all(not done.draft.shape.nodes for done in group)
         assert [token for append in own.heard for token in append] == group.sequences[0].emitted
         outputs.append(group.sequences[0].emitted)
@@ -63,7 +65,7 @@ def test_a_batch_mates_penalty_changes_nothing():
         mates = [[*alone, Request(1, "b", (4, 5), Sampling(1.0, repetition_penalty=p), 12)] for p in (1.0, 1.4)]
         outputs = []
         for requests in (alone, *mates):
-            group = Group(target, draft(target), Token(), requests, CounterDraws(seed), binding)
+            group = fixed_group(target, draft(target), Token(), requests, CounterDraws(seed), binding)
             list(group)
             outputs.append(group.sequences[0].emitted)
         assert outputs[0] == outputs[1] == outputs[2]
@@ -90,7 +92,7 @@ def test_whether_forks_are_too_many_does_not_depend_on_drafts(monkeypatch):
         monkeypatch.setattr(commit, "MOST_FORKS", most)
         for proposer in (Null(), Repeat(3)):
             binding = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
-            group = Group(target, proposer, Token(), [request], CounterDraws(0), binding)
+            group = fixed_group(target, proposer, Token(), [request], CounterDraws(0), binding)
             list(group)
             assert ("stuck" in {one.finish for one in group.sequences}) is broken
             assert bool(group.errors) is broken
@@ -103,7 +105,7 @@ def test_a_penalty_on_forced_chains_leaves_greedy_output_as_it_is():
     request = Request(0, "r", (1, 2, 3), Sampling(0.0, repetition_penalty=1.5), 16)
     outputs = []
     for proposer in (Null(), draft(target), replace_drawn(draft(target))):
-        group = Group(
+        group = fixed_group(
             target, proposer, Token(), [request], CounterDraws(0), AppliedConstraint(table, "both", None, True)
         )
         list(group)

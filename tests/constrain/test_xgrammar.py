@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spec_lab.constrain import load
-from spec_lab.constrain.engines import automaton, grammar
+from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.protocol import ConstraintError, mask_of, masks_by_forking, unpack, width
 from spec_lab.core.draft import Shape, chain, forest
 from tests.constrain import parts
@@ -455,4 +455,4 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "spec_lab.constrain.engines.xgrammar", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'spec-lab\[xgrammar\]'"):
         load.regex(toy(), "a", engine="xgrammar")
-    assert automaton.regex(toy(), "a").vocabulary == len(TOKENS)  # the others go on without it
+    assert load.regex(toy(), "a").vocabulary == len(TOKENS)  # llguidance works without it

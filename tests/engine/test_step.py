@@ -9,8 +9,9 @@ import torch
 from spec_lab.core.draft import Draft, chain, empty, forest, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.kv_cache import SpanFull
-from spec_lab.engine.step import Group, history
+from spec_lab.engine.step import history
 from spec_lab.propose import Null
 from spec_lab.verify import Match, Token
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, plain_greedy, requests
@@ -29,7 +30,6 @@ class Foretold:
     name: str = "foretold"
     drawn: str = "point"
     nodes: int = TREE.nodes
-    wants_hidden: bool = False
     closed: list = field(default_factory=list)
 
     def propose(self, batch):
@@ -93,7 +93,7 @@ def test_a_verifier_that_cannot_judge_the_draft_is_refused_at_once(target, truth
 
     said = "verifier 'token' supports drafts drawn iid; proposer 'foretold' draws 'point'"
     with pytest.raises(ValueError, match=said):
-        Group(target, Foretold(truth), Sampled(), requests(), CounterDraws(0))
+        fixed_group(target, Foretold(truth), Sampled(), requests(), CounterDraws(0))
 
 
 # Batches
@@ -182,7 +182,7 @@ def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(target, tok
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
     with pytest.raises(ValueError, match=f"prompt 'p0' has {CONTEXT} tokens; the context holds {CONTEXT}"):
-        Group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
+        fixed_group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
 
 
 def test_requests_that_ask_for_nothing_are_refused():
@@ -198,7 +198,7 @@ def test_requests_that_ask_for_nothing_are_refused():
 def test_between_rounds_a_sequence_holds_the_cells_of_all_but_its_last_token(target, truth):
     """Accepted nodes are not computed again, and rejected ones are given up at once."""
     cells = target.lm.cells
-    group = Group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
+    group = fixed_group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
     for done in group:
         for sequence in (s for s in done.sequences if s.finish is None):
             assert len(sequence.path) == len(sequence.tokens) - 1
@@ -215,7 +215,7 @@ def test_every_cell_comes_back(target, truth, ending):
             return super().propose(batch)
 
     proposer = (Failing if ending == "failed" else Foretold)(truth)
-    rounds = iter(Group(target, proposer, Token(), requests(), CounterDraws(0)))
+    rounds = iter(fixed_group(target, proposer, Token(), requests(), CounterDraws(0)))
     next(rounds)
     assert target.lm.cells.references.any()
     if ending == "failed":

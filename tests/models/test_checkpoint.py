@@ -19,7 +19,7 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.attention import SPANS
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.models import checkpoint as files
 from spec_lab.models import loading
 from spec_lab.models.checkpoint import weights_hash

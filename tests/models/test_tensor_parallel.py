@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_lab.analysis.report.of_run import _device
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import loading, placement
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.placement import refuse_offloading
@@ -130,11 +130,11 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
     both = [f"target.path={here / 'llama'},{here / 'qwen3'}", *run_of(here, *tree)[1:]]
     code, said = ended(
-        torchrun("-m", "spec_lab", "--multirun", *both, "target.tensor_parallel=true", "out=two", cwd=tmp_path)
+        torchrun("-m", "spec_lab", "--multirun", *both, "target.tensor_parallel=true", "output_dir=two", cwd=tmp_path)
     )
     assert code == 0, said
     assert [said.count(once) for once in ("1 of 2, ", "2 of 2, ", "two: 2 done")] == [1, 1, 1], said
-    alone, _, errors = cli("--multirun", *both, "out=one")
+    alone, _, errors = cli("--multirun", *both, "output_dir=one")
     assert alone == 0, errors
     ones, twos = by_family(tmp_path / "one"), by_family(tmp_path / "two")
     assert ones.keys() == twos.keys() == {"llama", "qwen3"}
@@ -149,7 +149,7 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
 @needs_gloo
 def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     long = run_of(
-        here, "target.tensor_parallel=true", "out=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
+        here, "target.tensor_parallel=true", "output_dir=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
     )
     process = torchrun("-m", "spec_lab", *long, cwd=tmp_path)
     until = time.monotonic() + LIMIT
@@ -185,14 +185,14 @@ def as_if(monkeypatch):
 
 def test_ranks_that_share_no_model_are_refused(here, as_if, cli, tmp_path):
     as_if(0, 2)
-    code, _, errors = cli(*run_of(here, "out=none", "target.dtype=float32"))
+    code, _, errors = cli(*run_of(here, "output_dir=none", "target.dtype=float32"))
     assert code == 1 and "they share no model: give target.tensor_parallel=true" in errors
     assert not (tmp_path / "none").exists()
 
 
 def test_peers_are_refused_beside_ranks_before_anything_is_loaded(as_if, cli):
     as_if(0, 2)
-    code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "out=none")
+    code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "output_dir=none")
     assert code == 1 and "peers run in one process: leave them out" in errors
 
 
@@ -235,7 +235,7 @@ def test_a_report_says_where_the_target_was(target, says):
 
 def test_ranks_are_led_by_one_process_only(here, as_if, cli):
     as_if(0, 2)
-    code, _, errors = cli("--multirun", *run_of(here, "out=none", "seed=1,2", "hydra/launcher=joblib"))
+    code, _, errors = cli("--multirun", *run_of(here, "output_dir=none", "seed=1,2", "hydra/launcher=joblib"))
     assert code == 1 and "the runs of a sweep take turns: use hydra/launcher=basic" in errors
 
 
@@ -328,8 +328,8 @@ def test_a_run_begun_before_ranks_were_noted_was_on_one(tmp_path):
 @pytest.mark.parametrize("places", ["auto", "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"])
 def test_a_device_map_changes_no_token(here, cli, tmp_path, places):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
-    assert cli(*run_of(here, *tree, "out=plain"))[0] == 0
-    code, _, errors = cli(*run_of(here, *tree, "out=mapped", f"target.device_map={places}"))
+    assert cli(*run_of(here, *tree, "output_dir=plain"))[0] == 0
+    code, _, errors = cli(*run_of(here, *tree, "output_dir=mapped", f"target.device_map={places}"))
     assert code == 0, errors
     pd.testing.assert_frame_equal(texts(tmp_path / "plain"), texts(tmp_path / "mapped"))
 

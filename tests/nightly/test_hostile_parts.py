@@ -13,8 +13,8 @@ from spec_lab.constrain.controllers import banned, candidates, choices, pattern,
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse, width_of
 from spec_lab.verify import Cascade, Lenient, Match, Relaxed, Token, Typical
@@ -67,7 +67,7 @@ def decoded(
     ]
     made = proposer or draft_model("2x1", vocab_size=len(TOKENS))
     binding = None if constraint is None else AppliedConstraint(constraint)
-    group = Group(target, made, verifier or Token(), wanted, CounterDraws(0), binding)
+    group = fixed_group(target, made, verifier or Token(), wanted, CounterDraws(0), binding)
     list(group)
     assert all(sequence.finish != "nan" for sequence in group.sequences)
 

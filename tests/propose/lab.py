@@ -6,9 +6,10 @@ import torch
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request, SequenceState
-from spec_lab.engine.runner import CausalLM
-from spec_lab.engine.step import Group
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token
@@ -25,7 +26,7 @@ def requests(sampling=COLD, new=20, prompts=PROMPTS, stop=frozenset()):
 
 def decode(target, proposer, wanted, verifier=None, seed=0):
     """The group after decoding, and its rounds."""
-    group = Group(target, proposer, verifier or Token(), wanted, CounterDraws(seed))
+    group = fixed_group(target, proposer, verifier or Token(), wanted, CounterDraws(seed))
     rounds = list(group)
     return group, rounds
 

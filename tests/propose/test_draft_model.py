@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import SequenceState
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.verify import Match, Traversal
 from tests.propose.lab import (

@@ -11,9 +11,9 @@ from scipy import stats
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.engine.batch import SequenceState
-from spec_lab.engine.runner import CausalLM
-from spec_lab.engine.step import Group
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose.growth import Growth
 from spec_lab.results import writer
 from spec_lab.verify import Gumbel, Match, Token, Traversal
@@ -199,7 +199,7 @@ def test_its_steps_are_recorded_as_given_the_noise(target):
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
     with pytest.raises(ValueError, match=f"verifier '{verifier.name}' supports drafts drawn iid, point, without"):
-        Group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
+        fixed_group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
 
 
 # No noise serves twice ---------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
 def watched(target, tree) -> Watched:
     """Every draw of a decode of several rounds."""
     draws = Watched()
-    group = Group(target, draft_model(tree, "gumbel"), Gumbel(), requests(WARM, new=16), draws)
+    group = fixed_group(target, draft_model(tree, "gumbel"), Gumbel(), requests(WARM, new=16), draws)
     rounds = list(group)
     assert len(rounds) > 4
     assert sum(one.draft.shape.nodes > 0 for one in rounds) > 3

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file
 from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import SequenceState
+from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.calibrate import calibrate, time_steps
@@ -423,8 +422,12 @@ def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_published_trees_are_restated(name):
-    config = yaml.safe_load((ROOT / "conf" / "proposer" / f"{name}.yaml").read_text())
-    assert sha256(write(tuple(sorted(parse(config["tree"])))).encode()).hexdigest() == DIGESTS[name]
+    assert sha256(write(tuple(sorted(parse(name)))).encode()).hexdigest() == DIGESTS[name]
+
+
+def test_a_published_tree_is_chosen_by_its_name(target, tmp_path):
+    made = Medusa.load(target, str(saved(tmp_path / "heads")), tree="vicuna_7b_stage1")
+    assert made.tree == parse("vicuna_7b_stage1") and made.nodes == 63
 
 
 def test_the_hash_of_heads_covers_every_calibration(target, tmp_path):

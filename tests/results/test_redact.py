@@ -93,7 +93,7 @@ def test_no_secret_is_in_the_message_or_the_traceback_of_a_run_that_fails(comman
     ],
 )
 def test_a_secret_that_is_swept_or_cannot_be_read_is_refused_without_being_shown(cli, tmp_path, override):
-    code, said, errors = cli("--multirun", "proposer=ngram", "out=swept", override)
+    code, said, errors = cli("--multirun", "proposer=ngram", "output_dir=swept", override)
     assert code == 1
     assert "tracker" in errors and "Traceback" not in errors
     assert "sk-first" not in said + errors

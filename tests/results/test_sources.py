@@ -76,7 +76,7 @@ def test_a_run_is_not_resumed_with_edited_code_of_its_parts(quick_cli, interrupt
     anew("toy_plugin")
     code, _, errors = quick_cli(*arguments)
     assert code == 1
-    assert "already holds another run (code.toy_plugin.sha256: " in errors and "choose another out=DIR" in errors
+    assert "already holds another run (code.toy_plugin.sha256: " in errors and "choose another output_dir=DIR" in errors
     assert {file: file.read_bytes() for file in interrupted.rglob("*") if file.is_file()} == before
 
 

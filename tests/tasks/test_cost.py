@@ -18,7 +18,7 @@ from spec_lab.analysis.metrics import Tables
 from spec_lab.cli.main import conf, main
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch
+from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Null
 from spec_lab.tasks.cost import Cost, beside_measured, load, measure, predict, predicted_speedups
 from spec_lab.tasks.cost.predict import Grid
@@ -192,15 +192,15 @@ def test_the_room_holds_every_node_accepted_in_every_round():
 
 def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
     with pytest.raises(ValueError, match="an arm is called 'nodes 2'"):
-        measure(lab(beside={"nodes 2": Repeat()}), settings(tmp_path), {}, quiet(), **SMALL)
+        measure(lab(more_proposers={"nodes 2": Repeat()}), settings(tmp_path), {}, quiet(), **SMALL)
 
 
 def test_the_experiment_is_one_command(tmp_path, monkeypatch):
     folder = checkpoints.zoo(tmp_path / "zoo")
     options = [
         f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
-        f"beside.draft_chain.path={folder / 'draft'}", f"prompts.path={folder / 'prompts' / 'prose.jsonl'}",
-        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.turns=1", "out=here",
+        f"arms.draft_chain.path={folder / 'draft'}", f"prompts.path={folder / 'prompts' / 'prose.jsonl'}",
+        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.turns=1", "output_dir=here",
     ]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=cost_of_nodes", *options])

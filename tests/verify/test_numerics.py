@@ -13,8 +13,8 @@ from spec_lab.analysis import metrics
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.engine.batch import Batch, healed
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.sequence import Batch, healed
 from spec_lab.propose import Null
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
@@ -186,8 +186,16 @@ def tolerance(verifier) -> float:
     return 1e-3 if isinstance(verifier, KSeq) else 2e-6
 
 
-@EACH
-@WIDTHS
+def at_every_width():
+    """Every pair at both sizes of vocabulary; at the larger, the short run has one pair of each verifier."""
+    for verifier, drawn in PAIRS:
+        one = "without" if "without" in verifier.accepts else min(verifier.accepts)
+        for width in (50, 131072):
+            marks = [pytest.mark.nightly] if width > 50 and drawn != one else []
+            yield pytest.param(verifier, drawn, width, id=f"{verifier.name}-{drawn}-{width}", marks=marks)
+
+
+@pytest.mark.parametrize(("verifier", "drawn", "width"), at_every_width())
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_single_precision(verifier, drawn, width, case):
     draft, p = drafted(case, width, drawn)
@@ -483,7 +491,7 @@ class Support:
 def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_path):
     target = tiny_target(dtype=torch.float32)
     wanted = requests(Sampling(1.0, top_k=10), 12)
-    group = Group(target, Support(target), Token(), wanted, Last())
+    group = fixed_group(target, Support(target), Token(), wanted, Last())
     rounds = list(group)
     empty = np.array([flag for one in rounds for flag in one.empty])
     assert 0 < empty.sum() < len(empty)

@@ -13,7 +13,7 @@ PHASES = {
     "target_rest": "target, packing and cells",
     "propose_rest": "draft, around its model",
     "mask_wait": "waiting for masks",
-    "law": "laws",
+    "probabilities": "probabilities",
     "verify": "verifying",
     "commit": "committing",
     "between": "between rounds",
@@ -36,7 +36,7 @@ def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
     """Decode seconds by phase (``PHASES``); they add up to ``decode_seconds``."""
     own = rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]
     total = own[
-        ["propose", "propose_forward", "mask_wait", "target", "target_forward", "law", "verify", "commit"]
+        ["propose", "propose_forward", "mask_wait", "target", "target_forward", "probabilities", "verify", "commit"]
     ].sum()
     parts = {
         "propose_forward": total["propose_forward"],
@@ -44,7 +44,7 @@ def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
         "mask_wait": total["mask_wait"],
         "target_forward": total["target_forward"],
         "target_rest": total["target"] - total["target_forward"],
-        "law": total["law"],
+        "law": total["probabilities"],
         "verify": total["verify"],
         "commit": total["commit"],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, cluster_interval, ratio
-from spec_lab.engine.batch import BROKEN
+from spec_lab.engine.request import BROKEN
 
 
 def broken_groups(requests: pd.DataFrame) -> set[int]:

@@ -38,7 +38,7 @@ def write(folder: Path) -> Path:
         page = of_sweep.page(folder)
     else:
         what = "holds neither a run (manifest.json) nor a sweep (sweep.json)" if folder.is_dir() else "does not exist"
-        raise ValueError(f"{folder} {what}: give the directory that was out= when it ran")
+        raise ValueError(f"{folder} {what}: give the directory that was output_dir= when it ran")
     file = folder / "report.html"
     write_text(file, page, errors="backslashreplace")
     return file

@@ -129,7 +129,7 @@ def _round_seconds(rounds: pd.DataFrame) -> pd.DataFrame:
             "propose_forward": rounds["propose_forward"],
             "target_rest": rounds["target"] - rounds["target_forward"],
             "propose_rest": rounds["propose"] - rounds["propose_forward"],
-            **{phase: rounds[phase] for phase in ("mask_wait", "law", "verify", "commit")},
+            **{phase: rounds[phase] for phase in ("mask_wait", "probabilities", "verify", "commit")},
         }
     )
     since = end - end.groupby(rounds["group"]).shift(fill_value=0.0)  # since the round before ended

@@ -11,7 +11,7 @@ from typing import Any
 from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 SHORT = 200
 """Characters of a source that a record holds as it is."""

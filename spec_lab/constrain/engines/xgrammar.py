@@ -25,7 +25,7 @@ from spec_lab.constrain.protocol import ConstraintError, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 KINDS = ("regex", "json_schema", "choice")
 
@@ -315,6 +315,4 @@ def lark(vocabulary: Vocabulary, grammar: str = "", path: str | None = None, pro
     Raises:
         ValueError: always; says which engine reads Lark.
     """
-    raise ValueError(
-        "constraint.engine=xgrammar takes no Lark grammar: use engine=llguidance, or engine=automaton for small ones"
-    )
+    raise ValueError("constraint.engine=xgrammar takes no Lark grammar: use engine=llguidance")

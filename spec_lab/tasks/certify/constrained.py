@@ -23,7 +23,7 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify.enumerate import side_by_side
 from spec_lab.tasks.certify.exact import MOST, PLAIN, Finding, Instance, request_of, toy
@@ -134,12 +134,12 @@ def decoded(
 
     def play(draws: Draws, count: int) -> list[tuple[Output, float, float]]:
         requests = [request_of(number, instance, sampling) for number in range(count)]
-        group = Group(parts.target, parts.proposer, verifier, requests, draws, instance.binding)
+        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws, instance.binding)
         took, hoped = np.zeros(count), np.zeros(count)
         for done in group:
             seen.drafted += done.draft.shape.nodes
             for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
-                took[live.request.id] += got.accepted - got.forced_accepted
+                took[live.request.id] += len(got.path) - got.count(accepted=True, forced=True)
                 hoped[live.request.id] += done.expected[head]
         each: list[list[Any]] = [[] for _ in range(count)]
         for one in group.sequences:

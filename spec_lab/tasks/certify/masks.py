@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, ConstraintState
-from spec_lab.constrain.applied import Guide, forced_token
+from spec_lab.constrain.applied import DraftTreeMasks, forced_token
 from spec_lab.constrain.protocol import Constraint, allows, full_mask, masks_by_forking, pack, unpack, width
 from spec_lab.core.draft import Shape, chain, forest
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 
 HEADS = 4
 """Sequences that are drafted for at once, at most."""
@@ -259,7 +259,7 @@ class _Walker:
         states: list[ConstraintState | None] = [text.state for text in texts]
         wrong = [False] * len(texts)
         if self.supports_drafts and self.rng.random() < 0.5:
-            guide = Guide(states, self.guide)
+            guide = DraftTreeMasks(states, self.guide)
             for depth in range(int(shape.depth.max()) + 1):
                 level = np.flatnonzero(shape.depth == depth)
                 for row, allowed in zip(level.tolist(), guide(shape, level, token), strict=True):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.engine.attention import Pack, span_attention
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.target import Target
 from spec_lab.tasks.certify.worlds import PROMPT, World, logits
 

@@ -13,7 +13,7 @@ from spec_lab.results.writer import Rows, columns, write_whole
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
-PARTS = ("propose", "target", "law", "verify", "commit", "between")
+PARTS = ("propose", "target", "probabilities", "verify", "commit", "between")
 """Columns of seconds that add up to a round's."""
 
 COST = {
@@ -27,7 +27,7 @@ COST = {
     "propose": (_REAL, "seconds of drafting, the median of the timed rounds, as all seconds here"),
     "target": (_REAL, "seconds of the target, packing and bookkeeping of cells included"),
     "target_forward": (_REAL, "of these, seconds inside its module calls"),
-    "law": (_REAL, "seconds of turning logits into laws"),
+    "probabilities": (_REAL, "seconds of turning logits into target probabilities"),
     "verify": (_REAL, "seconds of verification and choice"),
     "commit": (_REAL, "seconds of committing"),
     "between": (_REAL, "seconds from this round's end to the start of the next"),

@@ -31,7 +31,7 @@ RECORDED = {
     "propose": (_REAL, "seconds of drafting"),
     "target": (_REAL, "seconds of the target, packing included"),
     "target_forward": (_REAL, "of these, seconds inside its module calls"),
-    "law": (_REAL, "seconds of turning logits into laws"),
+    "probabilities": (_REAL, "seconds of turning logits into target probabilities"),
     "verify": (_REAL, "seconds of verification and choice, the median of several times"),
 }
 """One row for each request, position, proposer and verifier; what no verifier decides is repeated."""

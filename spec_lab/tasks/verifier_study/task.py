@@ -64,23 +64,23 @@ def judge(
     made = lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts(), lab.target.cache
     facts = manifest(config, settings.seed, *made)
     own = facts
-    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
-    finished = set(load(settings.out, "texts")["request"])
+    finished = set(load(settings.output_dir, "texts")["request"])
     todo = [one for one in requests if one.id not in finished]
     try:
-        lab.tracker.start(settings.name, facts, settings.out)
+        lab.tracker.start(settings.name, facts, settings.output_dir)
         if todo and settings.warmup:
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, judges, short, settings.seed, every, repeats)
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
             one, rows = of_prompt(lab, proposers, judges, request, settings.seed, every, repeats)
-            write(settings.out / "parts" / f"recorded-{request.id:06d}.parquet", "recorded", rows)
-            write(settings.out / "parts" / f"texts-{request.id:06d}.parquet", "texts", [one])
+            write(settings.output_dir / "parts" / f"recorded-{request.id:06d}.parquet", "recorded", rows)
+            write(settings.output_dir / "parts" / f"texts-{request.id:06d}.parquet", "texts", [one])
             lab.tracker.group(request.id, _means(rows))
             if one["error"]:
                 tqdm.write(one["error"], file=sys.stderr)
-        recorded, texts = gather(settings.out)
+        recorded, texts = gather(settings.output_dir)
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,
@@ -90,24 +90,24 @@ def judge(
             **pooled.summarise(recorded, texts, list(verifiers), {name: said[name] for name in proposers}),
             "left_out": left_out,
         }
-        write_json(settings.out / "summary.json", summary)
-        drawn = show.draw(finite(summary), settings.out / "figures")
+        write_json(settings.output_dir / "summary.json", summary)
+        drawn = show.draw(finite(summary), settings.output_dir / "figures")
         lab.tracker.finish(finite(summary), drawn)
     except KeyboardInterrupt:
-        done = len(gather(settings.out)[1])
+        done = len(gather(settings.output_dir)[1])
         print(
-            f"\nInterrupted: the rows of {done} prompts of {len(requests)} are in {settings.out}; "
-            f"run the same command with out={settings.out} to go on.",
+            f"\nInterrupted: the rows of {done} prompts of {len(requests)} are in {settings.output_dir}; "
+            f"run the same command with output_dir={settings.output_dir} to go on.",
             file=sys.stderr,
         )
         return INTERRUPTED
     except Exception as error:
-        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
+        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
         raise
     finally:
         lab.tracker.close()
     show.tell(finite(summary), console)
-    console.print(f"Rows, summary, manifest and figures: {settings.out}", soft_wrap=True, highlight=False)
+    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
     return 0
 
 

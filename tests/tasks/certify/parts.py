@@ -56,7 +56,6 @@ class Uniform:
     name = "uniform"
     drawn = "iid"
     nodes = 1
-    wants_hidden = False
     purpose = Purpose.DRAFT
 
     def propose(self, batch):

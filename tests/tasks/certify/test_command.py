@@ -16,7 +16,7 @@ from spec_lab.tasks.certify.task import _Work
 from spec_lab.verify import Gumbel, Token
 from tests import checkpoints
 
-SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "out=here"]
+SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "output_dir=here"]
 NGRAM = [*SHORT, "proposer=ngram"]
 
 
@@ -115,7 +115,7 @@ def test_at_temperature_0_there_is_no_law_and_temperature_1_is_tested(flat_cli, 
 
 
 def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cli, certificate):
-    more = ["+proposer@beside.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
+    more = ["+proposer@arms.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
     code, said, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
     assert code == 0, errors
     pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]

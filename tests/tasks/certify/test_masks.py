@@ -15,7 +15,7 @@ from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Masks, allows, mask_of, masks_by_forking, width
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.tasks.certify.certificate import QUICK, prove
 from spec_lab.tasks.certify.masks import walk
 
@@ -289,7 +289,7 @@ def test_grammars_of_an_engine_are_walked_on_its_vocabulary_with_states_that_onl
 MODULE = """
 import numpy as np
 
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.constrain.protocol import ConstraintError, masks_by_forking, full_mask
 from spec_lab.core.options import whole
 
@@ -332,7 +332,14 @@ class Constraint:
                 masks.bits[row, 0] &= np.uint32(0xFFFFFFF7)
         return masks
 """
-SHORT = ["+experiment=certify", "proposer=ngram", "prompts.limit=2", "max_new_tokens=8", "task.samples=500", "out=here"]
+SHORT = [
+    "+experiment=certify",
+    "proposer=ngram",
+    "prompts.limit=2",
+    "max_new_tokens=8",
+    "task.samples=500",
+    "output_dir=here",
+]
 MINE = ["constraint=controller", "constraint.make=my_masks.Constraint", "task.tokens=0"]
 
 

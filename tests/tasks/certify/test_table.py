@@ -9,7 +9,8 @@ import torch
 from spec_lab.core.draft import Draft, chain, empty, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request, SequenceState
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.tasks.certify.exact import Instance, toy
@@ -157,7 +158,7 @@ def test_a_row_that_sees_a_sibling_finds_another_law(side, monkeypatch):
     def causal(shape, number):
         return np.triu(np.full((len(shape.trees[number]),) * 2, -np.inf, dtype=np.float32), 1)
 
-    monkeypatch.setattr("spec_lab.engine.runner._tree_block", causal)
+    monkeypatch.setattr("spec_lab.engine.causal_lm._tree_block", causal)
     lm, law_after = side
     with pytest.raises(AssertionError, match=r"after \[1\]"):  # the head's second child; the first sees nothing new
         require_own_laws(

@@ -2,15 +2,21 @@
 
 import json
 import math
+from collections.abc import Callable
 
+import numpy as np
+import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from spec_lab.models.target import Target
 from spec_lab.propose.heads import Heads
-from spec_lab.train import distill, pretrain, prompts
 from spec_lab.train.export import file_sha256
-from spec_lab.train.settings import Settings
+from spec_lab.train.generate import continue_text
+
+from . import pretrain, prompts
+from .settings import Settings
 
 TEXT = """# Bundled models
 
@@ -21,7 +27,7 @@ A target, a draft model and Medusa heads that share one tokenizer, small enough 
 {models}
 
 **Data.** Python sources of the standard library and of packages that are installed anyway ({packages});
-generated JSON records (`spec_lab/train/records.py`); English paragraphs from the documentation strings of the
+generated JSON records (`scripts/zoo/records.py`); English paragraphs from the documentation strings of the
 same packages and from pydoc's topics. All of it is under the PSF, BSD, MIT or Apache-2.0 licences. **Licence**
 of weights, tokenizer and prompts: that of this project; the prompts quote the packages named in their `source`,
 under those packages' licences.
@@ -74,6 +80,38 @@ def bits_per_byte(nats_per_token: float, tokens: int, size: int) -> float:
     return nats_per_token / math.log(2) * tokens / size
 
 
+@torch.inference_mode()
+def evaluate(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    heads: Callable[[Tensor, Tensor], Tensor],
+    prompts: list[list[int]],
+    tokens: int = 96,
+) -> dict:
+    """On continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
+    (temperature 1). ``heads`` maps states ``[n, H]`` and the tokens after them ``[n]`` to logits ``[n, K, V]``.
+    """
+    found: list[np.ndarray] = []  # per prompt [n, K, rank]
+    agree, alpha = [], []
+    for number, prompt in enumerate(prompts):
+        prefix, start = torch.tensor([prompt]), len(prompt) - 1
+        ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 0.0, number)
+        own, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
+        agree.append(float((draft(input_ids=ids).logits[0, start:].argmax(-1) == choices).float().mean()))
+        logits = heads(own[:-1], ids[0, start + 1 :])
+        beyond = ids[0, start + 2 :].unfold(0, logits.shape[1], 1)  # [n, K]; what the last states foretell is unwritten
+        right = logits[: len(beyond)].topk(4).indices == beyond[..., None]
+        found.append(right.numpy())
+        ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 1.0, number)
+        q = draft(input_ids=ids).logits[0, start:].float().softmax(-1)
+        alpha.append(float(torch.minimum(target.lm_head(hidden)[0, start:].float().softmax(-1), q).sum(-1).mean()))
+    return {
+        "heads": np.concatenate(found).mean(0).round(3).tolist(),
+        "draft_agreement": round(float(np.mean(agree)), 3),
+        "alpha": round(float(np.mean(alpha)), 3),
+    }
+
+
 def write(settings: Settings) -> dict:
     """Measure, write ``README.md`` into the zoo and the figures into the work folder; returns them."""
     zoo, work = settings.zoo, settings.work
@@ -89,9 +127,7 @@ def write(settings: Settings) -> dict:
     figures: dict = {"loss": losses, "workloads": {}}
     for workload in settings.prompts:
         ids = [tokenizer(r["prompt"]).input_ids for r in rows if r["workload"] == workload]
-        figures["workloads"][workload] = distill.evaluate(
-            models["target"], models["draft"], heads, ids, settings.tokens
-        )
+        figures["workloads"][workload] = evaluate(models["target"], models["draft"], heads, ids, settings.tokens)
     figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in ("target", "draft", "medusa")}
     (work / "figures.json").write_text(json.dumps(figures, indent=1))
     (zoo / "README.md").write_text(render(settings, figures, sizes, models, heads))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from spec_lab.constrain.engines.expressions import Characters, Either, Expression, Ranges, Repeat, Sequence
+from tests.oracles.expressions import Characters, Either, Expression, Ranges, Repeat, Sequence
 
 STATES = 50_000
 """Most states of an automaton, unless the caller says otherwise."""

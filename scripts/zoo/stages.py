@@ -25,15 +25,17 @@ from safetensors.torch import load_file, save_file
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import measure
 from spec_lab.propose.heads import Heads
-from spec_lab.train import card as cards
-from spec_lab.train import corpus as texts
 from spec_lab.train import distill as distillation
 from spec_lab.train import export as files
 from spec_lab.train import generate as writing
-from spec_lab.train import prompts as cuts
-from spec_lab.train import tokens
-from spec_lab.train.pretrain import Control, Trainer, load, pretrain
-from spec_lab.train.settings import ZOO, Settings
+from spec_lab.train.trainer import Trainer
+
+from . import card as cards
+from . import corpus as texts
+from . import prompts as cuts
+from . import tokens
+from .pretrain import Control, load, pretrain
+from .settings import ZOO, Settings
 
 log = logging.getLogger(__name__)
 

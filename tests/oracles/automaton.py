@@ -1,6 +1,6 @@
-"""The engine that is always there: a language as an automaton over bytes, in plain Python.
+"""A grammar engine in plain Python, the oracle of the package's engines: a language as an automaton over bytes.
 
-It serves as the oracle of the llguidance engine, and for constraints small enough. It never forces a token: a token may
+It reads a subset of regular expressions, choices, JSON schemas and Lark grammars. It never forces a token: a token may
 come next if its bytes can still be completed to a text of the language, however else they may be split into tokens.
 """
 
@@ -12,13 +12,13 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from spec_lab.constrain.engines import languages
-from spec_lab.constrain.engines.nfa import STATES, Language
 from spec_lab.constrain.engines.source import missing, read_source, shown
 from spec_lab.constrain.protocol import ConstraintError, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
+from tests.oracles import languages
+from tests.oracles.nfa import STATES, Language
 
 KEPT = 10_000
 """Most states of a deterministic automaton that are kept, unless the caller says otherwise."""

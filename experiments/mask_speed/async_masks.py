@@ -1,6 +1,6 @@
-"""Masks before the target's forward, or beside it in a thread: which is faster, and how much of them is exposed.
+"""Masks before the target's forward, or during it in a thread: which is faster, and how much of them is exposed.
 
-    python experiments/mask_speed/beside.py
+    python experiments/mask_speed/async_masks.py
 
 Both ways decode the same prompts in turns, in one process; a figure is the ratio of their decode seconds by prompt.
 """
@@ -58,14 +58,14 @@ def main() -> None:
                 print(json.dumps({"proposer": name} | rows[-1]))
                 rows[-1]["proposer"] = name
     facts = {"threads": given.threads, "cores": os.cpu_count(), "torch": torch.__version__, "new": given.new}
-    (HERE / "beside.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+    (HERE / "async_masks.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
 
 
 def measure(target, proposer, binding, requests, size, bar) -> dict:
-    """Serial and beside, group by group, in turns."""
+    """Serial and async, group by group, in turns."""
     ways = {
-        way: Loop(target, proposer, Token(), 0, replace(binding, beside=way == "beside"))
-        for way in ("serial", "beside")
+        way: Loop(target, proposer, Token(), 0, replace(binding, async_masks=way == "async"))
+        for way in ("serial", "async")
     }
     for loop in ways.values():
         loop.decode([replace(one, max_new_tokens=16) for one in requests[:size]])
@@ -78,7 +78,7 @@ def measure(target, proposer, binding, requests, size, bar) -> dict:
             rounds[way] += [row for row in found if not row["prefill"]]
             seconds[way].append(sum(row["whole"] for row in found if not row["prefill"]))
         bar.update(size)
-    ratio = metrics.interval([b / s for s, b in zip(seconds["serial"], seconds["beside"], strict=True) if s])
+    ratio = metrics.interval([b / s for s, b in zip(seconds["serial"], seconds["async"], strict=True) if s])
     share = {
         way: {
             what: sum(row[what] for row in rounds[way]) / sum(row["whole"] for row in rounds[way])
@@ -86,7 +86,7 @@ def measure(target, proposer, binding, requests, size, bar) -> dict:
         }
         for way in ways
     }
-    return {"batch": size, "beside_over_serial": ratio._asdict(), "share_of_step": share}
+    return {"batch": size, "async_over_serial": ratio._asdict(), "share_of_step": share}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import random
 from typing import Any
 
-from spec_lab.train.words import (
+from .words import (
     CITIES,
     COLORS,
     FIRST,

@@ -9,12 +9,14 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spec_lab.train import corpus
 from spec_lab.train.distill import Distillation
 from spec_lab.train.generate import Generation
-from spec_lab.train.pretrain import DRAFT, TARGET, Control, Plan, Shape, grow, load
+from spec_lab.train.trainer import Plan
 
-ZOO = Path(__file__).parent.parent / "zoo"
+from . import corpus
+from .pretrain import DRAFT, TARGET, Control, Shape, grow, load
+
+ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo"
 # Modules held out of each package.
 HOLD_OUT = {"stdlib": 36, "numpy": 5, "pandas": 6, "scipy": 6, "networkx": 8, "matplotlib": 5, "torch": 8}
 HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_lab.train import records
+from . import records
 
 WORKLOADS = ("code", "json", "prose")
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spec_lab.constrain.engines.expressions import DEPTH, Either, Expression, Repeat, parse, text
-from spec_lab.constrain.engines.expressions import Sequence as Then
-from spec_lab.constrain.engines.nfa import STATES, Language
-from spec_lab.constrain.engines.schemas import expression_of
+from tests.oracles.expressions import DEPTH, Either, Expression, Repeat, parse, text
+from tests.oracles.expressions import Sequence as Then
+from tests.oracles.nfa import STATES, Language
+from tests.oracles.schemas import expression_of
 
 
 def regex(pattern: str, limit: int = STATES) -> Language:

@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerFast
 from spec_lab.analysis.metrics import repeated_8gram_share
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import Prompt
-from spec_lab.train.corpus import WINDOWS, WORKLOADS, Document, shared_windows
 from spec_lab.verify import Match
+
+from .corpus import WINDOWS, WORKLOADS, Document, shared_windows
 
 LEAST, MOST = 64, 200
 
@@ -118,7 +119,7 @@ def looping(target: Target, texts: Sequence[str], tokens: int, batch_size: int =
     requests = requests_of(target, [Prompt(str(i), one) for i, one in enumerate(texts)], Sampling(), tokens)
     shares = []
     for start in range(0, len(requests), batch_size):
-        group = Group(target, Null(), Match(), requests[start : start + batch_size], CounterDraws(0))
+        group = fixed_group(target, Null(), Match(), requests[start : start + batch_size], CounterDraws(0))
         deque(group, maxlen=0)
         shares += [repeated_8gram_share([sequence.emitted]) for sequence in group.sequences]
     return shares

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from spec_lab.constrain.engines.expressions import (
+from tests.oracles.expressions import (
     ANY,
     DEPTH,
     Characters,

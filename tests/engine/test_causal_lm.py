@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import SpanFull
-from spec_lab.engine.runner import CausalLM
 from tests.tiny import DENSE_ONLY, FAMILIES, VOCABULARY, tiny_model
 
 TREE = tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
