@@ -398,7 +398,7 @@ def _expected(
     if masks is None or silent is None:
         accepted = verdict.expected_accepted(shape)
         return accepted, accepted + 1.0
-    single = masks.single
+    single = masks.forced
     depth = np.zeros(shape.rows, dtype=np.int64)
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         depth[row] = depth[parent] + (not single[parent])

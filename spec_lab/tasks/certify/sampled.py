@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.protocol import everything, unpack
+from spec_lab.constrain.protocol import full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
@@ -193,7 +193,7 @@ def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint 
         state, each = binding.constraint.start(live.request), []
         for token in live.emitted:
             own = state.mask()
-            each.append(everything(logits.shape[-1]) if own is None else own)
+            each.append(full_mask(logits.shape[-1]) if own is None else own)
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
