@@ -199,7 +199,7 @@ def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
         for number, (rows, found) in enumerate(zip(draft.shape.trees, output.nodes, strict=True)):
             for node, row in enumerate(rows[1:].tolist()):
                 path = [int(draft.token[at - draft.shape.roots]) for at in draft.shape.path(row)]
-                expected = plain_hidden(model, tokens[tree] + path, layers)[-1]
+                expected = plain_hidden(model, tokens[number] + path, layers)[-1]
                 torch.testing.assert_close(found[node], expected, rtol=0, atol=1e-10)
         for cache in caches:
             cache.accept()
