@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches
+from spec_lab.engine.proposer import Proposer, branches, draws_of
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Chunk, Memory, Parts, StepInfo, settle, step
@@ -79,7 +79,7 @@ class Engine:
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
+        check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
         self._waiting: deque[Request | SequenceState] = deque()

@@ -20,7 +20,7 @@ from spec_lab.core.files import own_folder, replacing
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
-from spec_lab.propose import Proposer, branches
+from spec_lab.propose import Proposer, branches, draws_of
 from spec_lab.results.manifest import claim, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.certify.certificate import Control, every, prove
@@ -162,11 +162,11 @@ def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
     Raises:
         ValueError: the composed pair does not fit.
     """
-    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
+    check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     proposers, verifiers = [lab.proposer, *lab.more_proposers.values()], [lab.verifier, *lab.verifiers.values()]
     verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
     every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
-    unfit = [misfit(proposer.name, proposer.drawn, verifier, branches(proposer)) for proposer, verifier in every]
+    unfit = [misfit(proposer.name, draws_of(proposer), verifier, branches(proposer)) for proposer, verifier in every]
     fit = [pair for pair, why in zip(every, unfit, strict=True) if why is None]
     return fit, [f"{p.name} ({p.drawn}), {v.name}" for (p, v), why in zip(every, unfit, strict=True) if why]
 

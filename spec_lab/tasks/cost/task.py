@@ -11,7 +11,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import whole
-from spec_lab.propose import branches
+from spec_lab.propose import branches, draws_of
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.cost import show
@@ -126,7 +126,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
         raise ValueError(f"an arm is called '{both.pop()}', as a fixed tree is; rename it under arms")
     arms = fixed | own
     for arm in arms.values():  # before anything is written
-        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
+        check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
     return arms
 
 
