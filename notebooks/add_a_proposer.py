@@ -151,7 +151,7 @@ plt.rcParams.update(figures.STYLE)
 figures.acceptance(tables)
 
 # %% [markdown]
-# Is the difference real? `compare` looks at the two arms prompt by prompt.
+# Is the difference significant? `compare` compares the two arms prompt by prompt.
 
 # %%
 from spec_lab.analysis import compare
@@ -160,7 +160,7 @@ found = compare.as_frame(compare.compare([Path("measured")]))
 found = found[found["other_arm"] == "ngram"].set_index("figure")
 assert found.loc["tau_pooled", "paired"]
 assert found.loc["nodes_per_step", "units"] == 8  # prompts
-found[["reference_value", "other_value", "change", "together_low", "together_high", "verdict"]].round(2)
+found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]
 # ## Certify

@@ -168,6 +168,7 @@ def _summary(
     }
     main = next(iter(each.values()))
     summary = {
+        "schema_version": metrics.SCHEMA_VERSION,
         "experiment": settings.name,
         "target": lab.target.name,
         "constraint": "none" if lab.binding is None else lab.binding.constraint.name,
@@ -179,7 +180,7 @@ def _summary(
         "short_groups": len(metrics.short_groups(tables.requests)),
         **main,
         "arms": each,
-        "against": metrics.against(tables),
+        "against": metrics.speedups_over_peers(tables),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
     return finite(summary)

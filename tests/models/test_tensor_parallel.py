@@ -17,7 +17,7 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_lab.analysis.report.of_run import _device
+from spec_lab.analysis.report.run_page import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import loading, placement
@@ -230,7 +230,7 @@ def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypa
     ],
 )
 def test_a_report_says_where_the_target_was(target, says):
-    assert _device(target, ranks=2) == says
+    assert device_text(target, ranks=2) == says
 
 
 def test_ranks_are_led_by_one_process_only(here, as_if, cli):

@@ -466,7 +466,7 @@ class Last:
     def pick(self, weights, keys):
         picked = self.usual.pick(weights, keys)
         if keys[0].purpose == Purpose.STOP:
-            picked = np.where(np.asarray(weights)[:, 0] > 0, 0, picked)
+            picked = torch.where(weights[:, 0] > 0, 0, picked)
         return picked
 
 

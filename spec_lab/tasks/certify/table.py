@@ -78,6 +78,10 @@ class Table(nn.Module):
         """As transformers' models offer it."""
         self.config._attn_implementation = name
 
+    def get_decoder(self) -> Body:
+        """What returns the hidden states after the final norm."""
+        return self.base_model
+
     def get_output_embeddings(self) -> nn.Linear:
         """The unembedding."""
         return self.lm_head

@@ -62,7 +62,7 @@ class Uniform(Lifecycle):
     def propose(self, batch):
         count, v = len(batch.sequences), batch.target.vocabulary
         keys = [Key(*live.key, self.purpose) for live in batch.sequences]
-        token = torch.from_numpy(batch.draws.pick(np.ones((count, v)), keys))
+        token = batch.draws.pick(torch.ones(count, v), keys)
         shape = forest((chain(1),) * count)
         return Draft(shape, token, self.drawn, *self.stated(count, v))
 

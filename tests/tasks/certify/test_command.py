@@ -245,7 +245,7 @@ class Uniform(Lifecycle):
     def propose(self, batch):
         count, v = len(batch.sequences), batch.target.vocabulary
         keys = [Key(*live.key, Purpose.DRAFT) for live in batch.sequences]
-        token = torch.from_numpy(batch.draws.pick(np.ones((count, v)), keys))
+        token = batch.draws.pick(torch.ones(count, v), keys)
         q = torch.ones(count, v, dtype=torch.float64)
         q[:, 0] *= self.skew
         q_row = np.append(np.arange(count), np.full(count, -1))
