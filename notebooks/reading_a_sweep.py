@@ -44,7 +44,7 @@ from spec_lab.results import sweep
 folder = Path("depths")
 command = f"""
 python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1
-    proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 out={folder}
+    proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir={folder}
 """
 
 
@@ -77,7 +77,7 @@ assert sum(run.groups for run in killed) >= 10  # eight of the first run, and so
 
 # %% language="bash"
 # python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1 \
-#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 out=depths 2>&1
+#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir=depths 2>&1
 
 # %%
 runs = sweep.runs(folder)
@@ -145,9 +145,9 @@ figure.tight_layout()
 # %% [markdown]
 # ## Two runs side by side
 #
-# `python -m spec_lab compare A B` says what sets runs apart and which differences are real: acceptance prompt by
-# prompt, speed group by group, all intervals together at 95 %. *not shown* is no proof of equality; it comes with the
-# change that would have been seen. Here from Python:
+# `python -m spec_lab compare A B` says what sets runs apart and which differences are significant: acceptance prompt by
+# prompt, speed group by group, all intervals together at 95 %. *not significant* is no proof of equality; it comes with
+# the change that would have been seen. Here from Python:
 
 # %%
 from rich.console import Console
@@ -160,12 +160,12 @@ compare.show(comparison, Console(width=100, force_jupyter=False))
 
 # %%
 found = compare.as_frame(comparison).set_index("figure")
-assert found.loc["nodes_per_step", "verdict"] == "real"  # five tokens drafted, not one
+assert found.loc["nodes_per_step", "verdict"] == "significant"  # five tokens drafted, not one
 assert found.loc["tau_pooled", "paired"]  # by prompts
-real = found[found["verdict"] == "real"]
-nothing = real["relative"].astype(float)  # no change: the factor 1, or the difference 0
-assert ((real["together_low"] > nothing) | (real["together_high"] < nothing)).all()
-found[["reference_value", "other_value", "change", "together_low", "together_high", "verdict"]].round(2)
+significant = found[found["verdict"] == "significant"]
+nothing = significant["relative"].astype(float)  # no change: the factor 1, or the difference 0
+assert ((significant["simultaneous_low"] > nothing) | (significant["simultaneous_high"] < nothing)).all()
+found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]
 # ## Next

@@ -10,7 +10,7 @@ K most children of a row, D depth of the deepest node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -355,6 +355,8 @@ def forest(trees: tuple[Shape, ...]) -> Shape:
 
     The first tree remembers the forests it begins, so that static trees share one; they are forgotten with it.
     """
+    if not trees:
+        return Shape(0, np.empty(0, dtype=np.int64))
     if len(trees) == 1:
         return trees[0]
     known, others = trees[0]._forests, trees[1:]
@@ -405,6 +407,8 @@ class Draft:
         q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was sampled.
         noise: ``[E, V]`` float64, only of a draft drawn ``gumbel``: standard Gumbel noise g of each expanded parent,
             whose children are the arg max of log q + g, then the second best, and so on.
+        broken: trees that could not be drafted, because the draft's logits are NaN or infinite, each with the reason:
+            their sequences end.
         computed_only: rows that are computed with the draft and never accepted.
     """
 
@@ -414,6 +418,7 @@ class Draft:
     q: Tensor | None = None  # [E, V]
     q_row: np.ndarray | None = None  # [R]
     noise: Tensor | None = None  # [E, V]
+    broken: Mapping[int, str] = field(default_factory=dict)
     computed_only: ComputedOnly | None = None
 
     def __post_init__(self) -> None:
@@ -506,7 +511,7 @@ class Draft:
         q_row = None if self.q_row is None else self.q_row[both]
         token = self.token[torch.from_numpy(kept)]
         drawn = self.drawn if isinstance(self.drawn, str) else self.drawn[kept]
-        return Draft(smaller, token, drawn, self.q, q_row, self.noise, extra), both
+        return Draft(smaller, token, drawn, self.q, q_row, self.noise, self.broken, extra), both
 
 
 @lru_cache(maxsize=256)

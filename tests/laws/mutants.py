@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import spec_lab.engine.batch
 import spec_lab.engine.commit
+import spec_lab.engine.sequence
 import spec_lab.propose.growth
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.engine.batch import Batch
+from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify import exact
 from spec_lab.tasks.certify.certificate import Control, prove
@@ -80,7 +80,6 @@ class Around:
     really: Drawn = "iid"
     inner: Any = None
     name = "broken"
-    wants_hidden = False
 
     def toy(self, target: Any, draft: Any, tree: Any) -> Proposer:
         return replace(self, inner=reference(self.really, target, draft, tree))
@@ -343,7 +342,7 @@ def shared(purpose: Purpose) -> AbstractContextManager[Any]:
 def standing_still() -> AbstractContextManager[Any]:
     """A round number that stands still: each step gets the uniforms of the first."""
     return mock.patch.object(
-        spec_lab.engine.batch.SequenceState, "who", property(lambda s: (s.request.id, s.branch, 0))
+        spec_lab.engine.sequence.SequenceState, "key", property(lambda s: (s.request.id, s.branch, 0))
     )
 
 
