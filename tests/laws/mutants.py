@@ -152,7 +152,7 @@ def inverse() -> Iterator[None]:
 
 
 class Absolute(Siblings):
-    excess = edited(Siblings.excess, "                x.clamp_min_(0.0)", "                x.abs_()")
+    excess = edited(Siblings.excess, "x.relu_()", "x.abs_()")
 
 
 RESIDUAL_IS_ABSOLUTE = edited(
