@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import board
@@ -98,10 +98,6 @@ class Wandb:
         self._forget()
         self._manifest, self._out = manifest, out
         self._run = board.begin(out, manifest, self.project, self.entity, self.mode)
-
-    def resolved_mode(self) -> Literal["online", "offline", "disabled"]:
-        """The mode "auto" stands for here."""
-        return board.resolved(self.mode)
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
         """See ``Tracker``."""
