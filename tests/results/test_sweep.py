@@ -449,7 +449,7 @@ def test_an_interrupted_sweep_goes_on_from_its_finished_groups(cli, tiny, tmp_pa
     code, _, errors = cli(*some)
     assert code == 130
     assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
-    assert "run the same command with output_dir=swept to go on" in errors
+    assert "run the same command with output_dir=swept to resume" in errors
     assert "Traceback" not in errors
     assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
