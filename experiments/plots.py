@@ -290,7 +290,7 @@ def study(
     here = Path(file).resolve().parent
     parser = argparse.ArgumentParser(description=f"Results, figure and table of the study {here.name}.")
     parser.add_argument(
-        "runs", type=Path, nargs="?", default=Path("outputs", here.name), help="out= of the study's runs"
+        "runs", type=Path, nargs="?", default=Path("outputs", here.name), help="output_dir= of the study's runs"
     )
     parser.add_argument("--folder", type=Path, default=here, help="where results, figure and README are")
     chosen = parser.parse_args(arguments)

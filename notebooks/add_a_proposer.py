@@ -35,10 +35,10 @@ for package in ("my_drafts", "my_drafts/conf"):
 # %% [markdown]
 # ## The file
 #
-# The idea: after each token draft the one that came after it the last time, in this very text. A proposer says its
-# `name`, how its siblings are `drawn` (here nothing is: `point`), how many `nodes` it drafts at most, and whether it
-# wants the target's hidden states. `propose` gets the live sequences, and returns one tree for each: here a chain,
-# which may be empty.
+# The idea: after each token draft the one that came after it the last time, in this very text. A proposer has a `name`,
+# declares how its siblings are `drawn` (here nothing is: `point`) and how many `nodes` it drafts at most. `propose`
+# gets the live sequences, and returns one tree for each: here a chain, which may be empty. `Lifecycle` has defaults for
+# the rest: this proposer carries no state from step to step, and `requires` no hidden states or logits of the target.
 
 # %%
 # %%writefile my_drafts/recent.py
@@ -51,16 +51,16 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, SequenceState
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Recent:
+class Recent(Lifecycle):
     depth: int
     name: str = "recent"
-    drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no laws q
-    wants_hidden: bool = False
+    drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no probabilities q
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Recent":
@@ -74,9 +74,6 @@ class Recent:
         chains = [follow(sequence.tokens, self.depth) for sequence in batch.sequences]
         tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
         return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing is kept for a sequence that has ended."""
 
 
 def follow(tokens: list[int], count: int) -> list[int]:
@@ -117,8 +114,8 @@ assert recent.follow([1, 2, 3], 4) == []  # nothing has followed 3
 # the baseline decode the same prompts in the same run.
 
 # %% language="bash"
-# python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@beside.ngram=ngram \
-#     prompts.limit=8 max_new_tokens=32 threads=1 out=measured
+# python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram \
+#     prompts.limit=8 max_new_tokens=32 threads=1 output_dir=measured
 
 # %% [markdown]
 # Before anything was decoded, the run has checked that the pair fits (a verifier that cannot judge such drafts is
@@ -174,7 +171,7 @@ found[["reference_value", "other_value", "change", "simultaneous_low", "simultan
 
 # %% language="bash"
 # python -m spec_lab --config-dir my_drafts/conf +experiment=certify proposer=recent \
-#     task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 out=certified
+#     task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 output_dir=certified
 
 # %%
 import json
@@ -211,9 +208,11 @@ assert pair["exact"]["drafted"] > 100  # and there were some
 # %% [markdown]
 # Further on:
 #
-# - Draws at random? Then `drawn` is `iid` or `without`, and the draft carries the laws it drew from (`q`, `q_row` of
-#   `spec_lab/core/draft.py`); drafts that do not follow the law they state are what `certify` is for.
-# - Wants weights? `load` gets what the YAML names; a method `toy(target, draft, tree)` makes the same proposer for a
+# - Draws at random? Then `drawn` is `iid` or `without`, and the draft carries the distributions it drew from (`q`,
+#   `q_row` of `spec_lab/core/draft.py`); drafts that were not drawn from the `q` they state are what `certify` is for.
+# - Learns from the target? `requires` names the hidden states or logits it needs, `init(request)` makes the state of a
+#   sequence, and `observe` receives what each step computed; `spec_lab/engine/proposer.py` has the whole life cycle.
+# - Needs weights? `load` gets what the YAML names; a method `toy(target, draft, tree)` makes the same proposer for a
 #   toy target, so that it can be enumerated.
 # - Trees: `tree(((0,), (1,), (0, 0)))` in place of `chain(3)`.
 # - A verifier or a constraint is added in the same way; `tests/extension` of spec_lab holds a package with all three.

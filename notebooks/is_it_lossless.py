@@ -173,7 +173,7 @@ display(figure)
 
 # %% language="bash"
 # python -m spec_lab +experiment=certify proposer=draft_chain proposer.drawn=point verifier=token \
-#     task.samples=2000 task.tokens=256 prompts.limit=8 max_new_tokens=16 threads=1 out=certified
+#     task.samples=2000 task.tokens=256 prompts.limit=8 max_new_tokens=16 threads=1 output_dir=certified
 
 # %%
 import json

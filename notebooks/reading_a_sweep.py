@@ -44,7 +44,7 @@ from spec_lab.results import sweep
 folder = Path("depths")
 command = f"""
 python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1
-    proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 out={folder}
+    proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir={folder}
 """
 
 
@@ -77,7 +77,7 @@ assert sum(run.groups for run in killed) >= 10  # eight of the first run, and so
 
 # %% language="bash"
 # python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1 \
-#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 out=depths 2>&1
+#     proposer.confidence=0 prompts=json prompts.limit=8 max_new_tokens=16 warmup=8 threads=1 output_dir=depths 2>&1
 
 # %%
 runs = sweep.runs(folder)

@@ -15,11 +15,11 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from scripts.zoo.records import HELD_OUT_SEED, record
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.constrain.load import json_schema, lark, regex
-from spec_lab.constrain.protocol import Stuck, allows, the_only, unpack
-from spec_lab.engine.batch import Request
-from spec_lab.train.records import HELD_OUT_SEED, record
+from spec_lab.constrain.protocol import ConstraintError, allows, single_token, unpack
+from spec_lab.engine.request import Request
 from tests import checkpoints
 from tests.constrain.parts import bundled
 
@@ -51,7 +51,7 @@ def constraint(kind):
     """As the config has it, for whole texts."""
     config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "constraint", f"{kind}.yaml")), resolve=True)
     load = {"json_schema": json_schema, "lark": lark}[config.pop("_target_").rpartition(".")[2]]
-    binding = ("placement", "draft_budget", "fast_forward", "beside")
+    binding = ("placement", "draft_budget", "fast_forward", "async_masks")
     return load(bundled(), **{key: value for key, value in config.items() if key not in binding})
 
 
@@ -68,7 +68,7 @@ def walk(kind, text):
         mask = state.mask()
         if not allows(mask, token):
             return place, forced / len(rest)
-        forced += the_only(mask) == token
+        forced += single_token(mask) == token
         if place < len(rest) - 1:
             state.advance(token)
     return None, forced / len(rest)
@@ -128,7 +128,7 @@ def refused(made):
     for prompt in prompts("json"):
         try:
             made.start(Request(0, prompt["id"], tuple(tokenizer().encode(prompt["prompt"]))))
-        except Stuck:
+        except ConstraintError:
             found.append(prompt["prompt"])
     return found
 
@@ -236,8 +236,8 @@ def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, t
     draft = f"path={folder / 'draft'}"
     arguments = [
         "--out", f"{tmp_path / 'out'}", "--folder", f"{tmp_path}", "--prompts", "2", f"target.path={folder / 'target'}",
-        "target.dtype=float64", f"proposer.{draft}", f"beside.draft_tree.{draft}", "beside.medusa.tree=2x1",
-        f"beside.medusa.path={folder / 'medusa'}", f"prompts.path={folder / 'prompts.jsonl'}",
+        "target.dtype=float64", f"proposer.{draft}", f"arms.draft_tree.{draft}", "arms.medusa.tree=2x1",
+        f"arms.medusa.path={folder / 'medusa'}", f"prompts.path={folder / 'prompts.jsonl'}",
         "max_new_tokens=10", "warmup=0", "threads=1",
     ]  # fmt: skip
     measure.main(arguments)
@@ -265,8 +265,16 @@ def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, t
     assert pd.read_csv(tmp_path / "results.csv").equals(table)
 
 
+@pytest.mark.nightly  # the short run has the study on tiny models
 def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
-    short = ["target.dtype=float64", "max_new_tokens=20", "warmup=0", "prompts.limit=2", "~beside.medusa", "out=here"]
+    short = [
+        "target.dtype=float64",
+        "max_new_tokens=20",
+        "warmup=0",
+        "prompts.limit=2",
+        "~arms.medusa",
+        "output_dir=here",
+    ]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=constraint_placement", *short])
     main()

@@ -28,9 +28,9 @@ SHORT = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "threads=1"]
 
 STUDIES = {
     "verifier_vs_temperature": (["verifier=token,typical", "sampling.temperature=0.3,1"], 2 * 2 * 2),
-    "tree_shapes": (["beside.calibrated.max_nodes=2", "prompts=code"], 12),
-    "draft_length": (["prompts=code", "beside.chain.depth=1,4"], 2 * 3),
-    "batch_size": (["batch_size=2,4", "beside.medusa.max_nodes=2"], 2 * 3),
+    "tree_shapes": (["arms.calibrated.max_nodes=2", "prompts=code"], 12),
+    "draft_length": (["prompts=code", "arms.chain.depth=1,4"], 2 * 3),
+    "batch_size": (["batch_size=2,4", "arms.medusa.max_nodes=2"], 2 * 3),
     "proposers": (["prompts=code", "proposer.max_nodes=2"], 2 * 5),
     "spec_bench": ([f"prompts.path={QUESTIONS}", "proposer.max_nodes=2"], 5),
 }
@@ -89,7 +89,7 @@ def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     small, rows = STUDIES[name]
     limit = [] if name in ("batch_size", "spec_bench") else ["prompts.limit=2"]
-    assert command(monkeypatch, f"+experiment={EXPERIMENT[name]}", *SHORT, *small, *limit, "out=here") == 0, (
+    assert command(monkeypatch, f"+experiment={EXPERIMENT[name]}", *SHORT, *small, *limit, "output_dir=here") == 0, (
         capfd.readouterr().err
     )
     shutil.copy(ROOT / "experiments" / name / "README.md", tmp_path)
@@ -119,9 +119,10 @@ def test_a_study_says_its_command_and_is_a_small_delta(name):
 
 def test_at_temperature_0_verifiers_are_swept_on_trees_of_the_likeliest_tokens(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    at_0 = ["sampling.temperature=0", "beside.tree.drawn=point", "verifier=token,traversal"]
+    at_0 = ["sampling.temperature=0", "arms.tree.drawn=point", "verifier=token,traversal"]
     assert (
-        command(monkeypatch, "+experiment=verifier_vs_temperature", *SHORT, *at_0, "prompts.limit=2", "out=here") == 0
+        command(monkeypatch, "+experiment=verifier_vs_temperature", *SHORT, *at_0, "prompts.limit=2", "output_dir=here")
+        == 0
     )
     table = plots.swept(tmp_path / "here")
     assert set(table["temperature"]) == {0} and len(table) == 4
@@ -130,10 +131,10 @@ def test_at_temperature_0_verifiers_are_swept_on_trees_of_the_likeliest_tokens(t
 
 def test_the_published_trees_of_the_study_have_as_many_nodes_as_the_grown_one():
     with initialize_config_dir(conf(), version_base=None):
-        beside = compose("config", overrides=["+experiment=tree_shapes"]).beside
-    published = {name: one.tree for name, one in beside.items() if one.tree not in ("calibrated", "likeliest")}
+        arms = compose("config", overrides=["+experiment=tree_shapes"]).arms
+    published = {name: one.tree for name, one in arms.items() if one.tree not in ("calibrated", "likeliest")}
     assert [len(parse(tree)) for tree in published.values()] == [63] * 9
-    assert {name: one.max_nodes for name, one in beside.items() if one.tree == "likeliest"} == {
+    assert {name: one.max_nodes for name, one in arms.items() if one.tree == "likeliest"} == {
         "grown_63": 63, "grown_25": 25,
     }  # fmt: skip
 
@@ -143,7 +144,7 @@ def test_all_proposers_by_workload_are_those_of_one_run():
         one, many = (
             compose("config", overrides=[f"+experiment={name}"]) for name in ("proposers", "proposers_by_workload")
         )
-    assert one.beside == many.beside and one.proposer == many.proposer
+    assert one.arms == many.arms and one.proposer == many.proposer
     assert not any("experiment" in str(line) or line == "proposers" for line in defaults("proposers_by_workload"))
 
 

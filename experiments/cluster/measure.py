@@ -43,7 +43,7 @@ def sweep(engine: str, workers: int, seconds: float, jobs: int) -> float:
         command = [sys.executable, __file__, "--multirun", f"hydra/launcher={engine}", *ROOM[engine], *room]
         began = time.perf_counter()
         subprocess.run(
-            [*command, "~hydra.callbacks.preflight", f"+seconds={seconds}", f"seed={numbers}", f"out={out}"],
+            [*command, "~hydra.callbacks.preflight", f"+seconds={seconds}", f"seed={numbers}", f"output_dir={out}"],
             check=True, capture_output=True,
         )  # fmt: skip
         return time.perf_counter() - began

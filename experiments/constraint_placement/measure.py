@@ -24,7 +24,7 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.cli import main as cli
-from spec_lab.constrain import AppliedConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun
 from spec_lab.tasks.benchmark import run
@@ -97,13 +97,13 @@ def configured(workload: str, temperature: int, options: Sequence[str]) -> DictC
 def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     """One workload at one temperature, all ways in turns. Returns the exit code of ``run``."""
     if tree := chosen_tree(out.parent):
-        OmegaConf.update(config, "beside.medusa.tree", tree)
+        OmegaConf.update(config, "arms.medusa.tree", tree)
     resolved: Any = OmegaConf.to_container(config, resolve=True)
-    settings = Settings(out=out, **{name: resolved[name] for name in Settings.names()})
+    settings = Settings(output_dir=out, **{name: resolved[name] for name in Settings.names()})
     settings.use_threads()
     target = cli.build(config, "target")
     names = TEMPERATURES[temperature]
-    parts = {"draft_chain": "proposer"} | {name: f"beside.{name}" for name in names if name != "draft_chain"}
+    parts = {"draft_chain": "proposer"} | {name: f"arms.{name}" for name in names if name != "draft_chain"}
     proposers = {name: cli.build(config, parts[name], target=target) for name in names}
     verifier, sampling = cli.build(config, "verifier"), cli.build(config, "sampling")
     binding = cli.bind(config, settings, target)[0]
@@ -119,14 +119,14 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     lab = Lab(target, Null.load(target), Match(), sampling, prompts[:limit], tracker, peers=arms)
     resolved["limit"] = limit
     if "medusa" in proposers:
-        resolved["beside"]["medusa"]["tree"] = proposers["medusa"].facts["tree"]
+        resolved["arms"]["medusa"]["tree"] = proposers["medusa"].facts["tree"]
     return run(lab, settings, resolved, Console(quiet=True))
 
 
 def chosen_tree(out: Path) -> str | None:
     """Medusa's tree, chosen by timing: of all runs under ``out`` that of the first, so that they can be compared."""
     there = [begun(run) for run in sorted(out.glob("*"), key=lambda run: run.stat().st_mtime)]
-    trees = [one["config"]["beside"]["medusa"]["tree"] for one in there if one]
+    trees = [one["config"]["arms"]["medusa"]["tree"] for one in there if one]
     return next((tree for tree in trees if tree != "calibrated"), None)
 
 
@@ -134,7 +134,7 @@ def follows(binding: AppliedConstraint, target: Any, prompt: Any, sampling: Any)
     """Whether the constraint can begin with the prompt: JSON Lines are no JSON."""
     try:
         binding.constraint.start(requests_of(target, [prompt], sampling, 1)[0])
-    except Stuck:
+    except ConstraintError:
         return False
     return True
 

@@ -81,9 +81,9 @@ def measure(chosen: argparse.Namespace) -> None:
 
     def settings(name: str, batch: int = 1) -> Settings:
         usual = {"max_new_tokens": chosen.new, "warmup": min(16, chosen.new), "seed": 0, "threads": chosen.threads}
-        return Settings(out=chosen.out / name, name=name, batch_size=batch, baseline=True, **usual)
+        return Settings(output_dir=chosen.out / name, name=name, batch_size=batch, baseline=True, **usual)
 
-    alone = replace(lab("prose", 0, None), beside={})
+    alone = replace(lab("prose", 0, None), more_proposers={})
     wide = {"batches": chosen.batches, "contexts": chosen.contexts, "turns": chosen.turns}
     finished(costs.measure(alone, settings("nodes"), config, quiet, nodes=chosen.nodes, **wide))
     near = [batch for batch in chosen.batches if batch <= max(chosen.runs)]

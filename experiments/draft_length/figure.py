@@ -38,7 +38,7 @@ def results(runs: Path) -> pd.DataFrame:
     """
     table = beside(
         runs,
-        swept(runs).rename(columns={"beside.chain.depth": "depth"}),
+        swept(runs).rename(columns={"arms.chain.depth": "depth"}),
         KEYS,
         {"depth": REFERENCE},
         f"depth_{REFERENCE}",

@@ -54,7 +54,7 @@ def workers(folder: Path, jobs: int, prompts: int, repeats: int) -> dict:
             out = folder / f"workers-{count}-{turn}"
             seeds = ",".join(map(str, range(jobs)))
             launch = ["--multirun", "hydra/launcher=joblib", f"hydra.launcher.n_jobs={count}"]
-            took[count].append(command(*launch, *JOB, f"prompts.limit={prompts}", f"seed={seeds}", f"out={out}"))
+            took[count].append(command(*launch, *JOB, f"prompts.limit={prompts}", f"seed={seeds}", f"output_dir={out}"))
     ratios = np.array(took[1]) / np.array(took[2])
     return {"jobs": jobs, "prompts": prompts, "seconds": took, "throughput_ratio": ratios.tolist()}
 
@@ -67,7 +67,7 @@ def overhead(folder: Path, jobs: int, prompts: int) -> dict:
 
     def rest(name: str, count: int) -> float:
         out, seeds = folder / name, ",".join(map(str, range(count)))
-        whole = command("--multirun", *JOB, f"prompts.limit={prompts}", f"seed={seeds}", f"out={out}")
+        whole = command("--multirun", *JOB, f"prompts.limit={prompts}", f"seed={seeds}", f"output_dir={out}")
         return whole - sum(decoding(one.folder) for one in sweep.runs(out))
 
     fresh, more = (

@@ -18,22 +18,37 @@ from omegaconf.errors import MissingMandatoryValue
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
+REUSED = ProcessCache()
+"""What the runs of this process share, a sweep's above all; it is passed to the parts."""
+
 NEEDS = {
     "target": ("lm", "tokenizer", "context"),
     "proposer": ("name", "drawn", "nodes", "propose", "close"),
     "verifier": ("name", "accepts", "lossless", "__call__"),
-    "constraint": ("name", "vocabulary", "acts", "start"),
+    "constraint": ("name", "vocabulary", "has_actions", "start"),
     "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
     "prompts": ("__len__", "__getitem__"),
     "tracker": ("start", "group", "finish", "close"),
     "peers": ("decode",),
 }
 """What an object must have to be a part of the run."""
+
+
+RENAMED = {
+    "out": "output_dir",
+    "beside": "arms",
+    "stop": "stop_strings",
+    "banned": "banned_strings",
+    "heal": "token_healing",
+    "constraint.beside": "constraint.async_masks",
+}
+"""Options that have another name now, by their former one."""
 
 
 def zoo(name: str) -> str:
@@ -105,7 +120,7 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
         text = reason(error)
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
-    group = {"beside": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
+    group = {"arms": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
     if lacks := [name for name in NEEDS[group] if not hasattr(made, name)]:
         kind = f"an object of type {type(made).__name__}, which has no {lacks[0]}"
         raise Refused(f"spec_lab: {part}: {named._target_} does not make what {group} needs: it makes {kind}")
@@ -121,18 +136,18 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
         Refused: as in ``build``; parts that do not go together.
     """
     from spec_lab.constrain.applied import AppliedConstraint
-    from spec_lab.constrain.load import together
+    from spec_lab.constrain.load import combine
     from spec_lab.constrain.vocabulary import Vocabulary
 
     named = named_by(config, "constraint")
     options = {key: named[key] for key in vars_of(AppliedConstraint) if key in named}
     own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
-    text = {"healing": settings.heal, "banned": settings.banned, "at_least": settings.min_new_tokens}
+    text = {"healing": settings.token_healing, "banned": settings.banned_strings, "at_least": settings.min_new_tokens}
     try:
-        needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop
+        needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop_strings
         vocabulary = Vocabulary.of(target) if needed else None
         constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
-        binding = together(constraint, vocabulary, options, **text)
+        binding = combine(constraint, vocabulary, options, **text)
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
     return binding, vocabulary and vocabulary.bytes
@@ -159,10 +174,18 @@ def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
     """The config with the trees, by arm, that a run calibrated when it began, for going on without calibrating anew."""
     config = deepcopy(config)
     for arm, tree in trees.items():
-        option = "proposer.tree" if arm == "speculative" else f"beside.{arm}.tree"
+        option = "proposer.tree" if arm == "speculative" else f"arms.{arm}.tree"
         if OmegaConf.select(config, option) == "calibrated":
             OmegaConf.update(config, option, tree)
     return config
+
+
+def renamed(option: str) -> str:
+    """Why an option has no effect: it has another name now. Empty of an option that was not renamed."""
+    for old, new in RENAMED.items():
+        if option == old or option.startswith(f"{old}."):
+            return f"{option} is now called {new + option.removeprefix(old)}"
+    return ""
 
 
 @cache
@@ -188,6 +211,8 @@ def check_options(config: DictConfig) -> None:
 
     options = known()
     for key in map(str, config):
+        if said := renamed(key):
+            raise Refused(f"spec_lab: {said}")
         if key not in options:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
@@ -196,6 +221,9 @@ def check_options(config: DictConfig) -> None:
         needed = "prompt has no default: give prompt=... on the command line"
         other = "prompt is for +experiment=stream; other tasks read prompts=..."
         raise Refused(f"spec_lab: {needed if config.get('prompt') is None else other}")
+    for key in config.constraint if OmegaConf.is_dict(config.get("constraint")) else ():
+        if said := renamed(f"constraint.{key}"):
+            raise Refused(f"spec_lab: {said}")
     for name in Settings.names():
         if name not in config:
             raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
@@ -237,17 +265,19 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     shown, identity = written(config), digest(resolved)
     given = None if overrides is None else sweep.own(overrides)
     scalars = {name: resolved[name] for name in Settings.names()}
-    settings = Settings(out=out, overrides=given, config_sha256=identity, **scalars)
+    settings = Settings(output_dir=out, overrides=given, config_sha256=identity, **scalars)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
     begun = with_trees(config, begun_trees(out, shown, identity))
-    target = named_as_written(build(config, "target"), OmegaConf.select(config, "target.path"), shown["target"])
+    target = named_as_written(
+        build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
+    )
     proposer = build(begun, "proposer", target=target)
-    beside = build_each(begun, "beside", target=target)
+    arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
     binding, pieces = bind(config, settings, target)
-    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, beside, peers, verifiers, binding, pieces)
+    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, binding, pieces)
     with interrupt.Raising():
         return int(work(lab, settings, shown))

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import PACKAGE, bind, build, conf, groups, known, reason, vars_of, zoo
+from spec_lab.cli.build import PACKAGE, bind, build, conf, groups, known, reason, renamed, vars_of, zoo
 from spec_lab.cli.jobs import job
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
@@ -50,12 +50,16 @@ def check_overrides(arguments: Sequence[str]) -> None:
     """Refuse what Hydra would answer with a traceback, or in words that do not say what to do.
 
     Raises:
-        ValueError: an override is not readable; the value of a config group is empty, null, a number or a bool; a
-            number of workers is not a whole number. Names the option.
+        ValueError: an option was renamed; an override is not readable; the value of a config group is empty, null, a
+            number or a bool; a number of workers is not a whole number. Names the option.
     """
     for one in arguments:
         option, equals, _ = one.partition("=")
-        if not equals or one.startswith("-"):
+        if one.startswith("-"):
+            continue
+        if said := renamed(option.lstrip("+~").rpartition("@")[2]):
+            raise ValueError(said)
+        if not equals:
             continue
         try:
             read = OverridesParser.create().parse_rule(one, "override")
@@ -99,7 +103,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
         interrupt.change(interrupt.Silent(""))
-        from spec_lab.models.target import follow
+        from spec_lab.models.loading import follow
 
         return follow()
     try:
@@ -139,4 +143,4 @@ def command_line() -> None:
         print("\nInterrupted." if many else "\nInterrupted before anything was decoded.", file=sys.stderr)
         sys.exit(interrupt.CODE)
     except InterpolationResolutionError as error:  # hydra.run.dir is composed before any callback
-        sys.exit(f"spec_lab: out must name a directory: give out=DIR ({reason(error)})")
+        sys.exit(f"spec_lab: output_dir must name a directory: give output_dir=DIR ({reason(error)})")

@@ -46,7 +46,7 @@ class Preflight(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Before a single run."""
         check_name(config.get("name"))
-        self.made = check_writable(config.get("out"))
+        self.made = check_writable(config.get("output_dir"))
 
     def on_run_end(self, **_: Any) -> None:
         """After a single run: one that wrote nothing leaves no directory behind."""
@@ -64,7 +64,7 @@ class Preflight(Callback):
                 raise SystemExit(f"spec_lab: {option} cannot be swept: another value of it makes no other run")
         if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
             raise SystemExit("spec_lab: on ranks of torchrun the runs of a sweep take turns: use hydra/launcher=basic")
-        check_writable(config.get("out"))
+        check_writable(config.get("output_dir"))
         chosen = {
             one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in {*groups(), "experiment"}
         }
@@ -101,7 +101,7 @@ class Preflight(Callback):
             code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
             tell_results(out)
             tell_sweep(out)
-            search.tell(config)
+            search.print_best(config)
         except Exception as error:  # Hydra would only warn, and leave with 0
             code = 1
             print(f"spec_lab: {reason(error)}", file=sys.stderr)
@@ -151,7 +151,7 @@ def go_on(out: Path) -> None:
 
 
 def _how_to_go_on(out: Path) -> str:
-    return f"The sweep in {out} is not finished; the same command with out={out} resumes it."
+    return f"The sweep in {out} is not finished; the same command with output_dir={out} resumes it."
 
 
 def asked(config: DictConfig) -> list[list[str]]:
@@ -202,7 +202,7 @@ def check_writable(out: Any) -> list[Path]:
         The folders that are missing, the innermost first.
     """
     if not isinstance(out, str | int | float) or not str(out).strip():
-        raise SystemExit(f"spec_lab: out must name a directory, not {out!r}; choose another out=DIR")
+        raise SystemExit(f"spec_lab: output_dir must name a directory, not {out!r}; choose another output_dir=DIR")
     folder, made = Path(str(out)).absolute(), []
     existing = folder
     try:
@@ -215,7 +215,9 @@ def check_writable(out: Any) -> list[Path]:
             pass
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise SystemExit(f"spec_lab: cannot write to out={out}: {existing} {why}; choose another out=DIR") from error
+        raise SystemExit(
+            f"spec_lab: cannot write to output_dir={out}: {existing} {why}; choose another output_dir=DIR"
+        ) from error
     finally:
         for path in made:
             with suppress(OSError):

@@ -21,6 +21,7 @@ import torch
 from spec_lab.core import files
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.machine import processor
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sources
 from spec_lab.results.redact import without_secrets
@@ -69,6 +70,7 @@ def manifest(
     arms: Sequence[str],
     proposers: Mapping[str, Mapping[str, Any]],
     parts: Iterable[Any] = (),
+    cache: ProcessCache | None = None,
 ) -> dict[str, Any]:
     """The contents of ``manifest.json``.
 
@@ -85,7 +87,8 @@ def manifest(
     """
     made_of = {key: value for key, value in config.items() if key not in PLACES}
     head = commit(Path(__file__).resolve().parent)
-    code = sources.code(made_of, parts) | ({} if head else {sources.OWN: sources.source(sources.OWN)})
+    cache = ProcessCache() if cache is None else cache
+    code = sources.code(made_of, parts, cache) | ({} if head else {sources.OWN: sources.source(sources.OWN, cache)})
     return {
         "config": without_secrets(config),
         "seed": seed,
@@ -93,7 +96,7 @@ def manifest(
         "prompts_sha256": prompts,
         "commit": head,
         "code": code,
-        "files_sha256": sources.data(made_of),
+        "files_sha256": sources.data(made_of, cache),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -120,7 +123,7 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         if rows := sorted([*out.glob("*.parquet"), *out.glob("parts/*.parquet")]):
             raise ValueError(
                 f"{out} holds rows ({rows[0].relative_to(out)}) but no manifest.json that says of which run; "
-                "choose another out=DIR, or remove it"
+                "choose another output_dir=DIR, or remove it"
             )
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "manifest.json", facts)
@@ -130,7 +133,7 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
         different = ["an environment variable that the configuration reads: one value there, another here"]
     if different:
         what = "; ".join(different[:3] + ["and more"] * (len(different) > 3))
-        raise ValueError(f"{out} already holds another run ({what}); choose another out=DIR, or remove it")
+        raise ValueError(f"{out} already holds another run ({what}); choose another output_dir=DIR, or remove it")
     return there
 
 
@@ -171,7 +174,7 @@ def begun(out: Path) -> dict[str, Any] | None:
         if there is not None:
             expect(there, SHAPE, "")
     except ValueError as error:
-        raise Unreadable(f"{file} is no manifest ({error}); choose another out=DIR, or remove it") from error
+        raise Unreadable(f"{file} is no manifest ({error}); choose another output_dir=DIR, or remove it") from error
     return there
 
 
@@ -207,7 +210,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: ProcessCache) -> bool:
     """Whether code of other packages, and files that their options name, are those of a manifest, as far as it knows.
 
     Args:
@@ -218,9 +221,9 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
         return True
     made_of = {key: value for key, value in config.items() if key not in PLACES}
     code = {name: one for name, one in facts["code"].items() if name != sources.OWN}
-    known = {**code, **sources.code(made_of)}
-    same = all(sources.source(name) == code.get(name) for name in known)
-    return same and sources.data(made_of) == facts.get("files_sha256", {})
+    known = {**code, **sources.code(made_of, (), cache)}
+    same = all(sources.source(name, cache) == code.get(name) for name in known)
+    return same and sources.data(made_of, cache) == facts.get("files_sha256", {})
 
 
 def digest(config: Mapping[str, Any]) -> str:
@@ -234,8 +237,8 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in PLACES}
     if "proposer" in kept:
         kept["proposer"] = _without_measuring(kept["proposer"])
-    if isinstance(beside := kept.get("beside"), Mapping):
-        kept["beside"] = {name: _without_measuring(one) for name, one in beside.items()}
+    if isinstance(beside := kept.get("arms"), Mapping):
+        kept["arms"] = {name: _without_measuring(one) for name, one in beside.items()}
     return kept
 
 

@@ -36,7 +36,7 @@ State = Literal["done", "running", "failed", "waiting"]
 
 Known = TypeVar("Known")
 
-PLACES = ("out", "tracker", "retry", "objective")
+PLACES = ("output_dir", "tracker", "retry", "objective")
 """Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
 
 INTERRUPTED = 130
@@ -370,7 +370,7 @@ def runs(sweep: Path) -> list[Run]:
     """
     if not is_sweep(sweep):
         what = "holds a single run" if is_run(sweep) else "holds no sweep" if sweep.is_dir() else "does not exist"
-        raise ValueError(f"{sweep} {what}; a sweep is made by --multirun with out=DIR and has a sweep.json")
+        raise ValueError(f"{sweep} {what}; a sweep is made by --multirun with output_dir=DIR and has a sweep.json")
     asked = _asked(sweep)
     others = (one for one in sorted(sweep.iterdir()) if one.name not in asked and one.is_dir())
     found = [one for one in others if is_run(one) or (one / "ended.json").is_file()]  # a sweeper that plans as it goes

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.core.faults import PartError
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
@@ -33,7 +33,7 @@ from spec_lab.verify import Match
 
 
 def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:
-    """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.out``.
+    """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.output_dir``.
 
     A directory that already holds a part of this very run is gone on with: its finished groups stay. The same run means
     the same configuration, code, packages, machine, threads, weights, prompts and draft trees; a proposer that chose
@@ -55,12 +55,13 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
-    recorder, size = Recorder(settings.out), settings.batch_size
+    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
+    recorder, size = Recorder(settings.output_dir), settings.batch_size
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))
     own = facts
-    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
     for line in show.chosen_trees(lab.facts(), facts["proposers"]):
         console.print(line, soft_wrap=True, highlight=False)
@@ -68,7 +69,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     finished = recorder.finished()
     todo = {number: group for number, group in groups.items() if number not in finished}
     try:
-        lab.tracker.start(settings.name, facts, settings.out)
+        lab.tracker.start(settings.name, facts, settings.output_dir)
         _warm_up(arms, requests[:size], settings.warmup if todo else 0)
         with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="group", disable=one_of_several()) as bar:
             for number, group in todo.items():
@@ -79,29 +80,29 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 bar.set_postfix({name: f"{value:.3g}" for name, value in seen.items()})
         tables = recorder.gather()
         summary = _summary(lab, settings, arms, tables, config)
-        write_json(settings.out / "summary.json", summary)
-        drawn = [] if many else _draw(tables, settings.out / "figures")
+        write_json(settings.output_dir / "summary.json", summary)
+        drawn = [] if many else _draw(tables, settings.output_dir / "figures")
         lab.tracker.finish(summary, drawn, tables)
     except KeyboardInterrupt:
         done = recorder.gather().requests["group"].nunique()
         print(
-            f"\nInterrupted: the rows of {done} finished groups of {len(groups)} are in {settings.out}; "
-            f"run the same command with out={config.get('out', settings.out)} to go on.",
+            f"\nInterrupted: the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}; "
+            f"run the same command with output_dir={config.get('output_dir', settings.output_dir)} to go on.",
             file=sys.stderr,
         )
         return INTERRUPTED
     except Exception as error:
-        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
+        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
         if isinstance(error, PartError) and (done := len(recorder.finished())):
             raise PartError(
-                f"{error}; the rows of {done} finished groups of {len(groups)} are in {settings.out}, and the same "
-                f"command with out={config.get('out', settings.out)} resumes there"
+                f"{error}; the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}, and the "
+                f"same command with output_dir={config.get('output_dir', settings.output_dir)} resumes there"
             ) from error
         raise
     finally:
         lab.tracker.close()
     show.show(summary, console)
-    console.print(f"Rows, summary, manifest and figures: {settings.out}", soft_wrap=True, highlight=False)
+    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -124,14 +125,13 @@ def _decode_group(
     lab: Lab, settings: Settings, arms: Mapping[str, Arm], number: int, group: Sequence[Request], bar: Any
 ) -> tuple[writer.Rows, writer.Rows, writer.Rows]:
     """Every arm's rows of one group, the arms in the group's order."""
-    clock = lab.target.lm.clock
     rounds: writer.Rows = []
     steps: writer.Rows = []
     requests: writer.Rows = []
     for order, name in enumerate(_order(list(arms), number)):
         decoded = arms[name].decode(group)
-        rounds += writer.round_rows(decoded.rounds, clock, number, name)
-        steps += writer.step_rows(decoded.rounds, number, name)
+        own_rounds, own_steps = writer.rows_of(decoded.steps, number, name)
+        rounds, steps = rounds + own_rounds, steps + own_steps
         for outcome in decoded.outcomes:
             prompt = lab.prompts[outcome.request.id]
             shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
@@ -162,7 +162,7 @@ def _summary(
     lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metrics.Tables, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms"."""
-    made_of = [{part: config.get(part) for part in ("proposer", "beside", "verifier")}, lab.weights(), lab.facts()]
+    made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
     each = {
         name: _parts(arms[name], [name, *made_of]) | metrics.summarise(tables, name) for name in metrics.arms(tables)
     }

@@ -22,8 +22,9 @@ from spec_lab.constrain.healing import heal
 from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group, Round
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches
 from spec_lab.results import writer
@@ -45,7 +46,7 @@ class Settings:
     """A run's scalars.
 
     Args:
-        out: the run's directory.
+        output_dir: the run's directory.
         name: the experiment's; at most 100 characters, without slashes.
         batch_size: prompts decoded together; at most 1024.
         max_new_tokens: most tokens emitted for each; at most 2**20.
@@ -53,10 +54,10 @@ class Settings:
         seed: of every random choice, below 2**63.
         threads: of torch on the CPU, at most four for each core; None leaves torch's own choice.
         baseline: whether every group is decoded autoregressively as well.
-        stop: strings that end a text; at most 256, of 4096 bytes each and 65536 in all, as of ``banned``.
-        banned: strings that never appear.
+        stop_strings: strings that end a text; at most 256, of 4096 bytes each and 65536 in all.
+        banned_strings: strings that never appear; the same limits.
         min_new_tokens: before a text may end.
-        heal: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
+        token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
             prints no table and draws no figures.
@@ -64,7 +65,7 @@ class Settings:
             the names of environment variables, not with their values.
     """
 
-    out: Path
+    output_dir: Path
     name: str
     batch_size: int
     max_new_tokens: int
@@ -72,10 +73,10 @@ class Settings:
     seed: int
     threads: int | None
     baseline: bool
-    stop: Sequence[str] = ()
-    banned: Sequence[str] = ()
+    stop_strings: Sequence[str] = ()
+    banned_strings: Sequence[str] = ()
     min_new_tokens: int = 0
-    heal: bool = False
+    token_healing: bool = False
     max_prompt_tokens: int | None = None
     overrides: Sequence[str] | None = None
     config_sha256: str = ""
@@ -96,11 +97,11 @@ class Settings:
             )
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
-        for name in ("baseline", "heal"):
+        for name in ("baseline", "token_healing"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        check_strings("stop", strings("stop", self.stop))
-        check_strings("banned", strings("banned", self.banned))
+        check_strings("stop_strings", strings("stop_strings", self.stop_strings))
+        check_strings("banned_strings", strings("banned_strings", self.banned_strings))
         if whole("min_new_tokens", self.min_new_tokens, 0) > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens is {self.min_new_tokens}, larger than max_new_tokens, which is {self.max_new_tokens}"
@@ -116,14 +117,14 @@ class Settings:
     @staticmethod
     def names() -> list[str]:
         """The names of the scalars that a config gives."""
-        return [one.name for one in fields(Settings) if one.name not in ("out", "overrides", "config_sha256")]
+        return [one.name for one in fields(Settings) if one.name not in ("output_dir", "overrides", "config_sha256")]
 
 
 @dataclass(frozen=True)
 class Decoded:
     """What an arm made of a group: every forward (none for arms that are not the project's loop), every outcome."""
 
-    rounds: list[Round]
+    steps: list[StepInfo]
     outcomes: list[Outcome]
 
 
@@ -147,13 +148,12 @@ class Loop:
     pieces: Sequence[bytes] | None = None
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """See ``Arm``. Only rounds are kept while the clock runs."""
+        """See ``Arm``. Rows are built after the clock has stopped."""
         draws = CounterDraws(self.seed)
-        group = Group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
-        rounds = [writer.slim(done) for done in group]
-        clock = self.target.lm.clock
-        clock.synchronise()
-        return Decoded(rounds, writer.outcomes(group.sequences, rounds, clock, group.errors))
+        engine = fixed_group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
+        infos = [info.slim() for info in engine]
+        self.target.lm.clock.synchronise()
+        return Decoded(infos, writer.outcomes(engine.sequences, infos, engine.errors))
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Lab:
         sampling: how every arm samples.
         prompts: what is continued.
         tracker: watches.
-        beside: further proposers to measure in the same run, by the name of their arm.
+        more_proposers: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
         verifiers: further verifiers, by name, for the tasks that compare them.
         binding: the constraint, and where it binds; None for none.
@@ -180,7 +180,7 @@ class Lab:
     sampling: Sampling
     prompts: Sequence[Prompt]
     tracker: Tracker
-    beside: Mapping[str, Proposer] = field(default_factory=dict)
+    more_proposers: Mapping[str, Proposer] = field(default_factory=dict)
     peers: Mapping[str, Arm] = field(default_factory=dict)
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
     binding: AppliedConstraint | None = None
@@ -197,7 +197,7 @@ class Lab:
         null = Null.load(self.target)
         baseline = Loop(self.target, null, Match(), settings.seed, self.binding, self.pieces)
         arms: dict[str, Arm] = {}
-        proposers = {"speculative": self.proposer, **self.beside}
+        proposers = {"speculative": self.proposer, **self.more_proposers}
         if isinstance(self.proposer, Null):
             del proposers["speculative"]
         for name, proposer in proposers.items():
@@ -212,11 +212,13 @@ class Lab:
             arms[name] = Loop(self.target, proposer, self.verifier, settings.seed, self.binding, self.pieces)
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
-        if self.peers and (self.binding is not None or settings.stop):
-            raise ValueError("peers know neither constraints nor stop strings; set constraint=none and stop=[]")
-        taken = {"speculative", "baseline"} & {*self.beside, *self.peers} | {*self.beside} & {*self.peers}
+        if self.peers and (self.binding is not None or settings.stop_strings):
+            raise ValueError("peers know neither constraints nor stop strings; set constraint=none and stop_strings=[]")
+        taken = {"speculative", "baseline"} & {*self.more_proposers, *self.peers} | {*self.more_proposers} & {
+            *self.peers
+        }
         if taken:
-            raise ValueError(f"two arms are called '{taken.pop()}'; rename one under beside or peers")
+            raise ValueError(f"two arms are called '{taken.pop()}'; rename one under arms or peers")
         arms |= self.peers
         if settings.baseline or not arms:
             arms["baseline"] = baseline
@@ -235,12 +237,14 @@ class Lab:
                     f"constraint={part.name} has no source, and prompt '{bare}' brings none: give one on the command "
                     "line, or a field 'constraint' in the prompt's line"
                 )
-        stop, pieces = tuple(settings.stop), self.pieces
-        if settings.heal and pieces is None:
-            raise ValueError("heal=true needs a target whose tokens' bytes are known")
+        stop, pieces = tuple(settings.stop_strings), self.pieces
+        if settings.token_healing and pieces is None:
+            raise ValueError("token_healing=true needs a target whose tokens' bytes are known")
         begin = getattr(self.target.tokenizer, "bos_token_id", None)
-        healed = [heal(one, pieces, begin=begin) if settings.heal and pieces else one for one in requests]
-        text = dict(stop_strings=stop, banned_strings=tuple(settings.banned), min_new_tokens=settings.min_new_tokens)
+        healed = [heal(one, pieces, begin=begin) if settings.token_healing and pieces else one for one in requests]
+        text = dict(
+            stop_strings=stop, banned_strings=tuple(settings.banned_strings), min_new_tokens=settings.min_new_tokens
+        )
         return [replace(one, **text) for one in healed]  # type: ignore[arg-type]
 
     def shown(self, request: Request, tokens: Sequence[int]) -> str:
@@ -261,20 +265,20 @@ class Lab:
     def facts(self) -> dict[str, Any]:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
         own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
-        proposers = {**own, **self.beside}
+        proposers = {**own, **self.more_proposers}
         return {
             name: {"name": one.name, "drawn": one.drawn, **getattr(one, "facts", {})} for name, one in proposers.items()
         }
 
     def parts(self) -> list[Any]:
         """The objects that decode, and those that they are compared with."""
-        each = (self.beside, self.peers, self.verifiers)
+        each = (self.more_proposers, self.peers, self.verifiers)
         constraint = None if self.binding is None else self.binding.constraint
         return [self.target, self.proposer, self.verifier, constraint, *(one for some in each for one in some.values())]
 
     def weights(self) -> dict[str, str]:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""
-        parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.beside, **self.peers}
+        parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.more_proposers, **self.peers}
         found = {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
         if self.binding is not None:  # its source may stand in a file
             found["constraint"] = sha256(

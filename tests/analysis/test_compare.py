@@ -11,7 +11,7 @@ from rich.console import Console
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.compare import as_frame, compare, show
-from spec_lab.engine.batch import BROKEN
+from spec_lab.engine.request import BROKEN
 from spec_lab.results import sweep
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.results.writer import Recorder
@@ -65,7 +65,7 @@ def write(
                 requests.append(row("requests", id=f"{place}/{arm}/0", **own, **ends, **what))
     Recorder(folder).write(0, rounds, steps, requests)  # all groups in one file: faster
     facts = {
-        "config": {"proposer": {"depth": 3}, "out": str(folder), "tracker": {"key": "***"}} | (config or {}),
+        "config": {"proposer": {"depth": 3}, "output_dir": str(folder), "tracker": {"key": "***"}} | (config or {}),
         "seed": 0,
         "weights_sha256": {},
         "prompts_sha256": "",
@@ -332,14 +332,12 @@ def test_sweeps_without_common_overrides_are_refused(tmp_path):
 
 
 def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_path):
-    a = write(tmp_path / "a", taus(8), config={"beside": {}, "tracker": {"project": "x"}})
-    b = write(
-        tmp_path / "b", taus(8), config={"proposer": {"depth": 5}, "beside": {"n": {"_target_": "N"}}}, commit="1"
-    )
+    a = write(tmp_path / "a", taus(8), config={"arms": {}, "tracker": {"project": "x"}})
+    b = write(tmp_path / "b", taus(8), config={"proposer": {"depth": 5}, "arms": {"n": {"_target_": "N"}}}, commit="1")
     found = compare([a, b])
     assert [(one.key, one.values) for one in found.configuration] == [
         ("proposer.depth", (("3", ("A",)), ("5", ("B",)))),
-        ("beside.n", (("not set", ("A",)), ("N", ("B",)))),
+        ("arms.n", (("not set", ("A",)), ("N", ("B",)))),
     ]
     assert [one.key for one in found.provenance] == ["commit"]
     assert "proposer.depth" in shown(found)

@@ -17,7 +17,7 @@ from tests.labs import Repeat, lab, settings
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
-    run(lab(beside={"longer": Repeat(4)}), settings(out), {})
+    run(lab(more_proposers={"longer": Repeat(4)}), settings(out), {})
     return metrics.load(out)
 
 

@@ -18,7 +18,7 @@ MORE_COLUMNS = ["untruncated tau", "expected tau", "nodes per step", "overhead",
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
-    run(lab(beside={"longer": Repeat(5)}), settings(out), {}, Console(file=StringIO()))
+    run(lab(more_proposers={"longer": Repeat(5)}), settings(out), {}, Console(file=StringIO()))
     return json.loads((out / "summary.json").read_text())
 
 

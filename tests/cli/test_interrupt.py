@@ -55,7 +55,7 @@ def test_a_sweep_that_is_interrupted_during_an_import_waits(tiny, tmp_path, modu
     assert done.returncode == 130, done.stderr
     assert "Interrupted." in done.stderr and "Traceback" not in done.stderr
     if module != "hydra":
-        assert "the same command with out=swept" in done.stderr
+        assert "the same command with output_dir=swept" in done.stderr
         assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["waiting", "waiting"]
 
 

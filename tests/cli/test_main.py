@@ -74,8 +74,8 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
 def test_every_constraint_says_how_it_binds():
     for file in (file for file in options() if file.parent.name == "constraint"):
         named = set(OmegaConf.load(file).keys())
-        acts = file.stem.startswith("controller_")  # masks of what acts are never computed beside the target
-        assert set(vars_of(AppliedConstraint)) - ({"beside"} if acts else set()) <= named, file
+        acts = file.stem.startswith("controller_")  # a constraint that acts computes its masks serially
+        assert set(vars_of(AppliedConstraint)) - ({"async_masks"} if acts else set()) <= named, file
 
 
 GIVEN_BY_USERS = {
@@ -99,9 +99,9 @@ GIVEN_BY_USERS = {
 def test_every_constraint_can_be_named_on_the_command_line(cli, file):
     given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
     prompts = "prompts=json" if file.stem == "records" else "prompts=code"
-    heal = "heal=false"
+    heal = "token_healing=false"
     command = [*given, prompts, heal, f"target.path={zoo('target')}", "proposer=ngram", "prompts.limit=1", "warmup=0"]
-    code, _, errors = cli(*command, "max_new_tokens=2", "baseline=false", "out=here")
+    code, _, errors = cli(*command, "max_new_tokens=2", "baseline=false", "output_dir=here")
     assert code == 0, errors
 
 
@@ -129,13 +129,15 @@ def tiny_zoo(tmp_path_factory):
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "certify_all" else []) for name in TASKS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
     few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
     monkeypatch.setattr("spec_lab.tasks.certify.task.prove", few)
     file, short = TASKS[name]
-    code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "out=here")
+    code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
     assert code == 0, errors
     assert said.rstrip().endswith("here")
     found = json.loads((tmp_path / "here" / file).read_text())
@@ -146,10 +148,16 @@ def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch
     assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
 
 
-@pytest.mark.parametrize("name", RUNS)
+ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
+"""Experiments whose one proposer ``proposers`` runs as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ALONE else []) for name in RUNS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_experiment_runs(cli, name, tmp_path):
-    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=here"]
+    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
     code, said, errors = cli(f"+experiment={name}", *short)
     assert code == 0, errors
     assert f"{name}: " in said
@@ -167,10 +175,11 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("tiny_zoo")
 def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
     drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
-    command = ["+experiment=peers", *drawn, "prompts.limit=1", "out=here"]
+    command = ["+experiment=peers", *drawn, "prompts.limit=1", "output_dir=here"]
     code, _, errors = cli(*command)
     assert code == 1
     assert "peers.bare: the bare loop knows a temperature only: leave it out with '~peers.bare'" in errors
@@ -183,7 +192,7 @@ def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
 @pytest.mark.usefixtures("tiny_zoo")
 def test_a_batch_at_temperature_1_with_another_verifier(cli, tmp_path):
     swaps = ["verifier=traversal", "sampling=temperature_1", "prompts=prose", "batch_size=3", "target.dtype=float32"]
-    code, _, errors = cli("+experiment=draft_chain", *swaps, "max_new_tokens=6", "warmup=2", "out=here")
+    code, _, errors = cli("+experiment=draft_chain", *swaps, "max_new_tokens=6", "warmup=2", "output_dir=here")
     assert code == 0, errors
     tables = metrics.load(tmp_path / "here")
     assert tables.rounds[tables.rounds["prefill"]].groupby("group")["live"].max().tolist() == [3, 1]
@@ -204,7 +213,7 @@ def test_composing_imports_nothing_heavy(tmp_path):
 
 
 def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp_path):
-    code, said, errors = cli(*tiny, "out=here", "sampling.temperature=1", "name=mine")
+    code, said, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
     assert code == 0, errors
     assert "Traceback" not in errors
     assert "mine: ngram" in said
@@ -220,7 +229,7 @@ def test_without_out_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
 
 
 def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(cli, tiny, tmp_path):
-    code, _, errors = cli("--multirun", *tiny, "out=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
+    code, _, errors = cli("--multirun", *tiny, "output_dir=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
     assert code == 1
     assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in errors
     depths = {metrics.load(file.parent).steps["depth"].max() for file in tmp_path.glob("swept/*/summary.json")}
@@ -240,10 +249,10 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
         (["target.dtype=int8"], "unknown dtype 'int8'; choose one of bfloat16"),
         (["target.device=tpu"], "unknown device 'tpu'; choose cpu, cuda or cuda:N"),
         (["tracker=wandb", "tracker.mode=on"], "tracker.mode must be one of auto, online, offline, disabled"),
-        (["beside=3"], "beside must be a mapping of names to what is measured, such as {}, not 3"),
+        (["arms=3"], "arms must be a mapping of names to what is measured, such as {}, not 3"),
         (["peers=3"], "peers must be a mapping of names to what is measured, such as {}, not 3"),
         (["+peers.mine=3"], "peers.mine must be a mapping whose _target_ names what to build, not 3"),
-        (["+beside.mine={depth: 2}"], "beside.mine must be a mapping whose _target_ names what to build, not {'depth'"),
+        (["+arms.mine={depth: 2}"], "arms.mine must be a mapping whose _target_ names what to build, not {'depth'"),
         (["~proposer"], "proposer must be a mapping whose _target_ names what to build, not None"),
         (
             ["proposer=medusa", "proposer.path=/nowhere"],
@@ -260,7 +269,7 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
 )
 @pytest.mark.usefixtures("tiny_zoo")
 def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, said):
-    code, _, errors = cli(*tiny, *overrides, "out=here")
+    code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
     assert said in line
@@ -273,7 +282,7 @@ def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, sa
     [
         ("target", []),
         ("proposer", ["proposer=draft_chain"]),
-        ("beside.mine", ["+proposer@beside.mine=draft_chain"]),
+        ("arms.mine", ["+proposer@arms.mine=draft_chain"]),
         ("proposer", ["proposer=medusa", "proposer.tree='2'"]),
     ],
 )
@@ -292,7 +301,7 @@ def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, ove
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("without", [["~beside", "~peers"], ["beside=null", "peers=null"]])
+@pytest.mark.parametrize("without", [["~arms", "~peers"], ["arms=null", "peers=null"]])
 def test_no_further_arms_are_none(cli, tiny, without):
     assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
 
@@ -316,7 +325,7 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
     ("option", "said"),
     [
         ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
-        ("+qqq=2", "there is no option qqq; choose among banned, baseline, batch_size, beside, constraint, heal"),
+        ("+qqq=2", "there is no option qqq; choose among arms, banned_strings, baseline, batch_size, constraint"),
         ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
     ],
 )
@@ -325,6 +334,27 @@ def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, opti
     assert code == 1
     assert f"spec_lab: {said}" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("option", "new"), [
+    ("out=here", "output_dir"), ("beside.mine.depth=2", "arms.mine.depth"), ("~beside", "arms"),
+    ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
+    ("heal=true", "token_healing"), ("constraint.beside=true", "constraint.async_masks"),
+])  # fmt: skip
+def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, option, new):
+    for many in ([], ["--multirun"]):
+        code, _, errors = cli(option, *many)
+        assert code == 1 and f" is now called {new}\n" in errors
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, tmp_path):
+    for folder, text in (("experiment", "# @package _global_\nheal: true\n"), ("constraint", "beside: true\n")):
+        (tmp_path / "conf" / folder).mkdir(parents=True)
+        (tmp_path / "conf" / folder / "mine.yaml").write_text(text)
+    for option, new in (("+experiment=mine", "token_healing"), ("constraint=mine", "constraint.async_masks")):
+        code, _, errors = cli("--config-dir", str(tmp_path / "conf"), *tiny, option)
+        assert code == 1 and f" is now called {new}\n" in errors
 
 
 def test_the_known_options_are_those_of_the_default_config(cli):
@@ -340,9 +370,12 @@ def test_a_value_without_default_is_asked_for(cli, tiny):
 @pytest.mark.parametrize("many", [[], ["--multirun"]])
 def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
     (tmp_path / "file").write_text("")
-    code, _, errors = cli(*tiny, "out=file/run", *many)
+    code, _, errors = cli(*tiny, "output_dir=file/run", *many)
     assert code == 1
-    assert f"cannot write to out=file/run: {tmp_path / 'file'} is not a directory; choose another out=DIR" in errors
+    assert (
+        f"cannot write to output_dir=file/run: {tmp_path / 'file'} is not a directory; choose another output_dir=DIR"
+        in errors
+    )
     assert "Traceback" not in errors
 
 
@@ -363,14 +396,14 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("name='a/../b'", "name must be a text of 1 to 100 printable characters without '/'"),
         ("name=" + "x" * 101, "name must be a text of 1 to 100 printable characters"),
         ("name='..'", "name must hold a letter, not '..'"),
-        ("stop=[" + "x" * 4097 + "]", "stop[0] has 4097 bytes; at most 4096 are looked for"),
-        ("stop=[" + ",".join(["a"] * 257) + "]", "stop holds 257 strings; at most 256 are looked for"),
-        ("banned=[a," + "x" * 4097 + "]", "banned[1] has 4097 bytes; at most 4096 are looked for"),
-        ("out=/dev/null", "cannot write to out=/dev/null: /dev/null is not a directory"),
-        ("out=null", "out must name a directory"),
-        ("out=", "out must name a directory, not ''"),
-        ("~out", "out must name a directory"),
-        ("out=/proc/foo", "cannot write to out=/proc/foo: /proc "),
+        ("stop_strings=[" + "x" * 4097 + "]", "stop_strings[0] has 4097 bytes; at most 4096 are looked for"),
+        ("stop_strings=[" + ",".join(["a"] * 257) + "]", "stop_strings holds 257 strings; at most 256 are looked for"),
+        ("banned_strings=[a," + "x" * 4097 + "]", "banned_strings[1] has 4097 bytes; at most 4096 are looked for"),
+        ("output_dir=/dev/null", "cannot write to output_dir=/dev/null: /dev/null is not a directory"),
+        ("output_dir=null", "output_dir must name a directory"),
+        ("output_dir=", "output_dir must name a directory, not ''"),
+        ("~out", "output_dir must name a directory"),
+        ("output_dir=/proc/foo", "cannot write to output_dir=/proc/foo: /proc "),
         ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
         (
             "verifier._target_=builtins.int",
@@ -380,7 +413,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
     ],
 )
 def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
-    code, _, errors = cli(*tiny, *([] if "out" in option else ["out=here"]), option)
+    code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
     assert said in line
@@ -410,7 +443,7 @@ def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
 
 def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
     many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
-    options = ["out=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
+    options = ["output_dir=here", "max_new_tokens=200", "batch_size=1", f"prompts.path={many}"]
     command = [sys.executable, "-m", "spec_lab", *tiny, *options]
     process = subprocess.Popen(
         command,

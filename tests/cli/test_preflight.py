@@ -17,7 +17,7 @@ def sweep_of(cli, monkeypatch, tmp_path):
     monkeypatch.setattr("spec_lab.cli.jobs.start", start)
 
     def call(*options: str) -> tuple[int, str, set[str]]:
-        code, said, errors = cli("--multirun", *options, "out=swept")
+        code, said, errors = cli("--multirun", *options, "output_dir=swept")
         found = sweep.runs(tmp_path / "swept") if sweep.is_sweep(tmp_path / "swept") else []
         return code, said + errors, {" ".join(one.overrides) for one in found}
 
@@ -91,6 +91,6 @@ def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sw
 def test_an_interpolation_that_leads_nowhere_is_named_with_its_option(flat_cli, tmp_path):
     launcher = ["--multirun", "hydra/launcher=joblib", "hydra.launcher.n_jobs='${nothing}'", "seed=1,2"]
     for given, named in ((launcher, "hydra.launcher.n_jobs"), (["sampling='${nothing}'"], "sampling=${nothing}")):
-        code, _, errors = flat_cli(*given, "out=here")
+        code, _, errors = flat_cli(*given, "output_dir=here")
         assert code == 1 and named in errors and "Traceback" not in errors
         assert not (tmp_path / "here").exists()

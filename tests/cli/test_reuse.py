@@ -40,7 +40,14 @@ RUNS = {
     "fails": ["override /proposer: draft_chain", "threads: 2", "proposer: {depth: none}"],
 }  # fmt: skip
 """Runs that differ in whatever might stay behind in a process; one of them fails."""
-COMMON = ["target.dtype=float32", "prompts=prose", "prompts.limit=2", "max_new_tokens=5", "warmup=2", "out=swept"]
+COMMON = [
+    "target.dtype=float32",
+    "prompts=prose",
+    "prompts.limit=2",
+    "max_new_tokens=5",
+    "warmup=2",
+    "output_dir=swept",
+]
 LEFT = {  # what a run might change for those after it
     "threads": torch.get_num_threads,
     "dtype": lambda: str(torch.get_default_dtype()),

@@ -21,8 +21,8 @@ from spec_lab.constrain.engines.grammar import json_schema, regex
 from spec_lab.constrain.protocol import unpack
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
 from spec_lab.verify import Match, Token, Traversal
 
@@ -120,7 +120,7 @@ def bare(model, state, request) -> list[int]:
 
 
 def decode(target, proposer, verifier, requests, binding) -> list[list[int]]:
-    group = Group(target, proposer, verifier, requests, CounterDraws(0), binding)
+    group = fixed_group(target, proposer, verifier, requests, CounterDraws(0), binding)
     for _ in group:
         pass
     assert not group.errors
@@ -147,7 +147,7 @@ def test_speculation_changes_no_token(kind, name, target, cases, truths):
 def test_budgets_and_threads_change_no_token(target, cases, truths):
     constraint, requests = cases["json"]
     short = [replace(one, max_new_tokens=12) for one in requests]
-    binding = AppliedConstraint(constraint, "both", draft_budget=2, beside=True)
+    binding = AppliedConstraint(constraint, "both", draft_budget=2, async_masks=True)
     found = decode(target, PROPOSERS["draft_chain"](target), Token(), short, binding)
     assert found == [one[:12] for one in truths["json"]]
 

@@ -25,8 +25,8 @@ from spec_lab.verify import Match, Token
 PACKAGE = Path(__file__).parent / "package"
 BY_NAME = ["hydra.searchpath=[pkg://toy_plugin.conf]"]
 BY_FOLDER = ["--config-dir", str(PACKAGE / "toy_plugin" / "conf")]
-SHORT = ["target.dtype=float32", "prompts.limit=2", "max_new_tokens=8", "warmup=0", "out=here"]
-CERTIFY = ["+experiment=certify", "prompts.limit=2", "task.samples=500", "task.tokens=0", "out=here"]
+SHORT = ["target.dtype=float32", "prompts.limit=2", "max_new_tokens=8", "warmup=0", "output_dir=here"]
+CERTIFY = ["+experiment=certify", "prompts.limit=2", "task.samples=500", "task.tokens=0", "output_dir=here"]
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spec_lab.analysis.report.run_page import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.engine.runner import CausalLM
-from spec_lab.models import target as loading
-from spec_lab.models.target import Target, Unsupported, refuse_offloading, self_check, weights_hash
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.models import loading, placement
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.placement import refuse_offloading
+from spec_lab.models.support import Unsupported, self_check
+from spec_lab.models.target import Target
 from spec_lab.models.tensor_parallel import Link
 from spec_lab.propose.heads import Heads
 from spec_lab.results.manifest import claim, manifest
@@ -127,11 +130,11 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
     both = [f"target.path={here / 'llama'},{here / 'qwen3'}", *run_of(here, *tree)[1:]]
     code, said = ended(
-        torchrun("-m", "spec_lab", "--multirun", *both, "target.tensor_parallel=true", "out=two", cwd=tmp_path)
+        torchrun("-m", "spec_lab", "--multirun", *both, "target.tensor_parallel=true", "output_dir=two", cwd=tmp_path)
     )
     assert code == 0, said
     assert [said.count(once) for once in ("1 of 2, ", "2 of 2, ", "two: 2 done")] == [1, 1, 1], said
-    alone, _, errors = cli("--multirun", *both, "out=one")
+    alone, _, errors = cli("--multirun", *both, "output_dir=one")
     assert alone == 0, errors
     ones, twos = by_family(tmp_path / "one"), by_family(tmp_path / "two")
     assert ones.keys() == twos.keys() == {"llama", "qwen3"}
@@ -146,7 +149,7 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
 @needs_gloo
 def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     long = run_of(
-        here, "target.tensor_parallel=true", "out=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
+        here, "target.tensor_parallel=true", "output_dir=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
     )
     process = torchrun("-m", "spec_lab", *long, cwd=tmp_path)
     until = time.monotonic() + LIMIT
@@ -182,14 +185,14 @@ def as_if(monkeypatch):
 
 def test_ranks_that_share_no_model_are_refused(here, as_if, cli, tmp_path):
     as_if(0, 2)
-    code, _, errors = cli(*run_of(here, "out=none", "target.dtype=float32"))
+    code, _, errors = cli(*run_of(here, "output_dir=none", "target.dtype=float32"))
     assert code == 1 and "they share no model: give target.tensor_parallel=true" in errors
     assert not (tmp_path / "none").exists()
 
 
 def test_peers_are_refused_beside_ranks_before_anything_is_loaded(as_if, cli):
     as_if(0, 2)
-    code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "out=none")
+    code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "output_dir=none")
     assert code == 1 and "peers run in one process: leave them out" in errors
 
 
@@ -202,7 +205,7 @@ def test_ranks_without_the_gpus_that_torch_is_built_for_are_refused(here, as_if,
 
 def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_if):
     as_if(1, 2)
-    with pytest.raises(OSError, match="holds other weights than on the first rank"):
+    with pytest.raises(OSError, match="other weights than on rank 0"):
         loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "qwen3")))
     assert loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "llama")))
 
@@ -232,7 +235,7 @@ def test_a_report_says_where_the_target_was(target, says):
 
 def test_ranks_are_led_by_one_process_only(here, as_if, cli):
     as_if(0, 2)
-    code, _, errors = cli("--multirun", *run_of(here, "out=none", "seed=1,2", "hydra/launcher=joblib"))
+    code, _, errors = cli("--multirun", *run_of(here, "output_dir=none", "seed=1,2", "hydra/launcher=joblib"))
     assert code == 1 and "the runs of a sweep take turns: use hydra/launcher=basic" in errors
 
 
@@ -240,8 +243,8 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
     ("more", "says"),
     [
         ({"tensor_parallel": "yes"}, "target.tensor_parallel must be true or false, not 'yes'"),
-        ({"tensor_parallel": True}, "needs ranks: torchrun --nproc-per-node 2 -m spec_lab"),
-        ({"tensor_parallel": True, "attention": "dense"}, "leave target.attention=dense out"),
+        ({"tensor_parallel": True}, "target.tensor_parallel requires torchrun"),
+        ({"tensor_parallel": True, "attention": "dense"}, "target.attention=dense"),
         (
             {"tensor_parallel": True, "device_map": "auto"},
             "target.device_map and target.tensor_parallel both say where",
@@ -250,17 +253,17 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
         ({"device_map": "auto", "device": "cpu"}, "target.device and target.device_map both say where"),
         ({"device_map": "sequential"}, "must be auto, balanced or a device for each module, not 'sequential'"),
         ({"device_map": {}}, "must be auto, balanced or a device for each module, not {}"),
-        ({"device_map": {"": "disk"}}, "puts the model on disk: nothing is computed there"),
-        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "puts lm_head on meta: nothing is computed there"),
+        ({"device_map": {"": "disk"}}, "puts the model on disk"),
+        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "puts lm_head on meta"),
         ({"device_map": {"lm_head": "gpu"}}, "target.device_map, lm_head: unknown device 'gpu'"),
         ({"device_map": {"": None}}, "target.device_map, the whole model: unknown device None"),
-        ({"device_map": {"": 64}}, "device 64 asked for, but this torch sees"),
+        ({"device_map": {"": 64}}, "device 64 .* this torch sees"),
         (
             {"device_map": {"": "cpu", "head": "cpu"}},
-            "names 'head', which is no module of the model .of model, lm_head,",
+            "names 'head', .* model, lm_head,",
         ),
-        ({"device_map": {"model": "cpu"}}, "says not where lm_head goes"),
-        ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "says not where model.rotary_emb goes"),
+        ({"device_map": {"model": "cpu"}}, "no device for lm_head"),
+        ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "no device for model.rotary_emb"),
     ],
 )
 def test_places_that_cannot_be_are_named(here, more, says):
@@ -270,10 +273,10 @@ def test_places_that_cannot_be_are_named(here, more, says):
 
 def test_ranks_that_cannot_share_the_heads_are_refused(here, as_if):
     as_if(0, 3)
-    with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot be shared by 3 ranks evenly"):
+    with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot .* 3 ranks"):
         Target.load(str(here / "llama"), tensor_parallel=True)
     as_if(0, 4)
-    with pytest.raises(ValueError, match=r"2 heads \(num_key_value_heads\) cannot be shared by 4 ranks evenly"):
+    with pytest.raises(ValueError, match=r"2 heads \(num_key_value_heads\) cannot .* 4 ranks"):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
@@ -285,7 +288,7 @@ def test_a_model_without_a_plan_is_refused_by_name(here, as_if):
 
 def test_only_the_first_rank_loads_a_target(here, as_if):
     as_if(1, 2)
-    with pytest.raises(ValueError, match="rank 1 cannot lead"):
+    with pytest.raises(ValueError, match="rank 1 cannot load a target"):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
@@ -325,8 +328,8 @@ def test_a_run_begun_before_ranks_were_noted_was_on_one(tmp_path):
 @pytest.mark.parametrize("places", ["auto", "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"])
 def test_a_device_map_changes_no_token(here, cli, tmp_path, places):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
-    assert cli(*run_of(here, *tree, "out=plain"))[0] == 0
-    code, _, errors = cli(*run_of(here, *tree, "out=mapped", f"target.device_map={places}"))
+    assert cli(*run_of(here, *tree, "output_dir=plain"))[0] == 0
+    code, _, errors = cli(*run_of(here, *tree, "output_dir=mapped", f"target.device_map={places}"))
     assert code == 0, errors
     pd.testing.assert_frame_equal(texts(tmp_path / "plain"), texts(tmp_path / "mapped"))
 
@@ -350,11 +353,11 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
                     setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device=device)))
             add_hook_to_module(part, AlignDevicesHook(execution_device=device, io_same_device=part is model))
         lm = CausalLM(model, attention)
-        lm.keep_hidden(True)
-        paths = [lm.cells.open() for _ in range(2)]
+        lm.capture((-1,))
+        paths = [lm.open() for _ in range(2)]
         draft = Draft(forest((chain(3),) * 2), torch.arange(6))
         outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
-        states = torch.stack([lm.cells.last_hidden(path) for path in paths])
+        states = torch.stack([hidden[-1] for hidden in outputs[-1].pending])
         drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
     assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
     devices = [{cells.device.type for cells in layer} for layer in (*lm.cells.keys, *lm.cells.values)]
@@ -372,6 +375,6 @@ def test_layers_that_no_gpu_has_room_for_are_refused():
 
 
 def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
-    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    monkeypatch.setattr(placement, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"needs the package accelerate: pip install 'spec-lab\[large\]'"):
         Target.load(str(here / "llama"), device_map="auto")

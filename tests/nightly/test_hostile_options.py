@@ -135,8 +135,10 @@ def faults(cli, place, option: str, base: list[str], junk: list[str]) -> list[st
 @pytest.mark.parametrize(("option", "group", "name"), OPTIONS, ids=[f"{name}:{one}" for one, _, name in OPTIONS])
 def test_junk_is_answered_in_one_line_that_names_the_option(junk_cli, tiny, tmp_path, option, group, name):
     folder, short = tiny
-    base = [one for one in short if not one.startswith("out=") and one.split("=")[0] != group]
-    base += ["out=here"] * (option != "out") + ([f"{group}={name}"] if group and group != "prompts" else [])
+    base = [one for one in short if not one.startswith("output_dir=") and one.split("=")[0] != group]
+    base += ["output_dir=here"] * (option != "output_dir") + (
+        [f"{group}={name}"] if group and group != "prompts" else []
+    )
     base += GIVEN.get(name, [])
     if name in ("draft_chain", "draft_tree"):
         base.append(f"proposer.path={folder / 'zoo' / 'draft'}")

@@ -38,10 +38,12 @@ def originals(tmp_path_factory):
     """A finished sweep of two runs, with a run that is not finished and one that waits."""
     folder = tmp_path_factory.mktemp("originals")
     texts = checkpoints.TEXTS[:2]
-    some = [one for one in checkpoints.short_runs(folder, texts) if not one.startswith(("baseline=", "out="))]
+    some = [one for one in checkpoints.short_runs(folder, texts) if not one.startswith(("baseline=", "output_dir="))]
     out = folder / "swept"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["spec-lab", "--multirun", *some, f"out={out}", "seed=1,2", "proposer.depth=2"])
+        patch.setattr(
+            "sys.argv", ["spec-lab", "--multirun", *some, f"output_dir={out}", "seed=1,2", "proposer.depth=2"]
+        )
         try:
             main()
         except SystemExit as left:

@@ -20,14 +20,14 @@ from spec_lab.results.manifest import (
     write_json,
 )
 
-CONFIG = {"out": "here", "tracker": {"mode": "offline"}, "proposer": {"tree": "calibrated", "api_key": "hush"}}
+CONFIG = {"output_dir": "here", "tracker": {"mode": "offline"}, "proposer": {"tree": "calibrated", "api_key": "hush"}}
 
 
 def facts(**changes) -> dict:
     tree = {"name": "medusa", "drawn": "point", "tree": "0 0.0", "verify_seconds": {0: 0.5}}
     usual = dict(
         config=CONFIG, seed=3, weights={"target": "a"}, prompts="b", arms=["speculative", "baseline"],
-        proposers={"speculative": tree, "beside": {"name": "ngram", "drawn": "point"}},
+        proposers={"speculative": tree, "arms": {"name": "ngram", "drawn": "point"}},
     )  # fmt: skip
     return manifest(**(usual | changes))
 
@@ -36,7 +36,7 @@ def test_branches_and_numbers_under_such_names_are_no_secrets():
     """Else two runs that differ there would pass for one."""
     assert without_secrets({"verifiers": {"token": {"_target_": "a"}}}) == {"verifiers": {"token": {"_target_": "a"}}}
     assert without_secrets({"mask_token": 3}) == {"mask_token": 3}
-    assert digest({"beside": {"token": {"depth": 1}}}) != digest({"beside": {"token": {"depth": 8}}})
+    assert digest({"arms": {"token": {"depth": 1}}}) != digest({"arms": {"token": {"depth": 8}}})
 
 
 def test_secrets_are_blanked_and_nothing_else():
@@ -91,7 +91,7 @@ def test_json_has_no_nan_and_is_whole(tmp_path):
 def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
     """Where results go, where they are watched, and what was measured while choosing a tree make no other run."""
     first = claim(tmp_path / "out", facts())
-    again = facts(config=CONFIG | {"out": "there", "tracker": {"mode": "online"}})
+    again = facts(config=CONFIG | {"output_dir": "there", "tracker": {"mode": "online"}})
     again["proposers"]["speculative"]["verify_seconds"] = {0: 0.7}
     again["machine"]["memory_gib"] += 1
     assert claim(tmp_path / "out", again) == first == begun(tmp_path / "out")
@@ -137,14 +137,16 @@ def test_many_differences_are_not_all_told(tmp_path):
 def test_a_file_that_is_no_manifest_is_refused_by_name(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     for ask in (lambda: claim(tmp_path, facts()), lambda: begun_trees(tmp_path, CONFIG)):
-        with pytest.raises(ValueError, match=r"manifest\.json is no manifest .*; choose another out=DIR, or remove it"):
+        with pytest.raises(
+            ValueError, match=r"manifest\.json is no manifest .*; choose another output_dir=DIR, or remove it"
+        ):
             ask()
 
 
 def test_trees_are_those_of_a_run_of_the_same_configuration(tmp_path):
     assert begun_trees(tmp_path, CONFIG) == {}
     claim(tmp_path, facts())
-    assert begun_trees(tmp_path, CONFIG | {"out": "elsewhere"}) == {"speculative": "0 0.0"}
+    assert begun_trees(tmp_path, CONFIG | {"output_dir": "elsewhere"}) == {"speculative": "0 0.0"}
     assert begun_trees(tmp_path, CONFIG | {"batch_size": 2}) == {}
 
 
@@ -170,8 +172,8 @@ MEASURED = {"recalibrate": True, "cache": "elsewhere"}
 
 
 def test_how_a_tree_is_measured_makes_no_other_run(tmp_path):
-    config = CONFIG | {"proposer": MEDUSA, "beside": {"one": MEDUSA}}
-    otherwise = CONFIG | {"proposer": MEDUSA | MEASURED, "beside": {"one": MEDUSA | MEASURED}}
+    config = CONFIG | {"proposer": MEDUSA, "arms": {"one": MEDUSA}}
+    otherwise = CONFIG | {"proposer": MEDUSA | MEASURED, "arms": {"one": MEDUSA | MEASURED}}
     claim(tmp_path, facts(config=config))
     assert claim(tmp_path, facts(config=otherwise)) == begun(tmp_path)
     assert begun_trees(tmp_path, otherwise) == {"speculative": "0 0.0"}

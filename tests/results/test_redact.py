@@ -2,7 +2,6 @@
 
 import json
 import os
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -70,7 +69,7 @@ def test_no_secret_is_written_or_printed(command, tmp_path, more):
         config = json.loads(file.read_text())["config"]
         assert config["prompts"]["path"] == "${oc.env:WHERE}/prompts.jsonl"
     if "hydra/sweeper=search" in more:
-        assert "SPEC_LAB_SECRET" in str(list(sqlite3.connect(tmp_path / "swept" / "study.db").iterdump()))
+        assert "SPEC_LAB_SECRET" in (tmp_path / "swept" / "study.jsonl").read_text()
 
 
 @pytest.mark.parametrize("more", [[], ["--multirun"]])
@@ -93,7 +92,7 @@ def test_no_secret_is_in_the_message_or_the_traceback_of_a_run_that_fails(comman
     ],
 )
 def test_a_secret_that_is_swept_or_cannot_be_read_is_refused_without_being_shown(cli, tmp_path, override):
-    code, said, errors = cli("--multirun", "proposer=ngram", "out=swept", override)
+    code, said, errors = cli("--multirun", "proposer=ngram", "output_dir=swept", override)
     assert code == 1
     assert "tracker" in errors and "Traceback" not in errors
     assert "sk-first" not in said + errors

@@ -27,8 +27,8 @@ def command(zoo, tmp_path, monkeypatch):
     arguments = [
         f"target.path={zoo / 'target'}", "target.dtype=float64", "prompts=jsonl", "prompts.limit=2",
         f"prompts.path={zoo / 'prompts' / 'code.jsonl'}", "proposer=medusa", f"proposer.{medusa}",
-        "+proposer@beside.other=medusa", f"beside.other.{medusa}", "beside.other.max_nodes=3",
-        "max_new_tokens=8", "warmup=0", "out=here",
+        "+proposer@arms.other=medusa", f"arms.other.{medusa}", "arms.other.max_nodes=3",
+        "max_new_tokens=8", "warmup=0", "output_dir=here",
     ]  # fmt: skip
 
     def run(*more: str) -> int | None:
@@ -96,10 +96,10 @@ def test_another_commit_makes_another_run(command, interrupted, monkeypatch, cap
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "later")
     assert command() == 1
     said = capsys.readouterr().err
-    assert "already holds another run (commit: " in said and "'later' here); choose another out=DIR" in said
+    assert "already holds another run (commit: " in said and "'later' here); choose another output_dir=DIR" in said
 
 
 def test_it_is_resumed_whatever_cache_of_costs_it_now_names(command, interrupted, monkeypatch, capsys):
     calibrating(monkeypatch)  # nothing is calibrated again
-    assert command("proposer.recalibrate=true", "beside.other.cache=elsewhere") == 0, capsys.readouterr().err
+    assert command("proposer.recalibrate=true", "arms.other.cache=elsewhere") == 0, capsys.readouterr().err
     assert metrics.load(interrupted).requests["group"].unique().tolist() == [0, 1]

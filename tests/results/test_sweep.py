@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from spec_lab.cli.commands import command
 from spec_lab.results import sweep, writer
+from spec_lab.results.parts import Parts
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
@@ -61,7 +62,7 @@ def test_a_name_is_readable_where_it_can_be():
 
 
 def test_where_results_go_makes_no_other_run():
-    said = ["out=there", "tracker=wandb", "tracker.mode=offline", "+tracker.notes=x", "retry=true", "seed=1"]
+    said = ["output_dir=there", "tracker=wandb", "tracker.mode=offline", "+tracker.notes=x", "retry=true", "seed=1"]
     assert sweep.own(said) == ("seed=1",)
     assert sweep.folder_name(said) == sweep.folder_name(["seed=1"]) == "seed=1"
     assert sweep.own(["outer=1", "retry_twice=1"]) == ("outer=1", "retry_twice=1")
@@ -77,7 +78,7 @@ def test_labels_leave_out_what_all_runs_share():
 
 
 def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
-    sweep.plan(tmp_path / "new", [["seed=2", "out=a"], ["seed=1"]])
+    sweep.plan(tmp_path / "new", [["seed=2", "output_dir=a"], ["seed=1"]])
     sweep.plan(tmp_path / "new", [["seed=3"], ["seed=2", "retry=true"]])
     found = sweep.runs(tmp_path / "new")
     assert [one.overrides for one in found] == [("seed=2",), ("seed=1",), ("seed=3",)]
@@ -204,7 +205,7 @@ def test_a_run_that_was_stopped_waits_with_its_finished_groups(one):
 
 def test_a_run_that_is_done_says_its_code_and_seconds(one):
     (one / "manifest.json").write_text(json.dumps({"groups": 5}))
-    sweep.end(one, ["seed=1", "out=x"], "abc", 3, 1.23456)
+    sweep.end(one, ["seed=1", "output_dir=x"], "abc", 3, 1.23456)
     assert stands(one) == sweep.Run(one, ("seed=1",), "done", 5, 5, code=3, seconds=1.235)
     assert sweep.ended(one)["config_sha256"] == "abc"
 
@@ -258,7 +259,7 @@ def test_runs_that_nobody_planned_are_found_too(one):
 
 def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypatch):
     """Whatever request is seen, its steps and rounds are seen too."""
-    recorder, read = writer.Recorder(tmp_path), writer._read
+    recorder, read = writer.Recorder(tmp_path), Parts._read
 
     def write(group: int) -> None:
         rows = {}
@@ -271,13 +272,13 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
     for group in range(3):
         write(group)
 
-    def meanwhile(file):
-        found = read(file)
+    def meanwhile(self, file):
+        found = read(self, file)
         if len(list(tmp_path.glob("parts/requests-*"))) < 6:
             write(len(list(tmp_path.glob("parts/requests-*"))))
         return found
 
-    monkeypatch.setattr(writer, "_read", meanwhile)
+    monkeypatch.setattr(Parts, "_read", meanwhile)
     tables = load(tmp_path)
     assert {0, 1, 2} <= set(tables.requests["group"])
     assert set(tables.requests["group"]) == set(tables.steps["group"]) == set(tables.rounds["group"])
@@ -285,16 +286,15 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
 
 def test_rows_read_while_they_are_gathered_are_all_there(tmp_path, monkeypatch):
     parts(tmp_path, 0, 1, 2)
-    read, listed = writer._read, writer._parts
+    listed = Parts._files
 
-    def gathered(out, name):
-        found = listed(out, name)
-        monkeypatch.setattr(writer, "_read", read)
-        monkeypatch.setattr(writer, "_parts", listed)
-        writer.Recorder(out).gather()
+    def gathered(self, name):
+        found = listed(self, name)
+        monkeypatch.setattr(Parts, "_files", listed)
+        self.gather()
         return found
 
-    monkeypatch.setattr(writer, "_parts", gathered)
+    monkeypatch.setattr(Parts, "_files", gathered)
     assert set(load(tmp_path).requests["group"]) == {0, 1, 2}
 
 
@@ -311,7 +311,7 @@ def finished(folder: Path, summary: dict, seconds: float = 2.0) -> None:
 ARM = {
     "proposer": "ngram", "verifier": "token", "lossless": True, "tokens": 12, "tau_pooled": 2.5, "drawn": ["x"],
     "speedup": {"mean": 1.5, "low": 1.25, "high": 1.75}, "survival": [0.5, 0.25], "conditional": [0.5, None],
-    "phase_seconds": {"law": 0.25, "verify": 0.125}, "finish": {"length": 3},
+    "phase_seconds": {"probabilities": 0.25, "verify": 0.125}, "finish": {"length": 3},
     "intervals": {"tau_pooled": {"low": 2.0, "high": 3.0}},
 }  # fmt: skip
 
@@ -449,7 +449,7 @@ def test_an_interrupted_sweep_goes_on_from_its_finished_groups(cli, tiny, tmp_pa
     code, _, errors = cli(*some)
     assert code == 130
     assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
-    assert "run the same command with out=swept to go on" in errors
+    assert "run the same command with output_dir=swept to go on" in errors
     assert "Traceback" not in errors
     assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
@@ -529,7 +529,8 @@ def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
     code, _, errors = cli(word, "nowhere")
     assert code == 1
     assert (
-        errors == "spec_lab: nowhere does not exist; a sweep is made by --multirun with out=DIR and has a sweep.json\n"
+        errors
+        == "spec_lab: nowhere does not exist; a sweep is made by --multirun with output_dir=DIR and has a sweep.json\n"
     )
 
 
@@ -618,7 +619,7 @@ def test_ctrl_c_in_a_sweep_says_how_to_go_on(tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "finished groups of 400 are in " in errors and "the same command with out=swept resumes it" in errors
+    assert "finished groups of 400 are in " in errors and "the same command with output_dir=swept resumes it" in errors
     assert "Traceback" not in errors
     first, second = sweep.runs(tmp_path / "swept")
     assert (first.state, second.state) == ("waiting", "waiting")
@@ -653,7 +654,7 @@ def test_a_run_whose_prompts_have_changed_since_is_not_taken_for_the_same(cli, t
     assert states(tmp_path / "swept") == {"1": ("done", 2), "2": ("done", 1)}
 
 
-@pytest.mark.parametrize("option", ["out=a,b", "tracker=files,wandb", "retry=true,false"])
+@pytest.mark.parametrize("option", ["output_dir=a,b", "tracker=files,wandb", "retry=true,false"])
 def test_where_results_go_cannot_be_swept(cli, tiny, tmp_path, decoded, option):
     code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", option)
     assert code == 1 and not decoded

@@ -90,7 +90,7 @@ def certified(tmp_path, **parts):
 
 
 def test_a_run_certifies_its_own_pairs(tmp_path):
-    found, printed = certified(tmp_path, proposer=draft_model("1x1"), beside={"longer": Repeat(4)})
+    found, printed = certified(tmp_path, proposer=draft_model("1x1"), more_proposers={"longer": Repeat(4)})
     assert found == dict.fromkeys(["speculative", "longer", "baseline"], "quick")
     assert "Lossless by enumeration on toys: speculative, longer, baseline." in printed
     assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
@@ -331,7 +331,7 @@ def test_the_baseline_can_be_left_out(tmp_path):
 
 
 def test_proposers_beside_are_arms_of_their_own(tmp_path):
-    assert run(lab(beside={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
+    assert run(lab(more_proposers={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
     tables = metrics.load(tmp_path)
     assert metrics.arms(tables) == ["speculative", "longer", "baseline"]
     assert tables.requests.groupby("arm")["order"].agg(set).tolist() == [{0, 1, 2}] * 3
@@ -339,7 +339,7 @@ def test_proposers_beside_are_arms_of_their_own(tmp_path):
 
 
 def test_three_arms_rotate_and_every_second_rotation_runs_backwards(tmp_path):
-    parts = lab(texts=TEXTS[:1] + tuple("abcde"), beside={"longer": Repeat(4)})
+    parts = lab(texts=TEXTS[:1] + tuple("abcde"), more_proposers={"longer": Repeat(4)})
     assert run(parts, settings(tmp_path, batch_size=1, max_new_tokens=2), CONFIG, quiet()) == 0
     requests = metrics.load(tmp_path).requests.sort_values(["group", "order"])
     orders = requests.groupby("group")["arm"].agg(lambda arms: "".join(arm[0] for arm in arms)).tolist()
@@ -355,7 +355,7 @@ def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_
         def decode(self, requests):
             return Decoded([], Loop(parts.target, Null(), Match(), 0).decode(requests).outcomes)
 
-    parts = lab(proposer=Null(), beside={"repeating": Repeat(4)}, peers={"other": Other()})
+    parts = lab(proposer=Null(), more_proposers={"repeating": Repeat(4)}, peers={"other": Other()})
     console = quiet()
     assert run(parts, settings(tmp_path, batch_size=1, max_new_tokens=4), CONFIG, console) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -428,7 +428,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
         run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
     with pytest.raises(ValueError, match="two arms are called 'baseline'"):
-        run(lab(beside={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())
+        run(lab(more_proposers={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())
     with pytest.raises(ValueError, match="one prompt at a time; set batch_size=1, not 2"):
         run(lab(peers={"greedy": None}), settings(tmp_path / "out"), CONFIG, quiet())
     assert not (tmp_path / "out").exists()

@@ -15,11 +15,11 @@ import spec_lab
 from spec_lab.analysis.tracking import Files
 from spec_lab.cli.main import literal
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import ORIGINS
+from spec_lab.engine.sequence import ORIGINS
 from spec_lab.models.target import Target
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks.generation import Dropped, net
@@ -141,7 +141,7 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(target):
     ends = [len(plain(PIECES, ids(tokens[:count]), Rules())) for count in range(len(tokens))]
     stop = text[ends[3] - 1 : ends[3] + 1]
     assert len(stop.encode()) == 2 and "�" not in stop
-    said = hear("the cat", target, stop=(stop,))[0, ()]
+    said = hear("the cat", target, stop_strings=(stop,))[0, ()]
     cut, fewer = check(said, stop=(stop,))
     finish = said[-1].event
     assert cut == text[: text.index(stop)]
@@ -153,7 +153,7 @@ def test_a_banned_string_is_never_said_and_nothing_is_withdrawn(target):
     text, _ = check(hear("the cat", target)[0, ()])
     ban = next(letter for letter in text if letter.isascii())
     for proposer in (None, Repeat(3)):
-        said = hear("the cat", target, banned=(ban,), proposer=proposer)[0, ()]
+        said = hear("the cat", target, banned_strings=(ban,), proposer=proposer)[0, ()]
         other, tokens = check(said)
         assert ban not in other and len(tokens) == 24
         assert not any(isinstance(one.event, Withdrawn) for one in said)
@@ -174,7 +174,7 @@ def test_an_end_waits_for_min_new_tokens(target):
 
 
 def test_healed_bytes_come_again_and_are_no_text(target):
-    said = hear("the ca", target, heal=True)[0, ()]
+    said = hear("the ca", target, token_healing=True)[0, ()]
     text, tokens = check(said, healed=b"a")
     assert PIECES[tokens[0].id].startswith(b"a")
     assert text.encode() == b"".join(PIECES[token.id] for token in tokens)[1:] or "�" in text
@@ -210,7 +210,7 @@ class Forking:
 
 @pytest.mark.parametrize("proposer", [None, Repeat(3)])
 def test_every_fork_tells_the_whole_of_its_text(target, proposer):
-    binding = AppliedConstraint(Controlled(lambda request: Forking(), len(PIECES)))
+    binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
     heard = hear(["the cat", "ababab"], target, proposer=proposer, constraint=binding, max_new_tokens=10)
     assert sorted(heard) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
     for prompt in (0, 1):
@@ -225,7 +225,7 @@ def test_every_fork_tells_the_whole_of_its_text(target, proposer):
 
 
 def test_a_branch_that_is_not_kept_says_so_last(target):
-    controlled = Controlled(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
+    controlled = ControllerConstraint(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
     heard = hear("the cat", target, constraint=controlled)
     check(heard[0, ()])
     check(heard[0, (0, 1)])
@@ -239,7 +239,7 @@ def test_what_breaks_says_so_and_spares_the_others(target):
             self.count += 1
             return [Branch(0, [])] if self.count == 4 else [Branch()]
 
-    controlled = Controlled(lambda request: Broken() if request.id == 0 else Forking(-100), len(PIECES))
+    controlled = ControllerConstraint(lambda request: Broken() if request.id == 0 else Forking(-100), len(PIECES))
     heard = hear(["the cat", "ababab"], target, constraint=controlled)
     finish = heard[0, ()][-1]
     assert finish.event.reason == "stuck" and "request 'prompt 0', step " in finish.error
@@ -266,7 +266,7 @@ def test_closing_early_gives_every_cell_back(target):
         ("", {}, "prompt 'prompt 0' has no tokens"),
         ([Prompt("x", "a"), Prompt("x", "b")], {}, "two prompts have the same name"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of 1 or more"),
-        ("a", {"stop": "x"}, "stop must be a list of texts"),
+        ("a", {"stop_strings": "x"}, "stop_strings must be a list of texts"),
         ("a" * 300, {}, "the context holds 256"),
         ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "the bytes of each of the 61 tokens"),
     ],
@@ -320,7 +320,7 @@ def test_on_a_terminal_tokens_are_shaded_by_origin_and_control_characters_harmle
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_forks_follow_under_headings(target, tmp_path, terminal):
-    binding = AppliedConstraint(Controlled(lambda request: Forking(), len(PIECES)))
+    binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
     heard = hear("the cat", target, constraint=binding, max_new_tokens=12)
     first, other = (tell(heard[0, branch])[0] for branch in ((), (0, 1)))
     code, said, figures = show(target, tmp_path, binding=binding, terminal=terminal)
@@ -359,16 +359,16 @@ def test_a_prompt_means_what_it_says(text):
 
 
 def test_options_other_than_the_prompt_are_left_to_hydra():
-    for option in ("prompts.limit=2", "stop=[a,b]", "+experiment=stream", "prompt='a \"b\"'", "prompt=null"):
+    for option in ("prompts.limit=2", "stop_strings=[a,b]", "+experiment=stream", "prompt='a \"b\"'", "prompt=null"):
         assert literal(option) == option
 
 
 @pytest.mark.parametrize(
     ("options", "pattern", "same"),
     [
-        (["heal=true"], None, {"heal": True}),
+        (["token_healing=true"], None, {"token_healing": True}),
         (["constraint=regex", "constraint.pattern='[a-e ]{20}'"], "[a-e ]{20}", {}),
-        (["stop=[turn]", "banned=[a]"], None, {"stop": ("turn",), "banned": ("a",)}),
+        (["stop_strings=[turn]", "banned_strings=[a]"], None, {"stop_strings": ("turn",), "banned_strings": ("a",)}),
     ],
 )
 def test_the_command_line_prints_the_text_and_leaves_nothing_behind(cli, tmp_path, bundled, options, pattern, same):
@@ -396,7 +396,7 @@ def test_a_prompt_is_asked_for_where_it_is_read_and_refused_elsewhere(cli, tmp_p
 
 
 def test_the_bundled_model(bundled):
-    options = dict(max_new_tokens=12, heal=True, stop=("\n\n",))
+    options = dict(max_new_tokens=12, token_healing=True, stop_strings=("\n\n",))
     said = list(spec_lab.generate(PROMPT, bundled, Ngram.load(bundled), **options))
     alone = list(spec_lab.generate(PROMPT, bundled, **options))
     assert tell(said)[0] == tell(alone)[0] != ""

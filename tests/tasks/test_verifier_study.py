@@ -18,6 +18,7 @@ from spec_lab.cli.main import main, zoo
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.proposer import Requires
 from spec_lab.propose import Null
 from spec_lab.tasks.verifier_study import judge, pooled
 from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
@@ -30,7 +31,7 @@ from tests.labs import Repeat, lab, settings
 from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_law
 
 ONES = {"token": Token(), "traversal": Traversal(), "match": Match(), "kseq": KSeq(), "gumbel": Gumbel()}
-TIMES = ["propose", "target", "target_forward", "law", "verify"]
+TIMES = ["propose", "target", "target_forward", "probabilities", "verify"]
 TREES = {"iid": "2x2", "without": "2x2", "point": "2x1", "gumbel": "2x1"}
 
 
@@ -39,7 +40,7 @@ def proposers(**trees: str):
 
 
 def recorded_lab(**parts):
-    usual = dict(temperature=1.0, proposer=Null(), beside=proposers(), verifiers=ONES)
+    usual = dict(temperature=1.0, proposer=Null(), more_proposers=proposers(), verifiers=ONES)
     return lab(**(usual | parts))
 
 
@@ -60,7 +61,7 @@ def steps_of(one, request, every=3):
 
 def held(one) -> int:
     """Cells that somebody still holds, in the target and in all drafts."""
-    models = [one.target.lm, *(each.lm for each in one.beside.values() if hasattr(each, "lm"))]
+    models = [one.target.lm, *(each.lm for each in one.more_proposers.values() if hasattr(each, "lm"))]
     return sum(int(lm.cells.references.sum()) + sum(lm.cells._users) for lm in models)
 
 
@@ -97,7 +98,7 @@ def test_laws_equal_a_plain_forward_over_the_recorded_prefix(sampling):
     request = one.requests(one_at_a_time(Path()))[1]
     text, steps = steps_of(one, request)
     seen = {(step.position, step.proposer) for step in steps}
-    assert seen == {(position, name) for position in places(request, text, 3) for name in one.beside}
+    assert seen == {(position, name) for position in places(request, text, 3) for name in one.more_proposers}
     for step in steps:
         shape = step.draft.shape
         for row in range(shape.rows):
@@ -124,17 +125,21 @@ def test_a_draft_is_what_a_proposer_without_a_past_draws():
 
 def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
     class Reads(Repeat):
-        wants_hidden = True
+        requires = Requires(hidden=(-1,))
         seen = ()
+
+        def observe(self, observed):
+            for one in observed:
+                self.last = one.start + len(one.hidden), one.hidden[-1].clone()
 
         def propose(self, batch):
             (sequence,) = batch.sequences
-            assert len(sequence.pending) == 1
-            self.seen += ((len(sequence.tokens), batch.target.lm.cells.last_hidden(sequence.path).clone()),)
+            assert len(sequence.pending) == 1 and len(sequence.kv) == self.last[0]
+            self.seen += ((len(sequence.tokens), self.last[1]),)
             return super().propose(batch)
 
     reads = Reads()
-    one = recorded_lab(proposer=reads, beside={"point": draft_model("2x1", "point")})
+    one = recorded_lab(proposer=reads, more_proposers={"point": draft_model("2x1", "point")})
     text, _ = steps_of(one, one.requests(one_at_a_time(Path()))[0])
     assert len(reads.seen) == 3
     for position, hidden in reads.seen:
@@ -145,11 +150,11 @@ def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
 
 
 def test_nothing_is_drafted_beyond_the_context():
-    one = recorded_lab(beside={"deep": draft_model("1x1x1x1", "iid")}, verifiers={"token": Token()})
+    one = recorded_lab(more_proposers={"deep": draft_model("1x1x1x1", "iid")}, verifiers={"token": Token()})
     request = one.requests(one_at_a_time(Path()))[0]
     short = replace(one.target, context=len(request.tokens) + 9)
     text = [*request.tokens, *sample(short, request, 0).tokens]
-    with closing(walk(short, one.beside, request, text, 2, CounterDraws(0))) as steps:
+    with closing(walk(short, one.more_proposers, request, text, 2, CounterDraws(0))) as steps:
         depths = [step.draft.shape.nodes for step in steps]
     assert depths == [4, 4, 4, 2]
     assert held(one) == 0
@@ -220,16 +225,16 @@ def test_rows_are_the_verdicts(done):
 
 def test_no_verifier_beats_the_bound_on_average_over_drafts():
     """The bound holds for the expectation over drafts, here over seeds; a single draft may exceed it."""
-    one = recorded_lab(beside=proposers(iid="3", without="3"))
+    one = recorded_lab(more_proposers=proposers(iid="3", without="3"))
     request = one.requests(one_at_a_time(Path(), max_new_tokens=2))[0]
-    judges, _ = pairs(one.beside, {"token": Token(), "match": Match()})
+    judges, _ = pairs(one.more_proposers, {"token": Token(), "match": Match()})
     text, exceeded = sample(one.target, request, 0).tokens, False
     rows = []
     for seed in range(150):
         with pytest.MonkeyPatch.context() as patch:
             outcome = replace(sample(one.target, request, 0), tokens=text)
             patch.setattr("spec_lab.tasks.verifier_study.judging.sample", lambda *_, same=outcome: same)
-            rows += of_prompt(one, one.beside, judges, request, seed, every=1, repeats=1)[1]
+            rows += of_prompt(one, one.more_proposers, judges, request, seed, every=1, repeats=1)[1]
     frame = pd.DataFrame(rows)
     for _, own in frame.groupby(["proposer", "verifier"]):
         assert own["bound"].std() < 1e-9
@@ -243,7 +248,7 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
 
 
 def test_a_verifier_that_judges_no_proposer_is_refused(tmp_path):
-    one = recorded_lab(beside=proposers(without="2", point="2"))
+    one = recorded_lab(more_proposers=proposers(without="2", point="2"))
     with pytest.raises(
         ValueError, match=r"'kseq' supports drafts drawn iid, but the proposers draw point, without: .*~"
     ):
@@ -252,7 +257,7 @@ def test_a_verifier_that_judges_no_proposer_is_refused(tmp_path):
 
 
 def test_a_proposer_that_no_verifier_judges_is_refused(tmp_path):
-    one = recorded_lab(beside=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
+    one = recorded_lab(more_proposers=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
     with pytest.raises(ValueError, match="'gumbel' draws 'gumbel', which no verifier here supports"):
         judge(one, one_at_a_time(tmp_path), {}, quiet())
 
@@ -272,7 +277,7 @@ def test_options_are_checked(tmp_path, changes, options, words):
 
 def test_without_a_proposer_there_is_nothing_to_judge(tmp_path):
     with pytest.raises(ValueError, match="nothing drafts: name a proposer"):
-        judge(recorded_lab(beside={}), one_at_a_time(tmp_path), {}, quiet())
+        judge(recorded_lab(more_proposers={}), one_at_a_time(tmp_path), {}, quiet())
 
 
 def test_a_proposer_refuses_what_it_cannot_draft_for(tmp_path):
@@ -332,7 +337,7 @@ def test_the_cells_are_given_back_where_a_verifier_fails(tmp_path):
         def __call__(self, draft, p):
             raise ZeroDivisionError
 
-    one = recorded_lab(verifiers={"fails": Fails()}, beside=proposers(iid="2x1", without="2"))
+    one = recorded_lab(verifiers={"fails": Fails()}, more_proposers=proposers(iid="2x1", without="2"))
     with pytest.raises(ValueError, match="verifier 'token' raised ZeroDivisionError"):
         judge(one, one_at_a_time(tmp_path), {}, quiet())
     assert held(one) == 0
@@ -367,16 +372,24 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, cap
 
 
 def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, capsys):
-    one = recorded_lab(texts=("the cat", "a b"), beside=proposers(iid="2", point="2"), verifiers={"token": Token()})
-    plain = one.target.lm.forward
+    one = recorded_lab(
+        texts=("the cat", "a b"), more_proposers=proposers(iid="2", point="2"), verifiers={"token": Token()}
+    )
+    lm, drawn = one.target.lm, []
+    prepare, run = lm.prepare, lm.run
 
-    def forward(paths, pending, draft):
-        output = plain(paths, pending, draft)
-        if draft.shape.nodes and draft.drawn == "iid":
+    def prepared(paths, pending, draft, prefill):
+        drawn[:] = [draft.drawn] if draft.shape.nodes else []
+        return prepare(paths, pending, draft, prefill)
+
+    def breaking(pack):
+        output = run(pack)
+        if drawn == ["iid"]:
             output.logits[0, 0] = torch.nan
         return output
 
-    monkeypatch.setattr(one.target.lm, "forward", forward)
+    monkeypatch.setattr(lm, "prepare", prepared)
+    monkeypatch.setattr(lm, "run", breaking)
     assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "request 'p0', position 8, iid: the target's logits are NaN or infinite" in summary["errors"][0]
@@ -392,7 +405,7 @@ def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, cap
 def hand_made() -> pd.DataFrame:
     """Two prompts with two drafts and one, judged by two verifiers."""
     usual = {"proposer": "tree", "drawn": "iid", "lossless": True, "given": "draft", "nodes": 4, "propose": 1e-3}
-    usual |= {"target": 3e-3, "law": 1e-4}
+    usual |= {"target": 3e-3, "probabilities": 1e-4}
     rows = []
     for request, position, bound, forward, token, other in [
         (0, 5, 0.8, 2e-3, (1.0, 0.5, 1e-5), (1.5, 0.6, 4e-5)),
@@ -410,7 +423,7 @@ def test_pooled_figures_equal_those_by_hand():
     figures = pooled.of_proposer(hand_made(), ["other", "token"])
     assert list(figures["verifiers"]) == ["other", "token"] and figures["compared_with"] == "token"
     assert figures["drafts"] == 3 and figures["drafted_per_draft"] == 4
-    assert figures["target_forward_us"] == pytest.approx(2000) and figures["law_us"] == pytest.approx(100)
+    assert figures["target_forward_us"] == pytest.approx(2000) and figures["probabilities_us"] == pytest.approx(100)
     assert figures["bound"]["mean"] == pytest.approx(0.6)
     token, other = figures["verifiers"]["token"], figures["verifiers"]["other"]
     assert token["expected_accepted"]["mean"] == pytest.approx(1.8 / 3)
@@ -451,7 +464,7 @@ def test_a_draft_without_nodes_accepts_nothing(tmp_path):
         def propose(self, batch):
             return empty(1)
 
-    one = recorded_lab(texts=("the cat", "a b"), proposer=Nothing(), beside={}, verifiers={"token": Token()})
+    one = recorded_lab(texts=("the cat", "a b"), proposer=Nothing(), more_proposers={}, verifiers={"token": Token()})
     assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     rows = load(tmp_path)
     assert (rows[["expected_accepted", "first_level", "bound", "nodes"]] == 0).all(axis=None)
@@ -465,7 +478,7 @@ def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
     folder = checkpoints.zoo(tmp_path / "zoo")
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
     monkeypatch.chdir(tmp_path)
-    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "out=here"]
+    short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
     monkeypatch.setattr(sys, "argv", ["spec-lab", "+experiment=verifier_zoo", *short])
     try:
         main()

@@ -33,7 +33,7 @@ PHASES = {
     "target_rest": "#8fb8d8",
     "propose_rest": "#97c7ab",
     "mask_wait": "#c9b458",
-    "law": "#d1662a",
+    "probabilities": "#d1662a",
     "verify": "#b03a5b",
     "commit": "#8457a8",
     "between": "#8a8a8a",

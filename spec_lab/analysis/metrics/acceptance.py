@@ -16,7 +16,7 @@ from spec_lab.analysis.metrics.intervals import (
     ratio,
     resampled,
 )
-from spec_lab.engine.batch import BROKEN
+from spec_lab.engine.request import BROKEN
 
 Summands = tuple[np.ndarray, np.ndarray]
 """The terms of a ratio of sums over steps: what each step adds to the top ``[N]`` and to the bottom ``[N]``."""

@@ -13,7 +13,7 @@ PHASES = {
     "target_rest": "target: packing, KV cache",
     "propose_rest": "draft: other work",
     "mask_wait": "waiting for token masks",
-    "law": "logits to probabilities",
+    "probabilities": "logits to probabilities",
     "verify": "verification",
     "commit": "commit",
     "between": "between steps",

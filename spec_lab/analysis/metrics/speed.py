@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from spec_lab.analysis.metrics.intervals import Interval, bootstrap, cluster_interval, ratio
-from spec_lab.engine.batch import BROKEN
+from spec_lab.engine.request import BROKEN
 
 
 def broken_groups(requests: pd.DataFrame) -> set[int]:

@@ -14,7 +14,7 @@ from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
 from spec_lab.analysis.text import COLUMNS, losslessness, number
 from spec_lab.core.files import Unreadable, expect, read_json
-from spec_lab.engine.batch import FINISHES
+from spec_lab.engine.request import FINISHES
 from spec_lab.propose import trees
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun

@@ -13,13 +13,13 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.constrain import Stuck
+from spec_lab.constrain import ConstraintError
 from spec_lab.core.draft import Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.files import own_folder, replacing
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.propose import Proposer, branches
 from spec_lab.results.manifest import claim, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
@@ -69,7 +69,7 @@ def certify(
     The run's own sampling counts where it is random, else temperature 1: at temperature 0 there is no law to test.
 
     Args:
-        lab: the parts: the composed pair, and all others of ``beside`` and ``verifiers``.
+        lab: the parts: the composed pair, and all others of ``arms`` and ``verifiers``.
         settings: the scalars; ``seed`` seeds every sample.
         config: the configuration, for the manifest.
         samples: texts of the toy world that each pair decodes.
@@ -92,13 +92,14 @@ def certify(
     chosen, left_out = _pairs(lab)
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
-    claim(settings.out, facts | {"config_sha256": settings.config_sha256})
+    made = lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
+    claim(settings.output_dir, facts | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
     try:
         return _certify(work, chosen, left_out, facts, console or Console())
     except Exception as error:
-        unclaim(settings.out, facts, error, decoded=lab.target.lm.forwards > before)
+        unclaim(settings.output_dir, facts, error, decoded=lab.target.lm.forwards > before)
         raise
 
 
@@ -113,7 +114,7 @@ def _certify(
     lab, settings, samples = work.lab, work.settings, work.samples
     pairs: list[Pair] = []
     broken: dict[str, str] = {}
-    lab.tracker.start(settings.name, facts, settings.out)
+    lab.tracker.start(settings.name, facts, settings.output_dir)
     try:
         total = len(chosen) * work.parts + work.mask_rows // 1000
         with tqdm(total=total, desc=settings.name, unit="part", disable=None) as bar:
@@ -128,14 +129,16 @@ def _certify(
                         raise
                     broken[f"{proposer.name} ({proposer.drawn}), {verifier.name}"] = str(error)
                     continue
-                write_json(settings.out / "certificate.json", _facts(pairs, broken, left_out, work, walked, facts))
+                write_json(
+                    settings.output_dir / "certificate.json", _facts(pairs, broken, left_out, work, walked, facts)
+                )
                 lab.tracker.group(len(pairs) - 1, {f"{pairs[-1].name}: TV of texts": pairs[-1].distance})
             work.confirm(pairs)
         control = joint("iid", Control(), samples, settings.seed, work.sampling)
         found = _histogram(*control, settings.seed)
         certificate = _facts(pairs, broken, left_out, work, walked, facts, found)
-        write_json(settings.out / "certificate.json", certificate)
-        folder = own_folder(settings.out / "figures")
+        write_json(settings.output_dir / "certificate.json", certificate)
+        folder = own_folder(settings.output_dir / "figures")
         drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
         figure = convergence(drawn, control)
         with replacing(folder / "convergence.png") as stream:
@@ -143,13 +146,13 @@ def _certify(
         lab.tracker.finish(certificate, [folder / "convergence.png"])
     except KeyboardInterrupt:
         what = f"{len(pairs)} pairs of {len(chosen)}"
-        print(f"\nInterrupted: what is known of {what} is in {settings.out}, unconfirmed.", file=sys.stderr)
+        print(f"\nInterrupted: what is known of {what} is in {settings.output_dir}, unconfirmed.", file=sys.stderr)
         return INTERRUPTED
     finally:
         lab.tracker.close()
     masks = None if walked is None else certificate["constraint"]["masks"]
     show(pairs, broken, left_out, found, samples, masks, console)
-    console.print(f"Certificate and figure: {settings.out}", soft_wrap=True, highlight=False)
+    console.print(f"Certificate and figure: {settings.output_dir}", soft_wrap=True, highlight=False)
     return FAILED if certificate["failed"] or found.p_value >= ALPHA else 0
 
 
@@ -160,7 +163,7 @@ def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
         ValueError: the composed pair does not fit.
     """
     check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
-    proposers, verifiers = [lab.proposer, *lab.beside.values()], [lab.verifier, *lab.verifiers.values()]
+    proposers, verifiers = [lab.proposer, *lab.more_proposers.values()], [lab.verifier, *lab.verifiers.values()]
     verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
     every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
     unfit = [misfit(proposer.name, proposer.drawn, verifier, branches(proposer)) for proposer, verifier in every]
@@ -186,7 +189,7 @@ class _Work:
             ValueError: prompts that do not fit; a constraint on the output that refuses all of them; a pair that fails
                 at once on a toy.
         """
-        for proposer in [self.lab.proposer, *self.lab.beside.values()]:
+        for proposer in [self.lab.proposer, *self.lab.more_proposers.values()]:
             getattr(proposer, "check", lambda _: None)(self.sampling)
         binding = self.lab.binding
         if binding is not None and not self.requests and binding.on_target:
@@ -203,7 +206,7 @@ class _Work:
                 if self.lab.binding is not None:
                     self.lab.binding.constraint.start(request)
                 fit.append(request)
-            except Stuck as error:
+            except ConstraintError as error:
                 refused.append(str(error))
         return fit, refused
 
@@ -226,9 +229,9 @@ class _Work:
             return walk(self.lab.binding, self.requests, self.mask_rows, self.settings.seed, self.lab.pieces, progress)
 
     @property
-    def acts(self) -> bool:
+    def has_actions(self) -> bool:
         """Whether a constraint forks or takes back, so that tokens have no law one by one; toys are enumerated."""
-        return self.lab.binding is not None and self.lab.binding.constraint.acts
+        return self.lab.binding is not None and self.lab.binding.constraint.has_actions
 
     @cached_property
     def own(self) -> tuple[Instance, ...]:
@@ -259,7 +262,7 @@ class _Work:
             texts, law = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
         pair = Pair(proposer, verifier, proof, drafts, texts, law)
         pair.checks.append(_histogram(texts, law, self.settings.seed))
-        if verifier.lossless and self.tokens and not self.acts:
+        if verifier.lossless and self.tokens and not self.has_actions:
             pair.checks += self.scored(pair, self.settings.seed, 1, partial(_scaled, tick, 100))
         pair.seconds = time.perf_counter() - start
         return pair

@@ -15,7 +15,7 @@ from spec_lab.propose import branches
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.cost import show
-from spec_lab.tasks.cost.tables import gather, load, write
+from spec_lab.tasks.cost.tables import parts
 from spec_lab.tasks.cost.turns import Fixed, room, take_turns, texts
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.text.prompts import digest, encode
@@ -41,7 +41,7 @@ def measure(
     reach the disk turn by turn and place by place; the same command with the same directory goes on where it stopped.
 
     Args:
-        lab: the parts; proposer and those beside it are the arms, and the baseline.
+        lab: the parts; the proposers are the arms, and the baseline.
         settings: the scalars; ``batch_size``, ``max_new_tokens`` and ``warmup`` say nothing here.
         config: the configuration, for the manifest.
         console: where the final table goes; default standard output.
@@ -72,42 +72,44 @@ def measure(
             f"tokens, of which the drafts of {rounds} rounds may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     own = facts
-    facts = claim(settings.out, own | {"config_sha256": settings.config_sha256})
+    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
-    finished = set(load(settings.out)[["turn", "batch", "context"]].itertuples(index=False, name=None))
+    tables = parts(settings.output_dir)
+    finished = set(tables.load()["cost"][["turn", "batch", "context"]].itertuples(index=False, name=None))
     visits = list(product(range(turns), batches, contexts))
     try:
-        lab.tracker.start(settings.name, facts, settings.out)
+        lab.tracker.start(settings.name, facts, settings.output_dir)
         todo = [visit for visit in visits if visit not in finished]
         for turn, batch, context in tqdm(todo, desc=settings.name, unit="place", disable=None):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
             rows = take_turns(arms, requests, turn, rounds)
-            write(settings.out / "parts" / f"cost-{turn:04d}-{batch:04d}-{context:06d}.parquet", rows)
+            tables.write(f"{turn:04d}-{batch:04d}-{context:06d}", {"cost": rows})
             none = next(row for row in rows if row["arm"] == "nodes 0")
             lab.tracker.group(visits.index((turn, batch, context)), {"seconds without nodes": none["whole"]})
-        frame = gather(settings.out)
+        frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
         summary |= {"turns": turns, "rounds": rounds, **show.summarise(frame)}
-        write_json(settings.out / "summary.json", summary)
-        drawn = show.draw(frame, settings.out / "figures")
+        write_json(settings.output_dir / "summary.json", summary)
+        drawn = show.draw(frame, settings.output_dir / "figures")
         lab.tracker.finish(finite(summary), drawn)
     except KeyboardInterrupt:
-        done = len(gather(settings.out)[["turn", "batch", "context"]].drop_duplicates())
+        done = len(tables.gather()["cost"][["turn", "batch", "context"]].drop_duplicates())
         print(
-            f"\nInterrupted: {done} of {len(visits)} visits to a place are in {settings.out}; "
-            f"run the same command with out={settings.out} to go on.",
+            f"\nInterrupted: {done} of {len(visits)} visits to a place are in {settings.output_dir}; "
+            f"run the same command with output_dir={settings.output_dir} to go on.",
             file=sys.stderr,
         )
         return INTERRUPTED
     except Exception as error:
-        unclaim(settings.out, own, error, decoded=lab.target.lm.forwards > before)
+        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
         raise
     finally:
         lab.tracker.close()
     show.tell(summary, console)
-    console.print(f"Rows, summary, manifest and figures: {settings.out}", soft_wrap=True, highlight=False)
+    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
     return 0
 
 
@@ -121,7 +123,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
     fixed = {f"nodes {n}": Loop(lab.target, Fixed(n, wide), lab.verifier, settings.seed) for n in nodes}
     own = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     if both := set(fixed) & set(own):
-        raise ValueError(f"an arm is called '{both.pop()}', as a fixed tree is; rename it under beside")
+        raise ValueError(f"an arm is called '{both.pop()}', as a fixed tree is; rename it under arms")
     arms = fixed | own
     for arm in arms.values():  # before anything is written
         check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))

@@ -34,7 +34,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def ran(tmp_path_factory) -> Path:
     """A run of hostile prompts, outputs and names."""
     out = tmp_path_factory.mktemp("ran") / "run <b>&'\""
-    run(lab(texts=("abc" + HOSTILE, "b c d", "d e f", "e f"), beside={"longer": Repeat(4)}), settings(out), {})
+    run(lab(texts=("abc" + HOSTILE, "b c d", "d e f", "e f"), more_proposers={"longer": Repeat(4)}), settings(out), {})
     requests = pd.read_parquet(out / "requests.parquet")
     first = requests["request"] == 0
     requests.loc[first, "name"] = HOSTILE

@@ -16,7 +16,7 @@ from spec_lab.tasks.certify.task import _Work
 from spec_lab.verify import Gumbel, Token
 from tests import checkpoints
 
-SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "out=here"]
+SHORT = ["+experiment=certify", "max_new_tokens=8", "task.samples=500", "task.tokens=40", "output_dir=here"]
 NGRAM = [*SHORT, "proposer=ngram"]
 
 
@@ -115,7 +115,7 @@ def test_at_temperature_0_there_is_no_law_and_temperature_1_is_tested(flat_cli, 
 
 
 def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cli, certificate):
-    more = ["+proposer@beside.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
+    more = ["+proposer@arms.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
     code, said, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
     assert code == 0, errors
     pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]
@@ -213,6 +213,7 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.engine.proposer import Lifecycle
 from spec_lab.verify import Lenient, Token
 
 
@@ -235,22 +236,20 @@ class Fussy(Verifies):
         self.children = children
 
 
-class Uniform:
-    name, drawn, wants_hidden, nodes = "uniform", "iid", False, 1
+class Uniform(Lifecycle):
+    name, drawn, nodes = "uniform", "iid", 1
 
     def __init__(self, target, skew):
         self.skew = skew
 
     def propose(self, batch):
         count, v = len(batch.sequences), batch.target.vocabulary
-        keys = [Key(*live.who, Purpose.DRAFT) for live in batch.sequences]
-        token = torch.from_numpy(batch.draws.pick(np.ones((count, v)), keys))
+        keys = [Key(*live.key, Purpose.DRAFT) for live in batch.sequences]
+        token = batch.draws.pick(torch.ones(count, v), keys)
         q = torch.ones(count, v, dtype=torch.float64)
         q[:, 0] *= self.skew
         q_row = np.append(np.arange(count), np.full(count, -1))
         return Draft(forest((chain(1),) * count), token, self.drawn, q / q.sum(-1, keepdim=True), q_row)
-
-    def close(self, sequence): ...
 """
 FILES = {
     "verifier/mine.yaml": "_target_: my_parts.Verifies\nlenience: 1.0\nlossless: true\n",
