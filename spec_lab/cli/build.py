@@ -42,6 +42,8 @@ RENAMED = {
     "stop": "stop_strings",
     "banned": "banned_strings",
     "heal": "token_healing",
+    "prompt": "task.prompt",
+    "objective": "hydra.sweeper.objective",
     "constraint.beside": "constraint.async_masks",
 }
 """Options that have another name now, by their former one."""
@@ -91,6 +93,8 @@ def task(config: DictConfig) -> Any:
         Refused: there is no such thing; an option it does not take; names it.
     """
     named = named_by(config, "task")
+    for key in sorted(OmegaConf.missing_keys(named)):
+        raise Refused(f"spec_lab: {key} has no default: give {key}=... on the command line")
     try:
         made = instantiate(named, _partial_=True)
         inspect.signature(made.func).bind(None, None, None, **made.keywords)
@@ -213,10 +217,6 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    if (config.get("prompt") is None) == (OmegaConf.is_dict(config.get("task")) and "prompt" in config.task):
-        needed = "prompt has no default: give prompt=... on the command line"
-        other = "prompt is for +experiment=stream; other tasks read prompts=..."
-        raise Refused(f"spec_lab: {needed if config.get('prompt') is None else other}")
     for key in config.constraint if OmegaConf.is_dict(config.get("constraint")) else ():
         if said := renamed(f"constraint.{key}"):
             raise Refused(f"spec_lab: {said}")

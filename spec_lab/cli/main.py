@@ -36,10 +36,10 @@ LONGEST_NAME = 200
 
 
 def literal(option: str) -> str:
-    """``prompt=TEXT`` with the text quoted for Hydra, to which much of code means something; others as they are."""
+    """Quote the text of ``task.prompt=TEXT``, since much code has a meaning in Hydra; return other options as given."""
     name, equals, text = option.partition("=")
     quoted = len(text) > 1 and text[0] in "\"'" and text[0] == text[-1]
-    if name != "prompt" or quoted or text in ("", "null"):
+    if name != "task.prompt" or quoted or text in ("", "null"):
         return option
     text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
     text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
