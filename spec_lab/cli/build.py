@@ -9,10 +9,10 @@ from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hydra.errors import CompactHydraException, InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
@@ -241,6 +241,45 @@ def check_torchrun(config: DictConfig) -> None:
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
 
 
+def check_drawing(config: DictConfig, verifier: Any) -> None:
+    """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
+
+    Checked is what the config or the proposer's class declares as ``drawn``, for the tasks that decode every proposer
+    with ``verifier``. What a proposer declares only once it is loaded is checked with the loaded parts.
+
+    Raises:
+        Refused: names the proposer, how it draws, and what would fit.
+    """
+    from spec_lab.core.draft import Drawn
+    from spec_lab.verify.verdict import misfit
+
+    if OmegaConf.select(config, "task._target_") not in (
+        "spec_lab.tasks.benchmark.run",
+        "spec_lab.tasks.stream.stream",
+    ):
+        return
+    arms = [f"arms.{name}" for name in config.arms] if OmegaConf.is_dict(config.get("arms")) else []
+    for part in ("proposer", *arms):
+        named = named_by(config, part)
+        target = str(named["_target_"])
+        declared = _class_attributes(target.removesuffix(".load"))
+        drawn = named.get("drawn", declared.get("drawn"))
+        if drawn not in get_args(Drawn) or target.endswith(".Null.load"):
+            continue
+        name = declared.get("name", target.removesuffix(".load").rpartition(".")[2])
+        if why := misfit(str(name), drawn, verifier):
+            raise Refused(f"spec_lab: {part}: {why}")
+
+
+def _class_attributes(path: str) -> Mapping[str, Any]:
+    """Return what the class at a dotted path declares; nothing where there is no class."""
+    try:
+        found = get_object(path)
+    except (ImportError, ValueError):
+        return {}
+    return vars(found) if isinstance(found, type) else {}
+
+
 def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
     """The target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
@@ -265,6 +304,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
     target = named_as_written(build(config, "target"), OmegaConf.select(config, "target.path"), shown["target"])
     proposer = build(begun, "proposer", target=target)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
@@ -118,7 +119,17 @@ def main() -> None:
 
 
 def command_line() -> None:
-    """What ``sys.argv`` asks for."""
+    """Do what ``sys.argv`` says."""
+    if "--version" in sys.argv[1:]:
+        print(f"spec_lab {version('spec-lab')}")
+        return
+    if {"-sc", "--shell-completion"} & {*sys.argv[1:]} and "COMP_LINE" in os.environ:
+        from spec_lab.cli.commands import complete
+
+        found, hydras_too = complete(os.environ["COMP_LINE"])
+        print(*found, sep="\n")
+        if not hydras_too:
+            return
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

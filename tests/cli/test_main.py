@@ -1,5 +1,6 @@
 """The command line: every config composes and fits what it names, and every refusal is one line that helps."""
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
+from spec_lab.cli.commands import COMMANDS
 from spec_lab.cli.main import conf, known, vars_of, zoo
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import QUICK, prove
@@ -260,6 +262,11 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
         ),
         (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
         (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
+        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' supports drafts drawn gumbel; "),
+        (
+            ["target.path=/nowhere", "proposer=draft_chain", "+proposer@arms.tree=draft_tree", "verifier=kseq"],
+            "arms.tree: verifier 'kseq' supports drafts drawn iid; ",
+        ),
     ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
@@ -329,6 +336,32 @@ def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, opti
     assert code == 1
     assert f"spec_lab: {said}" in errors
     assert "Traceback" not in errors
+
+
+def test_version_is_that_of_the_package(cli):
+    assert cli("--version") == (0, f"spec_lab {importlib.metadata.version('spec-lab')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "hydras"),
+    [
+        ("spec-lab ", ["state", "collect", "compare", "report", "track", "dashboard"], ["proposer=", "seed="]),
+        ("spec-lab co", ["collect", "compare"], []), ("spec-lab prop", [], ["proposer="]),
+        ("spec-lab proposer=ng", [], ["proposer=ngram"]), ("spec-lab seed=1 st", [], []),
+        ("spec-lab compare ", ["one/", "two/"], []), ("spec-lab compare one/ t", ["two/"], []),
+        ("spec-lab compare one/de", ["one/deep/"], []), ("spec-lab compare --l", ["--level"], []),
+    ],
+)  # fmt: skip
+def test_the_shell_completes_sub_commands_their_options_and_directories(
+    cli, tmp_path, monkeypatch, line, found, hydras
+):
+    for folder in ("one/deep", "two", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setenv("COMP_LINE", line)
+    code, said, _ = cli("-sc", "query=bash")
+    assert code == 0
+    ours = [one for one in said.split() if one in COMMANDS or one.startswith("-") or one.endswith("/")]
+    assert ours == found and {*hydras} <= {*said.split()}
 
 
 @pytest.mark.parametrize(("option", "new"), [
