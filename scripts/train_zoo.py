@@ -1,6 +1,6 @@
 """Train the bundled models: ``python scripts/train_zoo.py <stage> --work DIR``."""
 
-from spec_lab.train.stages import main
+from zoo.stages import main
 
 if __name__ == "__main__":
     main()

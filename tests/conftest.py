@@ -25,10 +25,11 @@ def one_thread_and_a_fixed_seed():
 
 
 @pytest.fixture(autouse=True)
-def every_test_checks_its_targets():
-    """Weights that an earlier test has loaded are checked again (``spec_lab.models.target.checked``)."""
-    if loaded := sys.modules.get("spec_lab.models.target"):
-        loaded._CHECKED.clear()
+def every_test_starts_without_a_process_cache():
+    """The command line reuses nothing that an earlier test found (``ProcessCache``)."""
+    if build := sys.modules.get("spec_lab.cli.build"):
+        for facts in vars(build.REUSED).values():
+            facts.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -38,7 +38,11 @@ def test_there_is_a_notebook_for_each_of_the_first_questions():
     assert names == {pair.stem for pair in (ROOT / "notebooks").glob("*.ipynb")}
 
 
-@every
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(one, marks=[] if one.stem == "is_it_lossless" else [pytest.mark.nightly]) for one in SOURCES],
+    ids=lambda source: source.stem,
+)
 def test_it_executes(source, tmp_path, capsys):
     copy = shutil.copy(source, tmp_path / source.name)
     main([str(copy)])

@@ -15,11 +15,11 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
+from scripts.zoo.records import HELD_OUT_SEED, record
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.constrain.load import json_schema, lark, regex
-from spec_lab.constrain.protocol import Stuck, allows, the_only, unpack
-from spec_lab.engine.batch import Request
-from spec_lab.train.records import HELD_OUT_SEED, record
+from spec_lab.constrain.protocol import ConstraintError, allows, single_token, unpack
+from spec_lab.engine.request import Request
 from tests import checkpoints
 from tests.constrain.parts import bundled
 
@@ -68,7 +68,7 @@ def walk(kind, text):
         mask = state.mask()
         if not allows(mask, token):
             return place, forced / len(rest)
-        forced += the_only(mask) == token
+        forced += single_token(mask) == token
         if place < len(rest) - 1:
             state.advance(token)
     return None, forced / len(rest)
@@ -128,7 +128,7 @@ def refused(made):
     for prompt in prompts("json"):
         try:
             made.start(Request(0, prompt["id"], tuple(tokenizer().encode(prompt["prompt"]))))
-        except Stuck:
+        except ConstraintError:
             found.append(prompt["prompt"])
     return found
 
@@ -265,6 +265,7 @@ def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, t
     assert pd.read_csv(tmp_path / "results.csv").equals(table)
 
 
+@pytest.mark.nightly  # the short run has the study on tiny models
 def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
     short = [
         "target.dtype=float64",

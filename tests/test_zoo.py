@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from spec_lab.train import corpus, prompts, records, words
+from scripts.zoo import corpus, prompts, records, words
 
-ZOO = Path(corpus.__file__).parent.parent / "zoo"
+ZOO = Path(__file__).parents[1] / "spec_lab" / "zoo"
 WORKLOADS = ("code", "json", "prose")
 
 
@@ -148,7 +148,7 @@ def test_the_target_knows_its_workloads(tokenizer, shipped):
     """A loss far below that of unigrams, on the prompts themselves."""
     from transformers import AutoModelForCausalLM
 
-    from spec_lab.train.pretrain import token_loss
+    from scripts.zoo.pretrain import token_loss
 
     target = AutoModelForCausalLM.from_pretrained(ZOO / "target")
     for workload in WORKLOADS:

@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spec_lab.engine.attention import Attention
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.target import Target
 
 VOCABULARY = 61

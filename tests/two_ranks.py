@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.models import ranks, tensor_parallel
-from spec_lab.models import target as loading
-from spec_lab.models.target import Target, follow
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.models import loading, ranks, tensor_parallel
+from spec_lab.models.loading import follow
+from spec_lab.models.target import Target
 from spec_lab.propose.heads import Heads
 
 HERE = Path(sys.argv[1])
@@ -26,14 +27,12 @@ HERE = Path(sys.argv[1])
 def forests(target: Target) -> tuple[list[torch.Tensor], int]:
     """Logits of two forests over scattered cells, which outgrow their spans, and the heads of a layer's cells."""
     lm, found = target.lm, []
-    paths = [lm.cells.open(reserve=8) for _ in range(2)]
+    paths = [lm.open(reserve=8) for _ in range(2)]
     for tokens, tree in (([[5, 6, 7] * 90, [8, 9]], [0, 0, 3, 1, 5]), ([[3], [4, 5]], [0, 0, 2, 1, 1, 6])):
         draft = Draft(Shape(2, np.array(tree)), torch.arange(10, 10 + len(tree)))
-        output = lm.forward(paths, tokens, draft)
-        found.append(output.logits)
-        for path, slots in zip(paths, output.slots, strict=True):
-            lm.cells.keep(path, slots[1:2])
-            lm.cells.drop(path, np.delete(slots, [1]))
+        found.append(lm.forward(paths, tokens, draft).logits)
+        for path in paths:
+            path.accept([1])
     return found, lm.cells.keys[0][0].shape[1]
 
 
@@ -42,7 +41,7 @@ def compared(name: str) -> dict:
     """How far a model split over both ranks is from the whole one."""
     how = dict(path=str(HERE / name), dtype="float64")
     split, whole = Target.load(**how, tensor_parallel=True), loading.load_model(**how, device="cpu")[0]
-    one = Target(loading.CausalLM(whole), None, "whole", 512, "", 0.0)
+    one = Target(CausalLM(whole), None, "whole", 512, "", 0.0)
     (ours, heads), (theirs, all_heads) = forests(split), forests(one)
     state, token = torch.randn(2, 32, dtype=torch.float64), torch.tensor([1, 2])
     drafts = [Heads.random(each, 3, trunk=True)(state, token) for each in (split, one)]

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import spec_lab
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.proposer import Proposer
+from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.propose.proposer import Proposer
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import Prompt, jsonl
 from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal, Verifier, check_pair
@@ -114,8 +114,8 @@ def decoded(
     """The output for every request, and the drafted tokens accepted in all."""
     outputs, accepted = [], 0
     for start in range(0, len(requests), batch):
-        group = Group(target, proposer, verifier, requests[start : start + batch], CounterDraws(0))
-        accepted += sum(got.accepted_kept for one in group for got in one.committed)
+        group = fixed_group(target, proposer, verifier, requests[start : start + batch], CounterDraws(0))
+        accepted += sum(got.count(accepted=True, kept=True) for one in group for got in one.committed)
         outputs += [sequence.emitted for sequence in group.sequences]
     return outputs, accepted
 

@@ -18,16 +18,20 @@ from omegaconf.errors import MissingMandatoryValue
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
+REUSED = ProcessCache()
+"""What the runs of this process share, a sweep's above all; it is passed to the parts."""
+
 NEEDS = {
     "target": ("lm", "tokenizer", "context"),
     "proposer": ("name", "drawn", "nodes", "propose", "close"),
     "verifier": ("name", "accepts", "lossless", "__call__"),
-    "constraint": ("name", "vocabulary", "acts", "start"),
+    "constraint": ("name", "vocabulary", "has_actions", "start"),
     "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
     "prompts": ("__len__", "__getitem__"),
     "tracker": ("start", "group", "finish", "close"),
@@ -136,7 +140,7 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
         Refused: as in ``build``; parts that do not go together.
     """
     from spec_lab.constrain.applied import AppliedConstraint
-    from spec_lab.constrain.load import together
+    from spec_lab.constrain.load import combine
     from spec_lab.constrain.vocabulary import Vocabulary
 
     named = named_by(config, "constraint")
@@ -147,7 +151,7 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
         needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop_strings
         vocabulary = Vocabulary.of(target) if needed else None
         constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
-        binding = together(constraint, vocabulary, options, **text)
+        binding = combine(constraint, vocabulary, options, **text)
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
     return binding, vocabulary and vocabulary.bytes
@@ -306,7 +310,9 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
     check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
-    target = named_as_written(build(config, "target"), OmegaConf.select(config, "target.path"), shown["target"])
+    target = named_as_written(
+        build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
+    )
     proposer = build(begun, "proposer", target=target)
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import Refused, build, reason, start
+from spec_lab.cli.build import REUSED, Refused, build, reason, start
 from spec_lab.cli.redaction import overrides_of, without_values
 from spec_lab.core.faults import of_a_part
 from spec_lab.core.files import read_json
@@ -137,7 +137,7 @@ def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
     return (
         how.get("config_sha256") == digest(resolved)
         and ("prompts_sha256" not in begun or begun["prompts_sha256"] == of_prompts(build(config, "prompts")))
-        and same_code(begun, resolved)
+        and same_code(begun, resolved, REUSED)
     )
 
 

@@ -104,7 +104,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
         interrupt.change(interrupt.Silent(""))
-        from spec_lab.models.target import follow
+        from spec_lab.models.loading import follow
 
         return follow()
     try:

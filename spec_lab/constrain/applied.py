@@ -1,4 +1,4 @@
-"""Where a constraint binds, and what each round of the decode loop asks of it."""
+"""Where a constraint applies: to the target, the draft or both; and its masks in every step."""
 
 from __future__ import annotations
 
@@ -7,40 +7,48 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain.protocol import Constraint, Masks, State, Stuck, allows, by_forks, the_only, unpack
+from spec_lab.constrain.protocol import (
+    Constraint,
+    ConstraintError,
+    ConstraintState,
+    Masks,
+    allows,
+    masks_by_forking,
+    single_token,
+    unpack,
+)
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import one_of, whole
-from spec_lab.engine.batch import Batch, Request
+from spec_lab.engine.request import Request
 
 PLACES = ("target", "draft", "both", "none")
 
 
 @dataclass(frozen=True)
 class AppliedConstraint:
-    """A constraint, and where it binds.
+    """A constraint, and where it applies.
 
-    On the target its masks define the law that is decoded: the masked law, which autoregressive decoding under the same
-    constraint has as well. On the draft they only help to draft what can be accepted; the output's law does not notice.
+    On the target its masks define the target distribution: the masked one, as in autoregressive decoding under the same
+    constraint. On the draft they only help to draft what can be accepted; the output distribution stays the same.
 
     Args:
-        constraint: what binds.
+        constraint: which.
         placement: "target", "draft", "both" or "none". Without the target the output is unconstrained, and what it
             violates is counted.
         draft_budget: masks that the draft may use for each sequence in each step; after them it drafts unmasked. Or a
             time for it, such as "200us", with which runs cannot be reproduced. None: no limit.
         fast_forward: tokens that the masks leave no choice for are appended at once, as certain as they are, and
-            computed with the next draft. None: where the target is bound.
+            computed with the next draft. None: where it applies to the target.
         async_masks: the masks are computed in a thread, during the target's forward, unless the draft needs them first.
 
     Raises:
-        ValueError: an option of the wrong kind; a constraint that acts without binding the target; ``fast_forward``
-            without binding the target.
+        ValueError: an option of the wrong kind; a constraint that acts, or ``fast_forward``, without the target.
     """
 
     constraint: Constraint
@@ -57,7 +65,7 @@ class AppliedConstraint:
         for name in ("fast_forward", "async_masks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
-        if not self.on_target and self.constraint.acts:
+        if not self.on_target and self.constraint.has_actions:
             raise ValueError(
                 f"constraint.placement={self.placement} leaves the output alone, but '{self.constraint.name}' acts on "
                 "the output: set constraint.placement to target or both"
@@ -70,12 +78,12 @@ class AppliedConstraint:
 
     @property
     def on_target(self) -> bool:
-        """Whether the output is bound."""
+        """Whether it applies to the output."""
         return self.placement in ("target", "both")
 
     @property
     def on_draft(self) -> bool:
-        """Whether drafts are bound."""
+        """Whether it applies to drafts."""
         return self.placement in ("draft", "both")
 
     def budget(self) -> tuple[int, float]:
@@ -106,21 +114,21 @@ class AppliedConstraint:
         }
 
 
-class Guide:
+class DraftTreeMasks:
     """What a constraint allows below the nodes of drafts that are still growing.
 
     Args:
-        states: ``[B]`` at the heads; None binds nothing.
-        binding: with the budget.
+        states: ``[B]`` at the roots; None allows everything.
+        applied: with the budget.
     """
 
-    def __init__(self, states: Sequence[State | None], binding: AppliedConstraint) -> None:
-        self.vocabulary = binding.constraint.vocabulary
-        self.forces = bool(binding.fast_forward)
-        most, self.seconds_left = binding.budget()
+    def __init__(self, states: Sequence[ConstraintState | None], applied: AppliedConstraint) -> None:
+        self.vocabulary = applied.constraint.vocabulary
+        self.forces = bool(applied.fast_forward)
+        most, self.seconds_left = applied.budget()
         self.left = [most] * len(states)
         self.states = states
-        self.at: dict[int, State | None] = {}  # by row; None where nothing binds any more
+        self.at: dict[int, ConstraintState | None] = {}  # by row; None where everything is allowed
         self.dead: set[int] = set()  # rows after which nothing may come
         self.used = False
         self.seconds = 0.0
@@ -135,7 +143,7 @@ class Guide:
         for place, row in enumerate(rows.tolist()):
             try:
                 mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
-            except Stuck:  # whether anything comes to it is not decided yet
+            except ConstraintError:  # whether anything comes to it is not decided yet
                 self.dead.add(row)
             if row in self.dead:
                 allowed[place] = False
@@ -146,8 +154,8 @@ class Guide:
 
     def _mask(self, shape: Shape, row: int, token: np.ndarray, spent: float) -> np.ndarray | None:
         """What may come after ``row`` ``[W]``; None for everything. Finds out whether the row is dead."""
-        head = int(shape.root[row])
-        state = self.states[head]
+        root = int(shape.root[row])
+        state = self.states[root]
         if row >= shape.roots:
             parent, drafted = int(shape.parent[row - shape.roots]), int(token[row - shape.roots])
             state = above = self.at.get(parent)
@@ -158,138 +166,153 @@ class Guide:
             if above is not None:
                 state = above.fork()
                 state.advance(drafted)
-        if state is None or self.left[head] == 0 or spent > self.seconds_left:
+        if state is None or self.left[root] == 0 or spent > self.seconds_left:
             self.at[row] = None
             return None
         self.at[row] = state
-        self.left[head] -= 1
+        self.left[root] -= 1
         if state.action() is not None:
             self.dead.add(row)
             return None
         return state.mask()
 
 
-class StepConstraint:
-    """A group of requests under a binding: one round after the other."""
+class StepMasks(NamedTuple):
+    """The masks of one step.
 
-    def __init__(self, binding: AppliedConstraint) -> None:
-        self.binding = binding
-        self.constraint = binding.constraint
-        self.guide: Guide | None = None
-        self.busy = self.guided = 0.0
+    Args:
+        masks: of the forest.
+        failed: trees whose constraint failed at the root, each with what went wrong: their masks allow everything.
+        seconds: spent on them.
+    """
+
+    masks: Masks
+    failed: dict[int, str]
+    seconds: float
+
+
+class StepConstraint:
+    """Computes the masks of the steps of one engine. Close it at the end.
+
+    Args:
+        applied: the constraint, and where it applies.
+    """
+
+    def __init__(self, applied: AppliedConstraint) -> None:
+        self.applied = applied
+        self.constraint = applied.constraint
         self._thread: ThreadPoolExecutor | None = None
-        self._coming: Future[Masks] | None = None
 
     @property
-    def peeks(self) -> bool:
+    def drafts(self) -> bool:
         """Whether anything can be drafted: states that cannot be forked are decoded token by token."""
-        return bool(getattr(self.constraint, "peeks", True))
+        return bool(getattr(self.constraint, "supports_drafts", True))
 
-    def start(self, request: Request) -> State:
+    def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
         return self.constraint.start(request)
 
-    def begin(self, batch: Batch) -> None:
-        """A round begins: proposers that can draft under masks find a guide."""
-        self.busy = self.guided = 0.0
-        self.guide = batch.guide = None
-        if self.binding.on_draft and self.peeks:
-            self.guide = batch.guide = Guide([s.constraint for s in batch.sequences], self.binding)
+    def draft_masks(self, states: Sequence[ConstraintState | None]) -> DraftTreeMasks | None:
+        """Masks for a draft that grows below these states; None where the draft is not constrained."""
+        if self.applied.on_draft and self.drafts:
+            return DraftTreeMasks(states, self.applied)
+        return None
 
-    def narrow(self, batch: Batch, draft: Draft) -> tuple[Draft, Masks | None]:
-        """The draft without what cannot be reached, and its masks; None while they are still computed.
+    def masks(
+        self, states: Sequence[ConstraintState | None], draft: Draft, draft_masks: DraftTreeMasks | None
+    ) -> tuple[Draft, StepMasks | Future[StepMasks]]:
+        """The draft without nodes that cannot be reached, and its masks, perhaps still being computed.
 
-        Below a barrier nothing is drafted. From deterministic drafts that were made without the guide, illegal nodes
-        go: whether a node is legal follows from the text, not from a drawn value.
+        Below a barrier nothing is drafted. From deterministic drafts that were made without masks, illegal nodes are
+        removed: whether a node is legal follows from the text, not from a sampled value.
+
+        Args:
+            states: ``[B]`` at the roots.
+            draft: what was drafted.
+            draft_masks: that the proposer may have used.
         """
-        prunes = self.guide is not None and not self.guide.used and draft.drawn == "point" and draft.shape.nodes > 0
-        if prunes and self.binding.draft_budget is not None:
-            draft, prunes = self._pruned(draft), False
-        if self.guide is not None:
-            self.busy = self.guided = self.guide.seconds
-        if self.binding.async_masks and not prunes and not self.constraint.acts:
+        unused = draft_masks is not None and not draft_masks.used
+        prunes = unused and draft.ways == {"point"} and draft.shape.nodes > 0
+        if prunes and draft_masks is not None and self.applied.draft_budget is not None:
+            draft, prunes = _pruned(draft, draft_masks), False
+        if self.applied.async_masks and not prunes and not self.constraint.has_actions:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
-            self._coming = self._thread.submit(self._masks, batch, draft)
-            return draft, None
-        masks = self._masks(batch, draft)
-        shape = draft.shape
+            return draft, self._thread.submit(self._masks, states, draft)
+        found = self._masks(states, draft)
+        masks, shape = found.masks, draft.shape
         keep = np.ones(shape.rows, dtype=bool)
         if shape.nodes and masks.barrier.any():
             keep[shape.roots :] &= ~masks.barrier[shape.parent]
         if prunes:
             keep &= masks.legal
         if keep.all():
-            return draft, masks
+            return draft, found
         draft, rows = draft.keep(keep)
-        return draft, Masks(masks.bits[rows], masks.legal[rows], masks.barrier[rows])
-
-    def masks(self) -> Masks:
-        """The masks that were still computed."""
-        if self._coming is None:
-            raise RuntimeError("no masks are being computed")
-        coming, self._coming = self._coming, None
-        return coming.result()
+        return draft, found._replace(masks=Masks(masks.bits[rows], masks.legal[rows], masks.barrier[rows]))
 
     def close(self) -> None:
-        """The group is done."""
+        """Stop the thread that computes masks."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
-    def _masks(self, batch: Batch, draft: Draft) -> Masks:
+    def _masks(self, states: Sequence[ConstraintState | None], draft: Draft) -> StepMasks:
         start = time.perf_counter()
-        states: list[State | None] = [sequence.constraint for sequence in batch.sequences]
         shape, token = draft.shape, draft.token.cpu().numpy()
+        failed: dict[int, str] = {}
         try:
             masks = self._of(states, shape, token)
-        except Stuck:  # one of them, perhaps at a node that nothing comes to: the slow way tells
-            each = [self._alone(batch, head, states, shape, token) for head in range(len(states))]
+        except ConstraintError:  # one of them, perhaps at a node that is never reached: each tree alone finds out
+            each = [self._alone(tree, states, shape, token, failed) for tree in range(len(states))]
             own = shape.root, np.arange(shape.rows)
             masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
-        self.busy += time.perf_counter() - start
-        return masks
+        return StepMasks(masks, failed, time.perf_counter() - start)
 
-    def _alone(self, batch: Batch, head: int, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
-        """The masks of one tree; where its head itself is stuck, the sequence ends with this round."""
+    def _alone(
+        self,
+        tree: int,
+        states: Sequence[ConstraintState | None],
+        shape: Shape,
+        token: np.ndarray,
+        failed: dict[int, str],
+    ) -> Masks:
+        """The masks of one tree; where its root itself is stuck, nothing is masked and ``failed`` says so."""
         vocabulary = self.constraint.vocabulary
         try:
-            one = [state if number == head else None for number, state in enumerate(states)]
-            return by_forks(one, shape, token, vocabulary)
-        except Stuck as error:
-            if self.binding.on_target:
-                batch.broken[head], batch.sequences[head].finish = str(error), "stuck"
-            else:
-                batch.sequences[head].unwatch(str(error))
-            return by_forks([None] * len(states), shape, token, vocabulary)
+            one = [state if number == tree else None for number, state in enumerate(states)]
+            return masks_by_forking(one, shape, token, vocabulary)
+        except ConstraintError as error:
+            failed[tree] = str(error)
+            return masks_by_forking([None] * len(states), shape, token, vocabulary)
 
-    def _of(self, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
+    def _of(self, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray) -> Masks:
         fast = getattr(self.constraint, "masks", None)
         if fast is None:
-            return by_forks(states, shape, token, self.constraint.vocabulary)
+            return masks_by_forking(states, shape, token, self.constraint.vocabulary)
         masks: Masks = fast(states, shape, token)
         return masks
 
-    def _pruned(self, draft: Draft) -> Draft:
-        """The draft without the illegal nodes that the guide finds within its budget."""
-        shape, token = draft.shape, draft.token.cpu().numpy()
-        rows = np.unique(shape.parent)
-        number = np.searchsorted(rows, shape.parent)
-        assert self.guide is not None
-        keep = np.ones(shape.rows, dtype=bool)
-        keep[shape.roots :] = self.guide(shape, rows, token)[number, token]
-        return draft.keep(keep)[0]
+
+def _pruned(draft: Draft, masks: DraftTreeMasks) -> Draft:
+    """The draft without the illegal nodes that the masks find within their budget."""
+    shape, token = draft.shape, draft.token.cpu().numpy()
+    rows = np.unique(shape.parent)
+    number = np.searchsorted(rows, shape.parent)
+    keep = np.ones(shape.rows, dtype=bool)
+    keep[shape.roots :] = masks(shape, rows, token)[number, token]
+    return draft.keep(keep)[0]
 
 
 PARTS = ("bits", "legal", "barrier")
 
 
 def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  # [R, V]
-    """The masks for ``law``."""
+    """The masks for ``logits_to_probs``."""
     return torch.from_numpy(unpack(masks.bits, vocabulary)).to(device)
 
 
-def forced_token(state: State) -> int | None:
+def forced_token(state: ConstraintState) -> int | None:
     """The one token that may come next; None where there is a choice, or nothing may come."""
     mask = state.mask()
-    return None if mask is None else the_only(mask)
+    return None if mask is None else single_token(mask)

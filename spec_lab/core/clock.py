@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Mark = Any
 """A float of seconds on the CPU, a CUDA event on a GPU."""
+
+
+class Span(NamedTuple):
+    """A phase and its two moments."""
+
+    name: str
+    start: Mark
+    end: Mark
+
+
+class Phase:
+    """See ``Clock.phase``."""
+
+    __slots__ = ("clock", "name", "start")
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+
+    def __enter__(self) -> None:
+        self.start = self.clock.mark()
+
+    def __exit__(self, *_: object) -> None:
+        self.clock.spans.append(Span(self.name, self.start, self.clock.mark()))
 
 
 class Clock:
@@ -21,6 +44,7 @@ class Clock:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
+        self.spans: list[Span] = []
 
     def mark(self) -> Mark:
         """This moment."""
@@ -29,6 +53,15 @@ class Clock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def phase(self, name: str) -> Phase:
+        """A context manager that records what happens inside it as one span of the phase ``name``."""
+        return Phase(self, name)
+
+    def take(self) -> list[Span]:
+        """The spans recorded since the last call, in the order in which they ended."""
+        spans, self.spans = self.spans, []
+        return spans
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Seconds between two marks. On a GPU, call it only after ``synchronise``."""

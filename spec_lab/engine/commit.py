@@ -1,210 +1,258 @@
-"""How a round is committed: tokens appended and cut, cells kept and dropped, constraints moved on, actions taken."""
+"""What a step's choices do to its sequences: tokens are appended and cut, the KV cache keeps the accepted nodes,
+constraints advance and act.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from spec_lab.constrain import AppliedConstraint, Masks, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, Masks
 from spec_lab.constrain.applied import forced_token
 from spec_lab.constrain.protocol import allows
 from spec_lab.core.draft import Draft
-from spec_lab.engine.batch import Batch, SequenceState
+from spec_lab.engine.sequence import SequenceState
 
-MOST_FORKS = 256
-"""Forks that one request may make in all; one more breaks it."""
+MAX_FORKS = 256
+"""Forks of one request in all; one more breaks it."""
 
-MOST_ACTIONS = 1000
+MAX_ACTIONS = 1000
 """Actions in a row, without a token between them."""
 
 RUNAWAY = 32
-"""A sequence that has emitted this many times its limit, tokens taken back included, is ended."""
+"""A sequence that has emitted this many times its limit, removed tokens included, is ended."""
 
 NOTHING_LEFT = "its constraint allows nothing here that the model gives any probability"
 
 
+class Emitted(NamedTuple):
+    """A token that a step emitted.
+
+    Args:
+        token: its id.
+        origin: where it comes from (``sequence.ORIGINS``).
+        kept: whether it is left after stop tokens and limits.
+    """
+
+    token: int
+    origin: str
+    kept: bool
+
+
 @dataclass(frozen=True)
-class Step:
-    """One round's draft, and where its accepted paths end.
+class Decision:
+    """Where each tree's accepted path ends, and what is emitted there.
 
     Args:
         draft: what was drafted.
-        slots: for each tree the cells its nodes hold, in row order.
         row: ``[B]`` where each accepted path ends.
         token: ``[B]`` the token emitted there; -1 for none.
         masks: of the forest; None without a constraint.
-        logprobs: for each tree the log-probabilities of its accepted tokens and the one after; None where not wanted.
+        logprobs: for each tree the log-probabilities of its accepted tokens and the one after; None where not needed.
+        broken: trees that get nothing: why each sequence ends ("nan", "stuck").
     """
 
     draft: Draft
-    slots: Seq[np.ndarray]
     row: np.ndarray
     token: np.ndarray
     masks: Masks | None = None
-    logprobs: Seq[Seq[float]] | None = None
+    logprobs: Sequence[Sequence[float]] | None = None
+    broken: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
 class Committed:
-    """What one sequence got in one round.
+    """What one sequence got in one step.
 
     Args:
-        path: rows of the accepted nodes, from the head down.
-        accepted: tokens accepted, before cuts.
-        emitted: tokens emitted, before cuts: accepted, the one after them, and those appended as forced.
-        accepted_kept: accepted tokens left after stop tokens and limits.
-        emitted_kept: likewise of all emitted.
-        forced: of the drafted nodes, those that the constraint left no choice for.
-        forced_accepted, forced_emitted, forced_accepted_kept, forced_emitted_kept: forced tokens of these.
+        path: rows of the accepted nodes, from the root down.
+        tokens: all tokens emitted: first the accepted ones, then the one after them, then forced ones.
+        forced: drafted nodes that were the only ones their constraint allows.
         legal: drafted nodes that the constraint allows.
-        taken_back: tokens that an action took back.
-        children: forks of it.
+        removed: tokens that an action removed again.
+        forks: of the sequence.
+        error: what broke; empty for nothing.
     """
 
     path: list[int]
-    accepted: int = 0
-    emitted: int = 0
-    accepted_kept: int = 0
-    emitted_kept: int = 0
+    tokens: list[Emitted] = field(default_factory=list)
     forced: int = 0
-    forced_accepted: int = 0
-    forced_emitted: int = 0
-    forced_accepted_kept: int = 0
-    forced_emitted_kept: int = 0
     legal: int = 0
-    taken_back: int = 0
-    children: list[SequenceState] = field(default_factory=list)
+    removed: int = 0
+    forks: list[SequenceState] = field(default_factory=list)
+    error: str = ""
+
+    def count(self, accepted: bool = False, forced: bool = False, kept: bool = False) -> int:
+        """How many tokens were emitted; of them, only accepted ones, only forced ones, only kept ones."""
+        some: Iterable[Emitted] = self.tokens[: len(self.path)] if accepted else self.tokens
+        return sum((not forced or one.origin == "forced") and (not kept or one.kept) for one in some)
 
 
-def commit(batch: Batch, step: Step, binding: AppliedConstraint | None = None) -> list[Committed]:
-    """Append what was accepted and emitted; keep the accepted nodes' cells, drop the others; apply what is wanted.
+Commit = Callable[[Sequence[SequenceState], Decision, AppliedConstraint | None, int], list[Committed]]
+"""How a step's choices are committed. See ``commit``."""
+
+
+def commit(
+    sequences: Sequence[SequenceState], decision: Decision, applied: AppliedConstraint | None, context: int
+) -> list[Committed]:
+    """Append what was accepted and emitted, and keep the accepted nodes in the KV cache.
 
     Stop tokens, stop strings and limits cut here, inside an accepted path as well, and never touch verification. A
-    broken tree gets nothing and its sequence ends. Forks are in ``Committed.children``, not yet in the batch.
+    broken tree gets nothing and its sequence ends. Constraints advance; their actions come later (``act``).
+
+    Args:
+        sequences: ``[B]``.
+        decision: what is committed.
+        applied: the constraint; None for none.
+        context: most tokens of a sequence.
     """
     single = None
-    if step.masks is not None and binding is not None and binding.on_target:
-        single = step.masks.single
-    drafted = step.draft.token.tolist()
+    if decision.masks is not None and applied is not None and applied.on_target:
+        single = decision.masks.forced
+    drafted = decision.draft.token.tolist()
     return [
-        _commit(batch, tree, sequence, step, drafted, single, binding) for tree, sequence in enumerate(batch.sequences)
+        _commit(sequence, tree, decision, drafted, single, applied, context) for tree, sequence in enumerate(sequences)
     ]
 
 
 def _commit(
-    batch: Batch,
-    tree: int,
     sequence: SequenceState,
-    step: Step,
+    tree: int,
+    decision: Decision,
     drafted: list[int],
     single: np.ndarray | None,
-    binding: AppliedConstraint | None,
+    applied: AppliedConstraint | None,
+    context: int,
 ) -> Committed:
-    shape, masks = step.draft.shape, step.masks
-    nodes = shape.trees[tree][1:] if shape.nodes else np.empty(0, dtype=np.int64)
-    sequence.round += 1
+    shape, masks = decision.draft.shape, decision.masks
+    nodes = shape.trees[tree][1:] if shape.nodes else NO_NODES
+    sequence.step += 1
     done = Committed([], legal=len(nodes) if masks is None else int(masks.legal[nodes].sum()))
     if single is not None and len(nodes) and masks is not None:
         done.forced = int((single[shape.parent[nodes - shape.roots]] & masks.legal[nodes]).sum())
-    if tree in batch.broken:
-        sequence.finish = sequence.finish or "nan"
-    else:
-        row, last = int(step.row[tree]), int(step.token[tree])
-        done.path = shape.path(row)
-        rows = [*done.path, row] if last >= 0 else done.path  # of the accepted tokens; then where the last one is drawn
-        emitted = [drafted[node - shape.roots] for node in done.path] + ([last] if last >= 0 else [])
-        done.accepted, done.emitted = len(done.path), len(emitted)
-        above = [tree, *done.path]
-        for place, (token, at) in enumerate(zip(emitted, rows, strict=True)):
-            forced = single is not None and bool(single[above[place]])
-            own = place < len(done.path)
-            done.forced_accepted += forced and own
-            done.forced_emitted += forced
-            if sequence.finish is not None:
-                continue
-            if masks is not None and sequence.constraint is not None:
-                legal = bool(masks.legal[at]) and (own or allows(masks.bits[at], token))
-                _observe(sequence, legal)
-            logprob = step.logprobs[tree][place] if step.logprobs is not None else float("nan")
-            origin = "forced" if forced else "accepted" if own else "emitted"
-            binds = binding is None or binding.on_target
-            _append(batch, tree, sequence, token, logprob, origin, binds)
-            done.emitted_kept += 1
-            done.accepted_kept += own
-            done.forced_accepted_kept += forced and own
-            done.forced_emitted_kept += forced
-    _keep_cells(batch, tree, sequence, step, done)
-    if sequence.finish is None and binding is not None and binding.on_target:
-        if last < 0 and masks is not None and not masks.barrier[row]:
-            _stuck(batch, tree, sequence, NOTHING_LEFT)
-        settle(batch, tree, sequence, binding, done)
+    if tree in decision.broken:
+        sequence.finish = decision.broken[tree]
+        sequence.kv.accept()
+        return done
+    row, last = int(decision.row[tree]), int(decision.token[tree])
+    done.path = shape.path(row)
+    accepted = len(done.path)
+    rows = [*done.path, row] if last >= 0 else done.path  # of the accepted tokens; then where the last one is sampled
+    tokens = [drafted[node - shape.roots] for node in done.path] + ([last] if last >= 0 else [])
+    above = [tree, *done.path]
+    after = "recovered" if len(shape.children[row]) else "bonus"
+    kept = 0
+    for place, (token, at) in enumerate(zip(tokens, rows, strict=True)):
+        forced = single is not None and bool(single[above[place]])
+        origin = "forced" if forced else "accepted" if place < accepted else after
+        keep = sequence.finish is None
+        done.tokens.append(Emitted(token, origin, keep))
+        if not keep:
+            continue
+        if masks is not None and sequence.constraint is not None:
+            legal = bool(masks.legal[at]) and (place < accepted or allows(masks.bits[at], token))
+            _watch(sequence, legal)
+        logprob = decision.logprobs[tree][place] if decision.logprobs is not None else float("nan")
+        done.error = _append(sequence, token, logprob, origin, applied is None or applied.on_target, context)
+        kept += place < accepted
+    if shape.nodes:
+        sequence.kv.accept(shape.places[np.array(done.path[:kept], dtype=np.int64)])
+    on_target = applied is not None and applied.on_target
+    if sequence.finish is None and on_target and last < 0 and masks is not None and not masks.barrier[row]:
+        sequence.finish, done.error = "stuck", NOTHING_LEFT
     return done
 
 
-def settle(batch: Batch, tree: int, sequence: SequenceState, binding: AppliedConstraint, done: Committed) -> None:
-    """Apply every action that the sequence's constraint wants, and append what it forces, until it may be drafted for.
+NO_NODES = np.empty(0, dtype=np.int64)
 
-    What it did is counted in ``done``; forks are put there.
+
+def act(
+    sequence: SequenceState,
+    applied: AppliedConstraint,
+    context: int,
+    done: Committed,
+    made: Counter[int],
+    fork_state: Callable[[SequenceState], object],
+) -> dict[SequenceState, int]:
+    """Carry out the actions of a sequence's constraint and append forced tokens, until it can be drafted for.
+
+    Args:
+        sequence: which.
+        applied: its constraint, on the target.
+        context: most tokens of a sequence.
+        done: where all is counted, and forks are listed.
+        made: forks made so far, by the request's id.
+        fork_state: a copy of the proposer's state for a fork of the given sequence.
+
+    Returns:
+        For each sequence whose computed positions became fewer, how many are left.
     """
+    rewound: dict[SequenceState, int] = {}
     fresh = [sequence]
     while fresh:
         one, actions = fresh.pop(), 0
+        computed = len(one.kv)
         try:
             while one.finish is None:
                 action = one.constraint.action()
                 actions += 1
-                if actions > MOST_ACTIONS:
-                    raise Stuck(f"its constraint wanted {MOST_ACTIONS} actions without a token between them")
+                if actions > MAX_ACTIONS:
+                    raise ConstraintError(f"its constraint took {MAX_ACTIONS} actions without a token between them")
                 if action is None:
-                    _limit(batch, one)
+                    _limit(one, context)
                     if one.finish is not None:
                         break
-                    token = forced_token(one.constraint) if binding.fast_forward else None
+                    token = forced_token(one.constraint) if applied.fast_forward else None
                     if token is None:
                         break
                     actions = 0
-                    _append(batch, tree, one, token, 0.0, "forced")
-                    done.emitted += 1
-                    done.emitted_kept += 1
-                    done.forced_emitted += 1
-                    done.forced_emitted_kept += 1
+                    done.error = _append(one, token, 0.0, "forced", True, context) or done.error
+                    done.tokens.append(Emitted(token, "forced", True))
                 elif not action:
                     one.finish = "constraint"
-                elif len(action) > 1 and not len(one.path):
-                    break  # the next round computes the prompt: forks then share its cells
+                elif len(action) > 1 and not len(one.kv):
+                    break  # the next step computes the prompt: forks then share its cells
                 else:
-                    # Nothing is done before all of it can be: no fork is left without what binds it.
+                    # Nothing is done before all of it can be: no fork is left without its constraint.
                     for onward in action:
                         _check(one, onward.backtrack)
-                    batch.made[one.request.id] += len(action) - 1
-                    if batch.made[one.request.id] > MOST_FORKS:
-                        raise Stuck(f"its constraint made more than {MOST_FORKS} forks of the request")
-                    children = [fork(batch, one, number) for number in range(1, len(action))]
-                    done.children += children
-                    fresh += children
+                    made[one.request.id] += len(action) - 1
+                    if made[one.request.id] > MAX_FORKS:
+                        raise ConstraintError(f"its constraint made more than {MAX_FORKS} forks of the request")
+                    forks = [fork(one, number, fork_state) for number in range(1, len(action))]
+                    done.forks += forks
+                    fresh += forks
                     one.forks += len(action) > 1
-                    for live, onward in zip([one, *children], action, strict=True):
-                        done.taken_back += onward.backtrack
+                    for live, onward in zip([one, *forks], action, strict=True):
+                        done.removed += onward.backtrack
                         live.constraint = onward.state
-                        rewind(batch, live, onward.backtrack)
-        except Stuck as error:
-            _stuck(batch, tree, one, str(error))
-        if len(one.path) >= len(one.tokens):  # the last token is always pending
-            batch.target.lm.cells.backtrack(one.path, len(one.tokens) - 1)
+                        if onward.backtrack:
+                            remove(live, onward.backtrack)
+                            rewound[live] = len(live.kv)
+        except ConstraintError as error:
+            one.finish, done.error = "stuck", str(error)
+        if len(one.kv) >= len(one.tokens):  # the last token is always pending
+            one.kv.truncate(len(one.tokens) - 1)
+        if len(one.kv) < computed or one in rewound:
+            rewound[one] = len(one.kv)
+    return rewound
 
 
-def fork(batch: Batch, sequence: SequenceState, number: int) -> SequenceState:
-    """A second sequence with the same past: it shares the cells, and has random choices of its own."""
-    lineage = (*sequence.lineage, sequence.forks, number)
+def fork(
+    sequence: SequenceState, number: int, fork_state: Callable[[SequenceState], object] = lambda _: None
+) -> SequenceState:
+    """A second sequence with the same past: it shares the KV cache, and has random choices of its own."""
     return SequenceState(
         sequence.request,
-        batch.target.lm.cells.fork(sequence.path),
+        sequence.kv.fork(),
         list(sequence.tokens),
-        lineage,
-        sequence.round,
-        state=sequence.state,
+        (*sequence.lineage, sequence.forks, number),
+        sequence.step,
+        state=fork_state(sequence),
         stream=None if sequence.stream is None else sequence.stream.fork(),
         born=len(sequence.tokens),
         spent=sequence.spent,
@@ -213,38 +261,36 @@ def fork(batch: Batch, sequence: SequenceState, number: int) -> SequenceState:
     )
 
 
-def rewind(batch: Batch, sequence: SequenceState, count: int) -> None:
-    """Take back the last ``count`` tokens, and their cells.
+def remove(sequence: SequenceState, count: int) -> None:
+    """Remove the last ``count`` tokens, from the KV cache as well.
 
     Raises:
-        Stuck: they reach into the prompt.
+        ConstraintError: they reach into the prompt.
     """
     emitted = _check(sequence, count)
     if not count:
         return
     del sequence.tokens[-count:]
-    del sequence.logprobs[len(sequence.tokens) - len(sequence.request.tokens) :]
-    del sequence.origins[len(sequence.tokens) - len(sequence.request.tokens) :]
+    del sequence.logprobs[len(sequence.emitted) :]
+    del sequence.origins[len(sequence.emitted) :]
     sequence.born = min(sequence.born, len(sequence.tokens))
-    if len(sequence.path) > len(sequence.tokens):
-        batch.target.lm.cells.backtrack(sequence.path, len(sequence.tokens))
+    if len(sequence.kv) > len(sequence.tokens):
+        sequence.kv.truncate(len(sequence.tokens))
     if sequence.stream is not None and not sequence.stream.finished:
-        ahead = sequence.stream.count - (emitted - count)  # a banned string the stream has seen, and taken back, itself
+        ahead = sequence.stream.count - (emitted - count)  # the stream has removed a banned string itself
         sequence.events += sequence.stream.rewind(ahead)
 
 
 def _check(sequence: SequenceState, count: int) -> int:
-    """How many tokens have been emitted, if ``count`` of them can be taken back."""
+    """How many tokens have been emitted, if ``count`` of them can be removed."""
     emitted = len(sequence.tokens) - len(sequence.request.tokens)
     if not 0 <= count <= emitted:
-        raise Stuck(f"its constraint takes back {count} tokens; {emitted} have been emitted")
+        raise ConstraintError(f"its constraint removes {count} tokens, but {emitted} have been emitted")
     return emitted
 
 
-def _append(
-    batch: Batch, tree: int, sequence: SequenceState, token: int, logprob: float, origin: str, binds: bool = True
-) -> None:
-    """One more token; perhaps it ends the sequence, else the constraint moves on, which may bind the output or not."""
+def _append(sequence: SequenceState, token: int, logprob: float, origin: str, on_target: bool, context: int) -> str:
+    """Append one token. Perhaps it ends the sequence; else the constraint advances. Returns what broke, if anything."""
     request = sequence.request
     sequence.tokens.append(token)
     sequence.spent += 1
@@ -255,49 +301,32 @@ def _append(
         sequence.events += sequence.stream.push(token, logprob)
     if token in request.stop or (sequence.stream is not None and sequence.stream.finished):
         sequence.finish = "stop"
-        return
+        return ""
     if sequence.constraint is not None:
         try:
             sequence.constraint.advance(token)
             if sequence.constraint.action() is not None:
-                return  # it may take tokens back: limits count afterwards
-        except Stuck as error:
-            if binds:
-                _stuck(batch, tree, sequence, str(error))
-                return
+                return ""  # it may remove tokens: limits count afterwards
+        except ConstraintError as error:
+            if on_target:
+                sequence.finish = "stuck"
+                return str(error)
             sequence.unwatch(str(error))
-    _limit(batch, sequence)
+    _limit(sequence, context)
+    return ""
 
 
-def _limit(batch: Batch, sequence: SequenceState) -> None:
+def _watch(sequence: SequenceState, legal: bool) -> None:
+    """Note the first token that an observing constraint does not allow: from there on nothing can be checked."""
+    if not legal:
+        sequence.violated, sequence.constraint = len(sequence.emitted), None
+
+
+def _limit(sequence: SequenceState, context: int) -> None:
     request = sequence.request
     if len(sequence.tokens) - len(request.tokens) >= request.max_new_tokens:
         sequence.finish = "length"
-    elif len(sequence.tokens) >= batch.target.context:
+    elif len(sequence.tokens) >= context:
         sequence.finish = "context"
     elif sequence.spent >= RUNAWAY * request.max_new_tokens:
         sequence.finish = "runaway"
-
-
-def _observe(sequence: SequenceState, legal: bool) -> None:
-    """Note the first token that the constraint does not allow; from there on there is nothing to judge by."""
-    if not legal:
-        sequence.violated = len(sequence.emitted)
-        sequence.constraint = None
-
-
-def _stuck(batch: Batch, tree: int, sequence: SequenceState, why: str) -> None:
-    sequence.finish = "stuck"
-    batch.broken[tree] = why
-
-
-def _keep_cells(batch: Batch, tree: int, sequence: SequenceState, step: Step, done: Committed) -> None:
-    """The accepted nodes' cells stay, the others are dropped."""
-    cells, shape = batch.target.lm.cells, step.draft.shape
-    if shape.nodes:
-        held = step.slots[tree]
-        places = shape.places[np.array(done.path[: done.accepted_kept], dtype=np.int64)]
-        cells.keep(sequence.path, held[places])
-        rejected = np.ones(len(held), dtype=bool)
-        rejected[places] = False
-        cells.drop(sequence.path, held[rejected])

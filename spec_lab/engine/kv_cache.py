@@ -1,12 +1,14 @@
 """Keys and values as cells in spans. Bookkeeping moves; keys and values never do.
 
 Each request owns one span of cells; its forks share the span and their common prefix. A cell holds one token's key and
-value in every layer and, when heads want it, its hidden state. Which cells make up a sequence, and in which order, is
-a ``Path``: accepting, rejecting, forking and backtracking only edit paths and reference counts. A cell that somebody
-refers to is never handed out again, so nothing is ever overwritten.
+value in every layer. Which cells make up a sequence, and in which order, is a ``CellSequence``: accepting, rejecting,
+forking and backtracking only edit these lists and reference counts. A cell in use is never handed out again, so nothing
+is ever overwritten.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,16 +21,22 @@ class SpanFull(RuntimeError):
     """A span cannot grow beyond its limit."""
 
 
-class Path:
-    """The cells of one sequence, ordered by position: cell ``slots[i]`` holds the token at position i."""
+class CellSequence:
+    """The KV cache of one sequence: cell ``slots[i]`` holds the keys and values of the token at position i.
 
-    def __init__(self, span: int, slots: np.ndarray, bias: np.ndarray) -> None:
+    After a forward over a draft tree its nodes' cells are *held*, until ``accept`` keeps some of them and frees the
+    others. A ``runner.KVSequence``.
+    """
+
+    def __init__(self, store: Cells, span: int, slots: np.ndarray, bias: np.ndarray) -> None:
+        self.store = store
         self.span = span
         self._slots = slots  # [>= length], the rest unused
         self._length = 0
         self._bias = bias  # [>= extent] float32
         self.extent = 0  # one past the highest own cell
         self.open = True
+        self.held = NONE_HELD  # [nodes of the tree], the cell of each node; -1 where it is not computed
 
     def __len__(self) -> int:
         return self._length
@@ -39,11 +47,42 @@ class Path:
         return self._slots[: self._length]
 
     def bias(self, extent: int) -> np.ndarray:  # [extent]
-        """What a later token adds to its scores of the span's first cells: 0 at own cells, -inf elsewhere. A view."""
+        """The additive mask of a later token over the span's first cells: 0 at own cells, -inf elsewhere. A view."""
         if extent > len(self._bias):
             more = np.full(extent + GRAIN - len(self._bias), -np.inf, dtype=np.float32)
             self._bias = np.concatenate([self._bias, more])
         return self._bias[:extent]
+
+    def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
+        """Append the tokens of held ``nodes``, numbered within their tree, and free the cells of all others."""
+        held, self.held = self.held, NONE_HELD
+        if not len(held):
+            return
+        nodes = np.asarray(nodes, dtype=np.int64)
+        if len(nodes):
+            self.store.keep(self, held[nodes])
+            held = np.delete(held, nodes)
+        free = held[held >= 0]
+        if len(free):
+            self.store.drop(self, free)
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from ``length`` on, and held nodes."""
+        self.accept()
+        self.store.backtrack(self, length)
+
+    def fork(self) -> CellSequence:
+        """A second sequence with the same past, whose cells it shares."""
+        return self.store.fork(self)
+
+    def close(self) -> None:
+        """Free everything. Harmless when repeated."""
+        if self.open:
+            self.accept()
+            self.store.close(self)
+
+
+NONE_HELD = np.empty(0, dtype=np.int64)
 
 
 class Cells:
@@ -51,15 +90,12 @@ class Cells:
 
     Args:
         limit: most cells of one span; None for no limit.
-
-    When heads want them, cells also hold hidden states, ``hidden`` ``[spans, cells, width]``.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
-        self.hidden: Tensor | None = None
         self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
         self._users: list[int] = []  # open paths of each span
 
@@ -73,9 +109,9 @@ class Cells:
         """C, allocated cells of each span."""
         return self.references.shape[1]
 
-    # Paths ---------------------------------------------------------------------------------------------------------
+    # Sequences -------------------------------------------------------------------------------------------------------
 
-    def open(self, reserve: int = GRAIN) -> Path:
+    def open(self, reserve: int = GRAIN) -> CellSequence:
         """A new, empty path in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
 
         Raises:
@@ -85,9 +121,11 @@ class Cells:
         if span == self.spans or reserve > self.capacity:
             self._grow(max(self.spans, span + 1), max(reserve, self.capacity, 1))
         self._users[span] += 1
-        return Path(span, np.empty(self.capacity, dtype=np.int64), np.full(self.capacity, -np.inf, dtype=np.float32))
+        return CellSequence(
+            self, span, np.empty(self.capacity, dtype=np.int64), np.full(self.capacity, -np.inf, dtype=np.float32)
+        )
 
-    def take(self, path: Path, count: int) -> np.ndarray:
+    def take(self, path: CellSequence, count: int) -> np.ndarray:
         """``count`` cells of the path's span that nobody uses, lowest first. They are held until kept or dropped.
 
         Raises:
@@ -104,7 +142,7 @@ class Cells:
         self.references[path.span, free] = 1
         return free
 
-    def keep(self, path: Path, slots: np.ndarray) -> None:
+    def keep(self, path: CellSequence, slots: np.ndarray) -> None:
         """Append held cells to the path: their tokens are committed."""
         end = len(path) + len(slots)
         if end > len(path._slots):
@@ -115,11 +153,11 @@ class Cells:
             path.extent = max(path.extent, max(slots.tolist()) + 1)
             path.bias(path.extent)[slots] = 0.0
 
-    def drop(self, path: Path, slots: np.ndarray) -> None:
+    def drop(self, path: CellSequence, slots: np.ndarray) -> None:
         """Give up held cells: their tokens were rejected."""
         self.references[path.span, slots] -= 1
 
-    def backtrack(self, path: Path, length: int) -> None:
+    def backtrack(self, path: CellSequence, length: int) -> None:
         """Shorten the path to its first ``length`` cells."""
         if not 0 <= length <= len(path):
             raise ValueError(f"cannot shorten a path of {len(path)} cells to {length}")
@@ -129,15 +167,15 @@ class Cells:
         path._length = length
         path.extent = int(path.slots.max()) + 1 if length else 0
 
-    def fork(self, path: Path) -> Path:
+    def fork(self, path: CellSequence) -> CellSequence:
         """A second path over the same cells, which it shares."""
         self.references[path.span, path.slots] += 1
         self._users[path.span] += 1
-        twin = Path(path.span, path._slots.copy(), path._bias.copy())
+        twin = CellSequence(self, path.span, path._slots.copy(), path._bias.copy())
         twin._length, twin.extent = len(path), path.extent
         return twin
 
-    def close(self, path: Path) -> None:
+    def close(self, path: CellSequence) -> None:
         """Give up the path and all its cells. Its span is free once every fork is closed."""
         if path.open:
             self.backtrack(path, 0)
@@ -175,19 +213,6 @@ class Cells:
                 keys[span].index_copy_(2, cells, new_keys)
                 values[span].index_copy_(2, cells, new_values)
 
-    def write_hidden(self, hidden: Tensor, places: list[tuple[int, int, int, slice | Tensor]]) -> None:
-        """Write the pack's hidden states ``[N, width]`` into their cells."""
-        if self.hidden is None:
-            self.hidden = hidden.new_zeros(self.spans, self.capacity, hidden.shape[-1])
-        for span, start, stop, cells in places:
-            self.hidden[span, cells] = hidden[start:stop]
-
-    def last_hidden(self, path: Path) -> Tensor:
-        """``[width]``: the hidden state of the path's last cell."""
-        if self.hidden is None or not len(path):
-            raise ValueError("no hidden state is kept for this path")
-        return self.hidden[path.span, path.slots[-1]]
-
     def _new(self, like: Tensor) -> Tensor:
         return like.new_zeros(1, like.shape[1], self.capacity, like.shape[-1])
 
@@ -211,7 +236,6 @@ class Cells:
                 if capacity > old_capacity:
                     layer[:] = [larger(store, 1) for store in layer]
                 layer += [torch.zeros_like(layer[0]) for _ in range(spans - old_spans)]
-        self.hidden = None if self.hidden is None else larger(self.hidden, spans)
         references = np.zeros((spans, capacity), dtype=np.int32)
         references[:old_spans, :old_capacity] = self.references
         self.references = references

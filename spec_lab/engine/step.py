@@ -1,302 +1,343 @@
-"""The decode loop. There is only this one: prefill, chains, trees, batches and the baseline all run through it."""
+"""One decoding step: the only place where proposer, runner, constraint, verifier and commit meet.
+
+Prefill, chains, trees, batches, the autoregressive baseline, calibration, certification and the studies all run through
+``step``, with other parts plugged in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain import AppliedConstraint, Masks, StepConstraint, Stuck
-from spec_lab.constrain.applied import open_mask
-from spec_lab.core.clock import Clock, Mark
+from spec_lab.constrain import Masks, StepConstraint
+from spec_lab.constrain.applied import StepMasks, open_mask
+from spec_lab.core.clock import Clock, Mark, Span
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import logits_to_probs, one_hot_, probs_dtype
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.batch import Batch, Ended, Request, SequenceState, by_row, healed, without_name
-from spec_lab.engine.commit import Committed, Step, commit, settle
+from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
+from spec_lab.engine.proposer import Observation, Proposer
+from spec_lab.engine.runner import Output
+from spec_lab.engine.sequence import Batch, SequenceState, by_row, finite
 from spec_lab.models.target import Target
-from spec_lab.propose.proposer import Proposer, branches
-from spec_lab.text.detokenizer import Rules, Stream
-from spec_lab.verify import Verdict, Verifier, chains_only, check_draft, check_pair, choose
+from spec_lab.verify import Choice, Verdict, Verifier, check_draft, choose
 
-PHASES = ("propose", "mask", "target", "wait", "law", "verify", "commit")
-"""What a round's time is split into, in order: masks are computed before the target, or waited for after it."""
+PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commit")
+"""What a step's time is split into, in order: masks are computed before the target's forward, or waited for after it.
+"""
 
+Chunk = tuple[SequenceState, int]
+"""A sequence whose prompt is computed in parts, and how many of its pending tokens this step computes."""
 
-@dataclass(frozen=True, eq=False)
-class Round:
-    """One forward of the batch and what came of it.
-
-    Args:
-        sequences: those that took part.
-        draft: what was proposed.
-        expected: ``[B]`` expected accepted tokens, exact, forced ones left out.
-        expected_emitted: ``[B]`` expected emitted tokens, likewise; those appended as forced are.
-        given: what the expectation is given: the "draft", or its "noise" as well.
-        empty: ``[B]`` whether rounding had left nothing of the residual.
-        committed: what each sequence got.
-        context: each sequence's tokens when the round began.
-        pending: tokens each sequence had pending.
-        prefill: whether each sequence's pending tokens were its prompt.
-        attended: cells attended.
-        marks: the moments between phases, ``len(PHASES) + 1`` of them.
-        target_marks: start and end of the target's module calls; ``proposer_marks`` of the draft's or heads'.
-        mask_busy: seconds spent on masks, wherever they ran; ``guided``: of them, seconds inside propose.
-    """
-
-    sequences: list[SequenceState]
-    draft: Draft
-    expected: np.ndarray
-    expected_emitted: np.ndarray
-    given: str
-    empty: np.ndarray
-    committed: list[Committed]
-    context: list[int]
-    pending: list[int]
-    prefill: list[bool]
-    attended: int
-    marks: list[Mark]
-    target_marks: list[tuple[Mark, Mark]]
-    proposer_marks: list[tuple[Mark, Mark]]
-    mask_busy: float = 0.0
-    guided: float = 0.0
-
-    def seconds(self, clock: Clock) -> dict[str, float]:
-        """Seconds of each phase; of the module calls inside propose and target; of masks; of the whole."""
-        bounds = zip(PHASES, self.marks, self.marks[1:], strict=False)
-        seconds = {phase: clock.seconds(start, end) for phase, start, end in bounds}
-        seconds["target_forward"] = sum(clock.seconds(*pair) for pair in self.target_marks)
-        seconds["propose_forward"] = sum(clock.seconds(*pair) for pair in self.proposer_marks)
-        seconds["propose"] -= self.guided
-        seconds["mask_busy"] = self.mask_busy
-        seconds["mask_wait"] = self.guided + seconds.pop("mask") + seconds.pop("wait")
-        seconds["whole"] = clock.seconds(self.marks[0], self.marks[-1])
-        return seconds
+Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
+"""Samples a verdict. See ``verify.choose``."""
 
 
 @dataclass(eq=False)
-class Group:
-    """Requests decoded together. Iterate it to decode; afterwards ``sequences`` holds every result.
+class Memory:
+    """Memory for target probabilities, used again in every step. (Fresh megabytes cost more than the arithmetic.)"""
+
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+
+    def like(self, logits: Tensor) -> Tensor:
+        """``[>= R, V]``, in the dtype of probabilities."""
+        rows, width = logits.shape
+        if len(self.scratch) < rows or self.scratch.shape[1] != width:
+            self.scratch = torch.empty(rows, width, dtype=probs_dtype(logits), device=logits.device)
+        return self.scratch
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a step is made of.
 
     Args:
-        target: verifies.
-        proposer: drafts; the null proposer makes this the autoregressive baseline.
-        verifier: decides.
-        requests: decoded as one batch until each has finished.
+        target: its runner computes, its context bounds.
+        proposer: drafts; the null proposer makes this autoregressive decoding.
+        verifier: gives each step's distribution of outcomes.
         draws: where every random choice comes from.
-        binding: the constraint; None for none.
-        pieces: the bytes of each token, for requests with stop strings, and for listeners.
-        listen: whether every sequence is read as text (``Sequence.events``).
-
-    Raises:
-        ValueError: a verifier that cannot judge what the proposer draws, or a prompt that fills the context.
+        constraint: None for none.
+        choose: samples the verdict; studies that sample nothing replace it.
+        commit: applies what was chosen; studies that follow a given text replace it.
+        made: forks made so far, by the request's id.
+        memory: for probabilities.
     """
 
     target: Target
     proposer: Proposer
     verifier: Verifier
-    requests: Sequence[Request]
     draws: Draws
-    binding: AppliedConstraint | None = None
-    pieces: Sequence[bytes] | None = None
-    listen: bool = False
-    sequences: list[SequenceState] = field(init=False)
-    errors: dict[str, str] = field(init=False, default_factory=dict)
-    _bound: StepConstraint | None = field(init=False, default=None)
-    _scratch: Tensor | None = field(init=False, default=None)
-    _chains_only: bool = field(init=False, default=False)
+    constraint: StepConstraint | None = None
+    choose: Choose = choose
+    commit: Commit = commit
+    made: Counter[int] = field(default_factory=Counter)
+    memory: Memory = field(default_factory=Memory)
 
-    def __post_init__(self) -> None:
-        self._chains_only = chains_only(self.verifier)
-        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
-        for request in self.requests:
-            request.check_fits(self.target)
-        if self.binding is not None and getattr(self.binding.constraint, "wants_logprobs", False):
-            self.requests = [replace(request, logprobs=True) for request in self.requests]
 
-    @torch.inference_mode()
-    def __iter__(self) -> Iterator[Round]:
-        """Decode; one round per forward."""
-        self.sequences = []
-        self._bound = None if self.binding is None else StepConstraint(self.binding)
-        batch = Batch(self.target, [], self.draws)
-        try:
-            for request in self.requests:
-                batch.sequences.append(self._open(request))
-            self.sequences = list(batch.sequences)
-            self._begin(batch)
-            self._retire(batch)
-            while batch.sequences:
-                done = self._round(batch)
-                self._retire(batch)
-                yield done
-        finally:  # an abandoned or failing group gives its cells back as well
-            if self._bound is not None:
-                self._bound.close()
-            for sequence in batch.sequences:
-                self._close(sequence)
+@dataclass(frozen=True, eq=False)
+class StepInfo:
+    """What one step did: a row of the table ``rounds``, and for each sequence a row of the table ``steps``.
 
-    def _begin(self, batch: Batch) -> None:
-        """Constraints start at the end of the prompts; what they want at once is done."""
-        batch.broken = {}
-        for head, sequence in enumerate(list(batch.sequences)):
-            if self._bound is None:
-                continue
-            try:
-                sequence.constraint = self._bound.start(sequence.request)
-            except Stuck as error:
-                if self._bound.binding.on_target:
-                    sequence.finish, batch.broken[head] = "stuck", str(error)
-                else:
-                    sequence.unwatch(str(error))
-                continue
-            # An action waits for the first round, which computes the prompt: forks then share its cells.
-            if self._bound.binding.on_target and sequence.constraint.action() is None:
-                done = Committed([])
-                settle(batch, head, sequence, self._bound.binding, done)
-                self._adopt(batch, [done])
-        self._note(batch, self.sequences)
+    Args:
+        sequences: ``[B]`` those that took part with a tree.
+        draft: what was drafted.
+        committed: ``[B]`` what each sequence got.
+        context: ``[B]`` tokens of each sequence when the step began; ``pending``: of them, those not computed.
+        prefill: ``[B]`` whether the step computed the sequence's prompt, or the rest of it.
+        expected: ``[B]`` expected accepted tokens, exact, forced ones left out.
+        expected_emitted: ``[B]`` expected emitted tokens, likewise; forced ones that are appended later left out.
+        given: what the expectation is conditional on: the "draft", or its "noise" as well.
+        empty: ``[B]`` whether rounding left nothing of the residual distribution.
+        attended: attended positions.
+        chunks: sequences that only computed a part of their prompt, and how many tokens.
+        errors: what broke, by sequence.
+        clock: of the target's runner; reads the marks.
+        began, ended: moments.
+        spans: the phases, and the module calls of target and proposer.
+        mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
+    """
 
-    def _round(self, batch: Batch) -> Round:
-        lm, clock, bound = self.target.lm, self.target.lm.clock, self._bound
-        sequences = list(batch.sequences)
-        pending = [s.pending for s in sequences]
-        context, prefill = [len(s.tokens) for s in sequences], [not len(s.path) for s in sequences]
-        batch.broken, batch.marks = {}, []
-        lm.keep_hidden(self.proposer.wants_hidden)  # every round: groups with other wishes may take turns
+    sequences: list[SequenceState]
+    draft: Draft
+    committed: list[Committed]
+    context: list[int]
+    pending: list[int]
+    prefill: list[bool]
+    expected: np.ndarray
+    expected_emitted: np.ndarray
+    given: str
+    empty: np.ndarray
+    attended: int
+    chunks: list[Chunk]
+    errors: dict[SequenceState, str]
+    clock: Clock
+    began: Mark
+    ended: Mark
+    spans: list[Span]
+    mask_busy: float = 0.0
+    draft_masks: float = 0.0
 
-        marks = [clock.mark()]
-        if bound is not None:
-            bound.begin(batch)
-        if bound is None or bound.peeks:
-            draft = propose(self.proposer, batch)
-            if self._chains_only:
-                check_draft(self.proposer.name, self.verifier, draft.shape)
+    def slim(self) -> StepInfo:
+        """The step without its draft distributions, which would fill the memory (V numbers for every node)."""
+        return self if self.draft.q is None else replace(self, draft=Draft(self.draft.shape, self.draft.token))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
+
+        A phase lasts from the end of the one before it, so that the phases add up to the whole step. On a GPU, call
+        it only after ``clock.synchronise``.
+        """
+        found = dict.fromkeys((*PHASES, "target_forward", "propose_forward"), 0.0)
+        before = self.began
+        for name, start, end in self.spans:
+            if name in PHASES:
+                start, before = before, end
+            found[name] += self.clock.seconds(start, end)
+        found["commit"] += self.clock.seconds(before, self.ended)
+        found["propose"] -= self.draft_masks
+        found["mask_busy"] = self.mask_busy
+        found["mask_wait"] = self.draft_masks + found.pop("mask") + found.pop("wait")
+        found["whole"] = self.clock.seconds(self.began, self.ended)
+        return found
+
+    def row(self) -> dict[str, Any]:
+        """Columns of ``rounds``."""
+        return {
+            "prefill": all(self.prefill),
+            "live": len(self.sequences),
+            "nodes": self.draft.shape.nodes,
+            "cells": self.attended,
+            "prefill_chunks": len(self.chunks),
+            **self.seconds(),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Columns of ``steps``, for each sequence."""
+        shape, rows = self.draft.shape, []
+        for tree, (sequence, got) in enumerate(zip(self.sequences, self.committed, strict=True)):
+            own, stop = shape.trees[tree], got.path[-1] if got.path else tree
+            broken = sequence in self.errors and not got.tokens
+            rows.append(
+                {
+                    "request": sequence.request.id,
+                    "prefill": self.prefill[tree],
+                    "pending": self.pending[tree],
+                    "forced": got.forced,
+                    "nodes": len(own) - 1,
+                    "legal": got.legal,
+                    "depth": int(shape.depth[own].max()),
+                    "path": list(shape.ranks(stop)),
+                    "stop_had_children": len(shape.children[stop]) > 0,
+                    "accepted": len(got.path),
+                    "emitted": got.count(),
+                    "accepted_kept": got.count(accepted=True, kept=True),
+                    "emitted_kept": got.count(kept=True),
+                    "forced_accepted": got.count(accepted=True, forced=True),
+                    "forced_accepted_kept": got.count(accepted=True, forced=True, kept=True),
+                    "forced_emitted": got.count(forced=True),
+                    "forced_emitted_kept": got.count(forced=True, kept=True),
+                    "taken_back": got.removed,
+                    "forks": len(got.forks),
+                    "expected_accepted": float(self.expected[tree]),
+                    "expected_emitted": float(self.expected_emitted[tree]),
+                    "expected_kind": "" if broken else "exact" if self.given == "draft" else self.given,
+                    "empty_residual": bool(self.empty[tree]),
+                    "finish": "",
+                    "context": self.context[tree],
+                }
+            )
+        return rows
+
+
+@torch.inference_mode()
+def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chunk] = ()) -> StepInfo:
+    """One forward of the target: draft below every sequence, verify, and commit what was chosen.
+
+    Args:
+        sequences: each with at least one pending token.
+        parts: what the step is made of.
+        chunks: further sequences of which only a part of the prompt is computed, in the same forward.
+
+    Raises:
+        PartError: the proposer or the verifier raised an error, or returned what cannot be; names it.
+        SpanFull: the KV cache cannot grow.
+    """
+    target, constraint, sequences = parts.target, parts.constraint, list(sequences)
+    lm = target.lm
+    clock = lm.clock
+    clock.take()
+    lm.capture(parts.proposer.requires.hidden)  # in every step: parts with other needs may take turns
+    pending = [sequence.pending for sequence in sequences]
+    context, prefill = [len(one.tokens) for one in sequences], [one.step == 0 for one in sequences]
+    computed = [len(one.kv) for one in sequences]
+    began = clock.mark()
+
+    if not sequences:
+        return _only_chunks(parts, chunks)
+
+    # 1. Draft.
+    draft_masks = None
+    with clock.phase("propose"):
+        if constraint is not None:
+            draft_masks = constraint.draft_masks([one.constraint for one in sequences])
+        if constraint is None or constraint.drafts:
+            draft = propose(parts, Batch(target, sequences, parts.draws, clock, draft_masks))
         else:
-            draft = no_draft(len(sequences), batch.device)
-        marks.append(clock.mark())
-        masks = None
-        if bound is not None:
-            draft, masks = bound.narrow(batch, draft)
-        marks.append(clock.mark())
-        output = lm.forward([s.path for s in sequences], pending, draft)
-        marks.append(clock.mark())
-        if bound is not None and masks is None:
-            masks = bound.masks()
-        marks.append(clock.mark())
-        memory = self._memory(output.logits)
-        logits = healed(batch, draft.shape.root, memory[: len(output.logits)].copy_(output.logits), "target")
-        samplings = [s.request.sampling for s in sequences]
-        seen = history(batch, draft) if any(s.repetition_penalty != 1 for s in samplings) else None
-        binds = masks is not None and self.binding is not None and self.binding.on_target
-        allowed = open_mask(masks, logits.shape[-1], logits.device) if binds and masks is not None else None
+            draft = no_draft(len(sequences), lm.device)
+    seconds = 0.0 if draft_masks is None else draft_masks.seconds
+
+    # 2. Masks of the forest, perhaps in a thread beside the forward.
+    found: StepMasks | Future[StepMasks] | None = None
+    with clock.phase("mask"):
+        if constraint is not None:
+            draft, found = constraint.masks([one.constraint for one in sequences], draft, draft_masks)
+
+    # 3. The target's forward.
+    with clock.phase("target"):
+        parts_of_prompts = [(one.kv, one.pending[:count]) for one, count in chunks]
+        output: Output = lm.run(lm.prepare([one.kv for one in sequences], pending, draft, parts_of_prompts))
+    with clock.phase("wait"):
+        if isinstance(found, Future):
+            found = found.result()
+    masks = None if found is None else found.masks
+
+    # 4. Target probabilities p.
+    on_target = constraint is not None and constraint.applied.on_target
+    broken = dict.fromkeys(draft.broken, "nan")
+    errors = dict(draft.broken)
+    allowed, silent = None, None
+    with clock.phase("probabilities"):
+        memory = parts.memory.like(output.logits)
+        logits, without = finite(memory[: len(output.logits)].copy_(output.logits))
+        for tree in set(draft.shape.root[without].tolist()):
+            broken[tree], errors[tree] = "nan", "the target's logits are NaN or infinite"
+        if found is not None:
+            for tree, why in found.failed.items():
+                if on_target:
+                    broken[tree], errors[tree] = "stuck", why
+                else:
+                    sequences[tree].unwatch(why)
+        samplings = [one.request.sampling for one in sequences]
+        seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
+        if masks is not None and on_target:
+            allowed = open_mask(masks, logits.shape[-1], logits.device)
         p = logits_to_probs(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
-        silent = _silence(draft, p, masks) if binds and masks is not None else None
-        marks.append(clock.mark())
-        with attributed("verifier", self.verifier):
-            verdict = self.verifier(draft, p)
-            row, token, empty = choose(verdict, draft.shape, p, self.draws, [s.who for s in sequences])
+        if masks is not None and on_target:
+            silent = _silent(draft, p, masks)
+
+    # 5. Verify: the distribution of where the accepted paths end; sample it.
+    with clock.phase("verify"):
+        with attributed("verifier", parts.verifier):
+            verdict = parts.verifier(draft, p)
+            keys = [one.key for one in sequences]
+            row, token, empty = parts.choose(verdict, draft.shape, p, parts.draws, keys).on_host()
         if silent is not None:
             token = np.where(silent[row], -1, token)
-        expected, expected_emitted = _expected(verdict, draft.shape, masks if binds else None, silent)
-        marks.append(clock.mark())
+        expected, expected_emitted = _expected(verdict, draft.shape, masks if on_target else None, silent)
+
+    # 6. Commit: tokens, KV cache, constraint states.
+    with clock.phase("commit"):
         logprobs = None
-        if any(s.request.logprobs for s in sequences):
+        if any(one.request.logprobs for one in sequences):
             logprobs = _logprobs(output.logits, allowed, draft, row, token)
-        committed = commit(batch, Step(draft, output.slots, row, token, masks, logprobs), self.binding)
-        self._adopt(batch, committed)
-        marks.append(clock.mark())
+        applied = None if constraint is None else constraint.applied
+        decision = Decision(draft, row, token, masks, logprobs, broken)
+        committed = parts.commit(sequences, decision, applied, target.context)
 
-        self._note(batch, sequences)
-        return Round(
-            sequences, draft, expected, expected_emitted, verdict.given, empty, committed, context,
-            [len(tokens) for tokens in pending], prefill, output.attended, marks, output.marks, batch.marks,
-            0.0 if bound is None else bound.busy, 0.0 if bound is None else bound.guided,
-        )  # fmt: skip
-
-    def _adopt(self, batch: Batch, committed: Sequence[Committed]) -> None:
-        """Forks join the batch."""
-        for done in committed:
-            batch.sequences += done.children
-            self.sequences += done.children
-
-    def _note(self, batch: Batch, sequences: Sequence[SequenceState]) -> None:
-        """What broke, in words."""
-        for head, why in batch.broken.items():
-            sequence = sequences[head]
-            self.errors[sequence.request.name] = (
-                f"request '{sequence.request.name}', step {max(sequence.round - 1, 0)}: "
-                f"{without_name(sequence.request, why)}; "
-                f"it ends with the {len(sequence.emitted)} tokens emitted so far"
-            )
-
-    def _memory(self, logits: Tensor) -> Tensor:
-        """Room for this round's law."""
-        rows, width = logits.shape
-        if self._scratch is None or len(self._scratch) < rows:
-            self._scratch = torch.empty(rows, width, dtype=probs_dtype(logits), device=logits.device)
-        return self._scratch
-
-    def _open(self, request: Request) -> SequenceState:
-        tokens = min(len(request.tokens) + request.max_new_tokens, self.target.context)
-        path = self.target.lm.cells.open(tokens + self.proposer.nodes)
-        live = SequenceState(request, path, list(request.tokens), born=len(request.tokens))
-        if request.stop_strings or self.listen:
-            if self.pieces is None:
-                raise ValueError(f"request '{request.name}' is to be read as text, but nobody gave the tokens' bytes")
-            rules = Rules(request.stop, request.stop_strings, request.banned_strings, request.min_new_tokens)
-            live.stream = Stream(self.pieces, rules, request.healed)
-        return live
-
-    def _close(self, sequence: SequenceState) -> None:
-        cells = self.target.lm.cells
-        self.proposer.close(sequence)
-        cells.close(sequence.path)
-
-    def _retire(self, batch: Batch) -> None:
-        for sequence in batch.sequences:
-            if sequence.finish is not None:
-                if sequence.stream is not None and not sequence.stream.finished:
-                    sequence.events += sequence.stream.end(sequence.finish)
-                self._close(sequence)
-        over = {id(s.request): s.request for s in batch.sequences if s.finish is not None}
-        batch.sequences = [s for s in batch.sequences if s.finish is None]
-        for request in over.values():
-            if all(s.request is not request for s in batch.sequences):
-                self._choose(request)
-
-    def _choose(self, request: Request) -> None:
-        """The request's sequences have all finished: its constraint may keep some of them only."""
-        keep = None if self.binding is None else getattr(self.binding.constraint, "keep", None)
-        if keep is None:
-            return
-        own = sorted((s for s in self.sequences if s.request is request), key=lambda s: s.lineage)
-        ended = [Ended(s.lineage, tuple(s.emitted), tuple(s.logprobs), str(s.finish)) for s in own]
-        try:
-            kept = set(keep(ended))
-            if not kept <= set(range(len(own))):
-                raise ValueError(f"there are sequences 0 to {len(own) - 1}, not {sorted(kept)}")
-        except Exception as error:  # all of them stay
-            what = f"{type(error).__name__}: {error}"
-            why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
-            self.errors.setdefault(request.name, why)
-            return
-        for place, sequence in enumerate(own):
-            sequence.kept = place in kept
+        # 7. The proposer learns what was computed; then constraints act: forks and removed tokens.
+        fine = [tree for tree in range(len(sequences)) if tree not in broken]
+        observed = [
+            _observation(parts, sequences[n], n, draft, committed[n], output, computed[n], context[n]) for n in fine
+        ]
+        observed += [_chunk(parts, one, count, output, len(sequences) + n) for n, (one, count) in enumerate(chunks)]
+        with attributed("proposer", parts.proposer):
+            parts.proposer.observe(observed)
+        if constraint is not None and on_target:
+            for tree in fine:
+                if sequences[tree].finish is None:
+                    settle(sequences[tree], parts, committed[tree])
+        for tree, got in enumerate(committed):
+            if got.error:
+                errors[tree] = got.error
+    return StepInfo(
+        sequences, draft, committed, context, [len(tokens) for tokens in pending], prefill, expected, expected_emitted,
+        verdict.given, empty, output.attended, list(chunks), {sequences[tree]: why for tree, why in errors.items()},
+        clock, began, clock.mark(), clock.take(), seconds + (0.0 if found is None else found.seconds), seconds,
+    )  # fmt: skip
 
 
-def propose(proposer: Proposer, batch: Batch) -> Draft:
+def _only_chunks(parts: Parts, chunks: Sequence[Chunk]) -> StepInfo:
+    """A step in which no sequence is decoded."""
+    lm = parts.target.lm
+    clock, draft, nothing = lm.clock, no_draft(0, lm.device), np.empty(0)
+    began = clock.mark()
+    with clock.phase("target"):
+        output = lm.run(lm.prepare([], [], draft, [(one.kv, one.pending[:count]) for one, count in chunks]))
+    with clock.phase("commit"), attributed("proposer", parts.proposer):
+        parts.proposer.observe([_chunk(parts, one, count, output, n) for n, (one, count) in enumerate(chunks)])
+    return StepInfo(
+        [], draft, [], [], [], [], nothing, nothing, "draft", nothing, output.attended, list(chunks), {}, clock, began,
+        clock.mark(), clock.take(),
+    )  # fmt: skip
+
+
+def propose(parts: Parts, batch: Batch) -> Draft:
     """The proposer's draft, cut where the context ends.
 
     Raises:
         PartError: the proposer raised an error, or returned no draft for the batch, or one with tokens that the target
-            does not have; names it.
+            does not have, or one that the verifier does not support; names it.
     """
+    proposer = parts.proposer
     with attributed("proposer", proposer):
         draft = proposer.propose(batch)
         if not isinstance(draft, Draft):
@@ -304,7 +345,21 @@ def propose(proposer: Proposer, batch: Batch) -> Draft:
         if draft.shape.roots != len(batch.sequences):
             raise ValueError(f"its draft has {draft.shape.roots} trees for {len(batch.sequences)} sequences")
         _check_tokens(draft, batch.target.vocabulary)
-        return draft.cut(batch.room())
+    draft = draft.cut(batch.room())
+    check_draft(proposer.name, parts.verifier, draft)
+    return draft
+
+
+def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
+    """Let the sequence's constraint act, and tell the proposer of forks and removed tokens."""
+    if parts.constraint is None:
+        return
+    proposer = parts.proposer
+    rewound = act(
+        sequence, parts.constraint.applied, parts.target.context, done, parts.made, lambda one: proposer.fork(one.state)
+    )
+    for one, length in rewound.items():
+        proposer.rewind(one.state, length)
 
 
 def _check_tokens(draft: Draft, vocabulary: int) -> None:
@@ -321,11 +376,11 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
         raise ValueError(f"its draft holds the token {wrong}, but the target has {vocabulary} tokens, from 0")
 
 
-def _silence(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool
+def _silent(draft: Draft, p: Tensor, masks: Masks) -> np.ndarray:  # [R] bool
     """Rows at which nothing is emitted: barriers, and legal ones that the constraint leaves no mass.
 
-    A verifier wants a law everywhere. There it gets all mass on a token that no child holds, so that a path that comes
-    there ends there; that token then is never emitted.
+    A verifier needs a distribution at every row. There it gets all mass on a token that no child holds, so that a path
+    that comes there ends there; that token then is never emitted.
     """
     silent = masks.barrier | (masks.legal & (p.sum(-1) == 0).cpu().numpy())
     shape = draft.shape
@@ -343,7 +398,7 @@ def _expected(
     if masks is None or silent is None:
         accepted = verdict.expected_accepted(shape)
         return accepted, accepted + 1.0
-    single = masks.single
+    single = masks.forced
     depth = np.zeros(shape.rows, dtype=np.int64)
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         depth[row] = depth[parent] + (not single[parent])
@@ -365,19 +420,58 @@ def _logprobs(
         if allowed is not None:
             own = own.masked_fill(~allowed[rows], -torch.inf)
         tokens = [*draft.token[[node - shape.roots for node in path]].tolist(), max(last, 0)]
-        laws = own.log_softmax(-1)
-        found.append(laws.gather(-1, torch.tensor(tokens, device=laws.device)[:, None])[:, 0].tolist())
+        own = own.log_softmax(-1)
+        found.append(own.gather(-1, torch.tensor(tokens, device=own.device)[:, None])[:, 0].tolist())
     return found
 
 
-def history(batch: Batch, draft: Draft) -> Tensor:
+def history(sequences: Sequence[SequenceState], draft: Draft, target: Target) -> Tensor:
     """``[R, V]`` bool: the tokens that occur before the one sampled at each row, along its own path."""
     shape = draft.shape
-    seen = torch.zeros(shape.rows, batch.target.vocabulary, dtype=torch.bool)
-    for head, sequence in enumerate(batch.sequences):
-        seen[head, sequence.tokens] = True
+    seen = torch.zeros(shape.rows, target.vocabulary, dtype=torch.bool)
+    for root, sequence in enumerate(sequences):
+        seen[root, sequence.tokens] = True
     token = draft.token.tolist()
     for row in range(shape.roots, shape.rows):
         seen[row] = seen[shape.parent[row - shape.roots]]
         seen[row, token[row - shape.roots]] = True
-    return seen.to(batch.device)
+    return seen.to(target.lm.device)
+
+
+def _observation(
+    parts: Parts,
+    sequence: SequenceState,
+    tree: int,
+    draft: Draft,
+    got: Committed,
+    output: Output,
+    start: int,
+    context: int,
+) -> Observation:
+    """What a sequence with a tree computed, from position ``start`` on; its root is token ``context - 1``."""
+    requires, shape, end = parts.proposer.requires, draft.shape, len(sequence.kv)
+    own = shape.trees[tree]
+    accepted = shape.places[np.array(got.path[: got.count(accepted=True, kept=True)], dtype=np.int64)]
+    hidden = logits = top_k = None
+    rows: list[int] = []
+    if requires.hidden:
+        hidden = output.pending[tree]
+        if len(accepted):
+            hidden = torch.cat([hidden, output.nodes[tree][torch.from_numpy(accepted).to(hidden.device)]])
+        hidden = hidden[: end - start]
+    if requires.logits or requires.top_k:
+        logits = output.logits[torch.from_numpy(own).to(output.logits.device)]
+        rows = [sequence.tokens[context - 1], *draft.token[torch.from_numpy(own[1:] - shape.roots)].tolist()]
+        if requires.top_k:
+            top_k = logits.topk(requires.top_k, -1).indices
+    tokens = sequence.tokens[start : end + 1]
+    return Observation(
+        sequence, start, tokens, hidden, rows, logits if requires.logits else None, top_k, accepted.tolist()
+    )
+
+
+def _chunk(parts: Parts, sequence: SequenceState, count: int, output: Output, place: int) -> Observation:
+    """What a sequence computed of its prompt."""
+    end = len(sequence.kv)
+    hidden = output.pending[place] if parts.proposer.requires.hidden else None
+    return Observation(sequence, end - count, sequence.tokens[end - count : end + 1], hidden)

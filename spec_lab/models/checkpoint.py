@@ -13,6 +13,7 @@ allowed, since the hub's cache and many users link weights. Files that are not r
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,6 +180,22 @@ def weight_files(folder: Path) -> list[Path]:
         if not file.is_file():
             raise ValueError(f"{file} is not a regular file")
     return files
+
+
+def weights_hash(path: str) -> str:
+    """Return the SHA-256 over a local checkpoint's weight files in order of name; empty for a hub name.
+
+    Raises:
+        OSError, ValueError: as for ``weight_files``.
+    """
+    if not Path(path).is_dir():
+        return ""
+    digest = hashlib.sha256()
+    for file in weight_files(Path(path)):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 @contextmanager

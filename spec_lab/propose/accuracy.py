@@ -14,11 +14,17 @@ from pathlib import Path as File
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from spec_lab.core.draft import empty
+from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.core.options import brief
-from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.proposer import Lifecycle, Observation, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
+from spec_lab.engine.study import Capture
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.target import Target
 from spec_lab.propose.heads import Heads, read_json
@@ -159,24 +165,14 @@ def measure(
     Raises:
         ValueError: no prompts, or continuations too short for the heads.
     """
-    lm = target.lm
-    lm.keep_hidden(True)
-    paths = [lm.cells.open(len(prompt) + tokens) for prompt in prompts]
-    sampling, draws = [Sampling(temperature)], CounterDraws(0)
-    states, chosen = [], []  # per step: [B, H], [B]
-    pending = [list(prompt) for prompt in prompts]
-    try:
-        for step in range(tokens):
-            logits = lm.forward(paths, pending, empty(len(paths), lm.device)).logits
-            keys = [Key(number, 0, step, Purpose.EMIT) for number in range(len(paths))]
-            token = torch.from_numpy(draws.pick(logits_to_probs(logits, sampling), keys)).to(lm.device)
-            states.append(torch.stack([lm.cells.last_hidden(path) for path in paths]))
-            chosen.append(token)
-            pending = [[one] for one in token.tolist()]
-    finally:
-        for path in paths:
-            lm.cells.close(path)
-        lm.keep_hidden(False)
+    collect = Collect()
+    requests = [
+        Request(number, f"prompt {number}", tuple(prompt), Sampling(temperature), tokens)
+        for number, prompt in enumerate(prompts)
+    ]
+    for _ in fixed_group(target, collect, Capture(), requests, CounterDraws(0)):
+        pass
+    lm, states, chosen = target.lm, collect.hidden, collect.following  # per step: [B, H], [B]
     # The state that chose token t is the one from which head k foretells token t + 1 + k.
     ranks = [np.empty((0, len(heads)), dtype=np.int64)]
     for step in range(len(chosen) - len(heads)):
@@ -186,3 +182,28 @@ def measure(
         ahead = (logits > score) | ((logits == score) & (torch.arange(logits.shape[-1], device=lm.device) < right))
         ranks.append(ahead.sum(-1).cpu().numpy())
     return Accuracy.of(np.concatenate(ranks), width, temperature)
+
+
+class Collect(Lifecycle):
+    """A null proposer that collects the hidden states from which tokens were chosen, and these tokens.
+
+    It expects one emitted token for each sequence in each step.
+    """
+
+    name = "collect"
+    drawn: Drawn = "point"
+    nodes = 0
+    requires = Requires(hidden=(-1,))
+
+    def __init__(self) -> None:
+        self.hidden: list[Tensor] = []  # per step [B, H]
+        self.following: list[Tensor] = []  # per step [B]
+
+    def propose(self, batch: Batch) -> Draft:
+        """An empty forest."""
+        return empty(len(batch.sequences), batch.device)
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """See ``Proposer``."""
+        self.hidden.append(torch.stack([one.hidden[-1] for one in observed if one.hidden is not None]))
+        self.following.append(torch.tensor([one.tokens[-1] for one in observed], device=self.hidden[-1].device))

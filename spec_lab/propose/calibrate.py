@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import theilslopes
-from torch import Tensor
 
 from spec_lab.core.machine import cores, processor
-from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request, SequenceState
-from spec_lab.engine.commit import Step, commit
+from spec_lab.engine.proposer import Proposer
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import Memory, Parts, step
+from spec_lab.engine.study import Capture
 from spec_lab.models import ranks
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.cost_cache import CostCache
-from spec_lab.propose.proposer import Proposer
 from spec_lab.propose.step_costs import VISIT, StepCosts, measure
 from spec_lab.propose.trees import Choices, expected_tokens, grow, parse, write
 
@@ -45,7 +46,7 @@ LEVEL = 0.98
 CONTEXT = 200
 """Tokens of context at which steps are timed, where the target has room for so many."""
 
-PROCEDURE = 2
+PROCEDURE = 3
 """Version of how steps are timed: costs of another version are measured again. Raise it with every change."""
 
 
@@ -214,8 +215,7 @@ def time_steps(
 ) -> StepCosts:
     """Costs of a step with each proposer, after some 200 tokens of context. How they are timed: ``step_costs.measure``.
 
-    The verdict is left out: proposers do not know who decides, and for trees of this size it is some hundredths of a
-    step.
+    Verification is left out: for trees of this size it is some hundredths of a step.
 
     Args:
         target: verifies.
@@ -236,60 +236,45 @@ def visits(
 ) -> Iterator[Callable[[int], list[float]]]:
     """Yield what times ``VISIT`` steps of a size and returns the seconds of all but the first.
 
-    Arguments as in ``time_steps``. Afterwards nothing is left in the target's cells.
+    Arguments as in ``time_steps``. Afterwards nothing is left in the target's KV cache.
     """
     lm, largest = target.lm, max(one.nodes for one in proposers.values())
     context = _context(target)
     prompt = tuple(np.random.default_rng(0).integers(0, target.vocabulary, context).tolist())
-    batch = Batch(target, [], CounterDraws(0))
-    scratch = torch.empty(
-        (largest + 1) * batch_size,
-        target.vocabulary,
-        dtype=probs_dtype(torch.empty(0, dtype=lm.dtype)),
-        device=lm.device,
-    )
+    clock, memory = lm.clock, Memory()
+    parts = {size: Parts(target, one, Capture(), CounterDraws(0), memory=memory) for size, one in proposers.items()}
+    sequences: list[SequenceState] = []
 
-    @torch.inference_mode()
     def visit(size: int) -> list[float]:
-        proposer = proposers[size]
-        took = [_round(batch, proposer, scratch) for _ in range(VISIT)]
-        batch.marks = []
-        for sequence in batch.sequences:
-            proposer.close(sequence)
-            del sequence.tokens[context + 1 :]
-            lm.cells.backtrack(sequence.path, context)
+        took = []
+        for sequence in sequences:
+            sequence.state = proposers[size].init(sequence.request)
+            sequence.kv.truncate(context - 1)
+            del sequence.tokens[context:]
+        for _ in range(VISIT):
+            clock.synchronise()
+            info = step(sequences, parts[size])
+            clock.synchronise()
+            took.append(clock.seconds(info.began, info.ended))
+        for sequence in sequences:
+            proposers[size].close(sequence.state)
         return took[1:]
 
     try:
         for number in range(batch_size):
             request = Request(number, "calibration", prompt, sampling, target.context)
-            batch.sequences.append(SequenceState(request, lm.cells.open(context + VISIT + largest + 1), list(prompt)))
-        # The prompt is computed first, with hidden states where some proposer reads them.
-        visit(next((size for size, one in proposers.items() if one.wants_hidden), next(iter(proposers))))
+            sequences.append(SequenceState(request, lm.open(context + VISIT + largest + 1), list(prompt)))
+        first = next(iter(proposers))
+        for sequence in sequences:
+            sequence.state = proposers[first].init(sequence.request)
+        step([], parts[first], [(sequence, context) for sequence in sequences])
+        for sequence in sequences:
+            proposers[first].close(sequence.state)
         yield visit
     finally:
-        for sequence in batch.sequences:
-            lm.cells.close(sequence.path)
-        lm.keep_hidden(False)
-
-
-def _round(batch: Batch, proposer: Proposer, scratch: Tensor) -> float:
-    """A round in which nothing is accepted, as the decode loop would do it; returns its seconds."""
-    lm = batch.target.lm
-    clock, heads = lm.clock, len(batch.sequences)
-    clock.synchronise()
-    start = clock.mark()
-    lm.keep_hidden(proposer.wants_hidden)
-    draft = proposer.propose(batch).cut(batch.room())
-    output = lm.forward([one.path for one in batch.sequences], [one.pending for one in batch.sequences], draft)
-    logits = scratch[: len(output.logits)].copy_(output.logits)
-    token = (
-        logits_to_probs(logits, [batch.sequences[0].request.sampling], scratch=scratch)[:heads].argmax(-1).cpu().numpy()
-    )
-    commit(batch, Step(draft, output.slots, np.arange(heads), token))
-    end = clock.mark()
-    clock.synchronise()
-    return clock.seconds(start, end)
+        for sequence in sequences:
+            sequence.kv.close()
+        lm.capture()
 
 
 def smoothed(costs: Mapping[int, float]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""The cells a draft model holds for one sequence, and how they are found again whatever became of the sequence."""
+"""The KV cache of a draft for one sequence: a stable part, and a tentative part below it that belongs to one step."""
 
 from __future__ import annotations
 
@@ -7,41 +7,35 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.engine.batch import SequenceState
-from spec_lab.engine.kv_cache import Cells, Path
+from spec_lab.engine.runner import KVSequence
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class Tentative:
     """The computed nodes of one drafted tree.
 
     Args:
         shape: the forest they belong to, and which tree of it is theirs.
         token: ``[M]`` the forest's tokens.
-        slots: ``[R]`` the cell of each computed node, -1 elsewhere.
+        computed: ``[R]`` bool, which rows are computed.
     """
 
     shape: Shape
     tree: int
     token: np.ndarray  # [M]
-    slots: np.ndarray  # [R]
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The computed nodes, parents first."""
-        rows = self.shape.trees[self.tree]
-        return rows[self.slots[rows] >= 0]
+    computed: np.ndarray  # [R]
 
     def find(self, wanted: list[int]) -> list[int]:
-        """The longest path of computed nodes from the head down whose tokens begin ``wanted``.
+        """The longest path of computed nodes from the root down whose tokens begin ``wanted``.
 
         All of them are searched: siblings drawn iid may repeat a token with different nodes below.
         """
-        heads, parent, depth = self.shape.roots, self.shape.parent, self.shape.depth
+        roots, parent, depth = self.shape.roots, self.shape.parent, self.shape.depth
         matched, deepest = {self.tree}, self.tree
-        for row in self.rows.tolist():
+        rows = self.shape.trees[self.tree]
+        for row in rows[self.computed[rows]].tolist():
             level = int(depth[row])
-            if parent[row - heads] in matched and level <= len(wanted) and self.token[row - heads] == wanted[level - 1]:
+            if parent[row - roots] in matched and level <= len(wanted) and self.token[row - roots] == wanted[level - 1]:
                 matched.add(row)
                 if level > depth[deepest]:
                     deepest = row
@@ -49,56 +43,54 @@ class Held:
 
 
 @dataclass(eq=False)
-class Trail:
-    """A draft model's cells for one sequence: a path, and below its end the nodes drafted last.
+class DraftCache:
+    """A draft's KV cache for one sequence.
 
-    Cells know their tokens, so each round starts from the longest prefix of the sequence found among all of them.
-    Nothing is assumed about what happened in between; a rewind, a fork or a forced ending only makes it shorter.
+    The stable part holds a prefix of the sequence. The tentative part holds the nodes drafted last. Each step starts
+    from the longest prefix of the sequence found in both; nothing is assumed about what happened in between, so that a
+    rewind, a fork or a forced token only makes it shorter. A drafter whose tentative keys and values rest on its own
+    features, not on the target's, sets ``promote`` to False: its tentative part is dropped in every step.
+
+    Args:
+        kv: in the draft's runner.
+        tokens: those whose positions the stable part holds, and those that follow it for certain.
+        tentative: what was drafted last.
+        promote: whether tentative nodes that became part of the sequence are kept.
     """
 
-    owner: SequenceState
-    cells: Cells
-    path: Path
-    tokens: list[int] = field(default_factory=list)  # what the path's cells hold
-    held: Held | None = None
+    kv: KVSequence
+    tokens: list[int] = field(default_factory=list)
+    tentative: Tentative | None = None
+    promote: bool = True
 
-    def follow(self) -> list[int]:
-        """Keep the cells of the longest common prefix, give up the others; returns the tokens not yet computed.
+    def follow(self, tokens: list[int]) -> list[int]:
+        """Keep the longest common prefix with ``tokens``, forget the rest; returns the tokens not yet computed.
 
-        At least one is left, since the law after the last token is what drafting begins with.
+        At least one is left, since the distribution after the last token is what drafting begins with.
         """
-        tokens = self.owner.tokens
         end = len(self.tokens)
         if end < len(tokens) and tokens[:end] == self.tokens:
-            if self.held is not None:
-                found = self.held.find(tokens[end:-1])
-                self.cells.keep(self.path, self.held.slots[found])
-                self.held.slots[found] = -1
-            self._drop()
+            found: list[int] = []
+            if self.tentative is not None and self.promote:
+                found = self.tentative.find(tokens[end:-1])
+                found = self.tentative.shape.places[np.array(found, dtype=np.int64)].tolist()
+            self.kv.accept(found)
         else:
-            self._drop()
             common = 0
             for mine, theirs in zip(self.tokens, tokens[:-1], strict=False):
                 if mine != theirs:
                     break
                 common += 1
-            self.cells.backtrack(self.path, common)
-        pending = tokens[len(self.path) :]
+            self.kv.truncate(min(common, len(self.kv)))
+        self.tentative = None
         self.tokens = list(tokens)
-        return pending
+        return tokens[len(self.kv) :]
 
-    def fork(self, owner: SequenceState) -> Trail:
-        """A trail for a fork of the owner, which shares the path's cells."""
-        return Trail(owner, self.cells, self.cells.fork(self.path), list(self.tokens))
+    def fork(self) -> DraftCache:
+        """A cache for a fork of the sequence, which shares the stable part."""
+        return DraftCache(self.kv.fork(), list(self.tokens), None, self.promote)
 
     def close(self) -> None:
         """Give everything back."""
-        if self.path.open:
-            self._drop()
-            self.cells.close(self.path)
-
-    def _drop(self) -> None:
-        """Give up the held nodes' cells."""
-        if self.held is not None:
-            self.cells.drop(self.path, self.held.slots[self.held.rows])
-            self.held = None
+        self.tentative = None
+        self.kv.close()

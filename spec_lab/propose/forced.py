@@ -11,9 +11,10 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
 from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.batch import Batch, Guide, by_row, healed
-from spec_lab.engine.runner import CausalLM
-from spec_lab.propose.draft_cache import Held, Trail
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.sequence import Batch, DraftMasks, by_row, finite
+from spec_lab.propose.draft_cache import DraftCache, Tentative
+from spec_lab.propose.growth import BROKEN
 
 RUN = 24
 """Most forced tokens of one chain."""
@@ -28,10 +29,11 @@ class ForcedChains:
     Args:
         lm: the draft model.
         drawn: "iid", "without" or "point".
-        batch: what is drafted for, with a guide.
+        batch: what is drafted for.
+        masks: what the constraint allows the draft.
         depths: ``[B]`` most tokens drawn.
         samplings: ``[B]`` how the draft samples.
-        trails: ``[B]`` the draft's cells; None where nothing is drafted.
+        caches: ``[B]`` the draft's KV caches; None where nothing is drafted.
         limits: ``[B]`` most nodes.
         confidence: see ``Growth``.
     """
@@ -41,34 +43,33 @@ class ForcedChains:
         lm: CausalLM,
         drawn: Drawn,
         batch: Batch,
-        guide: Guide,
+        masks: DraftMasks,
         depths: Sequence[int],
         samplings: Sequence[Sampling],
-        trails: Sequence[Trail | None],
+        caches: Sequence[DraftCache | None],
         limits: Sequence[int],
         confidence: float = 0.0,
     ) -> None:
-        self.lm, self.drawn, self.batch, self.guide = lm, drawn, batch, guide
-        self.samplings, self.trails, self.depths, self.confidence = samplings, trails, depths, confidence
+        self.lm, self.drawn, self.batch, self.masks = lm, drawn, batch, masks
+        self.samplings, self.caches, self.depths, self.confidence = samplings, caches, depths, confidence
         lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
         self.shape = forest(tuple(map(chain, lengths)))
         self.rows = [tree.tolist() for tree in self.shape.trees]  # each head's, itself first
-        self.ends = [0] * len(trails)  # of its rows, the last one there is
+        self.ends = [0] * len(caches)  # of its rows, the last one there is
         self.token = np.zeros(self.shape.nodes, dtype=np.int64)
-        self.slots = np.full(self.shape.rows, -1, dtype=np.int64)
+        self.computed = np.zeros(self.shape.rows, dtype=bool)
+        self.broken: dict[int, str] = {}
         self.q: list[Tensor] = []
         self.q_row = np.full(self.shape.rows, -1, dtype=np.int64)
         self.allowed: dict[int, np.ndarray] = {}  # by head, after its last row
 
     def run(self) -> Draft:
-        """Draw all chains. Afterwards the trails hold the cells of the computed nodes."""
-        active = [head for head, trail in enumerate(self.trails) if trail is not None]
+        """Draw all chains. Afterwards the caches hold the computed nodes."""
+        active = [head for head, cache in enumerate(self.caches) if cache is not None]
         if active:
-            pending = [self._trail(head).follow() for head in active]
-            paths = [self._trail(head).path for head in active]
-            output = self.lm.forward(paths, pending, empty(len(active), self.lm.device))
-            self.batch.marks += output.marks
-            logits = output.logits
+            pending = [self._cache(head).follow(self.batch.sequences[head].tokens) for head in active]
+            caches = [self._cache(head).kv for head in active]
+            logits = self.lm.forward(caches, pending, empty(len(active), self.lm.device)).logits
             for head in active:
                 self.allowed[head] = self._ask(head)
         level = 0
@@ -85,14 +86,14 @@ class ForcedChains:
                 logits = self._compute(active, fresh)
         return self._draft()
 
-    def _trail(self, head: int) -> Trail:
-        trail = self.trails[head]
-        assert trail is not None
-        return trail
+    def _cache(self, head: int) -> DraftCache:
+        cache = self.caches[head]
+        assert cache is not None
+        return cache
 
     def _ask(self, head: int) -> np.ndarray:  # [V]
         """What may come after the head's last row."""
-        return self.guide(self.shape, np.array([self.rows[head][self.ends[head]]]), self.token)[0]
+        return self.masks(self.shape, np.array([self.rows[head][self.ends[head]]]), self.token)[0]
 
     def _append(self, head: int, token: int) -> None:
         self.ends[head] += 1
@@ -101,7 +102,8 @@ class ForcedChains:
     def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
         """One more token for each, from logits ``[n, V]``: for whom there was one, and of these the unsure."""
         rows = np.array([self.rows[head][self.ends[head]] for head in active])
-        own = healed(self.batch, np.array(active), logits.to(probs_dtype(logits), copy=True), "draft")
+        own, without = finite(logits.to(probs_dtype(logits), copy=True))
+        self.broken |= dict.fromkeys(np.array(active)[without].tolist(), BROKEN)
         mask = torch.from_numpy(~np.stack([self.allowed[head] for head in active])).to(own.device)
         own = own.masked_fill_(mask, -torch.inf)
         possible = own.amax(-1) > -torch.inf
@@ -121,8 +123,8 @@ class ForcedChains:
             q = logits_to_probs(own, samplings, seen, scratch=own)
             self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
             self.q.append(q)
-            keys = [Key(*self.batch.sequences[head].who, Purpose.DRAFT, self.ends[head]) for head in active]
-            picked = self.batch.draws.pick(q, keys)
+            keys = [Key(*self.batch.sequences[head].key, Purpose.DRAFT, self.ends[head]) for head in active]
+            picked = self.batch.draws.pick(q, keys).cpu().numpy()
         for head, token in zip(active, picked.tolist(), strict=True):
             self._append(head, token)
         return active, {head for head, well in zip(active, sure.tolist(), strict=True) if not well}
@@ -158,24 +160,24 @@ class ForcedChains:
     def _compute(self, active: list[int], fresh: dict[int, list[int]]) -> Tensor:  # [n, V]
         """The draft's logits after the last row of each, with all its new rows computed."""
         rows = np.array([row for head in active for row in fresh[head]])
-        paths = [None if trail is None else trail.path for trail in self.trails]
+        caches = [None if cache is None else cache.kv for cache in self.caches]
+        self.computed[rows] = True
         ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
-        output = self.lm.extend(paths, self.shape, rows, ids, self.slots)
-        self.batch.marks += output.marks
-        return output.logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
+        logits = self.lm.extend(caches, self.shape, rows, ids).logits
+        return logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
 
     def _draft(self) -> Draft:
         shape = self.shape
-        for head, trail in enumerate(self.trails):
-            if trail is not None:
-                trail.held = Held(shape, head, self.token, self.slots)
+        for head, cache in enumerate(self.caches):
+            if cache is not None:
+                cache.tentative = Tentative(shape, head, self.token, self.computed)
         live = np.zeros(shape.rows, dtype=bool)
         for rows, end in zip(self.rows, self.ends, strict=True):
             live[rows[: end + 1]] = True
         smaller, kept = shape.keep(live)
         token = torch.from_numpy(self.token[kept]).to(self.batch.device)
         if self.drawn == "point":
-            return Draft(smaller, token)
+            return Draft(smaller, token, broken=self.broken)
         q_row = np.concatenate([self.q_row[: shape.roots], self.q_row[shape.roots :][kept]])
         nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
-        return Draft(smaller, token, self.drawn, torch.cat(self.q) if self.q else nothing, q_row)
+        return Draft(smaller, token, self.drawn, torch.cat(self.q) if self.q else nothing, q_row, broken=self.broken)

@@ -13,9 +13,9 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, empty
 from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.batch import Batch, by_row, healed
-from spec_lab.engine.runner import CausalLM, Output
-from spec_lab.propose.draft_cache import Held, Trail
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.sequence import Batch, by_row, finite
+from spec_lab.propose.draft_cache import DraftCache, Tentative
 
 
 class Level(NamedTuple):
@@ -49,6 +49,9 @@ def _kept(shape: Shape, live: bytes) -> tuple[Shape, np.ndarray]:
     return shape.keep(np.frombuffer(live, dtype=bool))
 
 
+BROKEN = "the draft's logits are NaN or infinite"
+
+
 class Growth:
     """A forest that is drafted level by level, one packed forward of the draft model each.
 
@@ -58,7 +61,7 @@ class Growth:
         batch: what is drafted for.
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
-        trails: ``[B]`` the draft's cells; None where a tree is empty.
+        caches: ``[B]`` the draft's KV caches; None where a tree is empty.
         confidence: children of a row at which the draft gives every token less than this, unwarped, get no children.
     """
 
@@ -69,13 +72,14 @@ class Growth:
         batch: Batch,
         shape: Shape,
         samplings: Sequence[Sampling],
-        trails: Sequence[Trail | None],
+        caches: Sequence[DraftCache | None],
         confidence: float = 0.0,
     ) -> None:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
-        self.samplings, self.trails, self.confidence = samplings, trails, confidence
+        self.samplings, self.caches, self.confidence = samplings, caches, confidence
         self.token = np.zeros(shape.nodes, dtype=np.int64)
-        self.slots = np.full(shape.rows, -1, dtype=np.int64)
+        self.computed = np.zeros(shape.rows, dtype=bool)
+        self.broken: dict[int, str] = {}
         self.live = np.ones(shape.rows, dtype=bool)
         self.q: list[Tensor] = []
         self.noise: list[Tensor] = []
@@ -85,19 +89,20 @@ class Growth:
             self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
 
     def run(self) -> Draft:
-        """Draw every level. Afterwards the trails hold the cells of the computed nodes."""
+        """Draw every level. Afterwards the caches hold the computed nodes."""
         shape, batch = self.shape, self.batch
         leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
         for level in levels(shape):
             parents = level.parents[self.live[level.parents] & ~leaf[level.parents]]
             allowed = None
-            if len(parents) and batch.guide is not None:
-                allowed = batch.guide(shape, parents, self.token)
+            if len(parents) and batch.draft_masks is not None:
+                allowed = batch.draft_masks(shape, parents, self.token)
                 if parents[0] >= shape.roots:  # heads are computed whatever is drafted
                     parents, allowed = parents[allowed.any(-1)], allowed[allowed.any(-1)]
             if len(parents):
                 logits = self._logits(parents)
-                own = healed(batch, shape.root[parents], logits.to(probs_dtype(logits), copy=True), "draft")
+                own, without = finite(logits.to(probs_dtype(logits), copy=True))
+                self.broken |= dict.fromkeys(shape.root[parents[without]].tolist(), BROKEN)
                 if allowed is not None:
                     own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
                     possible = own.amax(-1) > -torch.inf
@@ -111,21 +116,21 @@ class Growth:
                     for nodes, above in level.ranks:
                         leaf[nodes] = np.isin(level.parents[above], unsure)
                 self._draw(level, live, parents, own)
-        for head, trail in enumerate(self.trails):
-            if trail is not None:
-                trail.held = Held(shape, head, self.token, self.slots)
+        for tree, cache in enumerate(self.caches):
+            if cache is not None:
+                cache.tentative = Tentative(shape, tree, self.token, self.computed)
         token, q_row = self.token, self.q_row
         if not self.live.all():
             shape, kept = _kept(shape, self.live.tobytes())
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
-            return Draft(shape, tokens)
+            return Draft(shape, tokens, broken=self.broken)
         if not self.q:
             nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
             self.q, self.noise = [nothing], [nothing.double()]
         noise = torch.cat(self.noise) if self.drawn == "gumbel" else None
-        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise)
+        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise, self.broken)
 
     def _draw(self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor) -> None:
         """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``, those of the level that live."""
@@ -135,7 +140,7 @@ class Growth:
             if self.seen is not None:
                 logits = self._penalised(logits, parents)
             tokens = likeliest(logits, width).cpu().numpy()  # [n, width]
-            possible = (logits > -torch.inf).sum(-1).cpu().numpy() if self.batch.guide is not None else None
+            possible = (logits > -torch.inf).sum(-1).cpu().numpy() if self.batch.draft_masks is not None else None
             for rank, (nodes, above) in enumerate(level.ranks):
                 self.token[nodes - heads] = tokens[number[above], rank]
                 if possible is not None:
@@ -163,9 +168,9 @@ class Growth:
             rows = torch.from_numpy(places).to(q.device)
             weights = left if len(rows) == len(left) else left[rows]  # rows ascend
             picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT))
-            self.token[nodes - heads] = picked
+            self.token[nodes - heads] = picked.cpu()
             if without:
-                left[rows, torch.from_numpy(picked).to(q.device)] = 0.0
+                left[rows, picked] = 0.0
 
     def _race(self, q: Tensor, parents: np.ndarray, width: int) -> np.ndarray:
         """The best tokens ``[n, width]`` of log q + g, with noise g of each parent's own; no mass comes last."""
@@ -178,30 +183,28 @@ class Growth:
         """A row's place in its whole tree keys what is drawn for it: batch mates and nodes left out change nothing."""
         heads: list[int] = self.shape.root[rows].tolist()
         places: list[int] = self.shape.places[rows].tolist()
-        who = [sequence.who for sequence in self.batch.sequences]
+        who = [sequence.key for sequence in self.batch.sequences]
         return [Key(*who[head], purpose, place) for head, place in zip(heads, places, strict=True)]
 
     def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
         """The draft's logits at ``rows``: heads, with whatever is pending before them, or nodes of one level."""
         if rows[0] < self.shape.roots:
-            trails = [trail for trail in self.trails if trail is not None]
+            active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
             if self.seen is not None:
                 for head in rows:
                     self.seen[head, self.batch.sequences[head].tokens] = True
-            pending = [trail.follow() for trail in trails]
-            nothing = empty(len(rows), self.lm.device)
-            return self._marked(self.lm.forward([trail.path for trail in trails], pending, nothing))
+            caches = [cache for cache in self.caches if cache is not None]
+            pending = [
+                cache.follow(self.batch.sequences[tree].tokens) for tree, cache in zip(active, caches, strict=True)
+            ]
+            return self.lm.forward([cache.kv for cache in caches], pending, empty(len(rows), self.lm.device)).logits
         above, token = self.shape.parent[rows - self.shape.roots], self.token[rows - self.shape.roots]
         if self.seen is not None:
             self.seen[rows] = self.seen[above]
             self.seen[rows, token] = True
-        paths = [None if trail is None else trail.path for trail in self.trails]
-        ids = torch.from_numpy(token).to(self.lm.device)
-        return self._marked(self.lm.extend(paths, self.shape, rows, ids, self.slots))
-
-    def _marked(self, output: Output) -> Tensor:
-        self.batch.marks += output.marks
-        return output.logits
+        self.computed[rows] = True
+        paths = [None if cache is None else cache.kv for cache in self.caches]
+        return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device)).logits
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""

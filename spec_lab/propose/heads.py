@@ -28,8 +28,8 @@ from torch.nn.functional import linear, silu
 
 from spec_lab.core import files
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import one_line
-from spec_lab.models.target import Target, weights_hash
+from spec_lab.models.checkpoint import one_line, weights_hash
+from spec_lab.models.target import Target
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ Source: Medusa (2401.10774); trees chosen for the machine as in Sequoia (2402.12
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,22 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import temperature_or_none, whole
 from spec_lab.core.probabilities import likeliest
-from spec_lab.engine.batch import Batch, SequenceState
-from spec_lab.engine.runner import CausalLM
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.proposer import Lifecycle, Observation, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.features import Features
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, grow, parse, width_of, write
 
 log = logging.getLogger(__name__)
 
 
-class Medusa:
+class Medusa(Lifecycle):
     """Drafts the same tree each round: the child of rank r at depth d is head d's r-th likeliest token (heads from 0).
 
     The heads read the hidden state of the last computed token, from which the target chose the first pending token, and
@@ -53,7 +57,7 @@ class Medusa:
         self.sha256 = heads.sha256
         self.nodes = len(tree)
         self.branches = width_of(tree) > 1
-        self.wants_hidden = bool(tree)
+        self.requires = Requires(hidden=(-1,) if tree else ())
         self._depth, self._width = depth_of(tree), width_of(tree)
         self._cut = [shape_of(tuple(path for path in tree if len(path) <= depth)) for depth in range(self._depth + 1)]
         self._plan = lru_cache(maxsize=256)(self._make_plan)
@@ -145,23 +149,42 @@ class Medusa:
         chosen = {} if self.calibration is None else self.calibration.facts
         return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
 
+    def init(self, request: Request) -> Features:
+        """No hidden states yet."""
+        return Features()
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Keep the hidden states of all computed positions: after a rewind an earlier one is the last."""
+        for one in observed:
+            if one.hidden is not None:
+                state: Features = one.sequence.state
+                state.add(one.start, one.hidden)
+
+    def rewind(self, state: Features, length: int) -> None:
+        """Forget the states from ``length`` on."""
+        state.rewind(length)
+
+    def fork(self, state: Features) -> Features:
+        """The same states; they are never written to."""
+        return state.copy()
+
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
         """The tree below every sequence of which something is computed."""
-        lm, paths = batch.target.lm, [sequence.path for sequence in batch.sequences]
+        lm, computed = batch.target.lm, [len(sequence.kv) for sequence in batch.sequences]
+        last = [one.state.last(length) for one, length in zip(batch.sequences, computed, strict=True)]
         gaps = tuple(
-            len(s.tokens) - len(path) - 1 if len(path) else self._depth
-            for s, path in zip(batch.sequences, paths, strict=True)
+            self._depth if hidden is None else len(one.tokens) - length - 1
+            for one, length, hidden in zip(batch.sequences, computed, last, strict=True)
         )
         shape, active, index = self._plan(gaps)
         if not active:
             return Draft(shape, torch.empty(0, dtype=torch.long, device=lm.device))
-        states = [lm.cells.last_hidden(paths[head]) for head in active]
+        states = [hidden for tree in active if (hidden := last[tree]) is not None]
         hidden = states[0][None] if len(states) == 1 else torch.stack(states)
-        pending = torch.tensor([batch.sequences[head].tokens[len(paths[head])] for head in active], device=lm.device)
-        start = lm.clock.mark()
-        logits = self.heads(hidden, pending)  # [B, K, V]
-        batch.marks.append((start, lm.clock.mark()))
+        pending = torch.tensor([batch.sequences[tree].tokens[computed[tree]] for tree in active], device=lm.device)
+        with batch.clock.phase("propose_forward"):
+            logits = self.heads(hidden, pending)  # [B, K, V]
         tokens = likeliest(logits.flatten(0, 1), self._width)
         return Draft(shape, tokens.view(-1).index_select(0, index))
 
@@ -178,6 +201,3 @@ class Medusa:
             which = place * self._depth + one.depth[1:] - 1 + gaps[head]
             index.append(which * self._width + one.rank)
         return forest(tuple(shapes)), active, torch.from_numpy(np.concatenate(index)).to(self.heads.weight.device)
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing is held for a sequence."""

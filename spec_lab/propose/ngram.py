@@ -15,7 +15,9 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, SequenceState
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.trees import MOST_NODES
 
@@ -84,7 +86,7 @@ def continuation(tokens: list[int], place: int, count: int) -> list[int]:
 
 
 @dataclass(eq=False)
-class Ngram:
+class Ngram(Lifecycle):
     """Drafts the continuation of the longest, then most recent, earlier occurrence of the last tokens.
 
     Args:
@@ -98,7 +100,6 @@ class Ngram:
     min_ngram: int
     name: str = "ngram"
     drawn: Drawn = "point"
-    wants_hidden: bool = False
     branches: bool = False
 
     @staticmethod
@@ -120,20 +121,21 @@ class Ngram:
         drafted: list[int] = []
         shapes = []
         for sequence in batch.sequences:
-            index = follow(sequence, self.max_ngram, self.min_ngram)
+            index: Index = sequence.state
+            index.follow(sequence.tokens)
             place = next(index.matches(sequence.tokens), None)
             found = [] if place is None else continuation(sequence.tokens, place, self.depth)
             drafted += found
             shapes.append(chain(len(found)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
-    def close(self, sequence: SequenceState) -> None:
-        """Forget the sequence's index."""
-        sequence.state = None
+    def init(self, request: Request) -> Index:
+        """The index of a text that is still empty."""
+        return Index(range(self.max_ngram, self.min_ngram - 1, -1))
 
 
 @dataclass(eq=False)
-class NgramTree:
+class NgramTree(Lifecycle):
     """Drafts several continuations merged into one tree: longer matches first, then more recent ones.
 
     Args:
@@ -149,7 +151,6 @@ class NgramTree:
     min_ngram: int
     name: str = "ngram_tree"
     drawn: Drawn = "point"
-    wants_hidden: bool = False
     branches: bool = True
 
     @staticmethod
@@ -167,15 +168,16 @@ class NgramTree:
         drafted: list[int] = []
         shapes = []
         for sequence in batch.sequences:
-            index = follow(sequence, self.max_ngram, self.min_ngram)
+            index: Index = sequence.state
+            index.follow(sequence.tokens)
             parents, tokens = merge(sequence.tokens, index.matches(sequence.tokens), self.depth, self.nodes)
             drafted += tokens
             shapes.append(shape_of(tuple(parents)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
-    def close(self, sequence: SequenceState) -> None:
-        """Forget the sequence's index."""
-        sequence.state = None
+    def init(self, request: Request) -> Index:
+        """The index of a text that is still empty."""
+        return Index(range(self.max_ngram, self.min_ngram - 1, -1))
 
 
 def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
@@ -187,15 +189,6 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
     if whole("proposer.min_ngram", min_ngram, most=LONGEST) > whole("proposer.max_ngram", max_ngram, most=LONGEST):
         raise ValueError(f"proposer.min_ngram is {min_ngram}, larger than proposer.max_ngram, which is {max_ngram}")
     return max_ngram, min_ngram
-
-
-def follow(sequence: SequenceState, longest: int, shortest: int) -> Index:
-    """The sequence's index, brought up to its tokens."""
-    if sequence.state is None or sequence.state[0] is not sequence:  # a fork still carries its origin's
-        sequence.state = (sequence, Index(range(longest, shortest - 1, -1)))
-    index: Index = sequence.state[1]
-    index.follow(sequence.tokens)
-    return index
 
 
 def merge(tokens: list[int], places: Iterator[int], depth: int, nodes: int) -> tuple[list[int], list[int]]:

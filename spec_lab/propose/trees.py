@@ -8,9 +8,12 @@ are 1 + the sum of its nodes' values.
 from __future__ import annotations
 
 import heapq
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from itertools import product
+from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
@@ -32,13 +35,15 @@ Value = Callable[[Ranks], float]
 
 
 def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
-    """The choices that ``text`` names: widths per depth ("3x2x1"), or paths of ranks ("0 1 0.0 0.1 0.0.0").
+    """Return the choices that ``text`` names.
 
-    A sequence of paths is taken as it is. A tree has at most ``MOST_NODES`` nodes and ``MOST_DEPTH`` levels.
+    Args:
+        text: widths per depth ("3x2x1"); paths of ranks ("0 1 0.0 0.1 0.0.0"), as text or as a sequence; or the name
+            of a published tree ("vicuna_7b_stage1"), see ``published_trees.json``.
 
     Raises:
-        ValueError: neither form, or no tree (a missing parent, a missing earlier sibling, a repeated path); a tree
-            that is too large. Names proposer.tree.
+        ValueError: none of these forms, an unknown name, no tree (a missing parent, a missing earlier sibling, a
+            repeated path), more than ``MOST_NODES`` nodes or ``MOST_DEPTH`` levels. Names proposer.tree.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         text = str(min(text, MOST_NODES + 1)) if text > 0 else brief(text)  # one width, as YAML reads it
@@ -53,9 +58,7 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
                 _check_size(nodes - 1, depth)
             return widths(counts)
         if not re.fullmatch(r"\d+(\.\d+)*(\s+\d+(\.\d+)*)*", text, re.ASCII):
-            raise ValueError(
-                f"proposer.tree: a tree is written as widths (3x2x1) or as paths of ranks (0 1 0.0), not {brief(text)}"
-            )
+            text = _published(text)
         written = text.split()
         _check_size(len(written), max(path.count(".") + 1 for path in written))
         paths: Iterable[Ranks] = (tuple(map(_number, path.split("."))) for path in written)
@@ -73,6 +76,22 @@ def parse(text: str | int | Sequence[Sequence[int]]) -> Choices:
     except ValueError as error:
         raise ValueError(f"proposer.tree: {error}") from None
     return choices
+
+
+def _published(name: str) -> str:
+    """Return the paths of a published tree.
+
+    Raises:
+        ValueError: no published tree has that name; lists the names nearest to it.
+    """
+    known = json.loads(Path(__file__).with_name("published_trees.json").read_text(encoding="utf-8"))
+    if name not in known:
+        near = get_close_matches(name, known, 3, 0.5)
+        raise ValueError(
+            "proposer.tree: a tree is written as widths (3x2x1), as paths of ranks (0 1 0.0) or as the name of a "
+            f"published tree ({', '.join(near or known)}), not {brief(name)}"
+        )
+    return str(known[name]["paths"])
 
 
 def _number(digits: str) -> int:

@@ -21,6 +21,7 @@ import torch
 from spec_lab.core import files
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.machine import processor
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sources
 from spec_lab.results.redact import without_secrets
@@ -69,6 +70,7 @@ def manifest(
     arms: Sequence[str],
     proposers: Mapping[str, Mapping[str, Any]],
     parts: Iterable[Any] = (),
+    cache: ProcessCache | None = None,
 ) -> dict[str, Any]:
     """The contents of ``manifest.json``.
 
@@ -85,7 +87,8 @@ def manifest(
     """
     made_of = {key: value for key, value in config.items() if key not in PLACES}
     head = commit(Path(__file__).resolve().parent)
-    code = sources.code(made_of, parts) | ({} if head else {sources.OWN: sources.source(sources.OWN)})
+    cache = ProcessCache() if cache is None else cache
+    code = sources.code(made_of, parts, cache) | ({} if head else {sources.OWN: sources.source(sources.OWN, cache)})
     return {
         "config": without_secrets(config),
         "seed": seed,
@@ -93,7 +96,7 @@ def manifest(
         "prompts_sha256": prompts,
         "commit": head,
         "code": code,
-        "files_sha256": sources.data(made_of),
+        "files_sha256": sources.data(made_of, cache),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "machine": machine(),
         "threads": torch.get_num_threads(),
@@ -207,7 +210,7 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: ProcessCache) -> bool:
     """Whether code of other packages, and files that their options name, are those of a manifest, as far as it knows.
 
     Args:
@@ -218,9 +221,9 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
         return True
     made_of = {key: value for key, value in config.items() if key not in PLACES}
     code = {name: one for name, one in facts["code"].items() if name != sources.OWN}
-    known = {**code, **sources.code(made_of)}
-    same = all(sources.source(name) == code.get(name) for name in known)
-    return same and sources.data(made_of) == facts.get("files_sha256", {})
+    known = {**code, **sources.code(made_of, (), cache)}
+    same = all(sources.source(name, cache) == code.get(name) for name in known)
+    return same and sources.data(made_of, cache) == facts.get("files_sha256", {})
 
 
 def digest(config: Mapping[str, Any]) -> str:

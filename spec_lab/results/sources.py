@@ -1,65 +1,79 @@
-"""The code that a run's parts come from, apart from this package's own: packages, versions, hashes of their sources."""
+"""The code that a run's parts come from, besides this package's own: packages, versions, hashes of their sources."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, lru_cache
 from hashlib import sha256
 from importlib.metadata import packages_distributions, version
+from inspect import isroutine
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spec_lab.core.process_cache import ProcessCache
+
 OWN = "spec_lab"
 
-MOST_SOURCES = 5000, 64 * 2**20
-"""Files and bytes of the largest package whose source is hashed; of a larger one the version alone is noted."""
+MAX_SOURCES = 5000, 64 * 2**20
+"""Maximum files and bytes of a package whose source is hashed; of a larger one only the version is recorded."""
 
 INPUTS = ("weights", "checkpoint", "model", "tokenizer", "vocab", "prompts", "schema", "grammar")
-"""Options of foreign parts whose names contain one of these name files that decide the output, as ``path`` does."""
+"""An option of another package's part whose name contains one of these names a file that decides the output."""
 
 OUTPUTS = {"log", "logs", "cache", "out", "output", "outputs", "tmp"}
-"""Words of a name that say that the part writes there, as in ``model_cache``; such options are left out."""
+"""Words of an option's name by which the part writes there, as in ``model_cache``; such options are left out."""
 
-MOST_DATA = 4 * 2**30
-"""Bytes of the largest file or folder named by an option that is hashed by its contents; of a larger one the files'
-names, sizes and times of modification are.
+MAX_DATA = 4 * 2**30
+"""Maximum bytes of a file or folder that is hashed by its contents. Larger ones are hashed by the files' names, sizes
+and times of modification.
 """
 
-MOST_FILES = 10_000
-"""Files and folders in the largest folder that is hashed; a larger one is left out."""
+MAX_FILES = 10_000
+"""Maximum files and folders in a folder that is hashed; a larger folder is left out."""
 
 
-def code(config: Mapping[str, Any], parts: Iterable[Any] = ()) -> dict[str, dict[str, Any]]:
-    """What tells the code of a run's parts from other code, by top-level package; this package's own is left out.
+def code(config: Mapping[str, Any], parts: Iterable[Any], cache: ProcessCache) -> dict[str, dict[str, Any]]:
+    """Return versions and source hashes of the code that a run uses, by top-level package, without this package's own.
 
     Args:
-        config: the resolved configuration; what its ``_target_`` and ``make`` name.
+        config: the resolved configuration; its ``_target_`` and ``make`` name code.
         parts: the objects that the run is made of.
+        cache: as in ``source``.
     """
     named = [name.partition(".")[0] for name in _named(config)]
-    built = [str(getattr(part, "__module__", None) or type(part).__module__).partition(".")[0] for part in parts]
+    built = [_module(part).partition(".")[0] for part in parts]
     known = {OWN, *sys.stdlib_module_names} - {"__main__"}
-    return {name: source(name) for name in sorted({*named, *built} - known)}
+    return {name: source(name, cache) for name in sorted({*named, *built} - known)}
 
 
-@cache  # A process runs the code that it imported, so edits after the first call must not change what its runs record.
-def source(package: str) -> dict[str, Any]:
-    """Versions of the distributions that hold a top-level package, and SHA-256 of its source.
+def source(package: str, cache: ProcessCache) -> dict[str, Any]:
+    """Return the versions of the distributions that hold a top-level package, and the SHA-256 of its source.
 
-    Hashed are the ``.py`` files of a package, or the one file of a module; None where there is none, as in a notebook,
-    or more than ``MOST_SOURCES``.
+    The hash covers the ``.py`` files of a package, or the one file of a module. It is None where there is no file, as
+    in a notebook, or where there are more than ``MAX_SOURCES``.
+
+    Args:
+        package: its name.
+        cache: what this process has found before: it runs the code that it imported, so an edit after the first call
+            must not change what its runs record.
     """
-    found = {} if package == OWN else {one: version(one) for one in set(packages_distributions().get(package, ()))}
-    return {"versions": dict(sorted(found.items())), "sha256": _hash(_files(package))}
+    if package not in cache.sources:
+        found = {} if package == OWN else {one: version(one) for one in set(packages_distributions().get(package, ()))}
+        cache.sources[package] = {"versions": dict(sorted(found.items())), "sha256": _hash(_files(package))}
+    return cache.sources[package]
+
+
+def _module(part: Any) -> str:
+    """Return the module of a class, of a function, or of an object's class."""
+    return str((part if isinstance(part, type) or isroutine(part) else type(part)).__module__)
 
 
 def _files(package: str) -> dict[str, Path]:
-    """The files of a package's source, by their names in it."""
+    """Return the files of a package's source by their names in it."""
     if package == "__main__":
-        file = getattr(sys.modules["__main__"], "__file__", None)
+        file = vars(sys.modules["__main__"]).get("__file__")
         return {} if file is None else {"__main__": Path(file)}
     try:
         spec = importlib.util.find_spec(package)
@@ -74,8 +88,8 @@ def _files(package: str) -> dict[str, Path]:
 
 
 def _hash(found: Mapping[str, Path]) -> str | None:
-    most, most_bytes = MOST_SOURCES
-    if not found or len(found) > most or sum(file.stat().st_size for file in found.values()) > most_bytes:
+    max_files, max_bytes = MAX_SOURCES
+    if not found or len(found) > max_files or sum(file.stat().st_size for file in found.values()) > max_bytes:
         return None
     whole = sha256()
     for name, file in found.items():
@@ -83,58 +97,64 @@ def _hash(found: Mapping[str, Path]) -> str | None:
     return whole.hexdigest()
 
 
-def data(config: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 of the files and folders that options of parts from elsewhere read, by option.
+def data(config: Mapping[str, Any], cache: ProcessCache) -> dict[str, str]:
+    """Return the SHA-256 of the files and folders that options of other packages' parts read, by option.
 
-    Those are the options called ``path`` and those whose name contains one of ``INPUTS`` and no word of ``OUTPUTS``,
-    where the value is a file or a folder. Others, such as ``log_path``, may name what the part writes. Contents are
-    read once in a process, unless a size or a time of modification changes. Bounds: ``MOST_DATA``, ``MOST_FILES``.
+    Those are the options called ``path``, and those whose name contains one of ``INPUTS`` and no word of ``OUTPUTS``,
+    where the value is a file or a folder. Other options, such as ``log_path``, may name what the part writes. Bounds:
+    ``MAX_DATA``, ``MAX_FILES``.
+
+    Args:
+        config: the resolved configuration.
+        cache: what this process has read before; contents are read again once a size or a time of modification changes.
     """
     found = {}
     for option, value in _inputs(config):
         try:
-            found[option] = _contents(Path(value).expanduser())
-        except (OSError, ValueError, RuntimeError):  # no path, or not readable: the part itself will say so
+            found[option] = _contents(Path(value).expanduser(), cache)
+        except (OSError, ValueError, RuntimeError):  # no path, or not readable: the part itself reports it
             continue
     return {option: one for option, one in found.items() if one}
 
 
-def _contents(path: Path) -> str:
-    """SHA-256 of a file or a folder; empty where there are no files, or too many."""
+def _contents(path: Path, cache: ProcessCache) -> str:
+    """Return the SHA-256 of a file or a folder; empty where there are no files, or too many."""
     if path.is_file():
         files = {"": path}
     else:
-        inside = list(islice(path.rglob("*"), MOST_FILES + 1))
-        if len(inside) > MOST_FILES:
+        inside = list(islice(path.rglob("*"), MAX_FILES + 1))
+        if len(inside) > MAX_FILES:
             return ""
         files = {str(one.relative_to(path)): one for one in sorted(inside) if one.is_file()}
     stats = {name: file.stat() for name, file in files.items()}
     known = tuple((name, one.st_size, one.st_mtime_ns) for name, one in stats.items())
-    return _digest(path.absolute(), known) if files else ""
+    key = (path.absolute(), known)
+    if files and key not in cache.digests:
+        cache.digests[key] = _digest(*key)
+    return cache.digests[key] if files else ""
 
 
-@lru_cache(maxsize=64)  # of the contents alone: other sizes or times are other arguments
 def _digest(path: Path, files: tuple[tuple[str, int, int], ...]) -> str:
-    """SHA-256 of files by name, size and contents, or time where they are larger than ``MOST_DATA``.
+    """Return the SHA-256 of files by name, size and contents; by time in place of contents above ``MAX_DATA``.
 
     Args:
         path: the file, or the folder.
         files: name in the folder (empty for the file itself), size and time of modification of each.
     """
-    whole, large = sha256(), sum(size for _, size, _ in files) > MOST_DATA
+    whole, large = sha256(), sum(size for _, size, _ in files) > MAX_DATA
     for name, size, time in files:
         whole.update(f"{name}\0{size}\n".encode())
         if large:
             whole.update(str(time).encode())
             continue
         with (path / name if name else path).open("rb") as stream:
-            while piece := stream.read(2**20):
-                whole.update(piece)
+            while block := stream.read(2**20):
+                whole.update(block)
     return whole.hexdigest()
 
 
 def _named(config: Any) -> Iterator[str]:
-    """Dotted names of what a configuration builds or calls."""
+    """Yield the dotted names of what a configuration builds or calls."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             if key in ("_target_", "make") and isinstance(value, str) and "." in value:
@@ -146,7 +166,7 @@ def _named(config: Any) -> Iterator[str]:
 
 
 def _inputs(config: Mapping[str, Any], above: str = "", foreign: bool = False) -> Iterator[tuple[str, str]]:
-    """Options of parts that are not this package's that name what the part reads, and their values. See ``data``."""
+    """Yield the options by which parts of other packages read files, and their values. See ``data``."""
     own = (config.get(key) for key in ("_target_", "make"))
     foreign = foreign or any(isinstance(one, str) and one.partition(".")[0] != OWN for one in own)
     for key, value in config.items():
@@ -157,6 +177,6 @@ def _inputs(config: Mapping[str, Any], above: str = "", foreign: bool = False) -
 
 
 def _is_input(option: str) -> bool:
-    """Whether an option of this name says what the part reads."""
+    """Return whether an option of this name names what the part reads."""
     named = option == "path" or any(word in option for word in INPUTS)
     return named and not OUTPUTS & set(option.split("_"))

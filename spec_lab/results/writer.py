@@ -1,35 +1,30 @@
 """The rows a run leaves behind: three tables, written group by group, so that a kill keeps every finished group.
 
-While a group decodes, only its ``Round`` objects are kept; they become rows after the clock has stopped. Each group's
-rows go to ``parts/`` as parquet files, renamed into place once whole, the requests last: a group is finished exactly if
-its requests are on disk. At the end the parts are gathered into ``rounds.parquet``, ``steps.parquet`` and
-``requests.parquet``. ``columns`` says what every column means; metrics are computed from these rows and from
-nothing else.
+While a group decodes, only its ``StepInfo`` objects are kept; they become rows after the clock has stopped. A group's
+rows are one part of three tables (see ``parts``), the requests written last: a group is finished exactly if its
+requests are on disk. At the end the parts are gathered into ``rounds.parquet``, ``steps.parquet`` and
+``requests.parquet``. ``schema`` says what every column means; metrics are computed from these rows and from nothing
+else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft
-from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
-from spec_lab.engine.batch import BROKEN, Request, SequenceState, without_name
-from spec_lab.engine.step import Round
+from spec_lab.engine.request import BROKEN, Request, without_name
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import StepInfo
+from spec_lab.results import parts
+from spec_lab.results.parts import Parts, Rows
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.text.prompts import Prompt
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -41,80 +36,25 @@ class Tables:
     requests: pd.DataFrame
 
 
-def slim(done: Round) -> Round:
-    """The round without its draft's laws, which would fill the memory (V numbers for every node)."""
-    return done if done.draft.q is None else replace(done, draft=Draft(done.draft.shape, done.draft.token))
-
-
-def round_rows(rounds: Seq[Round], clock: Clock, group: int, arm: str) -> Rows:
-    """Rows of ``rounds``. On a GPU call it only when all work is done."""
-    rows = []
-    for number, one in enumerate(rounds):
-        rows.append(
-            {
-                "id": f"{group}/{arm}/{number}",
-                "group": group,
-                "arm": arm,
-                "round": number,
-                "prefill": all(one.prefill),
-                "live": len(one.sequences),
-                "nodes": one.draft.shape.nodes,
-                "cells": one.attended,
-                "start": clock.seconds(rounds[0].marks[0], one.marks[0]),
-                **one.seconds(clock),
-            }
-        )
-    return rows
-
-
-def step_rows(rounds: Seq[Round], group: int, arm: str) -> Rows:
-    """Rows of every sequence's part in ``rounds``."""
-    rows: Rows = []
+def rows_of(infos: Seq[StepInfo], group: int, arm: str) -> tuple[Rows, Rows]:
+    """Rows of the tables ``rounds`` and ``steps``. On a GPU call it only when all work is done."""
+    rounds, steps = [], []
     last = {}  # each sequence's latest row
-    place = numbered([sequence for one in rounds for sequence in one.sequences])
-    for number, one in enumerate(rounds):
-        shape = one.draft.shape
-        for head, (sequence, got) in enumerate(zip(one.sequences, one.committed, strict=True)):
-            tree, stop = shape.trees[head], got.path[-1] if got.path else head
-            last[sequence] = {
-                "id": f"{sequence.request.id}/{arm}/{place[sequence][0]}/{number}",
-                "group": group,
-                "arm": arm,
-                "request": sequence.request.id,
-                "sequence": place[sequence][0],
-                "parent_sequence": place[sequence][1],
-                "round": number,
-                "prefill": one.prefill[head],
-                "pending": one.pending[head],
-                "forced": got.forced,
-                "nodes": len(tree) - 1,
-                "legal": got.legal,
-                "depth": int(shape.depth[tree].max()),
-                "path": list(shape.ranks(stop)),
-                "stop_had_children": len(shape.children[stop]) > 0,
-                "accepted": got.accepted,
-                "emitted": got.emitted,
-                "accepted_kept": got.accepted_kept,
-                "emitted_kept": got.emitted_kept,
-                "forced_accepted": got.forced_accepted,
-                "forced_accepted_kept": got.forced_accepted_kept,
-                "forced_emitted": got.forced_emitted,
-                "forced_emitted_kept": got.forced_emitted_kept,
-                "taken_back": got.taken_back,
-                "forks": len(got.children),
-                "expected_accepted": float(one.expected[head]),
-                "expected_emitted": float(one.expected_emitted[head]),
-                "expected_kind": "exact" if one.given == "draft" else one.given,
-                "empty_residual": bool(one.empty[head]),
-                "finish": "",
-                "context": one.context[head],
-            }
-            rows.append(last[sequence])
+    place = numbered([sequence for one in infos for sequence in one.sequences])
+    for number, one in enumerate(infos):
+        start = one.clock.seconds(infos[0].began, one.began)
+        key = {"group": group, "arm": arm, "round": number}
+        rounds.append({"id": f"{group}/{arm}/{number}", **key, "start": start, **one.row()})
+        for sequence, row in zip(one.sequences, one.rows(), strict=True):
+            own, parent = place[sequence]
+            name = f"{sequence.request.id}/{arm}/{own}/{number}"
+            last[sequence] = {"id": name, **key, "sequence": own, "parent_sequence": parent, **row}
+            steps.append(last[sequence])
     for sequence, row in last.items():
         row["finish"] = sequence.finish or ""
         if sequence.finish in BROKEN:
             row["expected_kind"] = ""
-    return rows
+    return rounds, steps
 
 
 def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[int, int]]:
@@ -164,35 +104,47 @@ class Outcome:
     kept: bool = True
 
 
-def outcomes(sequences: Seq[SequenceState], rounds: Seq[Round], clock: Clock, errors: dict[str, str]) -> list[Outcome]:
-    """What came of each sequence of a group, in order. On a GPU call it only when all work is done.
+def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[str, str]) -> list[Outcome]:
+    """The results of an engine's sequences, in order. On a GPU call it only when all work is done.
 
     Args:
         sequences: all there were, forks and those that never took part included.
-        rounds: all there were.
-        clock: of the target's model.
+        infos: of all steps.
         errors: by the request's name.
     """
     place, found = numbered(sequences), []
-    prefill = clock.seconds(rounds[0].marks[0], rounds[0].marks[-1]) if rounds else 0.0
+    admitted: dict[int, StepInfo] = {}  # by request: the step that began its prompt, and the one that ended it
+    first: dict[int, StepInfo] = {}
+    final: dict[SequenceState, StepInfo] = {}
+    for one in infos:
+        for sequence in [*one.sequences, *(sequence for sequence, _ in one.chunks)]:
+            admitted.setdefault(sequence.request.id, one)
+        for sequence in one.sequences:
+            first.setdefault(sequence.request.id, one)
+            final[sequence] = one
     for sequence in sequences:
-        own = len(sequence.tokens) - sequence.born
-        final = next((one for one in reversed(rounds) if sequence in one.sequences), None)
-        first = 0
-        if rounds and sequence in rounds[0].sequences:  # what was forced before it is computed by the prefill too
-            head = rounds[0].sequences.index(sequence)
-            before = rounds[0].context[head] - len(sequence.request.tokens)
-            first = min(own, before + rounds[0].committed[head].emitted_kept)
+        own, own_first = len(sequence.tokens) - sequence.born, 0
         number, parent = place[sequence]
+        prompt_done, begun = first.get(sequence.request.id), admitted.get(sequence.request.id)
+        prefill = decode = 0.0
+        if prompt_done is not None and begun is not None:
+            clock = prompt_done.clock
+            prefill = clock.seconds(begun.began, prompt_done.ended)
+            if sequence in final:
+                decode = clock.seconds(prompt_done.ended, final[sequence].ended)
+            if sequence in prompt_done.sequences:  # what was forced before it is computed by the prefill too
+                at = prompt_done.sequences.index(sequence)
+                before = prompt_done.context[at] - len(sequence.request.tokens)
+                own_first = min(own, before + prompt_done.committed[at].count(kept=True))
         found.append(
             Outcome(
                 request=sequence.request,
                 tokens=sequence.emitted,
                 finish=sequence.finish or "",
-                prefill_tokens=first,
-                decode_tokens=own - first,
+                prefill_tokens=own_first,
+                decode_tokens=own - own_first,
                 prefill_seconds=prefill,
-                decode_seconds=clock.seconds(rounds[0].marks[-1], final.marks[-1]) if final is not None else 0.0,
+                decode_seconds=decode,
                 error=errors.get(sequence.request.name, "") if sequence.finish in BROKEN else unwatched(sequence),
                 sequence=number,
                 parent=parent,
@@ -245,134 +197,29 @@ def request_row(
 
 
 class Recorder:
-    """Writes a run's rows under ``out``, part by part."""
+    """Writes a run's rows under ``out``, group by group."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
+        self.parts = Parts(out, SCHEMAS, unit="group")
 
     def finished(self) -> set[int]:
         """Groups whose rows are on disk."""
-        return set(load(self.out).requests["group"])
+        return set(self.parts.load()["requests"]["group"])
 
     def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows) -> None:
         """Put one finished group's rows on disk."""
-        folder = own_folder(self.out / "parts")
-        for name, rows in (("rounds", rounds), ("steps", steps), ("requests", requests)):
-            if rows:
-                write_whole(pa.Table.from_pylist(rows, schema=schema(name)), folder / f"{name}-{group:06d}.parquet")
+        self.parts.write(f"{group:06d}", {"rounds": rounds, "steps": steps, "requests": requests})
 
     def gather(self) -> Tables:
         """Put all parts together in one file a table, and remove them."""
-        tables = load(self.out)
-        for name in SCHEMAS:
-            frame = getattr(tables, name)
-            write_whole(
-                pa.Table.from_pandas(frame, schema=schema(name), preserve_index=False), self.out / f"{name}.parquet"
-            )
-        for part in _parts(self.out, "*"):
-            part.unlink()
-        for name in (*(f".{name}.parquet.*.tmp" for name in SCHEMAS), "parts/.*.tmp"):  # of a write that was killed
-            for half in self.out.glob(name):
-                half.unlink()
-        if (self.out / "parts").is_dir():
-            (self.out / "parts").rmdir()
-        return tables
+        return Tables(**self.parts.gather())
 
 
 def load(out: str | Path) -> Tables:
-    """The rows of the finished groups of a run: running, killed or done. Duplicate ids are dropped, the last one stays.
-
-    Raises:
-        ValueError: a file of the run that is not a table, or has other columns; ``parts`` is a symlink.
-    """
-    out = Path(out)
-    frames = {}
-    refuse_link(out / "parts")
-    for name in reversed(SCHEMAS):  # requests first: whatever group they finish has its other rows on disk
-        frame = pa.concat_tables(_pieces(out, name)).to_pandas()
-        frames[name] = frame.drop_duplicates("id", keep="last", ignore_index=True)
-    finished = set(frames["requests"]["group"])
-    for name in ("rounds", "steps"):
-        frames[name] = frames[name][frames[name]["group"].isin(finished)].reset_index(drop=True)
-    return Tables(**frames)
+    """The rows of the finished groups of a run: running, killed or done. Errors as in ``Parts.load``."""
+    return Tables(**Recorder(Path(out)).parts.load())
 
 
 def schema(name: str) -> pa.Schema:
     """The columns of one table, with their meanings as metadata."""
-    return columns(SCHEMAS[name])
-
-
-def columns(meanings: Mapping[str, tuple[pa.DataType, str]]) -> pa.Schema:
-    """Columns of these types, with their meanings as metadata."""
-    return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in meanings.items()])
-
-
-def _parts(out: Path, name: str) -> list[Path]:
-    return sorted((out / "parts").glob(f"{name}-*.parquet"))
-
-
-def _pieces(out: Path, name: str) -> list[pa.Table]:
-    """What there is of a table, the older first; of a run that goes on as well."""
-    parts = []
-    for file in _parts(out, name):
-        with suppress(FileNotFoundError):  # gathered meanwhile
-            parts.append(_read(file))
-    whole = out / f"{name}.parquet"  # read after the parts: it holds those that are gone
-    return [_read(one) for one in [whole] if one.exists()] + parts or [schema(name).empty_table()]
-
-
-def _read(file: Path) -> pa.Table:
-    """One file of a table, its columns as in ``columns``."""
-    name, _, group = file.stem.partition("-")
-    try:
-        return fitted(read_table(file), schema(name))
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError) as error:
-        known = f"all parts of group {int(group)} (parts/*-{group}.parquet)" if group.isdecimal() else "it"
-        what = known if group else "the run's directory"
-        why = " ".join(str(error).split())
-        raise Unreadable(f"{file} is not a readable table ({why}); remove {what} and run again") from error
-
-
-def read_table(file: Path, only: list[str] | None = None) -> pa.Table:
-    """Read parquet from a regular file; ``only`` these columns.
-
-    Raises:
-        FileNotFoundError: there is none.
-        pa.ArrowException, OSError, ValueError: it is no regular file, or no parquet.
-    """
-    if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for whoever writes into it
-        raise ValueError("no regular file")
-    return pq.read_table(file, columns=only, partitioning=None)
-
-
-def fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """The wanted columns of the table, with their types.
-
-    Raises:
-        pa.ArrowException, ValueError: it lacks one, or has something else in it.
-    """
-    if missing := [name for name in wanted.names if name not in table.column_names]:
-        raise ValueError(f"it has no column {', '.join(missing)}")
-    table = table.select(wanted.names).cast(wanted)
-    for field in wanted:
-        pieces = table[field.name].chunks
-        if pa.types.is_list(field.type):
-            pieces = [*pieces, *(one.flatten() for one in pieces)]
-        if not pa.types.is_floating(field.type) and any(one.null_count for one in pieces):
-            raise ValueError(f"column {field.name} has rows without a value")
-    table.validate(full=True)
-    return table
-
-
-def write_whole(table: pa.Table, file: Path) -> None:
-    """Write parquet, renamed into place once whole; a part of a run never through a symlink.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    if file.parent.name == "parts":
-        own_folder(file.parent)
-    with replacing(file) as stream:
-        pq.write_table(table, stream)
+    return parts.schema(SCHEMAS[name])

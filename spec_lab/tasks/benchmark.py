@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.core.faults import PartError
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
@@ -55,7 +55,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     recorder, size = Recorder(settings.output_dir), settings.batch_size
     facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
     facts["parts"] = _named(lab, next(iter(arms.values())))
@@ -124,14 +125,13 @@ def _decode_group(
     lab: Lab, settings: Settings, arms: Mapping[str, Arm], number: int, group: Sequence[Request], bar: Any
 ) -> tuple[writer.Rows, writer.Rows, writer.Rows]:
     """Every arm's rows of one group, the arms in the group's order."""
-    clock = lab.target.lm.clock
     rounds: writer.Rows = []
     steps: writer.Rows = []
     requests: writer.Rows = []
     for order, name in enumerate(_order(list(arms), number)):
         decoded = arms[name].decode(group)
-        rounds += writer.round_rows(decoded.rounds, clock, number, name)
-        steps += writer.step_rows(decoded.rounds, number, name)
+        own_rounds, own_steps = writer.rows_of(decoded.steps, number, name)
+        rounds, steps = rounds + own_rounds, steps + own_steps
         for outcome in decoded.outcomes:
             prompt = lab.prompts[outcome.request.id]
             shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
@@ -168,6 +168,7 @@ def _summary(
     }
     main = next(iter(each.values()))
     summary = {
+        "schema_version": metrics.SCHEMA_VERSION,
         "experiment": settings.name,
         "target": lab.target.name,
         "constraint": "none" if lab.binding is None else lab.binding.constraint.name,
@@ -179,7 +180,7 @@ def _summary(
         "short_groups": len(metrics.short_groups(tables.requests)),
         **main,
         "arms": each,
-        "against": metrics.against(tables),
+        "against": metrics.speedups_over_peers(tables),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
     return finite(summary)

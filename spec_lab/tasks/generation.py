@@ -11,14 +11,16 @@ from typing import Any, cast
 
 from spec_lab.analysis.tracking import Files
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.load import together
+from spec_lab.constrain.load import combine
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import BROKEN, SequenceState
-from spec_lab.engine.step import Group, Round
+from spec_lab.engine.engine import Engine, fixed_group
+from spec_lab.engine.request import BROKEN
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches
 from spec_lab.tasks.lab import Lab, Settings
@@ -35,7 +37,7 @@ class Token:
     Args:
         id: its number.
         logprob: its log-probability under the model's own law, temperature 1, given what the constraint allows.
-        origin: "accepted", "forced" or "emitted" (``batch.ORIGINS``).
+        origin: "accepted", "forced", "recovered" or "bonus" (``sequence.ORIGINS``).
     """
 
     id: int
@@ -145,7 +147,7 @@ def generate(
     if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
     text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
-    binding = together(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
+    binding = combine(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
     lab = Lab(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
         binding=binding, pieces=vocabulary.bytes,
@@ -154,13 +156,13 @@ def generate(
     return _said(group)
 
 
-def _said(group: Group) -> Generator[Said, None, None]:
+def _said(group: Engine) -> Generator[Said, None, None]:
     with closing(rounds(group)) as decoding:
         for _, said in decoding:
             yield from said
 
 
-def listening(lab: Lab, settings: Settings) -> Group:
+def listening(lab: Lab, settings: Settings) -> Engine:
     """All of the lab's prompts as one group whose texts are listened to. Errors as in ``generate``."""
     if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
@@ -173,20 +175,20 @@ def listening(lab: Lab, settings: Settings) -> Group:
     getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)
-    return Group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.binding, lab.pieces, listen=True)
+    return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.binding, lab.pieces, listen=True)
 
 
-def rounds(group: Group) -> Generator[tuple[Round | None, list[Said]], None, None]:
+def rounds(group: Engine) -> Generator[tuple[StepInfo | None, list[Said]], None, None]:
     """Decode: each round, and what was said in it. Last of all, without a round, what was said outside of any."""
     heard: dict[SequenceState, _Ear] = {}
-    with closing(cast(Generator[Round, None, None], iter(group))) as decoding:
+    with closing(cast(Generator[StepInfo, None, None], iter(group))) as decoding:
         for done in decoding:
             yield done, _drain(group, heard)
     dropped = [Said(one.request.id, one.lineage, Dropped()) for one in group.sequences if not one.kept]
     yield None, _drain(group, heard) + dropped
 
 
-def _drain(group: Group, heard: dict[SequenceState, _Ear]) -> list[Said]:
+def _drain(group: Engine, heard: dict[SequenceState, _Ear]) -> list[Said]:
     said = []
     for sequence in group.sequences:
         if sequence.events or sequence not in heard:

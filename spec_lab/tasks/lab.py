@@ -22,8 +22,9 @@ from spec_lab.constrain.healing import heal
 from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group, Round
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Null, Proposer, branches
 from spec_lab.results import writer
@@ -123,7 +124,7 @@ class Settings:
 class Decoded:
     """What an arm made of a group: every forward (none for arms that are not the project's loop), every outcome."""
 
-    rounds: list[Round]
+    steps: list[StepInfo]
     outcomes: list[Outcome]
 
 
@@ -147,13 +148,12 @@ class Loop:
     pieces: Sequence[bytes] | None = None
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
-        """See ``Arm``. Only rounds are kept while the clock runs."""
+        """See ``Arm``. Rows are built after the clock has stopped."""
         draws = CounterDraws(self.seed)
-        group = Group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
-        rounds = [writer.slim(done) for done in group]
-        clock = self.target.lm.clock
-        clock.synchronise()
-        return Decoded(rounds, writer.outcomes(group.sequences, rounds, clock, group.errors))
+        engine = fixed_group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
+        infos = [info.slim() for info in engine]
+        self.target.lm.clock.synchronise()
+        return Decoded(infos, writer.outcomes(engine.sequences, infos, engine.errors))
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_lab.core.options import share, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.models import ranks
-from spec_lab.models.target import Target, load_model, weights_hash
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.loading import load_model
+from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
@@ -131,7 +133,7 @@ class Generate:
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
         for request in requests:
-            request.check_fits(self.target)
+            request.check_fits(self.target.context, self.target.vocabulary)
         return Decoded([], [self._one(request) for request in requests])
 
     def _one(self, request: Request) -> Outcome:
@@ -198,7 +200,7 @@ class Bare:
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
         for request in requests:
-            request.check_fits(self.target)
+            request.check_fits(self.target.context, self.target.vocabulary)
         return Decoded([], [self._one(request) for request in requests])
 
     @torch.inference_mode()

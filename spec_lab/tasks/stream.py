@@ -17,8 +17,10 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.batch import BROKEN, ORIGINS
-from spec_lab.engine.step import Group, Round
+from spec_lab.engine.engine import Engine
+from spec_lab.engine.request import BROKEN
+from spec_lab.engine.sequence import ORIGINS
+from spec_lab.engine.step import StepInfo
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.generation import Said, Share, listening, rounds
 from spec_lab.tasks.lab import Lab, Settings
@@ -32,7 +34,8 @@ BROKE = 1
 SHADES = {
     "accepted": (Style.parse("black on #b7e4b0"), Style.parse("black on #94d38c")),
     "forced": (Style.parse("black on #b5d3f5"), Style.parse("black on #8fbbec")),
-    "emitted": (Style(), Style()),
+    "recovered": (Style(), Style()),
+    "bonus": (Style(), Style()),
 }
 """Of each origin, two shades taken in turn, so that tokens can be told apart."""
 
@@ -78,7 +81,7 @@ def stream(
         raise ValueError(f"prompt must be a text that is not empty, not {prompt!r}")
     pieces = Vocabulary.of(lab.target).bytes if lab.pieces is None else lab.pieces
     group = listening(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
-    acts = lab.binding is not None and lab.binding.constraint.acts
+    acts = lab.binding is not None and lab.binding.constraint.has_actions
     page = _Page(console, prompt, whole=acts and not console.is_terminal)
     done, code, began = [], 0, time.perf_counter()
     try:
@@ -179,12 +182,12 @@ class _Page:
         self.console.print(Segments(parts), end="", soft_wrap=True)
 
 
-def _figures(group: Group, done: list[Round], seconds: float) -> Line:
+def _figures(group: Engine, done: list[StepInfo], seconds: float) -> Line:
     """The line of figures. Tokens are those that stayed; tau is ``metrics.tau_pooled``."""
     origins = Counter(origin for one in group.sequences for origin in one.origins[one.born - len(one.request.tokens) :])
     tokens = origins.total()
     steps = [got for one in done for got, first in zip(one.committed, one.prefill, strict=True) if not first]
-    own = sum(got.emitted_kept - got.forced_emitted_kept for got in steps)
+    own = sum(got.count(kept=True) - got.count(forced=True, kept=True) for got in steps)
     line = Line(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s")
     line.append(f"; tau {own / len(steps):.2f}" if steps else "")
     for origin in ORIGINS:

@@ -1,1 +1,1 @@
-"""Training of the bundled models: corpus, tokenizer, target, self-distilled draft and Medusa heads."""
+"""Training of draft models and Medusa heads on a target's own text and distributions."""

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,9 @@ from transformers import LlamaForCausalLM
 
 from spec_lab.core.options import whole
 from spec_lab.train.fast import soft_cross_entropy, unembedded_cross_entropy
-from spec_lab.train.generate import Generation, Part, continue_text
-from spec_lab.train.pretrain import Plan, Trainer, schedule
+from spec_lab.train.generate import Generation, Part
 from spec_lab.train.tokens import Batches
+from spec_lab.train.trainer import Plan, Trainer, schedule
 
 log = logging.getLogger(__name__)
 
@@ -262,35 +262,3 @@ def shipped(heads: Heads) -> dict[str, Tensor]:
         every = [named[f"heads.{k}.{layer}.{kind}"].detach().float() for k, layer in np.ndindex(heads.counts)]
         tensors[kind] = torch.stack(every).unflatten(0, heads.counts)
     return tensors
-
-
-@torch.inference_mode()
-def evaluate(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    heads: Callable[[Tensor, Tensor], Tensor],
-    prompts: list[list[int]],
-    tokens: int = 96,
-) -> dict:
-    """On continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
-    (temperature 1). ``heads`` maps states ``[n, H]`` and the tokens after them ``[n]`` to logits ``[n, K, V]``.
-    """
-    found: list[np.ndarray] = []  # per prompt [n, K, rank]
-    agree, alpha = [], []
-    for number, prompt in enumerate(prompts):
-        prefix, start = torch.tensor([prompt]), len(prompt) - 1
-        ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 0.0, number)
-        own, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
-        agree.append(float((draft(input_ids=ids).logits[0, start:].argmax(-1) == choices).float().mean()))
-        logits = heads(own[:-1], ids[0, start + 1 :])
-        beyond = ids[0, start + 2 :].unfold(0, logits.shape[1], 1)  # [n, K]; what the last states foretell is unwritten
-        right = logits[: len(beyond)].topk(4).indices == beyond[..., None]
-        found.append(right.numpy())
-        ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 1.0, number)
-        q = draft(input_ids=ids).logits[0, start:].float().softmax(-1)
-        alpha.append(float(torch.minimum(target.lm_head(hidden)[0, start:].float().softmax(-1), q).sum(-1).mean()))
-    return {
-        "heads": np.concatenate(found).mean(0).round(3).tolist(),
-        "draft_agreement": round(float(np.mean(agree)), 3),
-        "alpha": round(float(np.mean(alpha)), 3),
-    }

@@ -30,7 +30,6 @@ TIMES = {
     "requests": ["prefill_seconds", "decode_seconds"],
 }
 """Columns that differ between two runs of the same."""
-KILLS = 50
 GROUPS = 6
 
 
@@ -287,16 +286,16 @@ def never_killed(yard: Yard, place: Path, arguments: list[str]) -> dict[str, Tab
 # Kills -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
-def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo, tmp_path):
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.nightly)])
+def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo, tmp_path, kills):
     draft = f"proposer.path={zoo / 'draft'}"
     arguments = options(zoo, "proposer=draft_chain", draft, "proposer.depth=1,3", "seed=1,2")
     reference = never_killed(yard, tmp_path / "reference", arguments)
     one_run = min(one.seconds for one in sweep.runs(tmp_path / "reference" / "swept"))  # the first is slower
     assert all(len(one["requests"]) == 2 * GROUPS for one in reference.values())
     dice, hits, sweeps, broken_off = random.Random(0), 0, 0, 0
-    while hits < KILLS or broken_off <= KILLS // 10:  # they shall fall into runs, not only between them
-        assert hits < 5 * KILLS
+    while hits < kills or broken_off <= kills // 10:  # they shall fall into runs, not only between them
+        assert hits < 5 * kills
         place, seen, children, done = tmp_path / str(sweeps), {}, [], False
         while not done:
             while len(children) < 2:  # two workers, or a launcher started again beside an orphan

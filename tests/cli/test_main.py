@@ -135,7 +135,9 @@ def tiny_zoo(tmp_path_factory):
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "certify_all" else []) for name in TASKS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
     few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
@@ -152,7 +154,13 @@ def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch
     assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
 
 
-@pytest.mark.parametrize("name", RUNS)
+ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
+"""Experiments whose one proposer ``proposers`` runs as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ALONE else []) for name in RUNS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
@@ -173,6 +181,7 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("tiny_zoo")
 def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
     drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]

@@ -9,13 +9,14 @@ from functools import cache
 import pytest
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.engines import automaton, grammar
-from spec_lab.constrain.healing import Prefix
+from spec_lab.constrain.engines import grammar
+from spec_lab.constrain.healing import BytePrefix
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.tasks.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
 from spec_lab.tasks.certify.exact import Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import distance
+from tests.oracles import automaton
 
 CHAIN, TREE = ("1x1", "iid", 3), ("2x1", "iid", 2)
 DRAFTS = (CHAIN, TREE, ("2x1", "without", 2), ("2x1", "point", 3))
@@ -43,7 +44,7 @@ def test_the_output_has_the_masked_law(kind, tree, drawn, tokens, verifier, plac
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_the_plain_engine_binds_as_well(kind):
+def test_the_oracle_engine_has_the_masked_distribution_too(kind):
     check("automaton", kind, *TREE, Token(), "both")
 
 
@@ -102,10 +103,10 @@ class Healed:
     cut: bytes
     name: str = "healed"
     vocabulary: int = 5
-    acts: bool = False
+    has_actions: bool = False
 
     def start(self, request):
-        return Prefix(PIECES, self.cut)
+        return BytePrefix(PIECES, self.cut)
 
 
 @pytest.mark.parametrize("placement", ["target", "both"])

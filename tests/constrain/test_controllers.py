@@ -10,14 +10,14 @@ from transformers import AutoTokenizer
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Ended, Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Ended, Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.constrained import decoded, truth
@@ -26,6 +26,7 @@ from spec_lab.tasks.certify.worlds import Random
 from spec_lab.verify import Token, Traversal
 from tests.constrain.narrow import FEW
 from tests.constrain.toys import Table, distance, uneven
+from tests.oracles import automaton
 from tests.propose.lab import PROMPTS, draft_model, plain_logits
 from tests.tiny import VOCABULARY, tiny_model, tiny_target
 
@@ -49,7 +50,7 @@ def target():
 def play(target, constraint, proposer, sampling=COLD, new=24, seed=0, stop=frozenset({END}), fast_forward=True):
     bound = AppliedConstraint(constraint, fast_forward=fast_forward)
     wanted = [Request(number, f"p{number}", prompt, sampling, new, stop) for number, prompt in enumerate(PROMPTS)]
-    group = Group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
+    group = fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
     list(group)
     assert not group.errors and not target.lm.cells.references.any()
     return group
@@ -63,9 +64,17 @@ def results(group):
     return sorted((s.request.id, s.lineage, s.emitted, s.finish, s.kept) for s in group.sequences)
 
 
+def by_oracle(source):
+    """``pattern`` over the oracle's state, which never forces tokens."""
+    inner = automaton.regex(LETTERS, source)
+    return ControllerConstraint(
+        lambda request: pattern.PatternController(inner.start(request), LETTERS.ends), LETTERS.size, "pattern"
+    )
+
+
 MADE = {
     "choices": lambda: choices.load(LETTERS, ["cat", "cab", "cat and dog", "another one", "re"]),
-    "pattern": lambda: pattern.load(LETTERS, r"[a-n]{3,6}(: )?[0-9]+\.", engine="automaton"),
+    "pattern": lambda: by_oracle(r"[a-n]{3,6}(: )?[0-9]+\."),
     "candidates": lambda: candidates.load(LETTERS, 3),
     "banned": lambda: banned.load(LETTERS, ["a", "in", "\n", "er", "c"]),
     "template": lambda: template.load(
@@ -117,14 +126,14 @@ def test_the_output_is_one_of_the_choices(target, stop):
 
 
 def test_what_leaves_no_choice_comes_at_once():
-    one = choices.Choices([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
+    one = choices.ChoicesController([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
     assert one.step(Event()) == [Branch(allow={1, 6}, ff=((1, 2), (6, 7)))]
     assert one.fork().step(Event(0, 0, (6, 7))) == []
     assert one.step(Event(0, 0, (1, 2))) == [Branch(allow={3, 5}, ff=((3, 4), (5,)))]
 
 
 def test_an_end_tells_a_choice_from_a_longer_one():
-    one = choices.Choices([(1,), (1, 2, 3)], (9,))
+    one = choices.ChoicesController([(1,), (1, 2, 3)], (9,))
     assert one.step(Event()) == [Branch(allow=None, ff=((1,),))]
     assert one.step(Event(0, 0, (1,))) == [Branch(allow={2, 9}, ff=((2, 3),))]
     assert one.fork().step(Event(0, 0, (9,))) == [] == one.step(Event(0, 0, (2, 3)))
@@ -133,20 +142,22 @@ def test_an_end_tells_a_choice_from_a_longer_one():
 # Pattern -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
+@pytest.mark.parametrize("engine", ["llguidance", "oracle"])
 @pytest.mark.parametrize("proposer", [Null(), Ngram(4, 3, 1), draft_model()], ids=["alone", "ngram", "drafted"])
 def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, engine, proposer):
     source = r"[a-n]{3,6}(: )?[0-9]{1,2}\."
-    group = play(target, pattern.load(LETTERS, source, engine=engine), proposer, WARM)
+    made = {"llguidance": lambda: pattern.load(LETTERS, source), "oracle": lambda: by_oracle(source)}[engine]()
+    group = play(target, made, proposer, WARM)
     assert all(re.fullmatch(source, text) for text in texts(group))
-    plain = play(target, regex(LETTERS, source, engine=engine), proposer, WARM)
+    own = {"llguidance": regex, "oracle": automaton.regex}[engine](LETTERS, source)
+    plain = play(target, own, proposer, WARM)
     if proposer.name == "none":
         assert results(group) == results(plain)
 
 
 def test_a_state_behind_a_controller_has_its_own_law():
     table = Table(uneven)
-    wrapped = Controlled(lambda request: pattern.Pattern(table.start(request)), 4, "wrapped")
+    wrapped = ControllerConstraint(lambda request: pattern.PatternController(table.start(request)), 4, "wrapped")
     of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
     law = truth(Instance(**of, binding=AppliedConstraint(table)))
     assert distance(decoded(Instance(**of, binding=AppliedConstraint(wrapped)), "iid", Traversal()), law) < 1e-12
@@ -231,7 +242,9 @@ def test_a_template_is_filled_in(target, proposer):
 
 
 def test_what_a_token_holds_before_the_stop_is_written_again():
-    one = template.Template(LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(()))))
+    one = template.TemplateController(
+        LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(())))
+    )
     tokens = {piece: token for token, piece in enumerate(LETTERS.bytes)}
     forced = one.step(Event())
     assert forced == [Branch(allow=None, ff=(LETTERS.encode("Na: "),))]
@@ -243,7 +256,7 @@ def test_what_a_token_holds_before_the_stop_is_written_again():
 
 
 def test_a_free_part_that_ends_by_its_stop_ends_the_text_as_well():
-    one = template.Template(LETTERS, ((5, template.Strings(("e",))),))
+    one = template.TemplateController(LETTERS, ((5, template.Strings(("e",))),))
     one.step(Event())
     (branch,) = one.step(Event(0, 0, (4,)))
     assert (branch.backtrack, branch.allow, tuple(branch.ff[0])) == (1, None, (END,))
@@ -270,7 +283,7 @@ def test_with_the_tokenizer_of_the_bundled_target():
     request = Request(0, "p", tuple(words.encode("def f(x):")), WARM, 20, frozenset({0}))
     for name, (constraint, fits) in forms.items():
         for proposer in (Null(), Ngram(4, 3, 1)):
-            group = Group(
+            group = fixed_group(
                 target, proposer, Token(), [request], CounterDraws(1), AppliedConstraint(constraint, fast_forward=True)
             )
             list(group)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from spec_lab.constrain import Stuck, load
+from spec_lab.constrain import ConstraintError, load
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.protocol import unpack
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from tests.constrain.parts import A, B, bundled, toy
 from tests.labs import lab, settings
 
@@ -21,21 +21,19 @@ def first(constraint, source: str = "") -> list[int]:
     return unpack(state.mask(), toy().size).nonzero()[0].tolist()
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
-def test_a_source_left_empty_is_each_requests_own(engine):
+def test_a_source_left_empty_is_each_requests_own():
     for made, source in (
-        (load.regex(toy(), engine=engine), "b+"),
-        (load.choice(toy(), engine=engine), '["b", "ba"]'),
-        (load.lark(toy(), engine=engine), 'start: "b" "a"'),
+        (load.regex(toy()), "b+"),
+        (load.choice(toy()), '["b", "ba"]'),
+        (load.lark(toy()), 'start: "b" "a"'),
     ):
         assert first(made, source) == [B]
-        with pytest.raises(Stuck, match="r"):
+        with pytest.raises(ConstraintError, match="r"):
             made.start(Request(0, "r", (1,)))
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
-def test_a_requests_own_source_goes_before_the_constraints(engine):
-    made = load.regex(toy(), "a", engine=engine)
+def test_a_requests_own_source_goes_before_the_constraints():
+    made = load.regex(toy(), "a")
     assert first(made) == [A] and first(made, "b") == [B]
 
 
@@ -46,7 +44,7 @@ def test_a_schema_may_be_text_or_a_mapping():
 
 
 def test_unknown_engines_and_controllers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"constraint.engine must be one of llguidance, automaton, xgrammar"):
+    with pytest.raises(ValueError, match=r"constraint.engine must be one of llguidance, xgrammar"):
         load.regex(toy(), "a", engine="outlines")
     for name in ("nowhere.make", "make", "json.nothing"):
         with pytest.raises(ValueError, match=f"constraint.make={name}"):
@@ -54,16 +52,17 @@ def test_unknown_engines_and_controllers_are_refused_by_name():
 
 
 def test_text_options_join_what_binds():
-    assert load.together(None, None, PLACE) is None
-    alone = load.together(load.regex(toy(), "a+"), toy(), PLACE)
+    assert load.combine(None, None, PLACE) is None
+    alone = load.combine(load.regex(toy(), "a+"), toy(), PLACE)
     assert isinstance(alone, AppliedConstraint) and alone.constraint.name == "regex"
     whole = load.regex(toy(), "a+", prompt=True)
-    all_of_them = load.together(whole, toy(), PLACE, healing=True, banned=["aaa"], at_least=2)
-    assert all_of_them.constraint.name == "regex + healing + banned + at least" and all_of_them.constraint.acts
-    with pytest.raises(ValueError, match="both take tokens back or fork"):
-        load.together(load.controller(toy(), "tests.constrain.test_load.steered"), toy(), PLACE, banned=["a"])
+    all_of_them = load.combine(whole, toy(), PLACE, healing=True, banned=["aaa"], at_least=2)
+    assert all_of_them.constraint.name == "regex + healing + banned + min_new_tokens"
+    assert all_of_them.constraint.has_actions
+    with pytest.raises(ValueError, match="only one constraint"):
+        load.combine(load.controller(toy(), "tests.constrain.test_load.steered"), toy(), PLACE, banned=["a"])
     with pytest.raises(ValueError, match="bytes are known"):
-        load.together(None, None, PLACE, healing=True)
+        load.combine(None, None, PLACE, healing=True)
 
 
 def steered(vocabulary):
@@ -74,10 +73,10 @@ def test_text_options_that_could_not_hold_are_refused():
     for placement in ("draft", "none"):
         place = PLACE | dict(placement=placement, fast_forward=None)
         for option in (dict(healing=True), dict(banned=["a"]), dict(at_least=2)):
-            with pytest.raises(ValueError, match=f"constraint.placement={placement} leaves alone"):
-                load.together(load.regex(toy(), "a+", prompt=True), toy(), place, **option)
-    with pytest.raises(ValueError, match="'regex' does not expect"):
-        load.together(load.regex(toy(), "a+"), toy(), PLACE, healing=True)
+            with pytest.raises(ValueError, match=f"constraint.placement={placement} "):
+                load.combine(load.regex(toy(), "a+", prompt=True), toy(), place, **option)
+    with pytest.raises(ValueError, match="'regex' .*token_healing=false"):
+        load.combine(load.regex(toy(), "a+"), toy(), PLACE, healing=True)
 
 
 def test_forcing_follows_the_placement_where_nothing_else_is_said():
@@ -88,41 +87,37 @@ def test_forcing_follows_the_placement_where_nothing_else_is_said():
 
 
 def test_options_that_an_engine_does_not_know_are_refused_by_name():
-    for engine in ("llguidance", "automaton"):
-        with pytest.raises(ValueError, match=f"constraint.nonsense is no option of regex with the engine {engine}"):
-            load.regex(toy(), "a", engine=engine, nonsense=1)
+    with pytest.raises(ValueError, match="constraint.nonsense .*constraint.engine=llguidance"):
+        load.regex(toy(), "a", nonsense=1)
     with pytest.raises(ValueError, match="cannot be called with"):
         load.controller(toy(), "os.getcwd")
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
-def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(engine, tmp_path):
+def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(tmp_path):
     file, facts = tmp_path / "schema.json", []
     for most in (300, 301):
         file.write_text(json.dumps({"enum": [1], "description": "x" * most}))
-        facts.append(load.json_schema(toy(), path=str(file), engine=engine, whitespace_flexible=False).facts)
+        facts.append(load.json_schema(toy(), path=str(file), whitespace_flexible=False).facts)
     assert facts[0]["source_sha256"] != facts[1]["source_sha256"]
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
-def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(engine, tmp_path):
-    binding = AppliedConstraint(load.regex(toy(), engine=engine))
+def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(tmp_path):
+    binding = AppliedConstraint(load.regex(toy()))
     with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
         replace(lab(), binding=binding).requests(settings(tmp_path))
 
 
-@pytest.mark.parametrize("engine", ["llguidance", "automaton"])
 @pytest.mark.parametrize("kind", [load.json_schema, load.lark])
-def test_only_regular_files_of_a_bounded_size_are_read(kind, engine, tmp_path, monkeypatch):
+def test_only_regular_files_of_a_bounded_size_are_read(kind, tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"\xff")
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path, tmp_path / "latin", tmp_path / "none", 5, ""):
         with pytest.raises(ValueError, match=r"constraint\.path"):
-            kind(toy(), path=path if path in (5, "") else str(path), engine=engine)
+            kind(toy(), path=path if path in (5, "") else str(path))
     with (tmp_path / "huge").open("wb") as stream:
         stream.truncate(2**40)  # a hole
     with pytest.raises(ValueError, match=r"constraint\.path=.*huge.*larger than 16777216 bytes"):
-        kind(toy(), path=str(tmp_path / "huge"), engine=engine)
+        kind(toy(), path=str(tmp_path / "huge"))
 
 
 def test_a_schema_of_lines_allows_further_values_each_on_one_line():
@@ -153,7 +148,7 @@ def test_a_prompt_may_bring_a_schema_of_lines():
     ("options", "message"),
     [
         ({"schema": {}, "lines": "yes"}, "constraint.lines must be true or false"),
-        ({"schema": {}, "lines": True, "engine": "automaton"}, "constraint.lines=true requires constraint.engine="),
+        ({"schema": {}, "lines": True, "engine": "xgrammar"}, "constraint.lines=true requires constraint.engine="),
         ({"schema": "{", "lines": True}, "constraint.json_schema: not JSON"),
         ({"schema": {"x-guidance": 3}, "lines": True}, "constraint.json_schema: x-guidance in a schema"),
         ({"schema": {"maximum": 2**53 + 1}, "lines": True}, "constraint.json_schema: .* would not be enforced exactly"),

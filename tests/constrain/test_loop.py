@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from spec_lab.constrain import AppliedConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.tasks.certify.constrained import decoded, truth
 from spec_lab.tasks.certify.exact import Instance
 from spec_lab.tasks.certify.worlds import Random
@@ -41,7 +41,7 @@ class Fragile:
 
     def advance(self, token):
         if self.text[-1:] == (token,):
-            raise Stuck(f"request 'r1': {token} came twice")  # named, as the engines do
+            raise ConstraintError(f"request 'r1': {token} came twice")  # named, as the engines do
         self.text += (token,)
 
     def mask(self):
@@ -57,7 +57,7 @@ class Breaks:
 
     name: str = "breaks"
     vocabulary: int = VOCABULARY
-    acts: bool = False
+    has_actions: bool = False
 
     def start(self, request):
         return Fragile() if request.id == 1 else At(Table(lambda _: range(VOCABULARY), VOCABULARY), ())
@@ -70,7 +70,7 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, a
     requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=12) for number in range(3)]
 
     def decode(some, binding):
-        group = Group(target, Repeat(3), Token(), some, CounterDraws(0), binding)
+        group = fixed_group(target, Repeat(3), Token(), some, CounterDraws(0), binding)
         rounds = list(group)
         return group, rounds
 
@@ -95,7 +95,9 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, a
 def test_a_row_that_allows_nothing_ends_its_request_by_name():
     target = tiny_target()
     table = Table(lambda text: range(VOCABULARY) if len(text) < 4 else (), VOCABULARY)
-    group = Group(target, Repeat(2), Token(), [Request(0, "r", (1, 2))], CounterDraws(0), AppliedConstraint(table))
+    group = fixed_group(
+        target, Repeat(2), Token(), [Request(0, "r", (1, 2))], CounterDraws(0), AppliedConstraint(table)
+    )
     list(group)
     assert group.sequences[0].finish == "stuck" and len(group.sequences[0].emitted) == 4
     assert "allows nothing here" in group.errors["r"]
@@ -104,12 +106,12 @@ def test_a_row_that_allows_nothing_ends_its_request_by_name():
 def test_what_is_only_observed_is_counted_and_not_changed():
     target = tiny_target()
     request = Request(0, "r", (1, 2), max_new_tokens=10)
-    free = Group(target, Repeat(2), Token(), [request], CounterDraws(0))
+    free = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0))
     list(free)
     text = free.sequences[0].emitted
     table = Table(lambda said: [text[len(said)]] if len(said) < 6 else [(text[6] + 1) % VOCABULARY], VOCABULARY)
     for placement in ("none", "draft"):
-        group = Group(target, Repeat(2), Token(), [request], CounterDraws(0), AppliedConstraint(table, placement))
+        group = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0), AppliedConstraint(table, placement))
         list(group)
         assert group.sequences[0].emitted == text
         assert group.sequences[0].violated == 6 and not group.errors
@@ -128,4 +130,4 @@ def test_options_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match=said):
             AppliedConstraint(table, **options)
     with pytest.raises(ValueError, match="acts on the output"):
-        AppliedConstraint(replace(table, acts=True), "none")
+        AppliedConstraint(replace(table, has_actions=True), "none")

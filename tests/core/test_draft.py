@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 
-CONFIGS = Path(__file__).parents[2] / "conf" / "proposer"
-PUBLISHED = sorted(json.loads((Path(__file__).parents[1] / "data" / "tree_digests.json").read_text()))
+PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "published_trees.json").read_text())
 
 
 @st.composite
@@ -197,8 +195,7 @@ def test_a_draft_whose_parts_do_not_fit_is_refused():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_trees_keep_their_choices(name):
-    written = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["tree"]
-    paths = [tuple(map(int, path.split("."))) for path in written.split()]
+    paths = [tuple(map(int, path.split("."))) for path in PUBLISHED[name]["paths"].split()]
     shape = tree(tuple(paths))
     assert shape.nodes == len(paths) and choices(shape) == set(paths)
     assert shape.depth.max() == max(map(len, paths))

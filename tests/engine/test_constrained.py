@@ -21,8 +21,8 @@ from spec_lab.constrain.engines.grammar import json_schema, regex
 from spec_lab.constrain.protocol import unpack
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
 from spec_lab.verify import Match, Token, Traversal
 
@@ -120,7 +120,7 @@ def bare(model, state, request) -> list[int]:
 
 
 def decode(target, proposer, verifier, requests, binding) -> list[list[int]]:
-    group = Group(target, proposer, verifier, requests, CounterDraws(0), binding)
+    group = fixed_group(target, proposer, verifier, requests, CounterDraws(0), binding)
     for _ in group:
         pass
     assert not group.errors

@@ -95,7 +95,14 @@ def test_on_chains_traversal_accepts_at_least_what_token_does(world, length):
     assert accepted(world, Traversal(), chain(length)) >= accepted(world, Token(), chain(length)) - 1e-12
 
 
-@pytest.mark.parametrize("name", [name for name, shape in TREES.items() if shape.rank.any()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name == "ragged" else [])
+        for name, shape in TREES.items()
+        if shape.rank.any()
+    ],
+)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_on_trees_traversal_accepts_more_over_all_worlds(name, drawn):
     gains = [

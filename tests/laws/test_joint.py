@@ -9,8 +9,8 @@ import pytest
 from spec_lab.core.draft import Draft
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.enumerate import explore, side_by_side
@@ -22,12 +22,19 @@ from spec_lab.verify import KSeq, Match, Token, Traversal
 FEW = Random(8, support=2)
 STOP = frozenset({2})
 LOSSLESS = [Token(), Traversal(), Match()]
+LONGEST = (("2", 4), "iid", "match")  # it takes as long as all others together; the short run has 2x1 for 2 tokens
 EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.name)
 
 
-@EVERY_VERIFIER
-@pytest.mark.parametrize("drawn", ["iid", "without", "point"])
-@pytest.mark.parametrize(("tree", "tokens"), [("1", 4), ("1x1", 3), ("2", 4), ("2x1", 2)])
+@pytest.mark.parametrize(
+    ("tree", "tokens", "drawn", "verifier"),
+    [
+        pytest.param(*tree, drawn, one, marks=[pytest.mark.nightly] if (tree, drawn, one.name) == LONGEST else [])
+        for tree in (("1", 4), ("1x1", 3), ("2", 4), ("2x1", 2))
+        for drawn in ("iid", "without", "point")
+        for one in LOSSLESS
+    ],
+)
 def test_four_tokens_have_the_target_s_law(tree, tokens, drawn, verifier):
     assert examine(Instance(FEW, tree, tokens), drawn, verifier).wrong is None
 
@@ -68,7 +75,7 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
 
     def play(draws, count):
         requests = [Request(n, f"{n}", PROMPT, PLAIN, tokens, stop) for n in range(count)]
-        group = Group(parts.target, parts.proposer, verifier, requests, draws)
+        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws)
         rounds = [[] for _ in requests]
         for done in group:
             for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
@@ -130,7 +137,9 @@ class Moody:
         return draft.cut([0 if one else 9 for one in quiet])
 
 
-@pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "verifier", [pytest.param(Token(), marks=pytest.mark.nightly), Traversal()], ids=lambda v: v.name
+)
 def test_empty_drafts_among_others_keep_the_law(verifier):
     parts = toy(Instance(FEW, "2x1", tokens=3), "without")
     parts = parts._replace(proposer=Moody(parts.proposer))
@@ -141,7 +150,14 @@ def test_empty_drafts_among_others_keep_the_law(verifier):
 
 
 @pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize(
+    "order",
+    [
+        (2, 0, 1),  # the sampled one in the middle
+        pytest.param((0, 1, 2), marks=pytest.mark.nightly),
+        pytest.param((1, 2, 0), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order, verifier):
     """One script makes all choices of the batch; greedy requests leave it nothing to choose."""
     parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
@@ -154,7 +170,7 @@ def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order
             Request(1, "greedy", PROMPT, cold, 3),
             Request(2, "longer", PROMPT + (1,), cold, 2),
         ]
-        group = Group(parts.target, parts.proposer, verifier, [requests[n] for n in order], draws)
+        group = fixed_group(parts.target, parts.proposer, verifier, [requests[n] for n in order], draws)
         for _ in group:
             pass
         return {live.request.name: tuple(live.emitted) for live in group.sequences}
@@ -173,7 +189,7 @@ def test_the_order_of_a_batch_changes_nobody_s_text():
     requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
     texts = []
     for order in (requests, requests[::-1], requests[5:] + requests[:5]):
-        group = Group(parts.target, parts.proposer, Traversal(), order, CounterDraws(3))
+        group = fixed_group(parts.target, parts.proposer, Traversal(), order, CounterDraws(3))
         for _ in group:
             pass
         texts.append({live.request.id: tuple(live.emitted) for live in group.sequences})
@@ -200,7 +216,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(tree, verifier):
 def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
     parts = toy(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
     for verifier in (Token(), Traversal()):
-        group = Group(
+        group = fixed_group(
             parts.target,
             parts.proposer,
             verifier,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spec_lab.core.randomness import Purpose
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.tasks.certify.certificate import QUICK, Control, prove
 from spec_lab.tasks.certify.exact import LOOPS, PLAIN, STEPS, Instance, toy
 from spec_lab.tasks.certify.sampled import JOINT, scores

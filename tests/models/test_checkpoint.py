@@ -19,10 +19,13 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.attention import SPANS
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.models import checkpoint as files
-from spec_lab.models import target as loading
-from spec_lab.models.target import Target, Unsupported, load_model, weights_hash
+from spec_lab.models import loading
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.loading import load_model
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.heads import Heads
 from spec_lab.tasks.peers import Generate
@@ -49,7 +52,7 @@ def load(folder: Path | str) -> Target:
 
 
 def logits(target: Target) -> torch.Tensor:
-    paths = [target.lm.cells.open()]
+    paths = [target.lm.open()]
     return target.lm.forward(paths, [[1, 2, 3]], empty(1, target.lm.device)).logits
 
 
@@ -102,7 +105,7 @@ def shard(folder: Path, name: str = "part.safetensors") -> dict:
 
 def test_shards_load_and_are_hashed(folder):
     (folder / "spare.safetensors").write_bytes(b"not named by the index, so neither loaded nor hashed")
-    whole = logits(load(folder))
+    whole = load(folder).lm.model.state_dict()
     index = shard(folder)
     tensors = load_file(folder / "part.safetensors")
     names = sorted(tensors)
@@ -112,7 +115,9 @@ def test_shards_load_and_are_hashed(folder):
     (folder / "part.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     target = load(folder)
-    assert torch.equal(logits(target), whole) and len(target.sha256) == 64
+    read = target.lm.model.state_dict()
+    assert read.keys() == whole.keys() and all(torch.equal(read[name], whole[name]) for name in whole)
+    assert len(target.sha256) == 64
     assert [file.name for file in files.weight_files(folder)] == ["0.safetensors", "1.safetensors"]
     before = target.sha256
     (folder / "spare.safetensors").write_bytes(b"other")
@@ -247,7 +252,7 @@ def hole(file: Path) -> None:
 def test_a_huge_file_is_not_read(folder, monkeypatch, name):
     hole(folder / name)
     monkeypatch.setattr(files, "read_json", lambda *_, **__: pytest.fail("a file was read"))
-    monkeypatch.setattr(loading, "_read_tokenizer", lambda *_: pytest.fail("the tokenizer was read"))
+    monkeypatch.setattr(loading, "read_tokenizer", lambda *_: pytest.fail("the tokenizer was read"))
     with pytest.raises(ValueError, match=f"{name} has 1099511627776 bytes"):
         load(folder)
 
@@ -417,7 +422,7 @@ def test_files_of_a_tokenizer_are_fetched_before_they_are_checked(cached, monkey
     with pytest.raises(ValueError, match="init_inputs"):
         load("some/one")
     hub(lambda file: hole(file) if file.name == "tokenizer.json" else None)
-    monkeypatch.setattr(loading, "_read_tokenizer", lambda *_: pytest.fail("the tokenizer was read"))
+    monkeypatch.setattr(loading, "read_tokenizer", lambda *_: pytest.fail("the tokenizer was read"))
     with pytest.raises(ValueError, match=r"tokenizer\.json has \d+ bytes"):
         load("some/one")
 
@@ -607,7 +612,7 @@ def test_a_json_file_that_is_none_is_named(folder, name, content):
 def test_a_model_with_tables_much_larger_than_its_weights_is_refused(tmp_path):
     folder = checkpoint(tmp_path / "phi", family="phi")
     change(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9})
-    with pytest.raises(ValueError, match="numbers in tables"):
+    with pytest.raises(ValueError, match="8000000000"):
         load(folder)
 
 

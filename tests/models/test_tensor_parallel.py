@@ -17,11 +17,14 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_lab.analysis.report.of_run import _device
+from spec_lab.analysis.report.run_page import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.engine.runner import CausalLM
-from spec_lab.models import target as loading
-from spec_lab.models.target import Target, Unsupported, refuse_offloading, self_check, weights_hash
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.models import loading, placement
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.placement import refuse_offloading
+from spec_lab.models.support import Unsupported, self_check
+from spec_lab.models.target import Target
 from spec_lab.models.tensor_parallel import Link
 from spec_lab.propose.heads import Heads
 from spec_lab.results.manifest import claim, manifest
@@ -202,7 +205,7 @@ def test_ranks_without_the_gpus_that_torch_is_built_for_are_refused(here, as_if,
 
 def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_if):
     as_if(1, 2)
-    with pytest.raises(OSError, match="holds other weights than on the first rank"):
+    with pytest.raises(OSError, match="other weights than on rank 0"):
         loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "qwen3")))
     assert loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "llama")))
 
@@ -227,7 +230,7 @@ def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypa
     ],
 )
 def test_a_report_says_where_the_target_was(target, says):
-    assert _device(target, ranks=2) == says
+    assert device_text(target, ranks=2) == says
 
 
 def test_ranks_are_led_by_one_process_only(here, as_if, cli):
@@ -240,8 +243,8 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
     ("more", "says"),
     [
         ({"tensor_parallel": "yes"}, "target.tensor_parallel must be true or false, not 'yes'"),
-        ({"tensor_parallel": True}, "needs ranks: torchrun --nproc-per-node 2 -m spec_lab"),
-        ({"tensor_parallel": True, "attention": "dense"}, "leave target.attention=dense out"),
+        ({"tensor_parallel": True}, "target.tensor_parallel requires torchrun"),
+        ({"tensor_parallel": True, "attention": "dense"}, "target.attention=dense"),
         (
             {"tensor_parallel": True, "device_map": "auto"},
             "target.device_map and target.tensor_parallel both say where",
@@ -250,17 +253,17 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
         ({"device_map": "auto", "device": "cpu"}, "target.device and target.device_map both say where"),
         ({"device_map": "sequential"}, "must be auto, balanced or a device for each module, not 'sequential'"),
         ({"device_map": {}}, "must be auto, balanced or a device for each module, not {}"),
-        ({"device_map": {"": "disk"}}, "puts the model on disk: nothing is computed there"),
-        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "puts lm_head on meta: nothing is computed there"),
+        ({"device_map": {"": "disk"}}, "puts the model on disk"),
+        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "puts lm_head on meta"),
         ({"device_map": {"lm_head": "gpu"}}, "target.device_map, lm_head: unknown device 'gpu'"),
         ({"device_map": {"": None}}, "target.device_map, the whole model: unknown device None"),
-        ({"device_map": {"": 64}}, "device 64 asked for, but this torch sees"),
+        ({"device_map": {"": 64}}, "device 64 .* this torch sees"),
         (
             {"device_map": {"": "cpu", "head": "cpu"}},
-            "names 'head', which is no module of the model .of model, lm_head,",
+            "names 'head', .* model, lm_head,",
         ),
-        ({"device_map": {"model": "cpu"}}, "says not where lm_head goes"),
-        ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "says not where model.rotary_emb goes"),
+        ({"device_map": {"model": "cpu"}}, "no device for lm_head"),
+        ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "no device for model.rotary_emb"),
     ],
 )
 def test_places_that_cannot_be_are_named(here, more, says):
@@ -270,10 +273,10 @@ def test_places_that_cannot_be_are_named(here, more, says):
 
 def test_ranks_that_cannot_share_the_heads_are_refused(here, as_if):
     as_if(0, 3)
-    with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot be shared by 3 ranks evenly"):
+    with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot .* 3 ranks"):
         Target.load(str(here / "llama"), tensor_parallel=True)
     as_if(0, 4)
-    with pytest.raises(ValueError, match=r"2 heads \(num_key_value_heads\) cannot be shared by 4 ranks evenly"):
+    with pytest.raises(ValueError, match=r"2 heads \(num_key_value_heads\) cannot .* 4 ranks"):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
@@ -285,7 +288,7 @@ def test_a_model_without_a_plan_is_refused_by_name(here, as_if):
 
 def test_only_the_first_rank_loads_a_target(here, as_if):
     as_if(1, 2)
-    with pytest.raises(ValueError, match="rank 1 cannot lead"):
+    with pytest.raises(ValueError, match="rank 1 cannot load a target"):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
@@ -350,11 +353,11 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
                     setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device=device)))
             add_hook_to_module(part, AlignDevicesHook(execution_device=device, io_same_device=part is model))
         lm = CausalLM(model, attention)
-        lm.keep_hidden(True)
-        paths = [lm.cells.open() for _ in range(2)]
+        lm.capture((-1,))
+        paths = [lm.open() for _ in range(2)]
         draft = Draft(forest((chain(3),) * 2), torch.arange(6))
         outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
-        states = torch.stack([lm.cells.last_hidden(path) for path in paths])
+        states = torch.stack([hidden[-1] for hidden in outputs[-1].pending])
         drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
     assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
     devices = [{cells.device.type for cells in layer} for layer in (*lm.cells.keys, *lm.cells.values)]
@@ -372,6 +375,6 @@ def test_layers_that_no_gpu_has_room_for_are_refused():
 
 
 def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
-    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    monkeypatch.setattr(placement, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"needs the package accelerate: pip install 'spec-lab\[large\]'"):
         Target.load(str(here / "llama"), device_map="auto")

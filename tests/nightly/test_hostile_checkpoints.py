@@ -18,8 +18,8 @@ from random import Random
 import pytest
 
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
@@ -205,7 +205,7 @@ def tried(load, folder: Path, fields: str) -> str:
 def decode(target: Target, proposer) -> None:
     """Decode a little."""
     (tokens,) = encode([Prompt("p", "the cat sat")], target.tokenizer, target.context)
-    group = Group(target, proposer, Token(), [Request(0, "p", tokens, max_new_tokens=3)], CounterDraws(0))
+    group = fixed_group(target, proposer, Token(), [Request(0, "p", tokens, max_new_tokens=3)], CounterDraws(0))
     assert list(group) and all(0 <= token < target.vocabulary for token in group.sequences[0].emitted)
 
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from spec_lab.constrain import AppliedConstraint, Stuck, load
+from spec_lab.constrain import AppliedConstraint, ConstraintError, load
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Request
-from spec_lab.engine.step import Group
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse, width_of
 from spec_lab.verify import Cascade, Lenient, Match, Relaxed, Token, Typical
@@ -67,7 +67,7 @@ def decoded(
     ]
     made = proposer or draft_model("2x1", vocab_size=len(TOKENS))
     binding = None if constraint is None else AppliedConstraint(constraint)
-    group = Group(target, made, verifier or Token(), wanted, CounterDraws(0), binding)
+    group = fixed_group(target, made, verifier or Token(), wanted, CounterDraws(0), binding)
     list(group)
     assert all(sequence.finish != "nan" for sequence in group.sequences)
 
@@ -176,5 +176,5 @@ def test_an_option_works_or_is_refused_by_name(option):
                 continue
             try:
                 option.use(made)
-            except (ValueError, Stuck) as error:
+            except (ValueError, ConstraintError) as error:
                 raise AssertionError(f"{option.name}={brief(value)} was taken, then: {error}") from error

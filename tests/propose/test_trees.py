@@ -115,6 +115,15 @@ def test_what_is_no_tree_is_refused(text, said):
         parse(text)
 
 
+def test_published_trees_have_names_and_near_names_are_listed():
+    assert len(parse("vicuna_7b_stage1")) == 63 and depth_of(parse(" eagle_mc_sim_7b_63 ")) == 5
+    with pytest.raises(ValueError, match=r"proposer\.tree: .*vicuna_7b_stage1, .*not 'vicuna_7b_stage3'") as error:
+        parse("vicuna_7b_stage3")
+    assert "zephyr" not in str(error.value)
+    with pytest.raises(ValueError, match=r"proposer\.tree: .*zephyr_stage2\), not 'calibratd'"):
+        parse("calibratd")
+
+
 ACCURACY = st.lists(st.lists(st.floats(0, 0.3), min_size=1, max_size=3), min_size=1, max_size=3)
 
 

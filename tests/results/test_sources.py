@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from spec_lab.cli import build
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.results import sources, sweep
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
@@ -23,7 +25,7 @@ def anew(monkeypatch):
         importlib.invalidate_caches()
         for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
             del sys.modules[name]
-        sources.source.cache_clear()
+        build.REUSED.sources.clear()
 
     yield forget
     forget("toy_plugin", "lone_module", "broken_package")
@@ -105,24 +107,26 @@ def test_files_that_options_of_such_parts_name_are_known_by_their_contents(tmp_p
     weights.mkdir()
     (weights / "model.bin").write_bytes(b"1")
     part = {"_target_": "elsewhere.Heads", "path": str(weights), "size": 3, "more": {"extra_path": "nowhere"}}
-    before = sources.data({"proposer": part})
+    before = sources.data({"proposer": part}, ProcessCache())
     assert before.keys() == {"proposer.path"}
     (weights / "model.bin").write_bytes(b"22")
-    assert sources.data({"proposer": part}) != before
-    assert not sources.data({"target": part | {"_target_": "spec_lab.models.target.Target.load"}}), "it hashes its own"
+    assert sources.data({"proposer": part}, ProcessCache()) != before
+    own = {"target": part | {"_target_": "spec_lab.models.target.Target.load"}}
+    assert not sources.data(own, ProcessCache()), "it hashes its own"
 
 
 @pytest.mark.parametrize("option", ["path", "weights", "model_path", "checkpoint_dir", "vocab_file", "prompts_path"])
 def test_options_that_name_what_a_part_reads_are_known(tmp_path, option):
     (tmp_path / "file").write_text("1")
     part = {"_target_": "elsewhere.Part", "more": {option: str(tmp_path / "file")}}
-    assert sources.data({"verifier": part}).keys() == {f"verifier.more.{option}"}
+    assert sources.data({"verifier": part}, ProcessCache()).keys() == {f"verifier.more.{option}"}
 
 
 @pytest.mark.parametrize("option", ["log_path", "cache_path", "output_path", "model_cache_path", "weights_log"])
 def test_options_that_name_where_a_part_may_write_are_not(tmp_path, option):
     (tmp_path / "file").write_text("1")
-    assert not sources.data({"verifier": {"_target_": "elsewhere.Part", option: str(tmp_path / "file")}})
+    part = {"_target_": "elsewhere.Part", option: str(tmp_path / "file")}
+    assert not sources.data({"verifier": part}, ProcessCache())
 
 
 def test_contents_are_read_once_in_a_process_and_again_once_a_file_changes(tmp_path, monkeypatch):
@@ -130,21 +134,22 @@ def test_contents_are_read_once_in_a_process_and_again_once_a_file_changes(tmp_p
     file.write_text("1")
     monkeypatch.setattr(Path, "open", lambda self, *mode: opened.append(self) or plain(self, *mode))
     config = {"proposer": {"_target_": "elsewhere.Part", "path": str(file)}}
-    first = sources.data(config)
-    assert sources.data(config) == first and opened == [file]
+    cache = ProcessCache()
+    first = sources.data(config, cache)
+    assert sources.data(config, cache) == first and opened == [file]
     with plain(file, "w") as stream:
         stream.write("22")
-    assert sources.data(config) != first and opened == [file, file]
+    assert sources.data(config, cache) != first and opened == [file, file]
 
 
 def test_folders_of_too_many_files_are_left_out(tmp_path, monkeypatch):
     config = {"proposer": {"_target_": "elsewhere.Part", "path": str(tmp_path)}}
     for name in "abc":
         (tmp_path / name).write_text(name)
-    monkeypatch.setattr(sources, "MOST_FILES", 3)
-    assert sources.data(config)
+    monkeypatch.setattr(sources, "MAX_FILES", 3)
+    assert sources.data(config, ProcessCache())
     (tmp_path / "d").write_text("d")
-    assert not sources.data(config)
+    assert not sources.data(config, ProcessCache())
 
 
 def test_the_function_that_makes_a_controller_is_known(anew, tmp_path, monkeypatch):
@@ -153,29 +158,37 @@ def test_the_function_that_makes_a_controller_is_known(anew, tmp_path, monkeypat
     file.write_text("def make(vocabulary): ...\n")
     config = {"constraint": {"_target_": "spec_lab.constrain.load.controller", "make": "lone_module.make"}}
     anew("lone_module")
-    before = sources.code(config)
+    before = sources.code(config, (), ProcessCache())
     assert before.keys() == {"lone_module"}
     file.write_text("def make(vocabulary): return None\n")
     anew("lone_module")
-    assert sources.code(config)["lone_module"]["sha256"] != before["lone_module"]["sha256"]
+    assert sources.code(config, (), ProcessCache())["lone_module"]["sha256"] != before["lone_module"]["sha256"]
 
 
 def test_objects_tell_the_package_that_they_come_from(anew):
-    assert sources.code({}, [Path(), 3, None]) == {}
-    assert sources.code({}, [pytest.approx(1)]).keys() == {"_pytest"}
-    assert sources.code({}, [Loop]) == {}
+    assert sources.code({}, [Path(), 3, None], ProcessCache()) == {}
+    assert sources.code({}, [pytest.approx(1)], ProcessCache()).keys() == {"_pytest"}
+    assert sources.code({}, [Loop], ProcessCache()) == {}
 
 
 def test_distributions_are_known_by_version():
     import numpy
 
-    assert sources.source("numpy")["versions"]["numpy"] == numpy.__version__
+    assert sources.source("numpy", ProcessCache())["versions"]["numpy"] == numpy.__version__
 
 
 def test_a_package_too_large_is_known_by_its_version_alone(anew, monkeypatch):
     anew()
-    monkeypatch.setattr(sources, "MOST_SOURCES", (3, 10))
-    assert sources.source("pytest")["sha256"] is None and sources.source("pytest")["versions"]
+    monkeypatch.setattr(sources, "MAX_SOURCES", (3, 10))
+    found = sources.source("pytest", ProcessCache())
+    assert found["sha256"] is None and found["versions"]
+
+
+def test_an_edit_after_the_first_look_does_not_change_what_a_process_records(plugin):
+    cache = ProcessCache()
+    before = sources.source("toy_plugin", cache)
+    edit(plugin)
+    assert sources.source("toy_plugin", cache) == before != sources.source("toy_plugin", ProcessCache())
 
 
 def test_without_a_commit_this_package_s_own_source_is_known(monkeypatch):

@@ -10,14 +10,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.zoo import corpus, pretrain, prompts, stages
+from scripts.zoo.settings import Settings
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.heads import Heads, Trunk
-from spec_lab.train import corpus, distill, pretrain, prompts, stages
+from spec_lab.train import distill
 from spec_lab.train.generate import Generation, Part
-from spec_lab.train.settings import Settings
+from spec_lab.train.trainer import Plan, Trainer, schedule
 
 SHAPE = pretrain.Shape(hidden=32, layers=2, heads=2, intermediate=64, vocab=512, positions=256)
-PLAN = pretrain.Plan(batch=2, grown_batch=3, part=1, length=32, warmup=2)
+PLAN = Plan(batch=2, grown_batch=3, part=1, length=32, warmup=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,7 +126,7 @@ def test_the_control_file_moves_the_end_while_training(settings, tmp_path):
     (tmp_path / "run" / "control.json").write_text('{"grow_step": 2, "stable_steps": 3, "decay_steps": 2}')
     trainer = pretrained(settings, tmp_path / "run")
     assert trainer.step == 5 and trainer.model.config.num_hidden_layers == 2
-    assert pretrain.schedule(4, 2, 3, 2) > pretrain.schedule(5, 2, 3, 2) == 0.0
+    assert schedule(4, 2, 3, 2) > schedule(5, 2, 3, 2) == 0.0
 
 
 def test_growth_keeps_the_function(settings, tmp_path):
@@ -172,16 +174,16 @@ def test_generated_text_is_the_targets_own_and_resumes(trained):
 def distilled(settings, out, **options):
     """The tensors of draft and heads after (a part of) distillation, and the heads."""
     plan, target = settings.distillation, settings.trained_target()
-    draft = pretrain.Trainer(settings.pretrained_draft().float(), settings.draft_plan, options.pop("threads", 1))
+    draft = Trainer(settings.pretrained_draft().float(), settings.draft_plan, options.pop("threads", 1))
     torch.manual_seed(0)
     fresh = distill.Heads(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
-    heads = pretrain.Trainer(fresh, plan.plan)
+    heads = Trainer(fresh, plan.plan)
     folders = settings.work / "train", settings.work / "generated", out
     distill.distill(target, draft, heads, *folders, plan, settings.generation, **options)
     return {**draft.tensors(), **{f"heads.{name}": tensor for name, tensor in heads.tensors().items()}}, heads.model
 
 
-@pytest.mark.parametrize("killed_at", [3, 7])  # in plain text, in its own
+@pytest.mark.parametrize("killed_at", [pytest.param(3, marks=pytest.mark.nightly), 7])  # in plain text, in its own
 def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, killed_at):
     whole, _ = distilled(trained, tmp_path / "whole")
     distilled(trained, tmp_path / "killed", stop_after=killed_at)

@@ -14,22 +14,25 @@ import numpy as np
 import torch
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.core.draft import Draft, Drawn, empty
+from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
-from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.batch import Batch, Request, SequenceState, by_row
-from spec_lab.engine.runner import CausalLM
-from spec_lab.engine.step import Group, history, propose
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import Parts, step
+from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
-from spec_lab.propose import Proposer
+from spec_lab.propose import Proposer, branches
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of
 from spec_lab.tasks.certify.enumerate import side_by_side
 from spec_lab.tasks.certify.outputs import EXACT, Outputs, autoregressive
 from spec_lab.tasks.certify.table import table_models
 from spec_lab.tasks.certify.worlds import PROMPT, Random, code, warped
-from spec_lab.verify import Verifier, check_draft
+from spec_lab.verify import Verifier, check_draft, check_pair
 
 MOST = 60_000
 """Outcomes of one instance that are enumerated at most."""
@@ -252,25 +255,23 @@ def _judged(
     instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling, draws: Draws, count: int
 ) -> list[_Tree]:
     """``count`` drafts of one step, as one forest through the real target and verifier."""
-    target, lm = parts.target, parts.target.lm
+    target, proposer, capture = parts.target, parts.proposer, Capture()
+    check_pair(proposer.name, proposer.drawn, verifier, branches(proposer))
     requests = [request_of(number, instance, sampling) for number in range(count)]
-    lives = [SequenceState(request, lm.cells.open(), list(request.tokens)) for request in requests]
-    batch = Batch(target, lives, draws)
+    lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
+    own = Parts(target, proposer, capture, draws, None, choose_nothing, commit_nothing)
     try:
-        lm.keep_hidden(parts.proposer.wants_hidden)
-        lm.forward([s.path for s in lives], [s.tokens[:-1] for s in lives], empty(count))
-        draft = propose(parts.proposer, batch)
-        check_draft(parts.proposer.name, verifier, draft.shape)
-        logits = lm.forward([s.path for s in lives], [s.pending for s in lives], draft).logits
-        if batch.broken:
-            raise ValueError(f"a toy draft broke: {next(iter(batch.broken.values()))}")
-        seen = history(batch, draft) if sampling.repetition_penalty != 1 else None
-        p = logits_to_probs(logits, by_row([sampling], draft.shape.root), seen)
-        return _trees(draft, p, verifier, instance.world.v)
+        step([], own, [(live, len(live.tokens) - 1) for live in lives])
+        info = step(lives, own)
+        if info.errors:
+            raise ValueError(f"a toy draft broke: {next(iter(info.errors.values()))}")
+        assert capture.draft is not None and capture.p is not None
+        check_draft(proposer.name, verifier, capture.draft)
+        return _trees(capture.draft, capture.p, verifier, instance.world.v)
     finally:
         for live in lives:
-            parts.proposer.close(live)
-            lm.cells.close(live.path)
+            proposer.close(live.state)
+            live.kv.close()
 
 
 def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_Tree]:
@@ -300,13 +301,13 @@ def _loop(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling
     def play(draws: Draws, count: int) -> list[tuple[list[int], float, float]]:
         nonlocal drafted
         requests = [request_of(number, instance, sampling) for number in range(count)]
-        group = Group(parts.target, parts.proposer, verifier, requests, draws)
+        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws)
         took, hoped = np.zeros(count), np.zeros(count)
         for done in group:
             drafted += done.draft.shape.nodes
-            for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
-                took[live.request.id] += got.accepted
-                hoped[live.request.id] += done.expected[head]
+            for tree, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
+                took[live.request.id] += len(got.path)
+                hoped[live.request.id] += done.expected[tree]
         return [(s.emitted, took[s.request.id], hoped[s.request.id]) for s in group.sequences]
 
     for probability, (text, took, hoped) in side_by_side(play, most=most):

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.protocol import everything, unpack
+from spec_lab.constrain.protocol import full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.batch import Request, SequenceState
-from spec_lab.engine.step import Group, Round
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.trees import parse, write
@@ -80,7 +82,7 @@ def joint(
     for start in range(0, samples, WIDE):
         numbers = range(start, min(start + WIDE, samples))
         requests = [Request(number, f"toy {number}", PROMPT, sampling, instance.tokens) for number in numbers]
-        group = Group(parts.target, parts.proposer, verifier, requests, Watched(draws) if watched else draws)
+        group = fixed_group(parts.target, parts.proposer, verifier, requests, Watched(draws) if watched else draws)
         for _ in group:
             pass
         for live in group.sequences:
@@ -139,7 +141,7 @@ def scores(
     towards, mode, drafted = Score(1.0 if proposer.drawn == "point" else 2.0), Score(1.0), Score(1.0)
     for start in range(0, len(requests), batch_size):
         some = requests[start : start + batch_size]
-        group = Group(target, proposer, verifier, some, CounterDraws(seed), binding)
+        group = fixed_group(target, proposer, verifier, some, CounterDraws(seed), binding)
         known: dict[SequenceState, list[_Known]] = {}
         for done in group:
             for live, fixed in _fixed(done):
@@ -159,7 +161,7 @@ def scores(
     return {name: score for name, score in found.items() if score.tokens}
 
 
-def _fixed(done: Round) -> list[tuple[SequenceState, _Known]]:
+def _fixed(done: StepInfo) -> list[tuple[SequenceState, _Known]]:
     """For each tree with children at its head: the draft's law there, or which tokens it holds."""
     draft, shape, found = done.draft, done.draft.shape, []
     for head, live in enumerate(done.sequences):
@@ -191,7 +193,7 @@ def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint 
         state, each = binding.constraint.start(live.request), []
         for token in live.emitted:
             own = state.mask()
-            each.append(everything(logits.shape[-1]) if own is None else own)
+            each.append(full_mask(logits.shape[-1]) if own is None else own)
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
@@ -207,12 +209,12 @@ def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
 
 
 def _score_draft(score: Score, draft: Draft) -> None:
-    """Whether each drafted token is the likeliest of its law given its earlier siblings; nothing for point drafts."""
-    if draft.q is None or draft.q_row is None or not draft.shape.nodes:
+    """Whether each drafted token is the likeliest of its q given its earlier siblings; nothing where points occur."""
+    if draft.q is None or draft.q_row is None or not draft.shape.nodes or "point" in draft.ways:
         return
     shape, token = draft.shape, draft.token.cpu()
     q = draft.q[torch.from_numpy(draft.q_row[shape.parent]).to(draft.q.device)].double().cpu()
-    if draft.drawn != "iid":
+    if draft.ways != {"iid"}:
         for children in shape.children:
             for rank, child in enumerate(children - shape.roots):
                 q[child, token[torch.from_numpy(children[:rank] - shape.roots)]] = 0.0

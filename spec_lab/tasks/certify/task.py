@@ -13,13 +13,13 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.constrain import Stuck
+from spec_lab.constrain import ConstraintError
 from spec_lab.core.draft import Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.files import own_folder, replacing
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.batch import Request
+from spec_lab.engine.request import Request
 from spec_lab.propose import Proposer, branches
 from spec_lab.results.manifest import claim, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
@@ -92,7 +92,8 @@ def certify(
     chosen, left_out = _pairs(lab)
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     claim(settings.output_dir, facts | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
     try:
@@ -205,7 +206,7 @@ class _Work:
                 if self.lab.binding is not None:
                     self.lab.binding.constraint.start(request)
                 fit.append(request)
-            except Stuck as error:
+            except ConstraintError as error:
                 refused.append(str(error))
         return fit, refused
 
@@ -228,9 +229,9 @@ class _Work:
             return walk(self.lab.binding, self.requests, self.mask_rows, self.settings.seed, self.lab.pieces, progress)
 
     @property
-    def acts(self) -> bool:
+    def has_actions(self) -> bool:
         """Whether a constraint forks or takes back, so that tokens have no law one by one; toys are enumerated."""
-        return self.lab.binding is not None and self.lab.binding.constraint.acts
+        return self.lab.binding is not None and self.lab.binding.constraint.has_actions
 
     @cached_property
     def own(self) -> tuple[Instance, ...]:
@@ -261,7 +262,7 @@ class _Work:
             texts, law = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
         pair = Pair(proposer, verifier, proof, drafts, texts, law)
         pair.checks.append(_histogram(texts, law, self.settings.seed))
-        if verifier.lossless and self.tokens and not self.acts:
+        if verifier.lossless and self.tokens and not self.has_actions:
             pair.checks += self.scored(pair, self.settings.seed, 1, partial(_scaled, tick, 100))
         pair.seconds = time.perf_counter() - start
         return pair

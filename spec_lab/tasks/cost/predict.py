@@ -20,7 +20,7 @@ from scipy.interpolate import RegularGridInterpolator
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 
-OF_NODES = ("target", "law", "commit", "between")
+OF_NODES = ("target", "probabilities", "commit", "between")
 """Parts of a round that depend on how many nodes there are, not on who drafted them."""
 
 OF_ARM = ("propose", "verify")

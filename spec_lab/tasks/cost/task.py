@@ -15,7 +15,7 @@ from spec_lab.propose import branches
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.cost import show
-from spec_lab.tasks.cost.tables import gather, load, write
+from spec_lab.tasks.cost.tables import parts
 from spec_lab.tasks.cost.turns import Fixed, room, take_turns, texts
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.text.prompts import digest, encode
@@ -72,11 +72,13 @@ def measure(
             f"tokens, of which the drafts of {rounds} rounds may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     own = facts
     facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
-    finished = set(load(settings.output_dir)[["turn", "batch", "context"]].itertuples(index=False, name=None))
+    tables = parts(settings.output_dir)
+    finished = set(tables.load()["cost"][["turn", "batch", "context"]].itertuples(index=False, name=None))
     visits = list(product(range(turns), batches, contexts))
     try:
         lab.tracker.start(settings.name, facts, settings.output_dir)
@@ -84,17 +86,17 @@ def measure(
         for turn, batch, context in tqdm(todo, desc=settings.name, unit="place", disable=None):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
             rows = take_turns(arms, requests, turn, rounds)
-            write(settings.output_dir / "parts" / f"cost-{turn:04d}-{batch:04d}-{context:06d}.parquet", rows)
+            tables.write(f"{turn:04d}-{batch:04d}-{context:06d}", {"cost": rows})
             none = next(row for row in rows if row["arm"] == "nodes 0")
             lab.tracker.group(visits.index((turn, batch, context)), {"seconds without nodes": none["whole"]})
-        frame = gather(settings.output_dir)
+        frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
         summary |= {"turns": turns, "rounds": rounds, **show.summarise(frame)}
         write_json(settings.output_dir / "summary.json", summary)
         drawn = show.draw(frame, settings.output_dir / "figures")
         lab.tracker.finish(finite(summary), drawn)
     except KeyboardInterrupt:
-        done = len(gather(settings.output_dir)[["turn", "batch", "context"]].drop_duplicates())
+        done = len(tables.gather()["cost"][["turn", "batch", "context"]].drop_duplicates())
         print(
             f"\nInterrupted: {done} of {len(visits)} visits to a place are in {settings.output_dir}; "
             f"run the same command with output_dir={settings.output_dir} to go on.",

@@ -1,7 +1,7 @@
-"""Rounds of many arms below the same texts: the project's loop, rewound after every arm.
+"""Steps of many arms after the same texts.
 
-Nothing is imitated. One group is decoded; between two of its rounds its proposer and verifier are exchanged, and after
-each arm its sequences go back to where they began. So the prompt is computed once, and all arms meet the same cells.
+All arms share the sequences: each decodes some steps with its own proposer and verifier, then the sequences go back to
+the end of their prompts. So the prompts are computed once, and all arms read the same KV cache.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.batch import Batch, Request, SequenceState
-from spec_lab.engine.step import Group, Round
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.engine.step import Memory, Parts, StepInfo, step
 from spec_lab.models.target import Target
-from spec_lab.propose import branches
-from spec_lab.results import writer
+from spec_lab.propose import Null, branches
+from spec_lab.results.writer import Rows
 from spec_lab.tasks.cost.tables import PARTS
 from spec_lab.tasks.lab import Loop
-from spec_lab.verify import check_pair
+from spec_lab.verify import Match, check_pair
 
 
 @lru_cache(maxsize=256)
@@ -35,7 +37,7 @@ def bush(nodes: int) -> Shape:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Lifecycle):
     """Drafts the same nodes below every sequence, whatever its text: what is left to time is what nodes cost.
 
     Args:
@@ -47,7 +49,6 @@ class Fixed:
     vocabulary: int
     name: str = "fixed"
     drawn: Drawn = "point"
-    wants_hidden: bool = False
     _drafts: dict[int, Draft] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -62,9 +63,6 @@ class Fixed:
             tokens = torch.arange(heads * self.nodes, device=batch.device) % self.vocabulary
             self._drafts[heads] = Draft(forest((bush(self.nodes),) * heads), tokens)
         return self._drafts[heads]
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing is held for a sequence."""
 
 
 def texts(
@@ -85,7 +83,7 @@ def room(arms: Mapping[str, Loop], rounds: int) -> int:
     return (rounds + 3) * (max(arm.proposer.nodes for arm in arms.values()) + 1)
 
 
-def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, rounds: int) -> writer.Rows:
+def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, rounds: int) -> Rows:
     """Time every arm's rounds below the same texts, one arm after the other.
 
     Every arm decodes ``rounds`` rounds, after two that warm up; then the sequences go back to the end of their prompts.
@@ -104,66 +102,65 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     """
     for arm in arms.values():
         check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
-    first = next((arm for arm in arms.values() if arm.proposer.wants_hidden), next(iter(arms.values())))
-    group = Group(first.target, first.proposer, first.verifier, requests, CounterDraws(first.seed))
-    decoding, context, clock = iter(group), len(requests[0].tokens), first.target.lm.clock
-    states: dict[str, list] = {}
+    target, context = next(iter(arms.values())).target, len(requests[0].tokens)
+    lm, memory = target.lm, Memory()
+    parts = {
+        name: Parts(target, arm.proposer, arm.verifier, CounterDraws(arm.seed), memory=memory)
+        for name, arm in arms.items()
+    }
+    reserve = min(context + room(arms, rounds), target.context)
+    sequences = [SequenceState(one, lm.open(reserve), list(one.tokens)) for one in requests]
+    states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
 
-    def decode(name: str, count: int) -> list[Round]:
-        """So many rounds of an arm, with what its proposer carries, from the end of the prompts on."""
-        group.proposer, group.verifier = arms[name].proposer, arms[name].verifier
-        for live, state in zip(group.sequences, states.get(name, [None] * len(requests)), strict=True):
-            live.state = state
+    def decode(name: str, count: int, length: int = context) -> list[StepInfo]:
+        """So many steps of an arm, with its proposer's states, after ``length`` computed tokens.
+
+        All tokens of the prompt stay: those beyond ``length`` are computed again.
+        """
+        for sequence, state in zip(sequences, states[name], strict=True):
+            sequence.state = state
+            sequence.kv.truncate(length)
+            del sequence.tokens[max(length + 1, context) :]
+            sequence.spent = 0
+            arms[name].proposer.rewind(state, length)
         done = []
-        try:
-            for _ in range(count):
-                done.append(writer.slim(next(decoding)))
-                if group.errors:
-                    raise ValueError(f"{next(iter(group.errors.values()))}; costs cannot be measured")
-        finally:
-            states[name] = [live.state for live in group.sequences]
-        clock.synchronise()
-        _rewind(group, context)
+        for _ in range(count):
+            done.append(step(sequences, parts[name]).slim())
+            for sequence, why in done[-1].errors.items():
+                raise ValueError(f"request '{sequence.request.name}': {why}; costs cannot be measured")
+        lm.clock.synchronise()
         return done
 
     try:
-        next(decoding)  # computes the prompts
-        for live in group.sequences:
-            group.proposer.close(live)
-        _rewind(group, context)
-        for name in arms:
-            decode(name, 1)  # a draft computes its prompts
+        step(sequences, Parts(target, Null(), Match(), CounterDraws(0), memory=memory))  # computes the prompts
+        first = [sequence.tokens[context] for sequence in sequences]
+        for name, arm in arms.items():  # a draft model computes the prompts; who needs hidden states, observes them all
+            decode(name, 1, 0 if arm.proposer.requires.hidden else context - 1)
+            for sequence, token in zip(sequences, first, strict=True):
+                sequence.tokens[context:] = [token]
         rows, facts = [], {"batch": len(requests), "context": context, "turn": turn}
         for place in np.random.default_rng(turn).permutation(len(arms)):
             name = list(arms)[place]
             done = decode(name, rounds + 2)  # the first warms up, the last ends the one before
             key = {"id": f"{len(requests)}/{context}/{name}/{turn}", "arm": name}
-            rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(group, done)})
+            rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(done)})
         return rows
     finally:
         for name, own in states.items():
-            for live, state in zip(group.sequences, own, strict=True):
-                live.state = state
-                arms[name].proposer.close(live)
-        decoding.close()  # type: ignore[attr-defined]
-        first.target.lm.keep_hidden(False)
+            for state in own:
+                arms[name].proposer.close(state)
+        for sequence in sequences:
+            sequence.kv.close()
+        lm.capture()
 
 
-def _rewind(group: Group, context: int) -> None:
-    """Back to the prompt computed and one token pending."""
-    for live in group.sequences:
-        del live.tokens[context + 1 :]
-        group.target.lm.cells.backtrack(live.path, context)
-        live.spent = 0
-
-
-def _seconds(group: Group, done: Sequence[Round]) -> dict[str, float]:
-    """Nodes and seconds of an arm's timed rounds: all but the first and the last."""
-    clock, timed = group.target.lm.clock, done[1:-1]
-    phases = [one.seconds(clock) for one in timed]
+def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
+    """Nodes and seconds of an arm's timed steps: all but the first and the last."""
+    clock, timed = done[0].clock, done[1:-1]
+    phases = [one.seconds() for one in timed]
     for own, one, after in zip(phases, timed, done[2:], strict=True):
-        own["between"] = clock.seconds(one.marks[-1], after.marks[0])
-        own["whole"] = clock.seconds(one.marks[0], after.marks[0])
+        own["between"] = clock.seconds(one.ended, after.began)
+        own["whole"] = clock.seconds(one.began, after.began)
     nodes = [one.draft.shape.nodes / one.draft.shape.roots for one in timed]
     names = (*PARTS, "target_forward", "whole")
     return {"nodes": sum(nodes) / len(nodes)} | {name: median(own[name] for own in phases) for name in names}

@@ -15,11 +15,11 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
-from spec_lab.engine.batch import Request, without_name
+from spec_lab.engine.request import Request, without_name
 from spec_lab.propose import Null, Proposer, branches
-from spec_lab.results.writer import Rows
+from spec_lab.results.parts import Rows
 from spec_lab.tasks.lab import Lab
-from spec_lab.tasks.verifier_study.walk import Step, sample, walk
+from spec_lab.tasks.verifier_study.walk import Drafted, sample, walk
 from spec_lab.verify import Verdict, Verifier, check_draft, choose, misfit
 from spec_lab.verify.transport import transport_bound
 
@@ -95,7 +95,7 @@ def of_prompt(
                 errors.append(f"request '{request.name}', position {step.position}, {step.proposer}: {why}")
                 continue
             verdicts = ask(judges[step.proposer], step, draws, clock, repeats)
-            shared = _shared(request, step, clock)
+            shared = _shared(request, step)
             bounds.add(step)
             for name, (verdict, seconds) in verdicts.items():
                 rows.append(
@@ -127,7 +127,7 @@ def of_prompt(
 
 
 def ask(
-    verifiers: Mapping[str, Verifier], step: Step, draws: Draws, clock: Clock, repeats: int
+    verifiers: Mapping[str, Verifier], step: Drafted, draws: Draws, clock: Clock, repeats: int
 ) -> dict[str, tuple[Verdict, float]]:
     """Each verifier's verdict on the very same draft and law, and the median seconds of verification and choice.
 
@@ -135,7 +135,7 @@ def ask(
     """
     names, verdicts = list(verifiers), {}
     for verifier in verifiers.values():
-        check_draft(step.proposer, verifier, step.draft.shape)
+        check_draft(step.proposer, verifier, step.draft)
     marks: dict[str, list] = {name: [] for name in names}
     for turn in range(repeats):
         shift = turn % len(names)
@@ -143,26 +143,24 @@ def ask(
             start = clock.mark()
             with attributed("verifier", verifiers[name]):
                 verdicts[name] = verifiers[name](step.draft, step.p)
-                choose(verdicts[name], step.draft.shape, step.p, draws, [step.who])
+                choose(verdicts[name], step.draft.shape, step.p, draws, [step.key])
             marks[name].append((start, clock.mark()))
     clock.synchronise()
     return {name: (verdicts[name], median(clock.seconds(*pair) for pair in marks[name])) for name in names}
 
 
-def _shared(request: Request, step: Step, clock: Clock) -> dict[str, Any]:
+def _shared(request: Request, step: Drafted) -> dict[str, Any]:
     """What the rows of one draft have in common."""
-    shape, moments = step.draft.shape, zip(step.marks, step.marks[1:], strict=False)
-    seconds = dict(zip(("propose", "target", "law"), [clock.seconds(*pair) for pair in moments], strict=True))
+    shape, seconds = step.draft.shape, step.info.seconds()
     return {
         "request": request.id,
         "position": step.position,
         "proposer": step.proposer,
-        "drawn": step.draft.drawn,
+        "drawn": " and ".join(sorted(step.draft.ways)),
         "nodes": shape.nodes,
         "depth": int(shape.depth.max()),
         "children": len(shape.children[0]),
-        **seconds,
-        "target_forward": sum(clock.seconds(*pair) for pair in step.target_marks),
+        **{name: seconds[name] for name in ("propose", "target", "probabilities", "target_forward")},
     }
 
 
@@ -173,16 +171,20 @@ class Bounds:
         self._known: dict[tuple[int, str], float] = {}
         self._laws: dict[tuple[str, int], list[tuple[tuple[int, str], Tensor, Tensor]]] = {}
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Drafted) -> None:
         """Keep what is needed of ``step``."""
         draft, key = step.draft, (step.position, step.proposer)
         first = draft.shape.children[0]
-        if draft.drawn == "point" or not len(first):
+        if draft.ways == {"point"} or not len(first):
             self._known[key] = covered(draft, step.p[0])
             return
+        if len(draft.ways) > 1:  # no closed form is known
+            self._known[key] = float("nan")
+            return
+        (drawn,) = draft.ways
         assert draft.q is not None and draft.q_row is not None
         p, q = step.p[0].clone(), draft.q[int(draft.q_row[0])].clone()
-        self._laws.setdefault((draft.drawn, len(first)), []).append((key, p, q))
+        self._laws.setdefault((drawn, len(first)), []).append((key, p, q))
 
     def found(self) -> dict[tuple[int, str], float]:
         """The bounds by position and proposer."""

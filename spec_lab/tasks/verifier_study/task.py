@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from spec_lab.core.options import whole
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
+from spec_lab.results.parts import Rows
 from spec_lab.results.sweep import INTERRUPTED
-from spec_lab.results.writer import Rows
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.verifier_study import pooled, show
 from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
-from spec_lab.tasks.verifier_study.tables import gather, load, write
+from spec_lab.tasks.verifier_study.tables import parts
 from spec_lab.text.prompts import digest
 
 
@@ -61,11 +61,13 @@ def judge(
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     judges, left_out = pairs(proposers, verifiers)
     said = lab.facts()
-    facts = manifest(config, settings.seed, lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts())
+    made = lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts(), lab.target.cache
+    facts = manifest(config, settings.seed, *made)
     own = facts
     facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
     before = lab.target.lm.forwards
-    finished = set(load(settings.output_dir, "texts")["request"])
+    tables = parts(settings.output_dir)
+    finished = set(tables.load()["texts"]["request"])
     todo = [one for one in requests if one.id not in finished]
     try:
         lab.tracker.start(settings.name, facts, settings.output_dir)
@@ -74,12 +76,11 @@ def judge(
             of_prompt(lab, proposers, judges, short, settings.seed, every, repeats)
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
             one, rows = of_prompt(lab, proposers, judges, request, settings.seed, every, repeats)
-            write(settings.output_dir / "parts" / f"recorded-{request.id:06d}.parquet", "recorded", rows)
-            write(settings.output_dir / "parts" / f"texts-{request.id:06d}.parquet", "texts", [one])
+            tables.write(f"{request.id:06d}", {"recorded": rows, "texts": [one]})
             lab.tracker.group(request.id, _means(rows))
             if one["error"]:
                 tqdm.write(one["error"], file=sys.stderr)
-        recorded, texts = gather(settings.output_dir)
+        recorded, texts = tables.gather().values()
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,
@@ -93,7 +94,7 @@ def judge(
         drawn = show.draw(finite(summary), settings.output_dir / "figures")
         lab.tracker.finish(finite(summary), drawn)
     except KeyboardInterrupt:
-        done = len(gather(settings.output_dir)[1])
+        done = len(tables.gather()["texts"])
         print(
             f"\nInterrupted: the rows of {done} prompts of {len(requests)} are in {settings.output_dir}; "
             f"run the same command with output_dir={settings.output_dir} to go on.",

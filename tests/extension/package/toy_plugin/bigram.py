@@ -8,7 +8,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.batch import Batch, SequenceState
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 
 
@@ -18,8 +18,7 @@ class Bigram:
 
     depth: int
     name: str = "bigram"
-    drawn: Drawn = "point"  # nothing is drawn: the same text always gets the same draft, so it needs no laws q
-    wants_hidden: bool = False  # reads tokens only, not the target's hidden states
+    drawn: Drawn = "point"  # the same text always gets the same draft, so there is no q
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Bigram":

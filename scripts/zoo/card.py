@@ -1,0 +1,193 @@
+"""The model card: everything measured on held-out text, and the README that says so."""
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from spec_lab.models.target import Target
+from spec_lab.propose.heads import Heads
+from spec_lab.train.export import file_sha256
+from spec_lab.train.generate import continue_text
+
+from . import pretrain, prompts
+from .settings import Settings
+
+TEXT = """# Bundled models
+
+A target, a draft model and Medusa heads that share one tokenizer, small enough for two CPU cores; held-out prompts.
+
+| folder | what | parameters | SHA-256 of `model.safetensors` |
+| --- | --- | --- | --- |
+{models}
+
+**Data.** Python sources of the standard library and of packages that are installed anyway ({packages});
+generated JSON records (`scripts/zoo/records.py`); English paragraphs from the documentation strings of the
+same packages and from pydoc's topics. All of it is under the PSF, BSD, MIT or Apache-2.0 licences. **Licence**
+of weights, tokenizer and prompts: that of this project; the prompts quote the packages named in their `source`,
+under those packages' licences.
+
+**Training.** The target saw {target_tokens:.1f} M tokens in windows of {length} ({mix}), the first {grown:.1f}
+M at half its depth; Muon and AdamW, warm-up-stable-decay, bf16 weights with float32 masters. The draft saw
+{draft_tokens:.1f} M tokens of the same text. The draft was then distilled
+({distilled}){last}. The target wrote by continuing training prefixes, half of them greedily, half at temperature 1;
+every fifth part is plain text. The draft learns the target's laws, the heads its laws and, where it was greedy, its
+choices.
+
+**Held-out loss** (whole held-out streams; nats per token, bits per byte):
+
+| workload | target | draft |
+| --- | --- | --- |
+{losses}
+
+**Heads and draft** on the target's own continuations of the shipped prompts ({tokens} tokens each; greedy,
+alpha = E sum min(p, q) at temperature 1). Head k foretells the token k + 1 places beyond the target's own next
+one; rank r counts where it was the head's r-th choice.
+
+{accuracies}
+
+**Hold-out.** `holdout.json` names the modules and topics that training never saw, with SHA-256 of their text as
+installed; records from seed 10 000 000 on are held out with the names in them. Near copies are dropped by
+shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
+with a prompt. `tests/test_zoo.py` checks it with the sources of the standard library that the machine has. Of
+the prompts that could be cut, those are shipped after which the target's own greedy text repeats itself least
+(8-grams of {screened} tokens): small models loop, and loops flatter every draft. No draft had a say.
+
+**Commands** (each resumes; some hours on two cores in all{again}):
+
+```
+python scripts/train_zoo.py corpus   --work DIR
+python scripts/train_zoo.py prompts  --work DIR
+python scripts/train_zoo.py target   --work DIR {control}
+python scripts/train_zoo.py draft    --work DIR
+python scripts/train_zoo.py generate --work DIR --parts {parts}
+python scripts/train_zoo.py distill  --work DIR
+python scripts/train_zoo.py export   --work DIR
+python scripts/train_zoo.py screen   --work DIR
+python scripts/train_zoo.py calibrate --work DIR
+python scripts/train_zoo.py card     --work DIR
+```
+"""
+
+
+def bits_per_byte(nats_per_token: float, tokens: int, size: int) -> float:
+    """From a mean loss in nats over ``tokens`` tokens that spell ``size`` bytes."""
+    return nats_per_token / math.log(2) * tokens / size
+
+
+@torch.inference_mode()
+def evaluate(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    heads: Callable[[Tensor, Tensor], Tensor],
+    prompts: list[list[int]],
+    tokens: int = 96,
+) -> dict:
+    """On continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
+    (temperature 1). ``heads`` maps states ``[n, H]`` and the tokens after them ``[n]`` to logits ``[n, K, V]``.
+    """
+    found: list[np.ndarray] = []  # per prompt [n, K, rank]
+    agree, alpha = [], []
+    for number, prompt in enumerate(prompts):
+        prefix, start = torch.tensor([prompt]), len(prompt) - 1
+        ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 0.0, number)
+        own, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
+        agree.append(float((draft(input_ids=ids).logits[0, start:].argmax(-1) == choices).float().mean()))
+        logits = heads(own[:-1], ids[0, start + 1 :])
+        beyond = ids[0, start + 2 :].unfold(0, logits.shape[1], 1)  # [n, K]; what the last states foretell is unwritten
+        right = logits[: len(beyond)].topk(4).indices == beyond[..., None]
+        found.append(right.numpy())
+        ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 1.0, number)
+        q = draft(input_ids=ids).logits[0, start:].float().softmax(-1)
+        alpha.append(float(torch.minimum(target.lm_head(hidden)[0, start:].float().softmax(-1), q).sum(-1).mean()))
+    return {
+        "heads": np.concatenate(found).mean(0).round(3).tolist(),
+        "draft_agreement": round(float(np.mean(agree)), 3),
+        "alpha": round(float(np.mean(alpha)), 3),
+    }
+
+
+def write(settings: Settings) -> dict:
+    """Measure, write ``README.md`` into the zoo and the figures into the work folder; returns them."""
+    zoo, work = settings.zoo, settings.work
+    tokenizer = settings.tokenizer()
+    models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
+    heads = Heads.read(str(zoo / "medusa"), Target.load(str(zoo / "target")))
+    sizes = json.loads((work / "held_out" / "sizes.json").read_text())
+    losses = {
+        n: pretrain.held_out_loss(m, work / "held_out", settings.plan.length, settings.windows)
+        for n, m in models.items()
+    }
+    rows = prompts.read(zoo / "prompts")
+    figures: dict = {"loss": losses, "workloads": {}}
+    for workload in settings.prompts:
+        ids = [tokenizer(r["prompt"]).input_ids for r in rows if r["workload"] == workload]
+        figures["workloads"][workload] = evaluate(models["target"], models["draft"], heads, ids, settings.tokens)
+    figures["sha256"] = {name: file_sha256(zoo / name / "model.safetensors") for name in ("target", "draft", "medusa")}
+    (work / "figures.json").write_text(json.dumps(figures, indent=1))
+    (zoo / "README.md").write_text(render(settings, figures, sizes, models, heads))
+    return figures
+
+
+def _told(one: dict) -> str:
+    """A distillation in words."""
+    plain = f"{one['plain_tokens'] / 1e6:.2f} M tokens of plain text, then " if one["plain_tokens"] else ""
+    return (
+        f"{plain}{one['passes']:g} passes over {one['written_tokens'] / 1e6:.2f} M tokens that the target wrote or read"
+    )
+
+
+def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: Heads) -> str:
+    """The card as Markdown."""
+    work, plan = settings.work, settings.plan
+    history = settings.history()
+    shapes = {"target": settings.target, "draft": settings.draft}
+    kinds = {
+        n: f"Llama, {s.layers} layer{'s' * (s.layers > 1)}, hidden {s.hidden}, vocabulary {s.vocab}, tied embeddings"
+        for n, s in shapes.items()
+    }
+    count = {n: sum(p.numel() for p in m.parameters()) for n, m in models.items()} | {
+        "medusa": sum(p.numel() for p in load_file(settings.zoo / "medusa" / "model.safetensors").values())
+    }
+    layers = heads.weight.shape[1]
+    kinds["medusa"] = f"{len(heads)} heads of {layers} residual layer{'s' * (layers > 1)}, the target's unembedding"
+    if heads.trunk:
+        kinds["medusa"] += f"; a trunk of width {len(heads.trunk.inner[1])} mixes in the pending token"
+
+    def cell(model: str, workload: str) -> str:
+        loss, size = figures["loss"][model][workload], sizes[workload]
+        return f"{loss:.3f}, {bits_per_byte(loss, size['tokens'], size['bytes']):.3f}"
+
+    lines = ["| workload | head | rank 1 | 2 | 3 | 4 |", "| --- | --- | --- | --- | --- | --- |"]
+    for workload, found in figures["workloads"].items():
+        lines += [
+            f"| {workload} | {k} | " + " | ".join(f"{x:.2f}" for x in ranks) + " |"
+            for k, ranks in enumerate(found["heads"])
+        ]
+    lines += ["", "| workload | draft's greedy agreement | alpha |", "| --- | --- | --- |"]
+    lines += [f"| {w} | {f['draft_agreement']:.3f} | {f['alpha']:.3f} |" for w, f in figures["workloads"].items()]
+    parts = len(list((work / "generated").glob("part-*.safetensors")))
+    return TEXT.format(
+        models="\n".join(f"| `{n}` | {kinds[n]} | {count[n] / 1e6:.2f} M | `{figures['sha256'][n]}` |" for n in kinds),
+        packages=", ".join(p for p in settings.packages if p != "stdlib"),
+        target_tokens=history["target_tokens"] / 1e6,
+        grown=history["half_depth_tokens"] / 1e6,
+        length=plan.length,
+        mix=", ".join(f"{w} {share:.0%}" for w, share in plan.mix),
+        draft_tokens=history["draft_tokens"] / 1e6,
+        distilled="; then again: ".join(map(_told, history["distilled"])),
+        again="; earlier distillations of the draft took other parts and passes, as above"
+        * (len(history["distilled"]) > 1),
+        last=", the heads with it" if len(history["distilled"]) == 1 else ", the heads the last time only",
+        losses="\n".join(f"| {w} | {cell('target', w)} | {cell('draft', w)} |" for w in sizes),
+        tokens=settings.tokens,
+        screened=settings.screened,
+        accuracies="\n".join(lines),
+        control=" ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in history["control"].items()),
+        parts=parts,
+    )

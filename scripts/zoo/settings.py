@@ -1,0 +1,111 @@
+"""What the stages of training need, and the settings that made the shipped weights."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from spec_lab.train.distill import Distillation
+from spec_lab.train.generate import Generation
+from spec_lab.train.trainer import Plan
+
+from . import corpus
+from .pretrain import DRAFT, TARGET, Control, Shape, grow, load
+
+ZOO = Path(__file__).parents[2] / "spec_lab" / "zoo"
+# Modules held out of each package.
+HOLD_OUT = {"stdlib": 36, "numpy": 5, "pandas": 6, "scipy": 6, "networkx": 8, "matplotlib": 5, "torch": 8}
+HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the stages are told.
+
+    Args:
+        work: folder of streams, checkpoints and generated text.
+        zoo: folder of what is shipped.
+        packages: most bytes of each package; records: how many; hold_out: modules of each package.
+        candidates: prompts cut of each workload at most; prompts: how many of them are shipped.
+        parts: of generated text.
+        windows: of each held-out stream that the card measures at most; tokens: of each continuation it measures on.
+        screened: tokens after a prompt in which it may loop least.
+        calibration: length of prefixes, tokens after each, prefixes.
+        options: of ``pretrain.pretrain``, such as how often it saves.
+    """
+
+    work: Path
+    zoo: Path = ZOO
+    packages: dict[str, int] = field(default_factory=lambda: corpus.PACKAGES)
+    records: int = 9_000
+    hold_out: dict[str, int] = field(default_factory=lambda: HOLD_OUT)
+    candidates: dict[str, int] = field(default_factory=lambda: {"code": 999, "json": 96, "prose": 999})
+    prompts: dict[str, int] = field(default_factory=lambda: {"code": 40, "json": 48, "prose": 40})
+    vocab: int = 4096
+    target: Shape = TARGET
+    draft: Shape = DRAFT
+    plan: Plan = field(default_factory=Plan)
+    draft_plan: Plan = field(default_factory=lambda: Plan(grown_batch=8, seed=1))
+    control: Control = field(default_factory=Control)
+    draft_control: Control = field(default_factory=lambda: Control(0, 1050, 300, 1.0))
+    generation: Generation = field(default_factory=Generation)
+    distillation: Distillation = field(default_factory=Distillation)
+    parts: int = 241
+    windows: int = 1_000_000
+    tokens: int = 96
+    screened: int = 64
+    calibration: tuple[int, int, int] = (128, 64, 96)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The shipped tokenizer."""
+        return AutoTokenizer.from_pretrained(self.zoo / "target")
+
+    def trained_target(self) -> LlamaForCausalLM:
+        """The target as it will be shipped, bf16, all its layers; where it was not trained here, the shipped one."""
+        model = self._trained("target", self.target, self.plan)
+        model.set_attn_implementation("sdpa")
+        return model
+
+    def pretrained_draft(self) -> LlamaForCausalLM:
+        """The draft after plain text; where it was not trained here, the shipped one."""
+        return self._trained("draft", self.draft, self.draft_plan)
+
+    def _trained(self, name: str, shape: Shape, plan: Plan) -> LlamaForCausalLM:
+        checkpoint = self.work / name / "checkpoint.safetensors"
+        if not checkpoint.exists():
+            return AutoModelForCausalLM.from_pretrained(self.zoo / name, dtype=torch.bfloat16)
+        trainer = load(checkpoint, shape, plan)
+        if trainer.model.config.num_hidden_layers < shape.layers:
+            trainer = grow(trainer, shape)
+        return trainer.model
+
+    def history(self) -> dict[str, Any]:
+        """What the models were trained on, for the card: tokens of each model, the target's control, every distillation
+        of the draft (that of the heads is the last).
+
+        Kept beside the shipped models, so that later stages can start from these.
+        """
+        file, found = self.zoo / "training.json", {}
+        if file.exists():
+            found = json.loads(file.read_text())
+        for name, plan in (("target", self.plan), ("draft", self.draft_plan)):
+            checkpoint = self.work / name / "checkpoint.safetensors"
+            if checkpoint.exists():
+                with safe_open(checkpoint, "pt") as opened:
+                    found[f"{name}_tokens"] = int(opened.metadata()["sequences"]) * plan.length
+        if (self.work / "target" / "checkpoint.safetensors").exists():
+            control = self.control.read(self.work / "target")
+            found["control"] = vars(control)
+            found["half_depth_tokens"] = control.grow_step * self.plan.batch * self.plan.length
+        distilled = self.work / "distilled" / "facts.json"
+        if distilled.exists():
+            anew = (self.work / "draft" / "checkpoint.safetensors").exists()  # else it went on from the shipped draft
+            before, now = [] if anew else found.get("distilled", []), json.loads(distilled.read_text())
+            found["distilled"] = [one for one in before if one.get("draft_sha256") != now["draft_sha256"]] + [now]
+        file.write_text(json.dumps(found, indent=1) + "\n")
+        return found

@@ -1,0 +1,177 @@
+"""The stages of training the bundled models, in the order in which they run; each reads and writes folders only.
+
+corpus      hold-out list, tokenizer and token streams (what the zoo already ships is used as it is)
+prompts     candidates for held-out prompts
+target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
+draft       pre-training of the draft on plain text
+generate    the target continues training text
+distill     draft and Medusa heads learn the target's laws, on plain text and then on what it wrote
+export      bf16 weights, configs and tokenizer into the zoo
+screen      of the candidates, those after which the target's text loops least become the shipped prompts
+calibrate   how often the heads are right on held-out code, for the choice of a tree
+card        measures everything on held-out text and writes the model card
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from spec_lab.models.target import Target
+from spec_lab.propose.accuracy import measure
+from spec_lab.propose.heads import Heads
+from spec_lab.train import distill as distillation
+from spec_lab.train import export as files
+from spec_lab.train import generate as writing
+from spec_lab.train.trainer import Trainer
+
+from . import card as cards
+from . import corpus as texts
+from . import prompts as cuts
+from . import tokens
+from .pretrain import Control, load, pretrain
+from .settings import ZOO, Settings
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: one stage, a work folder, and what differs from the settings that made the shipped weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("--work", type=Path, required=True, help="folder of streams, checkpoints and generated text")
+    parser.add_argument("--zoo", type=Path, default=ZOO, help="folder of the shipped files")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--grow-step", type=int, default=Control.grow_step, help="steps at half depth")
+    parser.add_argument("--stable-steps", type=int, default=Control.stable_steps, help="when the rates begin to fall")
+    parser.add_argument("--decay-steps", type=int, default=Control.decay_steps)
+    parser.add_argument("--rate", type=float, default=Control.rate, help="factor on the target's rates")
+    parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    training = chosen.stage in ("target", "draft", "distill")  # there threads work side by side on parts of a batch
+    torch.set_num_threads(1 if training else chosen.threads)
+    options = {"threads": chosen.threads} if training else {}
+    control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
+    STAGES[chosen.stage](Settings(chosen.work, chosen.zoo, control=control, parts=chosen.parts, options=options))
+
+
+def corpus(settings: Settings) -> None:
+    """Choose what is held out, unless it is listed; train the tokenizer, unless it is there; write token streams."""
+    listed = settings.zoo / "holdout.json"
+    if not listed.exists():
+        listed.parent.mkdir(parents=True, exist_ok=True)
+        listed.write_text(json.dumps(texts.choose_holdout(settings.hold_out), indent=1) + "\n")
+    holdout = texts.load_holdout(listed)
+    shipped = cuts.read(settings.zoo / "prompts")
+    documents = list(texts.training(holdout, shipped, settings.packages, settings.records))
+    if not (settings.zoo / "target" / "tokenizer.json").exists():
+        made = tokens.train_tokenizer(tokens.sample_texts(documents), settings.vocab, settings.target.positions)
+        for model in ("target", "draft"):
+            made.save_pretrained(settings.zoo / model)
+    tokenizer, reserved = settings.tokenizer(), texts.held_out(holdout, settings.packages)
+    log.info("training %s", tokens.write_streams(documents, tokenizer, settings.work / "train", repeats=2))
+    log.info("held out %s", tokens.write_streams(reserved, tokenizer, settings.work / "held_out"))
+
+
+def prompts(settings: Settings) -> None:
+    """Cut candidates for prompts from held-out documents."""
+    holdout = texts.load_holdout(settings.zoo / "holdout.json")
+    reserved = texts.held_out(holdout, settings.packages)
+    found = cuts.candidates(reserved, settings.tokenizer(), per_document=3)
+    training = texts.training(holdout, [], settings.packages, settings.records)
+    cuts.write(cuts.choose(found, training, settings.candidates), settings.work / "prompts")
+
+
+def target(settings: Settings) -> None:
+    """Train the target until its decay has ended."""
+    train, held_out, work = (settings.work / name for name in ("train", "held_out", "target"))
+    pretrain(settings.target, settings.plan, train, held_out, work, settings.control, **settings.options)
+
+
+def draft(settings: Settings) -> None:
+    """Train the draft on plain text."""
+    train, held_out, work = (settings.work / name for name in ("train", "held_out", "draft"))
+    pretrain(settings.draft, settings.draft_plan, train, held_out, work, settings.draft_control, **settings.options)
+
+
+def generate(settings: Settings) -> None:
+    """Let the target continue training text."""
+    model = settings.trained_target().eval()
+    writing.generate(model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts)
+
+
+def distill(settings: Settings) -> None:
+    """Train draft and heads on the target's text and laws."""
+    plan, teacher, out = settings.distillation, settings.trained_target(), settings.work / "distilled"
+    threads = settings.options.get("threads", 1)
+    student = Trainer(settings.pretrained_draft().float(), settings.draft_plan, threads)
+    torch.manual_seed(plan.plan.seed)
+    scale = distillation.embedding_scale(teacher)
+    fresh = distillation.Heads(plan.heads, plan.layers, settings.target.hidden, plan.width, scale)
+    heads = Trainer(fresh, plan.plan, threads)
+    streams, generated = settings.work / "train", settings.work / "generated"
+    distillation.distill(teacher, student, heads, streams, generated, out, plan, settings.generation)
+    student.save(out / "draft.safetensors")
+    save_file(distillation.shipped(heads.model), out / "heads.safetensors")
+    row = settings.generation.length
+    facts = {
+        "plain_tokens": plan.plain_steps * plan.rows * row,
+        "written_tokens": len(list(generated.glob("part-*.safetensors"))) * settings.generation.batch * row,
+        "passes": plan.passes,
+        "draft_sha256": files.file_sha256(out / "draft.safetensors"),  # tells one distillation from another like it
+    }
+    (out / "facts.json").write_text(json.dumps(facts))
+
+
+def export(settings: Settings) -> None:
+    """Write the three models into the zoo."""
+    tokenizer, trained = settings.tokenizer(), settings.work / "distilled"
+    sha256 = files.export_model(settings.trained_target(), tokenizer, settings.zoo / "target")
+    student = load(trained / "draft.safetensors", settings.draft, settings.draft_plan)
+    files.export_model(student.model, tokenizer, settings.zoo / "draft")
+    heads = load_file(trained / "heads.safetensors")
+    files.export_medusa(heads, settings.target.vocab, sha256, settings.zoo / "medusa")
+    settings.history()
+
+
+def screen(settings: Settings) -> None:
+    """Choose the shipped prompts: where text loops, any draft looks good."""
+    lm = Target.load(str(settings.zoo / "target"))
+    rows = cuts.read(settings.work / "prompts")
+    shares = cuts.looping(lm, [row["prompt"] for row in rows], settings.screened)
+    cuts.write(cuts.least(rows, shares, settings.prompts), settings.zoo / "prompts")
+    (settings.work / "looping.json").write_text(json.dumps({r["id"]: s for r, s in zip(rows, shares, strict=True)}))
+
+
+def calibrate(settings: Settings) -> None:
+    """Write calibrations beside the heads, greedy and at temperature 1, from held-out code that is no prompt."""
+    lm = Target.load(str(settings.zoo / "target"))
+    heads = Heads.read(str(settings.zoo / "medusa"), lm)
+    length, tokens, count = settings.calibration
+    stream = np.fromfile(settings.work / "held_out" / "code.bin", dtype=np.uint16)
+    starts = np.linspace(0, len(stream) - length, count).astype(int)
+    prefixes = [stream[s : s + length].tolist() for s in starts]
+    for temperature in (0.0, 1.0):
+        found = measure(lm, heads, prefixes, tokens, temperature=temperature)
+        found.write(
+            settings.zoo / "medusa",
+            text=f"{tokens} tokens after each of {count} windows of {length} tokens of held-out code",
+            target_sha256=files.file_sha256(settings.zoo / "target" / "model.safetensors"),
+        )
+
+
+def card(settings: Settings) -> None:
+    """Measure what is in the zoo and describe it there."""
+    cards.write(settings)
+
+
+STAGES: dict[str, Callable[[Settings], None]] = {
+    stage.__name__: stage
+    for stage in (corpus, prompts, target, draft, generate, distill, export, screen, calibrate, card)
+}

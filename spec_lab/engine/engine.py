@@ -1,0 +1,338 @@
+"""The engine: requests are admitted, decoded together in steps, and retired (continuous batching).
+
+A fixed group is the special case in which all requests are there from the start and all fit into one batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
+from spec_lab.core.randomness import Draws
+from spec_lab.engine.commit import Committed
+from spec_lab.engine.proposer import Proposer, branches
+from spec_lab.engine.request import Ended, Request, without_name
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import Chunk, Memory, Parts, StepInfo, settle, step
+from spec_lab.models.target import Target
+from spec_lab.text.detokenizer import Rules, Stream
+from spec_lab.verify import Verifier, check_pair
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much an engine does at once.
+
+    Args:
+        max_batch_size: most requests decoded together; None for no limit.
+        max_prefill_tokens: most prompt tokens computed in one step, for all requests together; longer prompts are
+            computed in chunks over several steps, beside the decoding of others. None for no limit.
+        max_kv_tokens: most tokens that the KV cache may hold, draft nodes included; None for no limit. Requests wait
+            until there is room. Where decoding needs more than there is, the request that was admitted last is
+            preempted: its KV cache is freed, and computed again when it is admitted again.
+    """
+
+    max_batch_size: int | None = None
+    max_prefill_tokens: int | None = None
+    max_kv_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_prefill_tokens", "max_kv_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 (got {value})")
+
+
+@dataclass(eq=False)
+class Engine:
+    """Decodes requests. ``step`` until ``has_unfinished`` is false, or iterate; ``close`` when it is abandoned earlier.
+
+    Args:
+        target: verifies.
+        proposer: drafts; the null proposer makes this autoregressive decoding.
+        verifier: decides.
+        draws: where every random choice comes from.
+        applied: the constraint; None for none.
+        pieces: the bytes of each token, for requests with stop strings, and for listeners.
+        listen: whether every sequence is read as text (``SequenceState.events``).
+        limits: how much is done at once.
+
+    After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` what
+    broke, by the request's name.
+
+    Raises:
+        Misfit: a verifier that does not support what the proposer draws.
+    """
+
+    target: Target
+    proposer: Proposer
+    verifier: Verifier
+    draws: Draws
+    applied: AppliedConstraint | None = None
+    pieces: Sequence[bytes] | None = None
+    listen: bool = False
+    limits: Limits = field(default_factory=Limits)
+    sequences: list[SequenceState] = field(init=False, default_factory=list)
+    errors: dict[str, str] = field(init=False, default_factory=dict)
+    steps: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
+        constraint = None if self.applied is None else StepConstraint(self.applied)
+        self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
+        self._waiting: deque[Request | SequenceState] = deque()
+        self._live: list[SequenceState] = []  # in the order of admission
+        self._logprobs = self.applied is not None and getattr(self.applied.constraint, "reads_logprobs", False)
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request; it is admitted by the next step that has room for it.
+
+        Raises:
+            ValueError: a prompt that does not fit the target's context, or the KV cache by itself.
+        """
+        request.check_fits(self.target.context, self.target.vocabulary)
+        most = self.limits.max_kv_tokens
+        if most is not None and (needed := self._tokens(request)) > most:
+            raise ValueError(
+                f"request '{request.name}' may need {needed} tokens of KV cache, max_kv_tokens is {most}: raise it, "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        self._waiting.append(replace(request, logprobs=True) if self._logprobs else request)
+
+    def abort(self, id: int) -> None:
+        """End all sequences of a request, with finish "aborted"; nothing happens where it has ended already."""
+        self._waiting = deque(one for one in self._waiting if _id(one) != id or not self._end(one))
+        for sequence in self._live:
+            if sequence.request.id == id:
+                sequence.finish = "aborted"
+        self._retire()
+
+    def _end(self, waiting: Request | SequenceState) -> bool:
+        if isinstance(waiting, SequenceState):  # preempted before; a request that never started leaves no sequence
+            waiting.finish = "aborted"
+        return True
+
+    def has_unfinished(self) -> bool:
+        """Whether anything is decoded or waits."""
+        return bool(self._live or self._waiting)
+
+    @property
+    def live(self) -> Sequence[SequenceState]:
+        """The admitted sequences."""
+        return self._live
+
+    # Decoding --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepInfo | None:
+        """Admit what fits, and decode one step; None where nothing was left to compute.
+
+        Raises:
+            PartError, SpanFull: see ``step.step``. The engine is closed.
+        """
+        try:
+            self._admit()
+            self._retire()
+            if not self._live:
+                return None
+            self._make_room()
+            ready, chunks = self._plan()
+            info = step(ready, self.parts, chunks)
+        except BaseException:
+            self.close()
+            raise
+        self.steps += 1
+        for sequence, why in info.errors.items():
+            self._note(sequence, why)
+        for got in info.committed:
+            self._live += got.forks
+            self.sequences += got.forks
+        self._retire()
+        return info
+
+    def __iter__(self) -> Iterator[StepInfo]:
+        """Decode until nothing is left; an iterator that is closed or fails closes the engine as well."""
+        try:
+            while self.has_unfinished():
+                if (info := self.step()) is not None:
+                    yield info
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Free everything that is still held."""
+        for sequence in self._live:
+            self._free(sequence)
+        self._live = []
+        self._waiting.clear()
+        if self.parts.constraint is not None:
+            self.parts.constraint.close()
+
+    # Admission -------------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Admit waiting requests in order, as long as there is room."""
+        while self._waiting:
+            most, first = self.limits.max_batch_size, self._waiting[0]
+            if most is not None and len({one.request.id for one in self._live} | {_id(first)}) > most:
+                return
+            tokens = len(first.tokens)
+            room = self.limits.max_kv_tokens
+            if room is not None and self._live and self._used() + tokens + 1 + self.proposer.nodes > room:
+                return
+            self._waiting.popleft()
+            if isinstance(first, SequenceState):
+                self._reopen(first)
+            else:
+                self._open(first)
+
+    def _open(self, request: Request) -> None:
+        sequence = SequenceState(
+            request, self.target.lm.open(self._tokens(request)), list(request.tokens), born=len(request.tokens)
+        )
+        self._live.append(sequence)
+        self.sequences.append(sequence)
+        if request.stop_strings or self.listen:
+            if self.pieces is None:
+                raise ValueError(f"request '{request.name}' needs text, but the bytes of the tokens are not known")
+            rules = Rules(request.stop, request.stop_strings, request.banned_strings, request.min_new_tokens)
+            sequence.stream = Stream(self.pieces, rules, request.healed)
+        sequence.state = self.proposer.init(request)
+        self._constrain(sequence)
+
+    def _constrain(self, sequence: SequenceState) -> None:
+        """The constraint starts at the end of the prompt; what it does at once is done."""
+        constraint = self.parts.constraint
+        if constraint is None:
+            return
+        try:
+            sequence.constraint = constraint.start(sequence.request)
+        except ConstraintError as error:
+            if constraint.applied.on_target:
+                sequence.finish = "stuck"
+                self._note(sequence, str(error))
+            else:
+                sequence.unwatch(str(error))
+            return
+        # An action waits for the first step, which computes the prompt: forks then share its cells.
+        if constraint.applied.on_target and sequence.constraint.action() is None:
+            done = Committed([])
+            settle(sequence, self.parts, done)
+            if done.error:
+                self._note(sequence, done.error)
+            self._live += done.forks
+            self.sequences += done.forks
+
+    def _reopen(self, sequence: SequenceState) -> None:
+        """Admit a preempted sequence again: all its tokens are pending."""
+        sequence.kv = self.target.lm.open(self._tokens(sequence.request))
+        sequence.state = self.proposer.init(sequence.request)
+        self._live.append(sequence)
+
+    def _tokens(self, request: Request) -> int:
+        """Most tokens of the KV cache that a sequence of the request needs."""
+        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.proposer.nodes
+
+    def _used(self) -> int:
+        """Tokens that the next step's KV cache holds, if nothing else is admitted. Shared prefixes count once each."""
+        return sum(len(one.tokens) + 1 + self.proposer.nodes for one in self._live)
+
+    def _make_room(self) -> None:
+        """Preempt the sequences admitted last until the next step fits."""
+        room = self.limits.max_kv_tokens
+        while room is not None and len(self._live) > 1 and self._used() > room:
+            sequence = self._live.pop()
+            self._free(sequence)
+            self._waiting.appendleft(sequence)
+
+    def _plan(self) -> tuple[list[SequenceState], list[Chunk]]:
+        """The sequences that decode in this step, and those that compute a chunk of their prompt."""
+        budget = self.limits.max_prefill_tokens
+        if budget is None:
+            return list(self._live), []
+        ready, chunks = [], []
+        for sequence in self._live:
+            count = len(sequence.pending)
+            if count <= max(budget, 1):
+                budget -= count if count > 1 else 0
+                ready.append(sequence)
+            elif budget:
+                chunks.append((sequence, budget))
+                budget = 0
+        return ready, chunks
+
+    # Retirement ------------------------------------------------------------------------------------------------------
+
+    def _retire(self) -> None:
+        over = [one for one in self._live if one.finish is not None]
+        if not over:
+            return
+        for sequence in over:
+            if sequence.stream is not None and not sequence.stream.finished:
+                sequence.events += sequence.stream.end(str(sequence.finish))
+            self._free(sequence)
+        self._live = [one for one in self._live if one.finish is None]
+        left = {id(one.request) for one in self._live}
+        left |= {id(one.request) for one in self._waiting if isinstance(one, SequenceState)}
+        for request in {id(one.request): one.request for one in over}.values():
+            if id(request) not in left:
+                self._keep(request)
+
+    def _keep(self, request: Request) -> None:
+        """The request's sequences have all finished: its constraint may keep only some of them."""
+        keep = None if self.applied is None else getattr(self.applied.constraint, "keep", None)
+        if keep is None:
+            return
+        own = sorted((one for one in self.sequences if one.request is request), key=lambda one: one.lineage)
+        ended = [Ended(one.lineage, tuple(one.emitted), tuple(one.logprobs), str(one.finish)) for one in own]
+        try:
+            kept = set(keep(ended))
+            if not kept <= set(range(len(own))):
+                raise ValueError(f"there are sequences 0 to {len(own) - 1}, not {sorted(kept)}")
+        except Exception as error:  # all of them stay
+            what = f"{type(error).__name__}: {error}"
+            why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
+            self.errors.setdefault(request.name, why)
+            return
+        for place, sequence in enumerate(own):
+            sequence.kept = place in kept
+
+    def _free(self, sequence: SequenceState) -> None:
+        self.proposer.close(sequence.state)
+        sequence.state = None
+        sequence.kv.close()
+
+    def _note(self, sequence: SequenceState, why: str) -> None:
+        self.errors[sequence.request.name] = (
+            f"request '{sequence.request.name}', step {max(sequence.step - 1, 0)}: "
+            f"{without_name(sequence.request, why)}; "
+            f"it ends with the {len(sequence.emitted)} tokens emitted so far"
+        )
+
+
+def _id(waiting: Request | SequenceState) -> int:
+    return waiting.id if isinstance(waiting, Request) else waiting.request.id
+
+
+def fixed_group(
+    target: Target,
+    proposer: Proposer,
+    verifier: Verifier,
+    requests: Sequence[Request],
+    draws: Draws,
+    applied: AppliedConstraint | None = None,
+    pieces: Sequence[bytes] | None = None,
+    listen: bool = False,
+) -> Engine:
+    """An engine with requests that are decoded together from the first step on. Arguments as of ``Engine``.
+
+    Raises:
+        ValueError: see ``Engine`` and ``Engine.add``.
+    """
+    engine = Engine(target, proposer, verifier, draws, applied, pieces, listen)
+    for request in requests:
+        engine.add(request)
+    return engine

@@ -1,0 +1,158 @@
+"""What every proposer offers: a draft in each step, and a life cycle in which it learns what the target computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, SequenceState
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What a proposer requires of the target's forwards. The engine captures only this.
+
+    Args:
+        hidden: numbers of hidden states, as in transformers' ``hidden_states``: number i is the input of layer i (the
+            output of layer i - 1), and -1 the state after the final norm, which enters the language-modelling head.
+        logits: whether the raw logits (before masks, penalties and temperature) of all rows of a step are needed.
+        top_k: how many of the likeliest tokens of all rows are needed; 0 for none.
+    """
+
+    hidden: tuple[int, ...] = ()
+    logits: bool = False
+    top_k: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What the target computed for one sequence in one step. n positions were newly computed and committed.
+
+    Args:
+        sequence: which; its ``state`` is the proposer's.
+        start: the first of the n positions.
+        tokens: ``[n + 1]`` the tokens from ``start`` on: the last one follows the n computed ones. ``[n]`` where the
+            sequence ended with a computed token.
+        hidden: ``[n, layers * H]`` the hidden states that the proposer requires, layers in the order asked for.
+        rows: ``[r]`` the tokens of the computed tree: its root, then its nodes in order, rejected ones too. Empty for a
+            part of a prompt.
+        logits: ``[r, V]`` raw logits of these rows, where required.
+        top_k: ``[r, k]`` their likeliest tokens, the likeliest first, where required.
+        accepted: nodes of the accepted path that were kept, numbered within the tree from 0.
+    """
+
+    sequence: SequenceState
+    start: int
+    tokens: Sequence[int]
+    hidden: Tensor | None = None
+    rows: Sequence[int] = ()
+    logits: Tensor | None = None
+    top_k: Tensor | None = None
+    accepted: Sequence[int] = ()
+
+
+class Proposer(Protocol):
+    """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
+
+    A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
+    of the batch (``batch.draws``) only: the same text gets the same draft when it is replayed.
+
+    Order of calls: ``init`` when a request is admitted; in each step ``propose``, then ``observe`` (for sequences that
+    end with this step as well, not for those whose logits are broken), then ``fork``, then ``rewind``; ``close`` at the
+    end. After a preemption the state is closed and a new one made; everything is computed and observed again.
+    In the first step of a request, and wherever several tokens are pending, hidden states of computed positions only
+    are known: a proposer may draft nothing then.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in configs and records."""
+        ...
+
+    @property
+    def drawn(self) -> Drawn:
+        """How siblings are drawn; a verifier that does not support it is refused when the run is composed."""
+        ...
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes drafted below one root."""
+        ...
+
+    @property
+    def requires(self) -> Requires:
+        """What the target must return beside the logits that are verified."""
+        ...
+
+    def init(self, request: Request) -> Any:
+        """The state of a new sequence."""
+        ...
+
+    def propose(self, batch: Batch) -> Draft:
+        """A draft with one tree per sequence, in order; a tree may be empty."""
+        ...
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Learn what the target computed. Every committed position is observed exactly once, prompts in chunks."""
+        ...
+
+    def fork(self, state: Any) -> Any:
+        """An independent copy of a state, for a fork of its sequence."""
+        ...
+
+    def rewind(self, state: Any, length: int) -> None:
+        """Tokens were removed; ``length`` computed positions are left.
+
+        The token that followed the last of them may have changed as well. Positions from ``length`` on are observed
+        again when they are computed again.
+        """
+        ...
+
+    def close(self, state: Any) -> None:
+        """The sequence has ended: give back what is held for it."""
+        ...
+
+
+class Lifecycle:
+    """The life cycle of a proposer that carries nothing, or whose state can be copied as it is."""
+
+    requires = Requires()
+
+    def init(self, request: Request) -> Any:
+        """No state."""
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        """Nothing is learned."""
+
+    def fork(self, state: Any) -> Any:
+        """A deep copy."""
+        return deepcopy(state)
+
+    def rewind(self, state: Any, length: int) -> None:
+        """Nothing to forget."""
+
+    def close(self, state: Any) -> None:
+        """Nothing is held."""
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """What a proposer may declare beside what ``Proposer`` needs."""
+
+    @property
+    def branches(self) -> bool:
+        """Whether its drafts may be trees; False: they are chains."""
+        ...
+
+
+def branches(proposer: Proposer) -> bool | None:
+    """Whether the proposer's drafts may be trees; None where it does not declare it."""
+    if isinstance(proposer, Branching):
+        return proposer.branches
+    return False if proposer.nodes <= 1 else None

@@ -1,0 +1,117 @@
+"""Where a model goes: a device, the devices of its modules, or the ranks of torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers.distributed import DistributedConfig
+
+from spec_lab.models import ranks
+from spec_lab.models.support import Unsupported
+
+
+def device_of(name: str | int) -> torch.device:
+    """Return the torch device of a name, or of a GPU's number.
+
+    Raises:
+        ValueError: an unknown device, or one that this machine does not have.
+    """
+    try:
+        where = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {name!r}; choose cpu, cuda or cuda:N") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; choose cpu, cuda or cuda:N")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count()
+        raise ValueError(f"device {name!r} was requested, but this torch sees {seen or 'no'} GPU; use device=cpu")
+    return where
+
+
+def check_device_map(model: Any, device_map: Any) -> None:
+    """Refuse device maps that transformers accepts silently: it puts omitted modules on the CPU, skips unknown names.
+
+    Args:
+        model: as its config describes it, with or without weights.
+        device_map: as in ``Target.load``.
+
+    Raises:
+        ValueError: as in ``Target.load``.
+    """
+    if find_spec("accelerate") is None:
+        raise ValueError("target.device_map requires the package accelerate: pip install 'spec-lab[large]'")
+    if device_map in ("auto", "balanced"):
+        return
+    if not isinstance(device_map, Mapping) or not device_map:
+        raise ValueError(f"target.device_map must be auto, balanced or a device for each module, not {device_map!r}")
+    for module, device in device_map.items():
+        if device in ("disk", "meta"):
+            raise ValueError(f"target.device_map puts {module or 'the model'} on {device}, not on cpu or cuda:N")
+        try:
+            device_of(device)
+        except ValueError as error:
+            raise ValueError(f"target.device_map, {module or 'the whole model'}: {error}") from error
+    if wrong := [module for module in device_map if module not in dict(model.named_modules())]:
+        parts = ", ".join(name for name, _ in [*model.named_children(), *model.base_model.named_children()])
+        raise ValueError(
+            f"target.device_map names {wrong[0]!r}, which is not a module of the model; its modules are {parts}, ..."
+        )
+    tensors = [name for kind in (model.named_parameters, model.named_buffers) for name, _ in kind()]
+    bare = [name for name in tensors if not any(f"{name}.".startswith(f"{one}." * bool(one)) for one in device_map)]
+    if bare:
+        raise ValueError(f"target.device_map names no device for {bare[0].rpartition('.')[0]}: add it")
+
+
+def refuse_offloading(model: Any) -> None:
+    """Refuse a model with parts that are copied to a GPU for every forward: its timings would measure the copies.
+
+    Raises:
+        ValueError: there are such parts; the message names one.
+    """
+    places = getattr(model, "hf_device_map", None) or {}  # absent where everything is on one device
+    off = [module for module, device in places.items() if str(device) in ("cpu", "disk")]
+    if off and len({str(device) for device in places.values()}) > 1:
+        raise ValueError(
+            f"target.device_map leaves no GPU for {off[0]} and {len(off) - 1} more modules (they went to "
+            f"{places[off[0]]}); use more GPUs, or a smaller target.dtype"
+        )
+
+
+def check_ranks(config: Any) -> None:
+    """Refuse tensor parallelism for a model without a plan, or over ranks that do not divide its attention heads.
+
+    Raises:
+        ValueError: no torchrun, a number of ranks that fits neither the heads nor the GPUs, or this is not rank 0.
+        Unsupported: transformers has no tensor-parallel plan for this kind of model.
+    """
+    size, local = ranks.size(), ranks.size_here()
+    if not ranks.started():
+        raise ValueError(
+            "target.tensor_parallel requires torchrun: torchrun --nproc-per-node 2 -m spec_lab ... starts two ranks"
+        )
+    if ranks.rank():
+        raise ValueError(f"rank {ranks.rank()} cannot load a target: only rank 0 does, and the others call follow()")
+    if "tp_size" not in signature(DistributedConfig).parameters:
+        raise ValueError("target.tensor_parallel requires a newer transformers, whose DistributedConfig has a tp_size")
+    if 0 < torch.cuda.device_count() < local:
+        raise ValueError(
+            f"target.tensor_parallel: torchrun started {local} ranks here, but this torch sees "
+            f"{torch.cuda.device_count()} GPU; start as many ranks as there are GPUs"
+        )
+    if torch.version.cuda and not torch.cuda.is_available():  # transformers would use GPUs that are missing
+        raise ValueError("target.tensor_parallel: this torch is built for CUDA and sees no GPU; use a CPU build of it")
+    if not getattr(config, "base_model_tp_plan", None):
+        raise Unsupported(
+            f"model type '{config.model_type}' cannot be split: transformers has no tensor-parallel plan for it; "
+            "use target.device_map"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None) or size
+        if heads % size:
+            raise ValueError(
+                f"target.tensor_parallel: {heads} heads ({name}) cannot be divided evenly among {size} ranks"
+            )

@@ -1,0 +1,198 @@
+"""Which models this engine decodes correctly: refusals by name, and the self-check of every model that is loaded.
+
+The self-check decodes a scattered forest of two draft trees and compares its logits with those of plain forwards over
+every path. A model whose logits differ is refused with the measured error. Kinds of models that are known to fail are
+refused by name before any weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.process_cache import ProcessCache
+from spec_lab.engine.attention import SPANS, Attention
+from spec_lab.engine.causal_lm import CausalLM
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
+"""Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
+
+CHANGING_ROPE = {"dynamic", "longrope"}
+ALIBI = {"bloom", "mpt"}
+NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
+
+
+class Unsupported(ValueError):
+    """A model that this engine does not decode correctly, or that lacks what an option requires."""
+
+
+def model_context(config: Any) -> int:
+    """Return the maximum number of positions of a model.
+
+    Raises:
+        ValueError: the config's value is no count.
+        Unsupported: the config names no maximum.
+    """
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if value := getattr(config, name, None):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{config.model_type}: {name} must be a whole number of 1 or more, not {value!r}")
+            return int(value)
+    raise Unsupported(f"{config.model_type}: the config names no maximum context; set max_position_embeddings in it")
+
+
+def refuse_by_name(config: Any) -> None:
+    """Refuse kinds of models whose positions or attention depend on other rows of the packed batch.
+
+    Raises:
+        Unsupported: dynamic or longrope RoPE, ALiBi, sliding windows, linear attention, encoder-decoders.
+    """
+    kind = config.model_type
+
+    def refuse(why: str) -> None:
+        raise Unsupported(f"model type '{kind}' is not supported: {why}")
+
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
+    for part in parts:
+        if isinstance(part, dict) and part.get("rope_type", part.get("type")) in CHANGING_ROPE:
+            refuse(f"its {part.get('rope_type', part.get('type'))} RoPE changes with the largest position of the batch")
+    if kind in ALIBI or getattr(config, "alibi", False):
+        refuse("ALiBi biases depend on rows of the batch, not on positions")
+    if kind == "xglm":
+        refuse("its code in transformers supports neither attention=spans nor attention=dense")
+    if kind in NOT_FULL_ATTENTION:
+        refuse("it does not attend to all earlier tokens in every layer")
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder")
+    layers = set(getattr(config, "layer_types", None) or [])
+    if layers - {"full_attention"}:
+        refuse(f"it has layers of type {', '.join(sorted(layers - {'full_attention'}))}; trees require full attention")
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True) and not layers:
+        refuse(f"it has a sliding window of {config.sliding_window} tokens; null in its config means full attention")
+
+
+def self_check(model: nn.Module, attention: Attention) -> float:
+    """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
+
+    Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch.
+
+    Returns:
+        The largest error of a logit, in standard deviations of the plain logits.
+
+    Raises:
+        Unsupported: the error exceeds the tolerance of the model's dtype, or the model raises an error.
+    """
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    try:
+        error = max(_forest_error(model, attention), _rotation_error(model))
+    except Unsupported:
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+    ) as failure:  # fmt: skip
+        advice = "; try target.attention=dense" if attention == "spans" else ""
+        raise Unsupported(
+            f"model type '{kind}' cannot decode forests with attention='{attention}' "
+            f"({type(failure).__name__}: {failure}){advice}"
+        ) from failure
+    allowed = TOLERANCE[model.dtype]  # type: ignore[index]
+    if not error <= allowed:
+        raise Unsupported(
+            f"model type '{kind}' decodes forests wrongly with attention='{attention}': its logits differ from a plain "
+            f"forward's by {error:.2g} standard deviations, allowed are {allowed:g} in {model.dtype}"
+        )
+    return error
+
+
+def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache) -> float:
+    """Return ``self_check``'s error, measured once for the same weights in the same setting.
+
+    Args:
+        model: the model.
+        attention: how it computes attention.
+        sha256: of its weights (``checkpoint.weights_hash``); empty where it is not known: then it is always measured.
+        cache: errors that were measured before; a new one is added.
+
+    Raises:
+        Unsupported: as ``self_check``.
+    """
+    places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
+    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention)
+    if sha256 and setting in cache.self_checks:
+        return cache.self_checks[setting]
+    error = self_check(model, attention)
+    if sha256:
+        cache.self_checks[setting] = error
+    return error
+
+
+def _forest_error(model: Any, attention: Attention) -> float:
+    """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one."""
+    lm = CausalLM(model, attention)
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    generator = np.random.default_rng(0)
+
+    def random_tokens(count: int) -> list[int]:
+        return generator.integers(0, vocabulary, count).tolist()
+
+    prompts = [random_tokens(7), random_tokens(4)]
+    paths = [lm.open() for _ in prompts]
+    # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
+    first = Draft(Shape(2, np.array([0, 0, 3, 1, 5])), torch.tensor(random_tokens(5), device=lm.device))
+    output = lm.forward(paths, prompts, first)
+    worst = _compare(model, prompts, first, output.logits)
+    for path, accepted in zip(paths, ([1, 2], []), strict=True):
+        path.accept(accepted)
+    tokens = [prompts[0] + first.token[[1, 2]].tolist(), prompts[1]]
+    pending = [random_tokens(1), random_tokens(2)]
+    second = Draft(Shape(2, np.array([0, 0, 2, 1, 1, 6])), torch.tensor(random_tokens(6), device=lm.device))
+    output = lm.forward(paths, pending, second)
+    tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
+    return max(worst, _compare(model, tokens, second, output.logits))
+
+
+@torch.inference_mode()
+def _rotation_error(model: Any) -> float:
+    """Return how much the rotations of near positions change when the largest position joins the batch."""
+    errors = [0.0]
+    near = torch.arange(4, device=model.device)[None]
+    both = torch.cat([near, torch.tensor([[model_context(model.config) - 1]], device=model.device)], dim=1)
+    for module in model.modules():
+        if hasattr(module, "inv_freq") and "position_ids" in signature(module.forward).parameters:
+            like = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
+            alone, joined = module(like, position_ids=near), module(like, position_ids=both)
+            for a, b in zip(alone, joined, strict=True):
+                errors.append(float((a - b[:, :4]).abs().max()))
+    return _largest(errors)
+
+
+@torch.inference_mode()
+def _compare(model: Any, tokens: Sequence[list[int]], draft: Draft, logits: Tensor) -> float:
+    """Return the largest error of any row against plain forwards over paths, with transformers' own attention."""
+    errors, ours = [], model.config._attn_implementation
+    if ours == SPANS:
+        model.set_attn_implementation("sdpa")
+    for leaf in (row for row in range(draft.shape.rows) if not len(draft.shape.children[row])):
+        nodes = [int(node) for node in draft.shape.path(leaf)]
+        path = [int(draft.token[node - draft.shape.roots]) for node in nodes]
+        root = int(draft.shape.root[leaf])
+        ids = torch.tensor([tokens[root] + path], device=logits.device)
+        plain = model(input_ids=ids, use_cache=False).logits[0, -len(path) - 1 :].double()
+        for row, expected in zip([root, *nodes], plain, strict=True):
+            errors.append(float((logits[row].double() - expected).abs().max() / expected.std()))
+    if ours == SPANS:
+        model.set_attn_implementation(SPANS)
+    return _largest(errors)
+
+
+def _largest(errors: Sequence[float]) -> float:
+    """Return the largest error; infinity where one of them is NaN."""
+    largest = float(np.max(errors))
+    return largest if np.isfinite(largest) else float("inf")

@@ -1,0 +1,142 @@
+"""Optimisation on a CPU: bf16 weights for compute, float32 masters, Muon and AdamW, warm-up-stable-decay.
+
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) updates the hidden matrices, AdamW the embedding and
+norms. A checkpoint is one file, replaced atomically.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the weights, besides streams and control file. Rates are peak values."""
+
+    batch: int = 8
+    grown_batch: int = 16
+    part: int = 4
+    length: int = 512
+    seed: int = 0
+    warmup: int = 60
+    muon_rate: float = 6e-3
+    adamw_rate: float = 4e-3
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    mix: tuple[tuple[str, float], ...] = (("code", 0.65), ("json", 0.12), ("prose", 0.23))
+
+
+def schedule(step: int, warmup: int, stable: int, decay: int) -> float:
+    """Factor on the rates: linear warm-up, one, then ``1 - sqrt(t)`` down to zero (Hägele et al. 2024, arXiv
+    2405.18392).
+    """
+    if step < stable:
+        return min(1.0, (step + 1) / warmup)
+    return max(0.0, 1.0 - math.sqrt((step - stable + 1) / (decay + 1)))
+
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class Trainer(Generic[M]):
+    """Model in bf16, masters in float32, Muon and AdamW; one file holds it all. ``sequences`` counts those trained on.
+
+    ``threads`` work side by side on parts of a batch, which needs no barrier inside a forward: on two cores that others
+    use too, that is faster than threads inside each operation. The parts do not depend on the number of threads, nor
+    does the result.
+    """
+
+    def __init__(self, model: M, plan: Plan, threads: int = 1):
+        self.plan, self.threads, self.step, self.sequences = plan, threads, 0, 0
+        self.masters = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
+        self.model = model.bfloat16()
+        self.weights = dict(self.model.named_parameters())
+        self.pool = ThreadPoolExecutor(threads)
+        hidden = [p for n, p in self.masters.items() if p.ndim == 2 and "embed_tokens" not in n]
+        rest = [p for n, p in self.masters.items() if p.ndim != 2 or "embed_tokens" in n]
+        muon = partial(torch.optim.Muon, momentum=0.95, ns_steps=4, adjust_lr_fn="match_rms_adamw")
+        self.optimisers = [
+            (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), plan.adamw_rate),
+            *((muon(hidden[k::threads], weight_decay=plan.weight_decay), plan.muon_rate) for k in range(threads)),
+        ]
+
+    def update(self, losses: Sequence[Callable[[], Tensor]], factor: float) -> tuple[float, float]:
+        """One optimiser step on the sum of ``losses``, each computed in a thread: that sum, the gradient's norm."""
+
+        def gradients(loss_of: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            loss = loss_of()
+            return loss.detach(), torch.autograd.grad(loss, list(self.weights.values()))
+
+        found = list(self.pool.map(gradients, losses))
+        for master, *parts in zip(self.masters.values(), *(g for _, g in found), strict=True):
+            master.grad = parts[0].float()
+            for part in parts[1:]:
+                master.grad += part
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.plan.clip)
+
+        def step(optimiser: torch.optim.Optimizer, rate: float) -> None:
+            for group in optimiser.param_groups:
+                group["lr"] = rate * factor
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+        list(self.pool.map(lambda pair: step(*pair), self.optimisers))
+        self.refresh()
+        self.step += 1
+        return sum(float(loss) for loss, _ in found), float(norm)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters to the weights that compute."""
+        for name, master in self.masters.items():
+            self.weights[name].copy_(master)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Masters as ``master.<name>`` and optimiser state as ``state.<name>.<entry>``."""
+        found = {f"master.{n}": p.detach() for n, p in self.masters.items()}
+        for optimiser, _ in self.optimisers:
+            for name, master in self.masters.items():
+                found |= {f"state.{name}.{k}": v for k, v in optimiser.state.get(master, {}).items()}
+        return found
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor], step: int, sequences: int) -> None:
+        """Take over what ``tensors`` gave."""
+        self.step, self.sequences = step, sequences
+        for key, value in tensors.items():
+            kind, rest = key.split(".", 1)
+            if kind == "master":
+                self.masters[rest].copy_(value)
+                continue
+            name, entry = rest.rsplit(".", 1)
+            master = self.masters[name]
+            optimiser = next(o for o, _ in self.optimisers if any(master is p for p in o.param_groups[0]["params"]))
+            optimiser.state[master][entry] = value.clone()
+        self.refresh()
+
+    def save(self, path: Path) -> None:
+        """Write one file, atomically."""
+        unfinished = path.with_suffix(".partial")
+        metadata = {
+            "step": str(self.step),
+            "sequences": str(self.sequences),
+            "layers": str(_layers(self.model)),
+            "plan": json.dumps(asdict(self.plan)),
+        }
+        save_file({n: t.contiguous() for n, t in self.tensors().items()}, unfinished, metadata=metadata)
+        os.replace(unfinished, path)
+
+
+def _layers(model: torch.nn.Module) -> int:
+    return model.config.num_hidden_layers if isinstance(model, LlamaForCausalLM) else 0
