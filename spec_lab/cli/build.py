@@ -9,10 +9,10 @@ from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hydra.errors import CompactHydraException, InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
@@ -46,6 +46,8 @@ RENAMED = {
     "stop": "stop_strings",
     "banned": "banned_strings",
     "heal": "token_healing",
+    "prompt": "task.prompt",
+    "objective": "hydra.sweeper.objective",
     "constraint.beside": "constraint.async_masks",
 }
 """Options that have another name now, by their former one."""
@@ -95,6 +97,8 @@ def task(config: DictConfig) -> Any:
         Refused: there is no such thing; an option it does not take; names it.
     """
     named = named_by(config, "task")
+    for key in sorted(OmegaConf.missing_keys(named)):
+        raise Refused(f"spec_lab: {key} has no default: give {key}=... on the command line")
     try:
         made = instantiate(named, _partial_=True)
         inspect.signature(made.func).bind(None, None, None, **made.keywords)
@@ -217,10 +221,6 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    if (config.get("prompt") is None) == (OmegaConf.is_dict(config.get("task")) and "prompt" in config.task):
-        needed = "prompt has no default: give prompt=... on the command line"
-        other = "prompt is for +experiment=stream; other tasks read prompts=..."
-        raise Refused(f"spec_lab: {needed if config.get('prompt') is None else other}")
     for key in config.constraint if OmegaConf.is_dict(config.get("constraint")) else ():
         if said := renamed(f"constraint.{key}"):
             raise Refused(f"spec_lab: {said}")
@@ -243,6 +243,45 @@ def check_torchrun(config: DictConfig) -> None:
         )
     if config.get("peers"):
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
+
+
+def check_drawing(config: DictConfig, verifier: Any) -> None:
+    """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
+
+    Checked is what the config or the proposer's class declares as ``drawn``, for the tasks that decode every proposer
+    with ``verifier``. What a proposer declares only once it is loaded is checked with the loaded parts.
+
+    Raises:
+        Refused: names the proposer, how it draws, and what would fit.
+    """
+    from spec_lab.core.draft import Drawn
+    from spec_lab.verify.verdict import misfit
+
+    if OmegaConf.select(config, "task._target_") not in (
+        "spec_lab.tasks.benchmark.run",
+        "spec_lab.tasks.stream.stream",
+    ):
+        return
+    arms = [f"arms.{name}" for name in config.arms] if OmegaConf.is_dict(config.get("arms")) else []
+    for part in ("proposer", *arms):
+        named = named_by(config, part)
+        target = str(named["_target_"])
+        declared = _class_attributes(target.removesuffix(".load"))
+        drawn = named.get("drawn", declared.get("drawn"))
+        if drawn not in get_args(Drawn) or target.endswith(".Null.load"):
+            continue
+        name = declared.get("name", target.removesuffix(".load").rpartition(".")[2])
+        if why := misfit(str(name), drawn, verifier):
+            raise Refused(f"spec_lab: {part}: {why}")
+
+
+def _class_attributes(path: str) -> Mapping[str, Any]:
+    """Return what the class at a dotted path declares; nothing where there is no class."""
+    try:
+        found = get_object(path)
+    except (ImportError, ValueError):
+        return {}
+    return vars(found) if isinstance(found, type) else {}
 
 
 def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
@@ -269,6 +308,7 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
     target = named_as_written(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]

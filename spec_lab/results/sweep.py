@@ -36,7 +36,7 @@ State = Literal["done", "running", "failed", "waiting"]
 
 Known = TypeVar("Known")
 
-PLACES = ("output_dir", "tracker", "retry", "objective")
+PLACES = ("output_dir", "tracker", "retry")
 """Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
 
 INTERRUPTED = 130

@@ -34,7 +34,7 @@ OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(lambda one: [f"{key}={
 
 
 @given(OVERRIDES, st.randoms(use_true_random=False))
-@example(["prompt=" + "語" * 200], None)
+@example(["task.prompt=" + "語" * 200], None)
 @example(["prompts.path=../../etc/passwd"], None)
 def test_a_name_is_one_safe_folder_whatever_the_overrides_and_their_order(overrides, dice):
     name = sweep.folder_name(overrides)
