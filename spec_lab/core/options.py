@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-HOTTEST = 1e6
+MAX_TEMPERATURE = 1e6
 """The highest temperature. Far below it every distribution is uniform; far above it float32 overflows."""
 
 
@@ -51,15 +51,17 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def temperature_or_none(name: str, value: Any) -> float | None:
-    """``value`` as a float, if it is a number from 0 to ``HOTTEST``, or None.
+    """``value`` as a float, if it is a number from 0 to ``MAX_TEMPERATURE``, or None.
 
     Raises:
         ValueError: it is neither; names the option.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= HOTTEST:
-        raise ValueError(f"{name} must be null or a number of at least 0 and at most {HOTTEST:g}, not {brief(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"{name} must be null or a number of at least 0 and at most {MAX_TEMPERATURE:g}, not {brief(value)}"
+        )
     return float(value)
 
 
@@ -88,16 +90,16 @@ def file_name(option: str, value: Any) -> str:
     return value
 
 
-MOST_STRINGS = 10_000
+MAX_STRINGS = 10_000
 """Most texts in a list."""
 
-MOST_CHARACTERS = 100_000
+MAX_CHARACTERS = 100_000
 """Most characters of a list's texts together."""
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """``value`` as a tuple, if it is a list of texts that are not empty: at most ``MOST_STRINGS`` of them, with at most
-    ``MOST_CHARACTERS`` together.
+    """``value`` as a tuple, if it is a list of texts that are not empty: at most ``MAX_STRINGS`` of them, with at most
+    ``MAX_CHARACTERS`` together.
 
     Raises:
         ValueError: it is not; names the option.
@@ -114,8 +116,8 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
         except UnicodeEncodeError:
             raise ValueError(f"{name}[{place}] {brief(one)} has a lone surrogate, which no text can hold") from None
     for what, number, most in (
-        ("texts", len(value), MOST_STRINGS),
-        ("characters", sum(map(len, value)), MOST_CHARACTERS),
+        ("texts", len(value), MAX_STRINGS),
+        ("characters", sum(map(len, value)), MAX_CHARACTERS),
     ):
         if number > most:
             raise ValueError(f"{name} has {number} {what}, at most {most} are possible: shorten the list")

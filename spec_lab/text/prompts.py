@@ -17,11 +17,11 @@ from typing import Any
 
 from spec_lab.core.options import whole
 
-MOST_CHARACTERS = 10_000_000
+MAX_CHARACTERS = 10_000_000
 """Longest prompt, in characters. (A tokenizer takes about 2 s and 250 MB for each million.)"""
-MOST_LINE = 64 * 2**20
+MAX_LINE = 64 * 2**20
 """Longest line of a file of prompts, in bytes."""
-MOST_FILE = 2**30
+MAX_FILE = 2**30
 """Largest file of prompts, in bytes."""
 
 
@@ -168,15 +168,15 @@ def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str,
         kind = "is a directory" if Path(path).is_dir() else "is no regular file"
         kind = kind if Path(path).exists() else "does not exist"
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
-    if (size := Path(path).stat().st_size) > MOST_FILE:
-        raise ValueError(f"prompts file {path} has {size} bytes, more than {MOST_FILE}; split it")
+    if (size := Path(path).stat().st_size) > MAX_FILE:
+        raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
     count = 0
     with open(path, "rb") as stream:
-        for number, raw in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), start=1):
+        for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
             if limit is not None and count == limit:
                 return
-            if len(raw) > MOST_LINE:
-                raise ValueError(f"{path}:{number}: the line is longer than {MOST_LINE} bytes; shorten the prompt")
+            if len(raw) > MAX_LINE:
+                raise ValueError(f"{path}:{number}: the line is longer than {MAX_LINE} bytes; shorten the prompt")
             if raw.strip():
                 count += 1
                 where = f"{path}:{number}"
@@ -215,9 +215,9 @@ def _fitting(text: Any, where: str, named: str) -> str:
     """``text``, unless it is too long, or no text at all."""
     if not isinstance(text, str):
         raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise ValueError(
-            f"{where}: {named} has {len(text)} characters, more than the {MOST_CHARACTERS} that a prompt may have; "
+            f"{where}: {named} has {len(text)} characters, more than the {MAX_CHARACTERS} that a prompt may have; "
             "shorten it"
         )
     return _whole(text, where, named)

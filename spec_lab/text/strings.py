@@ -10,7 +10,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-MOST_STRINGS, LONGEST, IN_ALL = 256, 4096, 65536  # strings; bytes of one, of all together
+MAX_STRINGS, MAX_LENGTH, MAX_TOTAL = 256, 4096, 65536  # strings; bytes of one, of all together
 
 
 def check_strings(what: str, strings: tuple[str, ...]) -> None:
@@ -21,8 +21,8 @@ def check_strings(what: str, strings: tuple[str, ...]) -> None:
     """
     if isinstance(strings, str):
         raise ValueError(f"{what} must be several strings, not the one string {strings!r}: put it in a tuple")
-    if len(strings) > MOST_STRINGS:
-        raise ValueError(f"{what} holds {len(strings)} strings; at most {MOST_STRINGS} are looked for")
+    if len(strings) > MAX_STRINGS:
+        raise ValueError(f"{what} holds {len(strings)} strings; at most {MAX_STRINGS} are looked for")
     total = 0
     for place, string in enumerate(strings):
         if not string:
@@ -32,10 +32,10 @@ def check_strings(what: str, strings: tuple[str, ...]) -> None:
         except UnicodeEncodeError:
             raise ValueError(f"{what}[{place}] {string!r} has a lone surrogate, which no text can hold") from None
         total += size
-        if size > LONGEST:
-            raise ValueError(f"{what}[{place}] has {size} bytes; at most {LONGEST} are looked for")
-    if total > IN_ALL:
-        raise ValueError(f"{what} has {total} bytes in all; at most {IN_ALL} are looked for")
+        if size > MAX_LENGTH:
+            raise ValueError(f"{what}[{place}] has {size} bytes; at most {MAX_LENGTH} are looked for")
+    if total > MAX_TOTAL:
+        raise ValueError(f"{what} has {total} bytes in all; at most {MAX_TOTAL} are looked for")
 
 
 class Strings:
