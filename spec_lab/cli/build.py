@@ -31,7 +31,7 @@ NEEDS = {
     "target": ("lm", "tokenizer", "context"),
     "proposer": ("name", "drawn", "nodes", "propose", "close"),
     "verifier": ("name", "accepts", "lossless", "__call__"),
-    "constraint": ("name", "vocabulary", "acts", "start"),
+    "constraint": ("name", "vocabulary", "has_actions", "start"),
     "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
     "prompts": ("__len__", "__getitem__"),
     "tracker": ("start", "group", "finish", "close"),
@@ -136,7 +136,7 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
         Refused: as in ``build``; parts that do not go together.
     """
     from spec_lab.constrain.applied import AppliedConstraint
-    from spec_lab.constrain.load import together
+    from spec_lab.constrain.load import combine
     from spec_lab.constrain.vocabulary import Vocabulary
 
     named = named_by(config, "constraint")
@@ -147,7 +147,7 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
         needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop_strings
         vocabulary = Vocabulary.of(target) if needed else None
         constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
-        binding = together(constraint, vocabulary, options, **text)
+        binding = combine(constraint, vocabulary, options, **text)
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
     return binding, vocabulary and vocabulary.bytes

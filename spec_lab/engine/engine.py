@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from spec_lab.constrain import AppliedConstraint, StepConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
 from spec_lab.engine.proposer import Proposer, branches
@@ -84,7 +84,7 @@ class Engine:
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
-        self._logprobs = self.applied is not None and getattr(self.applied.constraint, "wants_logprobs", False)
+        self._logprobs = self.applied is not None and getattr(self.applied.constraint, "reads_logprobs", False)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Engine:
             return
         try:
             sequence.constraint = constraint.start(sequence.request)
-        except Stuck as error:
+        except ConstraintError as error:
             if constraint.applied.on_target:
                 sequence.finish = "stuck"
                 self._note(sequence, str(error))

@@ -133,11 +133,16 @@ class StepInfo:
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
 
-        On a GPU, call it only after ``clock.synchronise``.
+        A phase lasts from the end of the one before it, so that the phases add up to the whole step. On a GPU, call
+        it only after ``clock.synchronise``.
         """
         found = dict.fromkeys((*PHASES, "target_forward", "propose_forward"), 0.0)
+        before = self.began
         for name, start, end in self.spans:
+            if name in PHASES:
+                start, before = before, end
             found[name] += self.clock.seconds(start, end)
+        found["commit"] += self.clock.seconds(before, self.ended)
         found["propose"] -= self.draft_masks
         found["mask_busy"] = self.mask_busy
         found["mask_wait"] = self.draft_masks + found.pop("mask") + found.pop("wait")
@@ -274,7 +279,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         with attributed("verifier", parts.verifier):
             verdict = parts.verifier(draft, p)
             keys = [one.key for one in sequences]
-            row, token, empty = parts.choose(verdict, draft.shape, p, parts.draws, keys)
+            row, token, empty = parts.choose(verdict, draft.shape, p, parts.draws, keys).on_host()
         if silent is not None:
             token = np.where(silent[row], -1, token)
         expected, expected_emitted = _expected(verdict, draft.shape, masks if on_target else None, silent)
@@ -341,7 +346,7 @@ def propose(parts: Parts, batch: Batch) -> Draft:
             raise ValueError(f"its draft has {draft.shape.roots} trees for {len(batch.sequences)} sequences")
         _check_tokens(draft, batch.target.vocabulary)
     draft = draft.cut(batch.room())
-    check_draft(proposer.name, parts.verifier, draft.shape)
+    check_draft(proposer.name, parts.verifier, draft)
     return draft
 
 
@@ -393,7 +398,7 @@ def _expected(
     if masks is None or silent is None:
         accepted = verdict.expected_accepted(shape)
         return accepted, accepted + 1.0
-    single = masks.single
+    single = masks.forced
     depth = np.zeros(shape.rows, dtype=np.int64)
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         depth[row] = depth[parent] + (not single[parent])

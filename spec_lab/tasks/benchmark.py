@@ -146,6 +146,7 @@ def _summary(
     }
     main = next(iter(each.values()))
     return {
+        "schema_version": metrics.SCHEMA_VERSION,
         "experiment": settings.name,
         "target": lab.target.name,
         "constraint": "none" if lab.binding is None else lab.binding.constraint.name,
@@ -157,7 +158,7 @@ def _summary(
         "short_groups": len(metrics.short_groups(tables.requests)),
         **main,
         "arms": each,
-        "against": metrics.against(tables),
+        "against": metrics.speedups_over_peers(tables),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from spec_lab.analysis.tracking import Files
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.load import together
+from spec_lab.constrain.load import combine
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief
@@ -147,7 +147,7 @@ def generate(
     if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
     text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
-    binding = together(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
+    binding = combine(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
     lab = Lab(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
         binding=binding, pieces=vocabulary.bytes,

@@ -148,7 +148,13 @@ def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch
     assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
 
 
-@pytest.mark.parametrize("name", RUNS)
+ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
+"""Experiments whose one proposer ``proposers`` runs as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ALONE else []) for name in RUNS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]

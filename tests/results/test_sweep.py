@@ -311,7 +311,7 @@ def finished(folder: Path, summary: dict, seconds: float = 2.0) -> None:
 ARM = {
     "proposer": "ngram", "verifier": "token", "lossless": True, "tokens": 12, "tau_pooled": 2.5, "drawn": ["x"],
     "speedup": {"mean": 1.5, "low": 1.25, "high": 1.75}, "survival": [0.5, 0.25], "conditional": [0.5, None],
-    "phase_seconds": {"law": 0.25, "verify": 0.125}, "finish": {"length": 3},
+    "phase_seconds": {"probabilities": 0.25, "verify": 0.125}, "finish": {"length": 3},
     "intervals": {"tau_pooled": {"low": 2.0, "high": 3.0}},
 }  # fmt: skip
 

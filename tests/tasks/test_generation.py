@@ -15,7 +15,7 @@ import spec_lab
 from spec_lab.analysis.tracking import Files
 from spec_lab.cli.main import literal
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.probabilities import Sampling
@@ -210,7 +210,7 @@ class Forking:
 
 @pytest.mark.parametrize("proposer", [None, Repeat(3)])
 def test_every_fork_tells_the_whole_of_its_text(target, proposer):
-    binding = AppliedConstraint(Controlled(lambda request: Forking(), len(PIECES)))
+    binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
     heard = hear(["the cat", "ababab"], target, proposer=proposer, constraint=binding, max_new_tokens=10)
     assert sorted(heard) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
     for prompt in (0, 1):
@@ -225,7 +225,7 @@ def test_every_fork_tells_the_whole_of_its_text(target, proposer):
 
 
 def test_a_branch_that_is_not_kept_says_so_last(target):
-    controlled = Controlled(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
+    controlled = ControllerConstraint(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
     heard = hear("the cat", target, constraint=controlled)
     check(heard[0, ()])
     check(heard[0, (0, 1)])
@@ -239,7 +239,7 @@ def test_what_breaks_says_so_and_spares_the_others(target):
             self.count += 1
             return [Branch(0, [])] if self.count == 4 else [Branch()]
 
-    controlled = Controlled(lambda request: Broken() if request.id == 0 else Forking(-100), len(PIECES))
+    controlled = ControllerConstraint(lambda request: Broken() if request.id == 0 else Forking(-100), len(PIECES))
     heard = hear(["the cat", "ababab"], target, constraint=controlled)
     finish = heard[0, ()][-1]
     assert finish.event.reason == "stuck" and "request 'prompt 0', step " in finish.error
@@ -320,7 +320,7 @@ def test_on_a_terminal_tokens_are_shaded_by_origin_and_control_characters_harmle
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_forks_follow_under_headings(target, tmp_path, terminal):
-    binding = AppliedConstraint(Controlled(lambda request: Forking(), len(PIECES)))
+    binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
     heard = hear("the cat", target, constraint=binding, max_new_tokens=12)
     first, other = (tell(heard[0, branch])[0] for branch in ((), (0, 1)))
     code, said, figures = show(target, tmp_path, binding=binding, terminal=terminal)

@@ -12,8 +12,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from spec_lab.constrain.engines.source import MOST_THREADS, as_text, check_numbers, missing, read_source, shown
-from spec_lab.constrain.engines.walk import NOWHERE, Matched, brief, masks
-from spec_lab.constrain.protocol import Masks, Stuck, width
+from spec_lab.constrain.engines.tree_masks import NOWHERE, GrammarState, brief, masks
+from spec_lab.constrain.protocol import ConstraintError, Masks, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import one_of, whole
@@ -61,7 +61,7 @@ class Grammar:
     limits: Mapping[str, int] = field(default_factory=dict)
     threads: int = 1
 
-    acts = False
+    has_actions = False
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
@@ -103,12 +103,12 @@ class Grammar:
             "limits": self._limits,
         }
 
-    def start(self, request: Request) -> Matched:
+    def start(self, request: Request) -> GrammarState:
         """The state where the request's output begins. Each request has an engine of its own.
 
         Raises:
-            Stuck: the request's own source does not compile; it brings none where it must; its prompt does not follow
-                the grammar.
+            ConstraintError: the request's own source does not compile, or it has none and the constraint neither; its
+                prompt does not follow the grammar.
         """
         own = request.constraint or self.source
         if own is None:
@@ -116,13 +116,13 @@ class Grammar:
         try:
             matcher = self._matcher(own)
         except ValueError as error:
-            raise Stuck(f"request '{request.name}': its {self.kind}: {error}") from None
+            raise ConstraintError(f"request '{request.name}': its {self.kind}: {error}") from None
         if self.prompt:
             self._read(matcher, request)
-        return Matched(matcher, self.vocabulary, request.name)
+        return GrammarState(matcher, self.vocabulary, request.name)
 
-    def masks(self, states: Sequence[Matched | None], shape: Shape, token: np.ndarray) -> Masks:
-        """``by_forks`` of states that this constraint started, faster. Other tokens than V has are illegal."""
+    def masks(self, states: Sequence[GrammarState | None], shape: Shape, token: np.ndarray) -> Masks:
+        """``masks_by_forking`` of states that this constraint started, faster. Other tokens than V has are illegal."""
         return masks(states, shape, token, self.vocabulary, frozenset(self.tokens.ends), self._pool)
 
     @cached_property
@@ -164,15 +164,17 @@ class Grammar:
         """Take the prompt, in whatever tokens it comes.
 
         Raises:
-            Stuck: it leaves the grammar.
+            ConstraintError: it leaves the grammar.
         """
         trial = matcher.deep_copy()  # it stays where the prompt left the grammar
         fit = trial.try_consume_tokens(list(request.tokens))
         if trial.is_error() or (fit == len(request.tokens) and not matcher.consume_tokens(list(request.tokens))):
-            raise Stuck(f"request '{request.name}': its prompt: {brief(trial.get_error() or matcher.get_error())}")
+            raise ConstraintError(
+                f"request '{request.name}': its prompt: {brief(trial.get_error() or matcher.get_error())}"
+            )
         if fit < len(request.tokens):
             text = self.tokens.engine.decode_bytes(list(request.tokens[: fit + 1])).decode("utf-8", "replace")
-            raise Stuck(
+            raise ConstraintError(
                 f"request '{request.name}': its prompt leaves the grammar at token {fit} of {len(request.tokens)}, at "
                 f"the end of {text[-60:]!r}"
             )

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from spec_lab.constrain.protocol import Stuck
+from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
 from spec_lab.engine.request import Request
@@ -66,9 +66,9 @@ def shown(source: Any) -> dict[str, Any]:
     return {"source": said}
 
 
-def missing(kind: str, request: Request) -> Stuck:
+def missing(kind: str, request: Request) -> ConstraintError:
     """The error of a request that brings no source where it must."""
-    return Stuck(f"request '{request.name}' brings no {kind} of its own, and the constraint has none")
+    return ConstraintError(f"request '{request.name}' brings no {kind} of its own, and the constraint has none")
 
 
 def check_numbers(schema: Any) -> None:

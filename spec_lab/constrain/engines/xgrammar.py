@@ -21,7 +21,7 @@ import xgrammar
 
 from spec_lab.constrain.engines.dialect import check_exact, either, pattern_for
 from spec_lab.constrain.engines.source import MOST_THREADS, as_text, missing, read_source, shown
-from spec_lab.constrain.protocol import Masks, Stuck, everything, width
+from spec_lab.constrain.protocol import ConstraintError, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
 from spec_lab.core.options import one_of, whole
@@ -36,7 +36,7 @@ CACHE = 1 << 28
 """Bytes of compiled sources that a constraint keeps."""
 
 
-class Followed:
+class XGrammarState:
     """What a grammar knows after one path of tokens.
 
     Args:
@@ -51,9 +51,9 @@ class Followed:
         self.ended: bool = matcher.is_terminated()
         self._mask: np.ndarray | None = None
 
-    def fork(self) -> Followed:
+    def fork(self) -> XGrammarState:
         """An independent copy."""
-        other = Followed(self.matcher.fork(), self.vocabulary, self.everything, self.request)
+        other = XGrammarState(self.matcher.fork(), self.vocabulary, self.everything, self.request)
         other._mask = self._mask
         return other
 
@@ -61,10 +61,10 @@ class Followed:
         """``token`` comes next.
 
         Raises:
-            Stuck: the mask does not allow it.
+            ConstraintError: the mask does not allow it.
         """
         if self.ended or not 0 <= token < self.vocabulary or not self.matcher.accept_token(int(token)):
-            raise Stuck(f"request '{self.request}': token {token} may not come next")
+            raise ConstraintError(f"request '{self.request}': token {token} may not come next")
         self.ended, self._mask = self.matcher.is_terminated(), None
 
     def mask(self) -> np.ndarray:  # [W] uint32
@@ -108,7 +108,7 @@ class XGrammar:
     lenient: bool = False
     threads: int = 1
 
-    acts = False
+    has_actions = False
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
@@ -145,12 +145,12 @@ class XGrammar:
             "lenient": self.lenient,
         }
 
-    def start(self, request: Request) -> Followed:
+    def start(self, request: Request) -> XGrammarState:
         """The state where the request's output begins.
 
         Raises:
-            Stuck: the request's own source does not compile; it brings none where it must; its prompt does not follow
-                the grammar.
+            ConstraintError: the request's own source does not compile, or it has none and the constraint neither; its
+                prompt does not follow the grammar.
         """
         own = request.constraint or self.source
         if own is None:
@@ -158,16 +158,18 @@ class XGrammar:
         try:
             matcher = self._matcher(own)
         except ValueError as error:
-            raise Stuck(f"request '{request.name}': its {self.kind}: {error}") from None
+            raise ConstraintError(f"request '{request.name}': its {self.kind}: {error}") from None
         if self.prompt:
             text = b"".join(self.tokens.bytes[token] for token in request.tokens)
             if text and not matcher.accept_string(text):
                 ending = text.decode("utf-8", "replace")[-60:]
-                raise Stuck(f"request '{request.name}': the constrained text cannot begin with its prompt, {ending!r}")
-        return Followed(matcher, self.vocabulary, self._everything, request.name)
+                raise ConstraintError(
+                    f"request '{request.name}': the constrained text cannot begin with its prompt, {ending!r}"
+                )
+        return XGrammarState(matcher, self.vocabulary, self._everything, request.name)
 
-    def masks(self, states: Sequence[Followed | None], shape: Shape, token: np.ndarray) -> Masks:
-        """``by_forks`` of states that this constraint started, each tree walked by the engine."""
+    def masks(self, states: Sequence[XGrammarState | None], shape: Shape, token: np.ndarray) -> Masks:
+        """``masks_by_forking`` of states that this constraint started, each tree walked by the engine."""
         bits = np.zeros((shape.rows, width(self.vocabulary)), dtype=np.uint32)
         known = (token >= 0) & (token < self.vocabulary)
         token = np.where(known, token, 0)
@@ -192,7 +194,7 @@ class XGrammar:
 
     @cached_property
     def _everything(self) -> np.ndarray:  # [W]
-        return everything(self.vocabulary)
+        return full_mask(self.vocabulary)
 
     @cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:
@@ -227,7 +229,7 @@ class XGrammar:
         except RuntimeError as error:
             raise ValueError(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()[:300]) from None
         matcher = xgrammar.GrammarMatcher(compiled)
-        if not Followed(matcher, self.vocabulary, self._everything, "").mask().any():
+        if not XGrammarState(matcher, self.vocabulary, self._everything, "").mask().any():
             raise ValueError("the tokens of this vocabulary spell no text that follows it")
         return matcher
 

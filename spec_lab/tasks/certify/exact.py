@@ -266,7 +266,7 @@ def _judged(
         if info.errors:
             raise ValueError(f"a toy draft broke: {next(iter(info.errors.values()))}")
         assert capture.draft is not None and capture.p is not None
-        check_draft(proposer.name, verifier, capture.draft.shape)
+        check_draft(proposer.name, verifier, capture.draft)
         return _trees(capture.draft, capture.p, verifier, instance.world.v)
     finally:
         for live in lives:

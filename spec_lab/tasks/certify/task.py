@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.constrain import Stuck
+from spec_lab.constrain import ConstraintError
 from spec_lab.core.draft import Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.files import own_folder, replacing
@@ -193,7 +193,7 @@ class _Work:
                 if self.lab.binding is not None:
                     self.lab.binding.constraint.start(request)
                 fit.append(request)
-            except Stuck as error:
+            except ConstraintError as error:
                 refused.append(str(error))
         return fit, refused
 
@@ -216,9 +216,9 @@ class _Work:
             return walk(self.lab.binding, self.requests, self.mask_rows, self.settings.seed, self.lab.pieces, progress)
 
     @property
-    def acts(self) -> bool:
+    def has_actions(self) -> bool:
         """Whether a constraint forks or takes back, so that tokens have no law one by one; toys are enumerated."""
-        return self.lab.binding is not None and self.lab.binding.constraint.acts
+        return self.lab.binding is not None and self.lab.binding.constraint.has_actions
 
     @cached_property
     def own(self) -> tuple[Instance, ...]:
@@ -249,7 +249,7 @@ class _Work:
             texts, law = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
         pair = Pair(proposer, verifier, proof, drafts, texts, law)
         pair.checks.append(_histogram(texts, law, self.settings.seed))
-        if verifier.lossless and self.tokens and not self.acts:
+        if verifier.lossless and self.tokens and not self.has_actions:
             pair.checks += self.scored(pair, self.settings.seed, 1, partial(_scaled, tick, 100))
         pair.seconds = time.perf_counter() - start
         return pair

@@ -113,11 +113,14 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
 
     def decode(name: str, count: int, length: int = context) -> list[StepInfo]:
-        """So many steps of an arm, with its proposer's states, after ``length`` computed tokens."""
+        """So many steps of an arm, with its proposer's states, after ``length`` computed tokens.
+
+        All tokens of the prompt stay: those beyond ``length`` are computed again.
+        """
         for sequence, state in zip(sequences, states[name], strict=True):
             sequence.state = state
             sequence.kv.truncate(length)
-            del sequence.tokens[length + 1 :]
+            del sequence.tokens[max(length + 1, context) :]
             sequence.spent = 0
             arms[name].proposer.rewind(state, length)
         done = []
@@ -131,8 +134,8 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     try:
         step(sequences, Parts(target, Null(), Match(), CounterDraws(0), memory=memory))  # computes the prompts
         first = [sequence.tokens[context] for sequence in sequences]
-        for name in arms:  # each proposer observes the prompt's last position; a draft model computes the prompts
-            decode(name, 1, context - 1)
+        for name, arm in arms.items():  # a draft model computes the prompts; who needs hidden states, observes them all
+            decode(name, 1, 0 if arm.proposer.requires.hidden else context - 1)
             for sequence, token in zip(sequences, first, strict=True):
                 sequence.tokens[context:] = [token]
         rows, facts = [], {"batch": len(requests), "context": context, "turn": turn}

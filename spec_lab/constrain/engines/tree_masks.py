@@ -17,14 +17,14 @@ from functools import lru_cache
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
-from spec_lab.constrain.protocol import Masks, Onward, Stuck, everything, width
+from spec_lab.constrain.protocol import ConstraintError, Continuation, Masks, full_mask, width
 from spec_lab.core.draft import Shape
 
 NOWHERE = "NoExtensionBias"
 """How the engine's error begins where no token may come and the text may not end either."""
 
 
-class Matched:
+class GrammarState:
     """What a grammar knows after one path of tokens.
 
     After the end of a text only ends come, unless the grammar itself goes on there. Where no token may come and the
@@ -45,7 +45,7 @@ class Matched:
         """Whether the mask is at hand."""
         return self._mask is not None
 
-    def fork(self) -> Matched:
+    def fork(self) -> GrammarState:
         """An independent copy."""
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
@@ -55,19 +55,21 @@ class Matched:
         """``token`` comes next.
 
         Raises:
-            Stuck: the engine refuses it, or broke.
+            ConstraintError: the engine refuses it, or broke.
         """
         if not 0 <= token < self.vocabulary:
-            raise Stuck(f"request '{self.request}': there is no token {token} in a vocabulary of {self.vocabulary}")
+            raise ConstraintError(
+                f"request '{self.request}': there is no token {token} in a vocabulary of {self.vocabulary}"
+            )
         self._mask = None
         if not self.matcher.consume_token(int(token)):
-            raise Stuck(f"request '{self.request}': {brief(self.matcher.get_error())}")
+            raise ConstraintError(f"request '{self.request}': {brief(self.matcher.get_error())}")
 
     def mask(self) -> np.ndarray:  # [W] uint32
         """What may come next; not to be written to.
 
         Raises:
-            Stuck: the engine broke, at one of its limits for instance.
+            ConstraintError: the engine broke, at one of its limits for instance.
         """
         if self._mask is None:
             mask = np.zeros(width(self.vocabulary), dtype=np.uint32)
@@ -75,13 +77,13 @@ class Matched:
             if self.matcher.is_error():
                 error = self.matcher.get_error()
                 if not error.startswith(NOWHERE):
-                    raise Stuck(f"request '{self.request}': {brief(error)}")
+                    raise ConstraintError(f"request '{self.request}': {brief(error)}")
                 mask[:] = 0
             mask.flags.writeable = False
             self._mask = mask
         return self._mask
 
-    def action(self) -> tuple[Onward, ...] | None:
+    def action(self) -> tuple[Continuation, ...] | None:
         """None: a grammar only says what may come."""
         return None
 
@@ -95,14 +97,14 @@ def brief(error: str) -> str:
 
 
 def masks(
-    states: Sequence[Matched | None],
+    states: Sequence[GrammarState | None],
     shape: Shape,
     token: np.ndarray,
     vocabulary: int,
     ends: frozenset[int],
     pool: LLExecutor | None = None,
 ) -> Masks:
-    """The masks of a forest, as ``by_forks`` gives them, faster.
+    """The masks of a forest, as ``masks_by_forking`` gives them, faster.
 
     Each tree is followed by copies of its root's matcher, one for each leaf, since a node's last child uses the node's
     own copy. With a pool, the engine computes all chains together.
@@ -116,11 +118,11 @@ def masks(
         pool: threads for chains; they pay off where masks are expensive.
 
     Raises:
-        Stuck: from a state at a root; names the request.
+        ConstraintError: from a state at a root; names the request.
     """
     assert len(states) == shape.roots and len(token) == shape.nodes, "a state for each head, a token for each node"
     forest = _Forest(shape, _form(shape), token.tolist(), vocabulary)
-    chains: list[tuple[int, Matched]] = []
+    chains: list[tuple[int, GrammarState]] = []
     for head, state in enumerate(states):
         if state is None:
             forest.open(head)
@@ -187,14 +189,14 @@ class _Forest:
 
     def open(self, head: int) -> None:
         """A tree without a constraint: all tokens but padding."""
-        all_tokens, self.legal[head] = everything(self.vocabulary), True
+        all_tokens, self.legal[head] = full_mask(self.vocabulary), True
         for row in self.form.rows[head]:
             if self.legal[row]:
                 self.bits[row] = all_tokens
                 for child in self.form.children[row]:
                     self.legal[child] = 0 <= self.token[child] < self.vocabulary
 
-    def follow(self, head: int, state: Matched) -> None:
+    def follow(self, head: int, state: GrammarState) -> None:
         """A tree, by copies of the state's matcher. Where one breaks nothing may come after its row."""
         self.bits[head], self.legal[head] = state.mask(), True
         children, at = self.form.children, {head: state.matcher}
@@ -213,7 +215,7 @@ class _Forest:
                 elif children[child]:
                     at[child] = own
 
-    def together(self, chains: list[tuple[int, Matched]], pool: LLExecutor) -> None:
+    def together(self, chains: list[tuple[int, GrammarState]], pool: LLExecutor) -> None:
         """Chains, in parallel, by one copy each: the engine's call for drafts rolls back inside.
 
         First the masks of the roots, then those below legal first tokens.
