@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from spec_lab.constrain.lengths import AtLeast
+from spec_lab.constrain.together import Together
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
