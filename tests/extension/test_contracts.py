@@ -5,18 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.together import Together
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.combined import Combined
 from spec_lab.constrain.control import ControllerConstraint
 from spec_lab.constrain.engines.grammar import regex
-<<<<<<< HEAD
 from spec_lab.constrain.min_new_tokens import MinNewTokens
-=======
->>>>>>> h/analysis
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Limits, fixed_group
