@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from spec_lab.constrain.lengths import AtLeast
+from spec_lab.constrain.together import Together
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
 from spec_lab.constrain.control import Controlled
 from spec_lab.constrain.engines.grammar import regex
-from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.engine import Limits
 from spec_lab.propose.best_first import Budget
