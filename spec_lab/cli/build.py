@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
@@ -18,10 +19,12 @@ from omegaconf.errors import MissingMandatoryValue
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
+from spec_lab.cli.status import Status
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
+LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parents[1]
 
 REUSED = ProcessCache()
@@ -292,10 +295,8 @@ def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> 
     return target
 
 
-def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
-    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
-    check_options(config)
-    check_torchrun(config)
+def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Build the task, the lab, its settings, and the config as it is written to files."""
     from spec_lab.results.manifest import begun_trees, digest
     from spec_lab.tasks.lab import Lab, Settings
 
@@ -310,14 +311,25 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
     check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
+    LOG.info("Loading target %s", shown["target"].get("path", ""))
     target = named_as_written(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
+    LOG.info("Loading proposer")
     proposer = build(begun, "proposer", target=target)
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
     binding, pieces = bind(config, settings, target)
     lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, binding, pieces)
+    return work, lab, settings, shown
+
+
+def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
+    check_options(config)
+    check_torchrun(config)
+    with Status():
+        work, lab, settings, shown = _prepare(config, out, overrides)
     with interrupt.Raising():
         return int(work(lab, settings, shown))
