@@ -30,7 +30,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
 
     Raises:
         ValueError: there is no run, or none of its groups is finished; its files are not readable.
-        sweep.Held: the run still goes on.
+        sweep.Locked: the run still goes on.
         OSError: Weights & Biases cannot be reached, or fails.
     """
     folder = Path(folder)
@@ -64,7 +64,7 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
     """As ``track``, for a run or for every run of a sweep: one line for each, those that could not be shown included.
 
     Raises:
-        ValueError, sweep.Held, OSError: as ``track``, of a run alone; OSError also of a sweep.
+        ValueError, sweep.Locked, OSError: as ``track``, of a run alone; OSError also of a sweep.
         Unreadable: of a sweep, after all lines: there are runs whose files are not readable.
     """
     folder = Path(folder)
@@ -77,7 +77,7 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
             with sweep.reading(one.folder):
                 where = track(one.folder, project, entity, mode)
             yield f"{one.folder}: {where}"
-        except (ValueError, sweep.Held) as error:
+        except (ValueError, sweep.Locked) as error:
             yield f"{one.folder}: not shown: {error}"
             spoilt += [one.folder.name] * isinstance(error, Unreadable)
     if spoilt:
