@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from scripts.zoo.records import HELD_OUT_SEED, record
 from spec_lab.cli.main import conf, main, zoo
 from spec_lab.constrain.load import json_schema, lark, regex
-from spec_lab.constrain.protocol import Stuck, allows, the_only, unpack
+from spec_lab.constrain.protocol import ConstraintError, allows, single_token, unpack
 from spec_lab.engine.request import Request
 from tests import checkpoints
 from tests.constrain.parts import bundled
@@ -68,7 +68,7 @@ def walk(kind, text):
         mask = state.mask()
         if not allows(mask, token):
             return place, forced / len(rest)
-        forced += the_only(mask) == token
+        forced += single_token(mask) == token
         if place < len(rest) - 1:
             state.advance(token)
     return None, forced / len(rest)
@@ -128,7 +128,7 @@ def refused(made):
     for prompt in prompts("json"):
         try:
             made.start(Request(0, prompt["id"], tuple(tokenizer().encode(prompt["prompt"]))))
-        except Stuck:
+        except ConstraintError:
             found.append(prompt["prompt"])
     return found
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.cli import main as cli
-from spec_lab.constrain import AppliedConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun
 from spec_lab.tasks.benchmark import run
@@ -134,7 +134,7 @@ def follows(binding: AppliedConstraint, target: Any, prompt: Any, sampling: Any)
     """Whether the constraint can begin with the prompt: JSON Lines are no JSON."""
     try:
         binding.constraint.start(requests_of(target, [prompt], sampling, 1)[0])
-    except Stuck:
+    except ConstraintError:
         return False
     return True
 

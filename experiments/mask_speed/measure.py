@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import spec_lab
 from spec_lab.constrain.engines.grammar import Grammar, json_schema, regex
-from spec_lab.constrain.engines.walk import Matched
+from spec_lab.constrain.engines.tree_masks import GrammarState
 from spec_lab.constrain.protocol import unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape, chain, forest, tree
@@ -87,7 +87,7 @@ def larger(base: Vocabulary, size: int) -> Vocabulary:
 # 2. Drafts: all legal, below texts drawn evenly from the masks
 
 
-def step(state: Matched, rng: np.random.Generator) -> int | None:
+def step(state: GrammarState, rng: np.random.Generator) -> int | None:
     """A token that may come next, other than the end; None where there is none."""
     fork = state.fork()  # the state itself is asked for no mask, which it would keep
     allowed = np.flatnonzero(unpack(fork.mask(), fork.vocabulary))
@@ -95,7 +95,7 @@ def step(state: Matched, rng: np.random.Generator) -> int | None:
     return int(rng.choice(allowed)) if len(allowed) else None
 
 
-def text(grammar: Grammar, length: int, rng: np.random.Generator) -> Matched:
+def text(grammar: Grammar, length: int, rng: np.random.Generator) -> GrammarState:
     while True:
         state = grammar.start(Request(0, "text", (1,)))
         for _ in range(length):
@@ -107,7 +107,7 @@ def text(grammar: Grammar, length: int, rng: np.random.Generator) -> Matched:
             return state
 
 
-def draft(grammar: Grammar, one: Shape, rng: np.random.Generator) -> tuple[Matched, list[int]]:
+def draft(grammar: Grammar, one: Shape, rng: np.random.Generator) -> tuple[GrammarState, list[int]]:
     """A state, and tokens for a tree below it."""
     while True:
         state = text(grammar, int(rng.integers(5, 60)), rng)
@@ -188,7 +188,7 @@ class Case:
             fresh = [state.fork() for state in states]  # none keeps a mask, on either side
             matchers = [state.fork().matcher for state in states]
 
-            def ours(fresh: list[Matched] = fresh) -> np.ndarray:
+            def ours(fresh: list[GrammarState] = fresh) -> np.ndarray:
                 return self.grammar.masks(fresh, self.shape, token).bits
 
             def bare(matchers: list[LLMatcher] = matchers) -> np.ndarray:

@@ -1,11 +1,20 @@
-"""Constraints: states along a path that say what may come next, or what must happen first.
+"""Constrained decoding: token masks that follow a state, and actions such as backtracking and forking.
 
-``state`` is the protocol, ``binding`` says where a constraint binds and drives it through the decode loop. Grammars:
-``engines``. ``control`` turns a ``Controller`` (the Branch
-protocol) into a constraint; ``healing``, ``banned`` and ``lengths`` are text's own; ``together`` binds by several.
+``protocol`` defines constraints and their states, ``applied`` says what a constraint applies to (target, draft, both)
+and computes each step's masks. ``engines`` compile grammars. ``control`` turns a ``Controller`` (the Branch protocol)
+into a constraint. ``healing``, ``banned`` and ``min_new_tokens`` follow from options of the run; ``combined`` applies
+several constraints at once.
 """
 
 from spec_lab.constrain.applied import AppliedConstraint, StepConstraint
-from spec_lab.constrain.protocol import Constraint, Masks, Onward, State, Stuck
+from spec_lab.constrain.protocol import Constraint, ConstraintError, ConstraintState, Continuation, Masks
 
-__all__ = ["AppliedConstraint", "Constraint", "Masks", "Onward", "State", "StepConstraint", "Stuck"]
+__all__ = [
+    "AppliedConstraint",
+    "Constraint",
+    "ConstraintError",
+    "ConstraintState",
+    "Continuation",
+    "Masks",
+    "StepConstraint",
+]

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.constrain.protocol import Constraint, Masks, State, Stuck, allows, by_forks, the_only, unpack
+from spec_lab.constrain.protocol import (
+    Constraint,
+    ConstraintError,
+    ConstraintState,
+    Masks,
+    allows,
+    masks_by_forking,
+    single_token,
+    unpack,
+)
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import one_of, whole
 from spec_lab.engine.request import Request
@@ -56,7 +65,7 @@ class AppliedConstraint:
         for name in ("fast_forward", "async_masks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
-        if not self.on_target and self.constraint.acts:
+        if not self.on_target and self.constraint.has_actions:
             raise ValueError(
                 f"constraint.placement={self.placement} leaves the output alone, but '{self.constraint.name}' acts on "
                 "the output: set constraint.placement to target or both"
@@ -113,13 +122,13 @@ class DraftTreeMasks:
         applied: with the budget.
     """
 
-    def __init__(self, states: Sequence[State | None], applied: AppliedConstraint) -> None:
+    def __init__(self, states: Sequence[ConstraintState | None], applied: AppliedConstraint) -> None:
         self.vocabulary = applied.constraint.vocabulary
         self.forces = bool(applied.fast_forward)
         most, self.seconds_left = applied.budget()
         self.left = [most] * len(states)
         self.states = states
-        self.at: dict[int, State | None] = {}  # by row; None where everything is allowed
+        self.at: dict[int, ConstraintState | None] = {}  # by row; None where everything is allowed
         self.dead: set[int] = set()  # rows after which nothing may come
         self.used = False
         self.seconds = 0.0
@@ -134,7 +143,7 @@ class DraftTreeMasks:
         for place, row in enumerate(rows.tolist()):
             try:
                 mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
-            except Stuck:  # whether anything comes to it is not decided yet
+            except ConstraintError:  # whether anything comes to it is not decided yet
                 self.dead.add(row)
             if row in self.dead:
                 allowed[place] = False
@@ -197,20 +206,20 @@ class StepConstraint:
     @property
     def drafts(self) -> bool:
         """Whether anything can be drafted: states that cannot be forked are decoded token by token."""
-        return bool(getattr(self.constraint, "peeks", True))
+        return bool(getattr(self.constraint, "supports_drafts", True))
 
-    def start(self, request: Request) -> State:
+    def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
         return self.constraint.start(request)
 
-    def draft_masks(self, states: Sequence[State | None]) -> DraftTreeMasks | None:
+    def draft_masks(self, states: Sequence[ConstraintState | None]) -> DraftTreeMasks | None:
         """Masks for a draft that grows below these states; None where the draft is not constrained."""
         if self.applied.on_draft and self.drafts:
             return DraftTreeMasks(states, self.applied)
         return None
 
     def masks(
-        self, states: Sequence[State | None], draft: Draft, draft_masks: DraftTreeMasks | None
+        self, states: Sequence[ConstraintState | None], draft: Draft, draft_masks: DraftTreeMasks | None
     ) -> tuple[Draft, StepMasks | Future[StepMasks]]:
         """The draft without nodes that cannot be reached, and its masks, perhaps still being computed.
 
@@ -223,10 +232,10 @@ class StepConstraint:
             draft_masks: that the proposer may have used.
         """
         unused = draft_masks is not None and not draft_masks.used
-        prunes = unused and draft.drawn == "point" and draft.shape.nodes > 0
+        prunes = unused and draft.ways == {"point"} and draft.shape.nodes > 0
         if prunes and draft_masks is not None and self.applied.draft_budget is not None:
             draft, prunes = _pruned(draft, draft_masks), False
-        if self.applied.async_masks and not prunes and not self.constraint.acts:
+        if self.applied.async_masks and not prunes and not self.constraint.has_actions:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
             return draft, self._thread.submit(self._masks, states, draft)
@@ -248,34 +257,39 @@ class StepConstraint:
             self._thread.shutdown()
             self._thread = None
 
-    def _masks(self, states: Sequence[State | None], draft: Draft) -> StepMasks:
+    def _masks(self, states: Sequence[ConstraintState | None], draft: Draft) -> StepMasks:
         start = time.perf_counter()
         shape, token = draft.shape, draft.token.cpu().numpy()
         failed: dict[int, str] = {}
         try:
             masks = self._of(states, shape, token)
-        except Stuck:  # one of them, perhaps at a node that is never reached: each tree alone finds out
+        except ConstraintError:  # one of them, perhaps at a node that is never reached: each tree alone finds out
             each = [self._alone(tree, states, shape, token, failed) for tree in range(len(states))]
             own = shape.root, np.arange(shape.rows)
             masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
         return StepMasks(masks, failed, time.perf_counter() - start)
 
     def _alone(
-        self, tree: int, states: Sequence[State | None], shape: Shape, token: np.ndarray, failed: dict[int, str]
+        self,
+        tree: int,
+        states: Sequence[ConstraintState | None],
+        shape: Shape,
+        token: np.ndarray,
+        failed: dict[int, str],
     ) -> Masks:
         """The masks of one tree; where its root itself is stuck, nothing is masked and ``failed`` says so."""
         vocabulary = self.constraint.vocabulary
         try:
             one = [state if number == tree else None for number, state in enumerate(states)]
-            return by_forks(one, shape, token, vocabulary)
-        except Stuck as error:
+            return masks_by_forking(one, shape, token, vocabulary)
+        except ConstraintError as error:
             failed[tree] = str(error)
-            return by_forks([None] * len(states), shape, token, vocabulary)
+            return masks_by_forking([None] * len(states), shape, token, vocabulary)
 
-    def _of(self, states: Sequence[State | None], shape: Shape, token: np.ndarray) -> Masks:
+    def _of(self, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray) -> Masks:
         fast = getattr(self.constraint, "masks", None)
         if fast is None:
-            return by_forks(states, shape, token, self.constraint.vocabulary)
+            return masks_by_forking(states, shape, token, self.constraint.vocabulary)
         masks: Masks = fast(states, shape, token)
         return masks
 
@@ -298,7 +312,7 @@ def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  #
     return torch.from_numpy(unpack(masks.bits, vocabulary)).to(device)
 
 
-def forced_token(state: State) -> int | None:
+def forced_token(state: ConstraintState) -> int | None:
     """The one token that may come next; None where there is a choice, or nothing may come."""
     mask = state.mask()
-    return None if mask is None else the_only(mask)
+    return None if mask is None else single_token(mask)

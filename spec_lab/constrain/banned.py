@@ -1,4 +1,4 @@
-"""Strings that never appear: as soon as one is complete the text goes back to where it began, and begins it no more."""
+"""Banned strings: as soon as one is complete, the text backtracks to before it, and its first token is banned there."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.constrain.healing import Prefix
-from spec_lab.constrain.protocol import Onward, everything, only
+from spec_lab.constrain.healing import BytePrefix
+from spec_lab.constrain.protocol import Continuation, full_mask, mask_of
 from spec_lab.engine.request import Request
 from spec_lab.text.strings import Match, Strings, Watcher
 
 
 @dataclass(frozen=True)
 class Banned:
-    """Takes back every string of ``strings`` that the output completes. See ``Constraint``.
+    """Backtracks over every string of ``strings`` that the output completes. See ``Constraint``.
 
-    They are looked for until the text ends, a stop string that waits for another around it included. The text goes back
-    to before the token in which the string began, and that token is not allowed there again. This
-    procedure is the law: it is not the model's law given that no string appears.
+    The text backtracks to before the token in which the string began, and that token is not allowed there again. The
+    search lasts until the text ends, also while a complete stop string waits for a longer one around it. The procedure
+    defines the output distribution; it is not the model's distribution conditioned on no string appearing.
 
     Args:
-        strings: to keep out.
+        strings: the banned strings.
         pieces: the bytes of each token.
     """
 
@@ -31,7 +31,7 @@ class Banned:
     _found: Strings = field(init=False, repr=False)
 
     name = "banned"
-    acts = True
+    has_actions = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_found", Strings(tuple(self.strings)))
@@ -43,42 +43,42 @@ class Banned:
 
     @property
     def facts(self) -> dict[str, list[str]]:
-        """What a record should keep."""
+        """See ``Described``."""
         return {"strings": list(self.strings)}
 
-    def start(self, request: Request) -> Watched:
-        """See ``Constraint``. What the prompt holds does not count."""
-        return Watched(Watcher(self.pieces, self._found, request.healed, request.stop), None)
+    def start(self, request: Request) -> BannedState:
+        """See ``Constraint``. Strings in the prompt do not count."""
+        return BannedState(Watcher(self.pieces, self._found, request.healed, request.stop), None)
 
 
-class Watched:
-    """The output so far, as seen by a watcher, and what it found. See ``State``."""
+class BannedState:
+    """The output so far, followed by a watcher, and the string that it completed. See ``ConstraintState``."""
 
     def __init__(self, watcher: Watcher, match: Match | None) -> None:
         self.watcher, self.match = watcher, match
 
-    def fork(self) -> Watched:
-        """See ``State``."""
-        return Watched(self.watcher.fork(), self.match)
+    def fork(self) -> BannedState:
+        """See ``ConstraintState``."""
+        return BannedState(self.watcher.fork(), self.match)
 
     def advance(self, token: int) -> None:
-        """See ``State``."""
+        """See ``ConstraintState``."""
         self.match = self.watcher.push(token)
 
     def mask(self) -> np.ndarray | None:
-        """What is not banned here; as long as healed bytes must be repeated, of what repeats them."""
+        """Return the tokens that are not banned here and, while healed bytes must be repeated, repeat them."""
         watcher, mask = self.watcher, None
         if watcher.place.end < 0:
-            mask = Prefix(watcher.pieces, watcher.healed[watcher.place.end :]).mask()
+            mask = BytePrefix(watcher.pieces, watcher.healed[watcher.place.end :]).mask()
         if not watcher.bans:
             return mask
         width = len(watcher.pieces)
-        return (everything(width) if mask is None else mask) & ~only(watcher.bans, width)
+        return (full_mask(width) if mask is None else mask) & ~mask_of(watcher.bans, width)
 
-    def action(self) -> tuple[Onward, ...] | None:
-        """See ``State``."""
+    def action(self) -> tuple[Continuation, ...] | None:
+        """See ``ConstraintState``."""
         if self.match is None:
             return None
         watcher = self.watcher.fork()
         watcher.rewind(self.match.tokens, self.match.ban)
-        return (Onward(self.match.tokens, Watched(watcher, None)),)
+        return (Continuation(self.match.tokens, BannedState(watcher, None)),)

@@ -1,19 +1,19 @@
-"""Controllers: programs that steer a sequence token by token, and the constraint that drives them with drafts.
+"""Controllers: programs that steer a sequence token by token, and the constraint that runs them with drafts.
 
-The Branch protocol follows AICI's ``mid_process``; what each field means is settled here. The autoregressive driver,
-which calls ``step`` after each sampled token, defines the law; drafts change how fast it is decoded, never the law:
+The Branch protocol follows AICI's ``mid_process``; this module says exactly what each field means. The autoregressive
+driver, which calls ``step`` after each sampled token, defines the output distribution. Drafts change only the speed:
 
-    branches = controller.step(Event())             # at the end of the prompt
+    branches = controller.step(Event())             # after the prompt
     repeat:
-        no branches: the sequence ends ("constraint")
-        one fork of sequence and controller for each branch but the first; then, for each branch on its own:
-        take back ``backtrack`` tokens
-        the limit is reached: the sequence ends ("length")
-        append: ``ff[0]``, or a token sampled from the law under ``allow`` and what ``ff`` puts after it
-        branches = controller.step(Event(number of the branch, backtrack, what was appended))
+        no branch: the sequence ends ("constraint")
+        fork sequence and controller for each branch but the first; then, for each branch on its own:
+        remove ``backtrack`` tokens
+        at the length limit: the sequence ends ("length")
+        append ``ff[0]``, or a token sampled under the mask ``allow`` with the tokens that ``ff`` puts after it
+        branches = controller.step(Event(index of the branch, backtrack, appended tokens))
 
-A stop token or a limit ends the sequence where it comes, within a list as well; the controller is then not asked again.
-Nothing may be sampled, or a controller breaks: the sequence ends ("stuck"), its batch mates go on.
+A stop token or the limit ends the sequence at once, also inside an ``ff`` list; ``step`` is then not called again. If
+no token may be sampled, or a controller raises an error, the sequence ends ("stuck"); the rest of the batch continues.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from spec_lab.constrain.protocol import Onward, State, Stuck, only, width
+from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Continuation, mask_of, width
 from spec_lab.engine.request import Ended, Request
 
 ANY: Final = "any"
-"""Every token."""
+"""Allows every token."""
 
 Allow = Literal["any"] | Collection[int] | np.ndarray | None
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One way on for a sequence.
+    """One continuation of a sequence.
 
     Args:
-        backtrack: tokens to take back first, from the sequence's end. The token just sampled counts, and so do the
-            tokens fast-forwarded after it: 1 takes back the very last token that the sequence has, whatever put it
-            there. Tokens of the prompt stay: who reaches for them breaks.
-        allow: what may be sampled next: ``ANY``, these tokens only, or a packed mask (``[W]`` uint32, see ``state``).
-            None: nothing is sampled, and ``ff`` holds exactly one list, which is appended.
-        ff: with an ``allow``: lists of tokens, no two with the same first one. If the sampled token is the first of a
-            list, the whole list is appended, the sampled token once; else the sampled token alone. A list whose first
-            token is not allowed is never used. No list is empty.
+        backtrack: number of tokens to remove first from the sequence's end. The token just sampled counts, and so do
+            the tokens fast-forwarded after it: 1 removes the sequence's last token, whatever put it there. Removing
+            tokens of the prompt is an error.
+        allow: the tokens that may be sampled next: ``ANY``, a collection of tokens, or a packed mask (``[W]`` uint32,
+            see ``protocol``). None: no token is sampled, and ``ff`` holds exactly one list, which is appended.
+        ff: fast-forward (jump-forward) tokens. With an ``allow``: lists of tokens, no two with the same first token. If
+            the sampled token is the first of a list, the whole list is appended, the sampled token once; otherwise the
+            sampled token alone. A list whose first token is not allowed is never used. No list is empty.
 
     Raises:
-        Stuck: lists that are empty, ambiguous or not as many as needed; a negative ``backtrack``.
+        ConstraintError: an empty or ambiguous list, a wrong number of lists, a negative ``backtrack``.
     """
 
     backtrack: int = 0
@@ -58,25 +58,25 @@ class Branch:
     def __post_init__(self) -> None:
         firsts = [tokens[0] for tokens in self.ff if len(tokens)]
         if len(firsts) < len(self.ff):
-            raise Stuck("a Branch has an empty list of tokens to fast-forward")
+            raise ConstraintError("a Branch has an empty list of tokens to fast-forward")
         if self.allow is None and len(self.ff) != 1:
-            raise Stuck(f"a Branch that samples nothing appends exactly one list of tokens, not {len(self.ff)}")
+            raise ConstraintError(f"a Branch without allow needs exactly one list of tokens in ff, not {len(self.ff)}")
         if len(set(firsts)) < len(firsts):
-            raise Stuck("a Branch has two lists to fast-forward that begin with the same token")
+            raise ConstraintError("a Branch has two lists to fast-forward that begin with the same token")
         if self.backtrack < 0:
-            raise Stuck(f"a Branch takes back {self.backtrack} tokens")
+            raise ConstraintError(f"a Branch has the negative backtrack {self.backtrack}")
 
 
 @dataclass(frozen=True)
 class Event:
-    """What became of the last step's branch.
+    """What the engine did with a branch of the last step.
 
     Args:
-        branch: its place in the list that ``step`` returned. Branch 0 keeps the sequence, its cells and its stream of
-            random choices; every other one is a fork of it, which shares its cells and has a stream of its own.
-        backtrack: tokens that were taken back.
-        append: tokens that were appended then: sampled, fast-forwarded, or both. Empty in the first event only, which
-            comes when nothing has been emitted yet.
+        branch: its index in the list that ``step`` returned. Branch 0 keeps the sequence, its KV cells and its random
+            stream; every other branch is a fork, which shares the cells and has a random stream of its own.
+        backtrack: number of tokens that were removed.
+        append: tokens that were appended after that: sampled, fast-forwarded, or both. Empty only in the first event,
+            before any token is emitted.
     """
 
     branch: int = 0
@@ -87,181 +87,183 @@ class Event:
 class Controller(Protocol):
     """Steers one sequence.
 
-    With drafts, ``step`` is also called on forks, for tokens that may then be rejected: its result must follow from the
+    With drafts, ``step`` is also called on forks, for draft tokens that may be rejected: its result must depend on the
     events alone, and it must have no effect outside the controller. A controller that cannot be forked is decoded
-    without drafts (``Controlled.peeks``). Whatever it raises ends its own sequence only.
+    without drafts (``ControllerConstraint.supports_drafts``). An error that it raises ends its own sequence only.
     """
 
     def step(self, event: Event) -> Sequence[Branch]:
-        """What to do next. No branch at all ends the sequence."""
+        """Return what to do next; an empty list ends the sequence."""
         ...
 
     def fork(self) -> Controller:
-        """An independent copy."""
+        """Return an independent copy."""
         ...
 
 
 @dataclass(frozen=True)
-class Controlled:
+class ControllerConstraint:
     """Requests steered by controllers. See ``Constraint``.
 
     Args:
-        make: a new controller for each request.
+        make: returns a new controller for a request.
         vocabulary: V.
         name: as in configs and records.
-        peeks: whether controllers can be forked; otherwise nothing is drafted.
-        facts: what a record should keep.
-        keep: as ``Constraint`` may offer it; None keeps every sequence.
-        wants_logprobs: whether ``keep`` reads log-probabilities.
+        supports_drafts: whether controllers can be forked; without forks nothing is drafted.
+        facts: what the manifest records.
+        keep: selects finished sequences (``SelectsSequences``); None keeps all of them.
+        reads_logprobs: whether ``keep`` reads log-probabilities.
     """
 
     make: Callable[[Request], Controller]
     vocabulary: int
     name: str = "controller"
-    peeks: bool = True
+    supports_drafts: bool = True
     facts: Mapping[str, Any] = field(default_factory=dict)
     keep: Callable[[Sequence[Ended]], Collection[int]] | None = None
-    wants_logprobs: bool = False
+    reads_logprobs: bool = False
 
-    acts = True
+    has_actions = True
 
-    def start(self, request: Request) -> Steered:
+    def start(self, request: Request) -> ControllerState:
         """See ``Constraint``."""
         try:
             controller = self.make(request)
         except Exception as error:
-            raise Stuck(f"controller '{self.name}' cannot be made: {_words(error)}") from error
-        state = Steered(self, controller, Branch())
+            raise ConstraintError(f"controller '{self.name}' cannot be made: {_message(error)}") from error
+        state = ControllerState(self, controller, Branch())
         state.step(Event())
         return state
 
 
-class Steered:
-    """A controller between two of its steps. See ``State``.
+class ControllerState:
+    """A controller between two of its steps. See ``ConstraintState``.
 
     Args:
-        of: whose controller.
-        controller: as it is after its last step.
-        branch: what that step said.
-        number: its place in what the step returned.
+        of: the constraint that made the controller.
+        controller: after its last step.
+        branch: the branch of that step which this sequence follows.
+        number: its index in what the step returned.
     """
 
-    def __init__(self, of: Controlled, controller: Controller, branch: Branch, number: int = 0) -> None:
+    def __init__(self, of: ControllerConstraint, controller: Controller, branch: Branch, number: int = 0) -> None:
         self.of, self.controller = of, controller
         self.appended: tuple[int, ...] = ()
-        self.certain: tuple[int, ...] = ()
-        self.wanted: tuple[Onward, ...] | None = None
+        self.forced: tuple[int, ...] = ()
+        self.pending: tuple[Continuation, ...] | None = None
         self._follow(branch, number)
 
-    def fork(self) -> State:
-        """See ``State``. A controller that cannot be forked is a barrier to drafts, and no error."""
+    def fork(self) -> ConstraintState:
+        """See ``ConstraintState``. A controller that cannot be forked is a barrier to drafts, not an error."""
         try:
             controller = self.controller.fork()
         except Exception as error:
-            return Failed(Stuck(f"controller '{self.of.name}' cannot be forked: {_words(error)}"))
-        twin = Steered(self.of, controller, self.branch, self.number)
-        twin.appended, twin.certain = self.appended, self.certain
-        if self.wanted is not None:
-            twin.wanted = tuple(Onward(one.backtrack, one.state.fork()) for one in self.wanted)
+            return FailedState(ConstraintError(f"controller '{self.of.name}' cannot be forked: {_message(error)}"))
+        twin = ControllerState(self.of, controller, self.branch, self.number)
+        twin.appended, twin.forced = self.appended, self.forced
+        if self.pending is not None:
+            twin.pending = tuple(Continuation(one.backtrack, one.state.fork()) for one in self.pending)
         return twin
 
     def advance(self, token: int) -> None:
-        """See ``State``."""
+        """See ``ConstraintState``."""
         self.appended += (token,)
-        if self.certain:
-            self.certain = self.certain[1:]
+        if self.forced:
+            self.forced = self.forced[1:]
         else:
-            self.certain = next((tuple(tokens[1:]) for tokens in self.branch.ff if tokens[0] == token), ())
-        if not self.certain:
+            self.forced = next((tuple(tokens[1:]) for tokens in self.branch.ff if tokens[0] == token), ())
+        if not self.forced:
             try:
                 self.step(Event(self.number, self.branch.backtrack, self.appended))
-            except Stuck as error:
-                self.wanted = Failed(error).action()
+            except ConstraintError as error:
+                self.pending = FailedState(error).action()
 
     def mask(self) -> np.ndarray | None:
-        """See ``State``."""
-        allow = self.certain[:1] or self.branch.allow
+        """See ``ConstraintState``."""
+        allow = self.forced[:1] or self.branch.allow
         if allow is None or isinstance(allow, str):
             return None
-        return allow if isinstance(allow, np.ndarray) else only(allow, self.of.vocabulary)
+        return allow if isinstance(allow, np.ndarray) else mask_of(allow, self.of.vocabulary)
 
-    def action(self) -> tuple[Onward, ...] | None:
-        """See ``State``."""
-        return self.wanted
+    def action(self) -> tuple[Continuation, ...] | None:
+        """See ``ConstraintState``."""
+        return self.pending
 
     def step(self, event: Event) -> None:
-        """Ask the controller, and follow it.
+        """Call the controller's ``step`` and follow its branches.
 
         Raises:
-            Stuck: it broke; names it and the event.
+            ConstraintError: it raised an error, or returned no valid branches; names it and the event.
         """
         try:
             branches = self._checked(self.controller.step(event))
             controllers = [self.controller, *(self.controller.fork() for _ in branches[1:])]
         except Exception as error:
-            raise Stuck(f"controller '{self.of.name}' at {event}: {_words(error)}") from error
+            raise ConstraintError(f"controller '{self.of.name}' at {event}: {_message(error)}") from error
         if len(branches) == 1 and not branches[0].backtrack:
             self._follow(branches[0])
             return
-        self.wanted = tuple(
-            Onward(branch.backtrack, Steered(self.of, controller, branch, number))
+        self.pending = tuple(
+            Continuation(branch.backtrack, ControllerState(self.of, controller, branch, number))
             for number, (controller, branch) in enumerate(zip(controllers, branches, strict=False))
         )
 
     def _follow(self, branch: Branch, number: int = 0) -> None:
         self.branch, self.number, self.appended = branch, number, ()
-        self.certain = tuple(branch.ff[0]) if branch.allow is None else ()
+        self.forced = tuple(branch.ff[0]) if branch.allow is None else ()
 
     def _checked(self, branches: Any) -> tuple[Branch, ...]:
-        """What a step returned, if it is as it must be: later nothing is looked at again."""
+        """Return what a step returned after checking all of it, since nothing is checked later."""
         if not isinstance(branches, list | tuple) or not all(isinstance(branch, Branch) for branch in branches):
-            raise Stuck(f"step must return a list of Branch, not {branches!r:.200}")
+            raise ConstraintError(f"step must return a list of Branch, not {branches!r:.200}")
         for branch in branches:
             tokens = [token for one in branch.ff for token in one]
             if isinstance(branch.allow, np.ndarray):
                 if branch.allow.dtype != np.uint32 or branch.allow.shape != (width(self.of.vocabulary),):
-                    raise Stuck(
+                    raise ConstraintError(
                         f"a packed mask is [{width(self.of.vocabulary)}] uint32, "
                         f"not {[*branch.allow.shape]} {branch.allow.dtype}"
                     )
             elif isinstance(branch.allow, str):
                 if branch.allow != ANY:
-                    raise Stuck(f"a Branch allows {branch.allow!r}: give tokens, ANY or None")
+                    raise ConstraintError(
+                        f"a Branch has allow={branch.allow!r}: give tokens, a packed mask, ANY or None"
+                    )
             elif branch.allow is not None:
                 tokens += branch.allow
             wrong = [token for token in tokens if not 0 <= token < self.of.vocabulary]
             if wrong:
-                raise Stuck(f"a Branch names token {wrong[0]}; there are tokens 0 to {self.of.vocabulary - 1}")
+                raise ConstraintError(f"a Branch holds the token {wrong[0]}, outside 0 to {self.of.vocabulary - 1}")
         return tuple(branches)
 
 
-class Failed:
-    """A controller that broke. See ``State``.
+class FailedState:
+    """A controller that raised an error. See ``ConstraintState``.
 
-    It shows as a barrier, so that drafts that come there are judged as if it were well: the error waits until the
-    token is committed, and is raised only when the action is taken.
+    It is a barrier: draft tokens up to it are verified as usual, and the error is raised only if its token is committed
+    and the action is taken.
     """
 
-    def __init__(self, error: Stuck, noticed: bool = False) -> None:
+    def __init__(self, error: ConstraintError, noticed: bool = False) -> None:
         self.error, self.noticed = error, noticed
 
-    def fork(self) -> Failed:
-        """See ``State``."""
+    def fork(self) -> FailedState:
+        """See ``ConstraintState``."""
         return self
 
     def advance(self, token: int) -> None:
-        """See ``State``."""
+        """See ``ConstraintState``."""
 
     def mask(self) -> np.ndarray | None:
-        """See ``State``."""
+        """See ``ConstraintState``."""
         raise self.error
 
-    def action(self) -> tuple[Onward, ...] | None:
-        """See ``State``."""
+    def action(self) -> tuple[Continuation, ...] | None:
+        """See ``ConstraintState``."""
         if self.noticed:
             raise self.error
-        return (Onward(0, Failed(self.error, True)),)
+        return (Continuation(0, FailedState(self.error, True)),)
 
 
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, Stuck) else f"{type(error).__name__}: {error}"
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, ConstraintError) else f"{type(error).__name__}: {error}"

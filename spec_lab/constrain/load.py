@@ -1,4 +1,4 @@
-"""Constraints from scalar options, as configs give them, and what the text options of a run add to them."""
+"""Build constraints from the scalar options of configs, and combine them with the text options of a run."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from inspect import signature
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
 from spec_lab.constrain.applied import AppliedConstraint
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.control import Controlled
+from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.control import ControllerConstraint
 from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.healing import Healing
-from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.protocol import Constraint
-from spec_lab.constrain.together import Together
+from spec_lab.constrain.min_new_tokens import MinNewTokens
+from spec_lab.constrain.protocol import Constraint, ReadsPrompt
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief, one_of, strings, whole
 
@@ -24,7 +25,7 @@ ENGINES = ("llguidance", "xgrammar")
 
 
 def none(vocabulary: Vocabulary) -> None:
-    """Nothing binds."""
+    """Return no constraint."""
 
 
 def regex(
@@ -34,13 +35,13 @@ def regex(
 
     Args:
         vocabulary: the target's.
-        pattern: the expression; empty where every prompt brings its own.
+        pattern: the expression; empty if every prompt brings its own.
         prompt: whether the matched text begins with the prompt.
         engine: "llguidance", or "xgrammar", an optional extra.
         options: of the engine, such as llguidance's ``threads`` and ``limits``.
 
     Raises:
-        ValueError: an expression that cannot be compiled, an unknown engine.
+        ValueError: the expression cannot be compiled; an unknown engine or option.
     """
     return _compile(engine, "regex", vocabulary, pattern or None, prompt=prompt, **options)
 
@@ -58,18 +59,18 @@ def json_schema(
 
     Args:
         vocabulary: the target's.
-        schema: the schema; empty where every prompt brings its own, or
-        path: the file it stands in, a regular file of at most 16 MiB.
+        schema: the schema; empty if every prompt brings its own.
+        path: a file that holds the schema instead: a regular file of at most 16 MiB.
         prompt: as in ``regex``.
         engine: as in ``regex``.
-        lines: also allow JSON Lines: after the first value, further values of the schema, each on one line, and a last
+        lines: also allow JSON Lines: after the first value, further values of the schema, each on one line, and a final
             line feed. Requires the engine llguidance.
         options: of the engine, such as llguidance's ``whitespace_flexible``, ``threads`` and ``limits``. With
-            ``lines``, those of white space and separators apply to the first value only.
+            ``lines``, options of white space and separators apply to the first value only.
 
     Raises:
-        ValueError: a schema that is none or cannot be compiled, an unknown engine, ``lines`` with another engine.
-        OSError: no such file.
+        ValueError: the schema is invalid or cannot be compiled; the file cannot be read; an unknown engine or option;
+            ``lines`` with another engine than llguidance.
     """
     if not isinstance(lines, bool):
         raise ValueError(f"constraint.lines must be true or false, not {brief(lines)}")
@@ -100,36 +101,36 @@ def choice(
     engine: str = "llguidance",
     **options: Any,
 ) -> Constraint:
-    """The output is one of some texts. Arguments and errors as in ``regex``."""
+    """The output is one of the texts ``choices``. Arguments and errors as in ``regex``."""
     source = strings("constraint.choices", choices) or None
     return _compile(engine, "choice", vocabulary, source, prompt=prompt, **options)
 
 
 def controller(vocabulary: Vocabulary, make: str, options: Mapping[str, Any] | None = None) -> Constraint:
-    """The output is steered by a controller of one's own.
+    """The output is steered by a controller of the user's.
 
     Args:
         vocabulary: the target's.
-        make: dotted name of a function that, given the vocabulary and the options, returns a constraint
-            (``Controlled``), or what makes a controller for each request.
-        options: for it.
+        make: dotted name of a function of the vocabulary and the options. It returns a constraint
+            (``ControllerConstraint``), or a function that makes a controller for each request.
+        options: keyword arguments of that function.
 
     Raises:
-        ValueError: nothing of that name.
+        ValueError: the name cannot be imported, or the function cannot be called so.
     """
     module, _, name = make.rpartition(".")
     try:
-        found = getattr(import_module(module), name)
+        found = resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"constraint.make={make} names nothing that can be imported: {error}") from error
+        raise ValueError(f"constraint.make={make} cannot be imported: {error}") from error
     try:
         made: Any = found(vocabulary, **(options or {}))
     except TypeError as error:
         raise ValueError(f"constraint.make={make} cannot be called with (vocabulary, **options): {error}") from error
-    return made if hasattr(made, "start") else Controlled(made, vocabulary.size, name)
+    return made if isinstance(made, Constraint) else ControllerConstraint(made, vocabulary.size, name)
 
 
-def together(
+def combine(
     constraint: Constraint | None,
     vocabulary: Vocabulary | None,
     options: Mapping[str, Any],
@@ -137,18 +138,18 @@ def together(
     banned: Sequence[str] = (),
     at_least: int = 0,
 ) -> AppliedConstraint | None:
-    """What binds a run: the constraint, and what its text options add; None where nothing does.
+    """Return a run's constraint together with what its text options add; None where there is none.
 
     Args:
-        constraint: None for none.
-        vocabulary: the target's; may be None where nothing binds.
-        options: of ``AppliedConstraint``: placement and the like.
+        constraint: the configured constraint; None for none.
+        vocabulary: the target's; may be None where there is no constraint.
+        options: of ``AppliedConstraint``, such as placement.
         healing: whether prompts are healed.
-        banned: strings that never appear.
-        at_least: tokens before a text may end.
+        banned: strings that must not appear.
+        at_least: number of new tokens before a text may end.
 
     Raises:
-        ValueError: see ``AppliedConstraint`` and ``Together``; options of the wrong kind.
+        ValueError: as in ``AppliedConstraint`` and ``Combined``; an invalid option.
     """
     parts = [] if constraint is None else [constraint]
     whole("min_new_tokens", at_least, 0)
@@ -156,36 +157,36 @@ def together(
     if healing or banned or at_least:
         if vocabulary is None:
             raise ValueError(
-                "token_healing, banned_strings and min_new_tokens need a target whose tokens' bytes are known"
+                "token_healing, banned_strings and min_new_tokens require a target whose tokens' bytes are known"
             )
         parts += [Healing(vocabulary.bytes)] if healing else []
         parts += [Banned(tuple(banned), vocabulary.bytes)] if banned else []
-        parts += [AtLeast(at_least, vocabulary.size)] if at_least else []
+        parts += [MinNewTokens(at_least, vocabulary.size)] if at_least else []
     if not parts:
         return None
-    if healing and constraint is not None and not getattr(constraint, "prompt", False):
+    if healing and constraint is not None and not (isinstance(constraint, ReadsPrompt) and constraint.prompt):
         raise ValueError(
-            f"token_healing=true lets the output begin with the prompt's last bytes, which '{constraint.name}' does "
-            "not expect: set token_healing=false, or constraint.prompt=true where it has that option"
+            f"token_healing=true makes the output begin with the prompt's last bytes, which '{constraint.name}' does "
+            "not allow: set token_healing=false, or constraint.prompt=true if it has that option"
         )
     if len(parts) > (constraint is not None) and options.get("placement", "both") not in ("target", "both"):
         raise ValueError(
-            "token_healing, banned_strings and min_new_tokens bind the output, which "
-            f"constraint.placement={options['placement']} leaves alone: set it to target or both, or leave them out"
+            "token_healing, banned_strings and min_new_tokens constrain the output, which "
+            f"constraint.placement={options['placement']} does not: set it to target or both, or leave them out"
         )
-    return AppliedConstraint(parts[0] if len(parts) == 1 else Together(parts), **options)
+    return AppliedConstraint(parts[0] if len(parts) == 1 else Combined(parts), **options)
 
 
 def _compile(engine: str, kind: str, vocabulary: Vocabulary, source: Any, **options: Any) -> Constraint:
-    """``source`` by an engine.
+    """Return a constraint of a kind, compiled from ``source`` by an engine.
 
     Raises:
-        ValueError: an unknown engine, an option it does not know, a source that does not compile.
+        ValueError: an unknown engine or option, a source that does not compile.
     """
-    load = getattr(_engine(engine), kind)
+    load = vars(_engine(engine))[kind]
     unknown = sorted(options.keys() - signature(load).parameters.keys())
     if unknown:
-        raise ValueError(f"constraint.{unknown[0]} is no option of {kind} with the engine {engine}")
+        raise ValueError(f"constraint.{unknown[0]} is not an option of {kind} with constraint.engine={engine}")
     made: Constraint = load(vocabulary, source, **options)
     return made
 
@@ -197,6 +198,6 @@ def _engine(name: str) -> ModuleType:
         import_module("xgrammar")
     except ImportError as error:
         raise ValueError(
-            f"constraint.engine=xgrammar needs the extra of that name: pip install 'spec-lab[xgrammar]' ({error})"
+            f"constraint.engine=xgrammar requires an extra: pip install 'spec-lab[xgrammar]' ({error})"
         ) from error
     return import_module("spec_lab.constrain.engines.xgrammar")

@@ -1,76 +1,79 @@
-"""What a constraint is: a state along a path of tokens, and the masks of whole trees that follow from it.
+"""What a constraint is: a state that is carried along a sequence, and the token masks of draft trees.
 
-Masks are packed: bit t of a row, lowest bit first, says whether token t may come next; ``W = ceil(V / 32)`` words of 32
-bits make a row. A token is forced where its mask allows no other; there is no other way to say so.
+Masks are packed. Bit t of a row, lowest bit first, is set if token t is allowed next; ``W = ceil(V / 32)`` words of 32
+bits make a row. A token is forced (a jump-forward token) where its mask allows no other token.
+
+Abilities that a constraint may have besides are Protocols of their own, asked for with ``isinstance``: ``TreeMasks``,
+``LimitsDrafts``, ``SelectsSequences``, ``Composite``, ``PerRequestSource``, ``ReadsPrompt``, ``CertifiableConstraint``,
+and ``core.protocols.Described``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from spec_lab.core.draft import Shape
-from spec_lab.engine.request import Request
+from spec_lab.engine.request import Ended, Request
+
+if TYPE_CHECKING:
+    from spec_lab.constrain.vocabulary import Vocabulary
 
 
-class Stuck(ValueError):
-    """A constraint that cannot go on for one request: unsatisfiable, out of its limits, broken. It says why."""
+class ConstraintError(ValueError):
+    """A constraint that cannot continue for one request: unsatisfiable, beyond a limit, broken. The message says why.
 
-
-class State(Protocol):
-    """What a constraint knows after one path of tokens.
-
-    A state is a function of the path: stepping a fork has no effect outside it, so that drafts may be tried on forks.
-    Any method may raise ``Stuck``, which ends its own request only, and only once its path has been committed.
+    It ends that request with the finish reason "stuck"; the rest of the batch continues.
     """
 
-    def fork(self) -> State:
-        """An independent copy."""
+
+class ConstraintState(Protocol):
+    """What a constraint knows after the tokens of one sequence.
+
+    A state is a function of the tokens. Advancing a fork has no effect on the original, so draft tokens are tried on
+    forks. Any method may raise ``ConstraintError``; the request ends with it only once its tokens are committed.
+    """
+
+    def fork(self) -> ConstraintState:
+        """Return an independent copy."""
         ...
 
     def advance(self, token: int) -> None:
-        """``token``, which the mask allows, comes next. Never called while there is an action."""
+        """Append ``token``, which the mask allows. Not called while there is an action."""
         ...
 
     def mask(self) -> np.ndarray | None:  # [W] uint32
-        """What may come next; None for everything. Not called while there is an action."""
+        """Return which tokens are allowed next; None allows every token. Not called while there is an action."""
         ...
 
-    def action(self) -> tuple[Onward, ...] | None:
-        """What must happen before anything else comes; None for nothing.
+    def action(self) -> tuple[Continuation, ...] | None:
+        """Return what must happen before the next token; None for nothing.
 
-        The sequence ends on an empty tuple; otherwise it goes on as the first entry says, and one fork of it as each
-        further entry says.
+        An empty tuple ends the sequence. Otherwise the sequence continues as the first entry, and one fork of it as
+        each further entry.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Onward:
-    """How a sequence goes on.
+class Continuation:
+    """How a sequence continues after an action.
 
     Args:
-        backtrack: tokens to take back, counted from the sequence's end: 1 takes back the token that came last. Tokens
-            of the prompt cannot be taken back.
-        state: the constraint from then on.
+        backtrack: number of tokens to remove from the sequence's end. Tokens of the prompt cannot be removed.
+        state: the constraint's state after that.
     """
 
     backtrack: int
-    state: State
+    state: ConstraintState
 
 
+@runtime_checkable
 class Constraint(Protocol):
-    """Binds requests.
-
-    It may also offer ``masks(states, shape, token)``, equal to ``by_forks`` but faster; ``facts``, a mapping of what a
-    record should keep; ``peeks``, False where states cannot be forked, so that nothing can be drafted;
-    ``toy(vocabulary)``, the same constraint over a toy's few tokens, which ``certify`` then enumerates; and
-    ``keep(ended)``, which is asked once all sequences of a request have finished (``Ended``, in the order of lineages)
-    and gives the places of those to keep, with ``wants_logprobs``, True where it reads their log-probabilities.
-    """
+    """Restricts which tokens may come next in each request."""
 
     @property
     def name(self) -> str:
@@ -79,73 +82,174 @@ class Constraint(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """V, the width of its masks: that of the target's logits."""
+        """V, the width of its masks and of the target's logits."""
         ...
 
     @property
-    def acts(self) -> bool:
-        """Whether its states may want actions."""
+    def has_actions(self) -> bool:
+        """Whether its states may return actions."""
         ...
 
-    def start(self, request: Request) -> State:
-        """The state at the end of the request's prompt.
+    def start(self, request: Request) -> ConstraintState:
+        """Return the state after the request's prompt.
 
         Raises:
-            Stuck: this request cannot be bound.
+            ConstraintError: the constraint cannot apply to this request.
         """
         ...
 
 
+# Abilities -----------------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class TreeMasks(Protocol):
+    """A constraint that computes the masks of whole draft trees faster than by forking states."""
+
+    def masks(self, states: Sequence[Any], shape: Shape, token: np.ndarray) -> Masks:
+        """Return what ``masks_by_forking`` returns for states that this constraint started."""
+        ...
+
+
+@runtime_checkable
+class LimitsDrafts(Protocol):
+    """A constraint that may be unable to fork its states, so that it decodes without drafts."""
+
+    @property
+    def supports_drafts(self) -> bool:
+        """Whether draft tokens can be tried on forks of its states."""
+        ...
+
+
+@runtime_checkable
+class SelectsSequences(Protocol):
+    """A constraint that forks requests and may keep only some of the finished sequences."""
+
+    @property
+    def keep(self) -> Callable[[Sequence[Ended]], Collection[int]] | None:
+        """Called with all finished sequences of a request, in order of lineage; returns the indices of those to keep.
+
+        None keeps every sequence.
+        """
+        ...
+
+    @property
+    def reads_logprobs(self) -> bool:
+        """Whether ``keep`` reads the sequences' log-probabilities, which must then be computed."""
+        ...
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A constraint that is made of several."""
+
+    @property
+    def parts(self) -> Sequence[Constraint]:
+        """The constraints, all of which apply."""
+        ...
+
+
+@runtime_checkable
+class PerRequestSource(Protocol):
+    """A constraint that is compiled from a source, such as a pattern, and for which requests may bring their own."""
+
+    @property
+    def source(self) -> object:
+        """The source of requests that bring none; None: every request must bring one."""
+        ...
+
+
+@runtime_checkable
+class ReadsPrompt(Protocol):
+    """A constraint whose text may begin with the prompt."""
+
+    @property
+    def prompt(self) -> bool:
+        """Whether the constrained text begins with the prompt rather than after it."""
+        ...
+
+
+@runtime_checkable
+class CertifiableConstraint(Protocol):
+    """A constraint that can also be built for a vocabulary of a few tokens, so that ``certify`` can enumerate it."""
+
+    def toy(self, vocabulary: Vocabulary) -> Constraint:
+        """Return the same constraint over another vocabulary."""
+        ...
+
+
+def supports_drafts(constraint: Constraint) -> bool:
+    """Return whether anything can be drafted under a constraint; one that is not ``LimitsDrafts`` supports drafts."""
+    return not isinstance(constraint, LimitsDrafts) or constraint.supports_drafts
+
+
+# Masks ---------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """A forest under a constraint.
+    """The token masks of a draft forest. Rows are the roots, then the nodes.
 
     Args:
-        bits: ``[R, W]`` uint32, what may come after each row; all zero below an illegal token and at an action.
-        legal: ``[R]`` bool, whether every token on the way to the row was allowed; heads are.
-        barrier: ``[R]`` bool, legal rows whose state wants an action: nothing is drafted below, nothing emitted there.
+        bits: ``[R, W]`` uint32, the tokens allowed after each row; all zero below an illegal token and at an action.
+        legal: ``[R]`` bool, whether every token from the root to the row is allowed; roots are legal.
+        barrier: ``[R]`` bool, legal rows whose state has an action: no token is drafted or emitted below them.
     """
 
     bits: np.ndarray  # [R, W]
     legal: np.ndarray  # [R]
     barrier: np.ndarray  # [R]
 
-    def both(self, other: Masks) -> Masks:
-        """Under two constraints at once."""
+    def intersect(self, other: Masks) -> Masks:
+        """Return the masks under two constraints at once."""
         legal = self.legal & other.legal
         barrier = (self.barrier | other.barrier) & legal
         bits = np.where((legal & ~barrier)[:, None], self.bits & other.bits, np.uint32(0))
         return Masks(bits, legal, barrier)
 
     @property
-    def single(self) -> np.ndarray:  # [R]
-        """Rows after which just one token may come."""
+    def forced(self) -> np.ndarray:  # [R]
+        """Rows with a forced token: exactly one token is allowed after them."""
         return np.bitwise_count(self.bits).sum(-1) == 1
 
     @property
-    def stuck(self) -> np.ndarray:  # [R]
-        """Legal rows after which nothing may come, though no action is wanted."""
+    def dead_end(self) -> np.ndarray:  # [R]
+        """Legal rows without an action after which no token is allowed."""
         return self.legal & ~self.barrier & ~self.bits.any(-1)
 
 
-def by_forks(states: Sequence[State | None], shape: Shape, token: np.ndarray, vocabulary: int) -> Masks:
-    """The masks of a forest, one fork a node: the readable way, and the oracle of faster ones.
+def masks_of(
+    constraint: Constraint, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray
+) -> Masks:
+    """Return the masks of a forest: by the constraint's own fast path if it has one, else by forking its states.
+
+    Arguments and errors as in ``masks_by_forking``.
+    """
+    if isinstance(constraint, TreeMasks):
+        return constraint.masks(states, shape, token)
+    return masks_by_forking(states, shape, token, constraint.vocabulary)
+
+
+def masks_by_forking(
+    states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray, vocabulary: int
+) -> Masks:
+    """Return the masks of a forest with one fork per node: the readable way, and the oracle of faster ones.
 
     Args:
-        states: ``[B]`` at the heads, left as they are; None binds nothing.
-        shape: the forest.
-        token: ``[M]`` its tokens.
+        states: ``[B]`` at the roots; they are not changed. None allows every token.
+        shape: of the forest.
+        token: ``[M]`` the nodes' tokens.
         vocabulary: V.
 
     Raises:
-        Stuck: at a head. At a node, it is a row after which nothing may come.
+        ConstraintError: at a root. A node where it is raised becomes a dead end.
     """
     bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
     legal, barrier = np.zeros(shape.rows, dtype=bool), np.zeros(shape.rows, dtype=bool)
-    at: list[State | None] = list(states)
+    at: list[ConstraintState | None] = list(states)
     for row in range(shape.roots):
         legal[row] = True
-        bits[row], barrier[row] = _here(at[row], vocabulary)
+        bits[row], barrier[row] = _mask_or_barrier(at[row], vocabulary)
     for row, parent in enumerate(shape.parent.tolist(), start=shape.roots):
         at.append(None)
         drafted, above = int(token[row - shape.roots]), at[parent]
@@ -156,27 +260,27 @@ def by_forks(states: Sequence[State | None], shape: Shape, token: np.ndarray, vo
             if above is not None:
                 at[row] = above.fork()
                 at[row].advance(drafted)  # type: ignore[union-attr]
-            bits[row], barrier[row] = _here(at[row], vocabulary)
-        except Stuck:  # nothing comes after it; whether anything comes to it is not decided yet
+            bits[row], barrier[row] = _mask_or_barrier(at[row], vocabulary)
+        except ConstraintError:  # a dead end; an error only if the verifier accepts the node
             at[row] = None
     return Masks(bits, legal, barrier)
 
 
-def _here(state: State | None, vocabulary: int) -> tuple[np.ndarray | np.uint32, bool]:
-    """What may come after a state, and whether it wants an action instead."""
+def _mask_or_barrier(state: ConstraintState | None, vocabulary: int) -> tuple[np.ndarray | np.uint32, bool]:
+    """Return a state's mask, and whether it has an action instead (then the mask is zero)."""
     if state is not None and state.action() is not None:
         return np.uint32(0), True
     mask = None if state is None else state.mask()
-    return everything(vocabulary) if mask is None else mask, False
+    return full_mask(vocabulary) if mask is None else mask, False
 
 
 def width(vocabulary: int) -> int:
-    """W, words of 32 bits for V tokens."""
+    """Return W, the number of 32-bit words for V tokens."""
     return -(-vocabulary // 32)
 
 
 def pack(allowed: np.ndarray) -> np.ndarray:  # [.., V] bool -> [.., W]
-    """Packed masks."""
+    """Return packed masks."""
     short = -allowed.shape[-1] % 32
     if short:
         allowed = np.concatenate([allowed, np.zeros((*allowed.shape[:-1], short), dtype=bool)], axis=-1)
@@ -184,29 +288,29 @@ def pack(allowed: np.ndarray) -> np.ndarray:  # [.., V] bool -> [.., W]
 
 
 def unpack(bits: np.ndarray, vocabulary: int) -> np.ndarray:  # [.., W] -> [.., V] bool
-    """Masks as truth values."""
+    """Return masks as booleans."""
     return np.unpackbits(bits.view(np.uint8), axis=-1, bitorder="little", count=vocabulary).view(bool)
 
 
-def only(tokens: Collection[int], vocabulary: int) -> np.ndarray:  # [W]
-    """The mask that allows these tokens and no others."""
+def mask_of(tokens: Collection[int], vocabulary: int) -> np.ndarray:  # [W]
+    """Return the mask that allows these tokens and no others."""
     allowed = np.zeros(vocabulary, dtype=bool)
     allowed[list(tokens)] = True
     return pack(allowed)
 
 
-def everything(vocabulary: int) -> np.ndarray:  # [W]
-    """The mask that allows all tokens, and no padding."""
+def full_mask(vocabulary: int) -> np.ndarray:  # [W]
+    """Return the mask that allows all V tokens; padding bits are zero."""
     return pack(np.ones(vocabulary, dtype=bool))
 
 
 def allows(mask: np.ndarray, token: int) -> bool:
-    """Whether the mask ``[W]`` allows ``token``."""
+    """Return whether the mask ``[W]`` allows ``token``."""
     return bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
-def the_only(mask: np.ndarray) -> int | None:
-    """The one token that the mask ``[W]`` allows; None where it allows none or several."""
+def single_token(mask: np.ndarray) -> int | None:
+    """Return the one token that the mask ``[W]`` allows; None where it allows none or several."""
     words = np.flatnonzero(mask)
     if len(words) != 1:
         return None

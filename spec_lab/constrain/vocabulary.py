@@ -1,16 +1,30 @@
-"""What a constraint must know of a tokenizer: the bytes of every token, and which tokens end a text."""
+"""The target's vocabulary as constraints read it: the bytes of every token, and the tokens that end a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from spec_lab.models.target import Target
+
+
+@runtime_checkable
+class FastTokenizer(Protocol):
+    """A tokenizer of transformers that is backed by the package tokenizers."""
+
+    @property
+    def backend_tokenizer(self) -> Any:
+        """The tokenizer of the package tokenizers."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of every token, added ones included."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +34,7 @@ class Vocabulary:
     Args:
         size: V, the width of the target's logits; ids beyond the tokenizer's are padding.
         ends: tokens that end a text.
-        engine: the tokenizer as llguidance wants it.
+        engine: llguidance's tokenizer.
     """
 
     size: int
@@ -29,51 +43,51 @@ class Vocabulary:
 
     @staticmethod
     def of(target: Target) -> Vocabulary:
-        """The target's vocabulary.
+        """Return the target's vocabulary.
 
         Raises:
-            ValueError: a target without a fast tokenizer or without a token that ends a text; more tokens than logits.
+            ValueError: the target has no fast tokenizer, no token that ends a text, or more tokens than logits.
         """
         tokenizer, ends = target.tokenizer, sorted(target.ends)
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
+        if not isinstance(tokenizer, FastTokenizer):
             raise ValueError(
-                f"the target {target.name} has no fast tokenizer, which constraints need to read its tokens"
+                f"the target {target.name} has no fast tokenizer, which constraints require to read its tokens"
             )
         token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if largest >= target.vocabulary:
             raise ValueError(
                 f"the tokenizer of the target {target.name} has the token {token!r} with the id {largest}, but the "
-                f"model has {target.vocabulary} tokens, from 0, and a token mask must fit both: remove the added "
+                f"model has {target.vocabulary} tokens, from 0, and token masks must fit both: remove the added "
                 "tokens that the model does not have from the tokenizer, or resize the model's embeddings to hold "
                 "them (transformers' resize_token_embeddings)"
             )
         if not ends:
-            raise ValueError(f"the target {target.name} names no token that ends a text, so no grammar could finish")
+            raise ValueError(f"the target {target.name} has no eos_token_id, so no constrained text could end")
         engine = from_tokenizer(tokenizer, n_vocab=target.vocabulary, eos_token=ends)
         return Vocabulary(target.vocabulary, tuple(ends), engine)
 
     @staticmethod
     def plain(tokens: Sequence[bytes], end: int) -> Vocabulary:
-        """A vocabulary given by its tokens' bytes, for toys and tests; ``end`` is the token that ends a text."""
+        """Return a vocabulary given by its tokens' bytes, for toys and tests; ``end`` is the token that ends a text."""
         from llguidance import TokenizerWrapper
 
         engine = LLTokenizer(TokenizerWrapper(_Plain(tokens, end)), n_vocab=len(tokens), slices=[])
         return Vocabulary(len(tokens), (end,), engine)
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens, as the tokenizer writes them."""
+        """Return the tokens of a text by the tokenizer."""
         return list(self.engine.tokenize_str(text))
 
     @cached_property
     def bytes(self) -> list[bytes]:
-        """The bytes of every token; none of special ones and padding."""
+        """The bytes of every token; empty for special tokens and padding."""
         engine = self.engine
         special = [engine.is_special_token(token) or token in self.ends for token in range(self.size)]
         return [b"" if special[token] else engine.decode_bytes([token]) for token in range(self.size)]
 
 
 class _Plain:
-    """What llguidance's wrapper asks of a tokenizer."""
+    """A tokenizer for llguidance's wrapper that always writes the longest token."""
 
     def __init__(self, tokens: Sequence[bytes], end: int) -> None:
         self.tokens = list(tokens)
@@ -89,7 +103,7 @@ class _Plain:
                 t for t, one in enumerate(self.tokens) if one and t != self.eos_token_id and data.startswith(one, at)
             ]
             if not fits:
-                raise ValueError(f"no token begins the bytes {data[at : at + 4]!r}")
+                raise ValueError(f"no token is a prefix of the bytes {data[at : at + 4]!r}")
             found.append(max(fits, key=lambda t: len(self.tokens[t])))
             at += len(self.tokens[found[-1]])
         return found

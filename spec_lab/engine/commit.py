@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_lab.constrain import AppliedConstraint, Masks, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, Masks
 from spec_lab.constrain.applied import forced_token
 from spec_lab.constrain.protocol import allows
 from spec_lab.core.draft import Draft
@@ -112,7 +112,7 @@ def commit(
     """
     single = None
     if decision.masks is not None and applied is not None and applied.on_target:
-        single = decision.masks.single
+        single = decision.masks.forced
     drafted = decision.draft.token.tolist()
     return [
         _commit(sequence, tree, decision, drafted, single, applied, context) for tree, sequence in enumerate(sequences)
@@ -201,7 +201,7 @@ def act(
                 action = one.constraint.action()
                 actions += 1
                 if actions > MAX_ACTIONS:
-                    raise Stuck(f"its constraint took {MAX_ACTIONS} actions without a token between them")
+                    raise ConstraintError(f"its constraint took {MAX_ACTIONS} actions without a token between them")
                 if action is None:
                     _limit(one, context)
                     if one.finish is not None:
@@ -222,7 +222,7 @@ def act(
                         _check(one, onward.backtrack)
                     made[one.request.id] += len(action) - 1
                     if made[one.request.id] > MAX_FORKS:
-                        raise Stuck(f"its constraint made more than {MAX_FORKS} forks of the request")
+                        raise ConstraintError(f"its constraint made more than {MAX_FORKS} forks of the request")
                     forks = [fork(one, number, fork_state) for number in range(1, len(action))]
                     done.forks += forks
                     fresh += forks
@@ -233,7 +233,7 @@ def act(
                         if onward.backtrack:
                             remove(live, onward.backtrack)
                             rewound[live] = len(live.kv)
-        except Stuck as error:
+        except ConstraintError as error:
             one.finish, done.error = "stuck", str(error)
         if len(one.kv) >= len(one.tokens):  # the last token is always pending
             one.kv.truncate(len(one.tokens) - 1)
@@ -265,7 +265,7 @@ def remove(sequence: SequenceState, count: int) -> None:
     """Remove the last ``count`` tokens, from the KV cache as well.
 
     Raises:
-        Stuck: they reach into the prompt.
+        ConstraintError: they reach into the prompt.
     """
     emitted = _check(sequence, count)
     if not count:
@@ -285,7 +285,7 @@ def _check(sequence: SequenceState, count: int) -> int:
     """How many tokens have been emitted, if ``count`` of them can be removed."""
     emitted = len(sequence.tokens) - len(sequence.request.tokens)
     if not 0 <= count <= emitted:
-        raise Stuck(f"its constraint removes {count} tokens, but {emitted} have been emitted")
+        raise ConstraintError(f"its constraint removes {count} tokens, but {emitted} have been emitted")
     return emitted
 
 
@@ -307,7 +307,7 @@ def _append(sequence: SequenceState, token: int, logprob: float, origin: str, on
             sequence.constraint.advance(token)
             if sequence.constraint.action() is not None:
                 return ""  # it may remove tokens: limits count afterwards
-        except Stuck as error:
+        except ConstraintError as error:
             if on_target:
                 sequence.finish = "stuck"
                 return str(error)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spec_lab.constrain import AppliedConstraint, StepConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches
+from spec_lab.engine.proposer import Proposer, branches, draws_of
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -82,12 +82,12 @@ class Engine:
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
+        check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
-        self._logprobs = self.applied is not None and getattr(self.applied.constraint, "wants_logprobs", False)
+        self._logprobs = self.applied is not None and getattr(self.applied.constraint, "reads_logprobs", False)
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Engine:
             return
         try:
             sequence.constraint = constraint.start(sequence.request)
-        except Stuck as error:
+        except ConstraintError as error:
             if constraint.applied.on_target:
                 sequence.finish = "stuck"
                 self._note(sequence, str(error))

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from spec_lab.analysis.tracking import Files
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.load import together
+from spec_lab.constrain.load import combine
 from spec_lab.constrain.protocol import Constraint
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief
@@ -22,7 +22,7 @@ from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches
+from spec_lab.propose import Null, Proposer, branches, draws_of
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
@@ -147,7 +147,7 @@ def generate(
     if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
     text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
-    binding = together(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
+    binding = combine(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
     lab = Lab(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
         binding=binding, pieces=vocabulary.bytes,
@@ -171,7 +171,7 @@ def listening(lab: Lab, settings: Settings) -> Engine:
             f"the constraint '{lab.binding.constraint.name}' is over {lab.binding.constraint.vocabulary} tokens, the "
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
-    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
+    check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)

@@ -81,7 +81,7 @@ def stream(
         raise ValueError(f"prompt must be a text that is not empty, not {prompt!r}")
     pieces = Vocabulary.of(lab.target).bytes if lab.pieces is None else lab.pieces
     group = listening(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
-    acts = lab.binding is not None and lab.binding.constraint.acts
+    acts = lab.binding is not None and lab.binding.constraint.has_actions
     page = _Page(console, prompt, whole=acts and not console.is_terminal)
     done, code, began = [], 0, time.perf_counter()
     try:

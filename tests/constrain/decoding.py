@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spec_lab.constrain.engines.grammar import Grammar
-from spec_lab.constrain.protocol import Masks, State, Stuck, allows, unpack
+from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Masks, allows, unpack
 from spec_lab.core.draft import Shape
 from tests.constrain.parts import after, allowed, by_fresh_matchers, request, wood
 
 STRUCTURE = frozenset('{}[]()":,;=+*')
 
-MasksOf = Callable[[Sequence[State | None], Shape, np.ndarray], Masks]
+MasksOf = Callable[[Sequence[ConstraintState | None], Shape, np.ndarray], Masks]
 
 
 def closed(properties: dict, optional: tuple[str, ...] = ()) -> dict:
@@ -41,7 +41,7 @@ def likely(words: np.ndarray, spelled: list[bytes], rng: np.random.Generator) ->
     return int(rng.choice(list(groups.values())))
 
 
-def drafted(states: Sequence[State], shape: Shape, rng: np.random.Generator, grammar: Grammar) -> np.ndarray:
+def drafted(states: Sequence[ConstraintState], shape: Shape, rng: np.random.Generator, grammar: Grammar) -> np.ndarray:
     """Tokens for a forest, one of ten not legal; ``states`` are only forked."""
     ends, at = list(grammar.tokens.ends), [state.fork() for state in states]
     token = np.zeros(shape.nodes, dtype=np.int64)
@@ -117,7 +117,7 @@ def wrong_rows(
                     for one in committed:
                         plain[head].advance(one)
                         states[head].advance(one)
-                except Stuck as error:
+                except ConstraintError as error:
                     wrong.append(str(error))
                     continue
                 texts[head] += committed

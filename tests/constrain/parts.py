@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from spec_lab.cli.main import zoo
 from spec_lab.constrain.engines.grammar import Grammar, compiled
-from spec_lab.constrain.protocol import Masks, State, Stuck, allows, unpack, width
+from spec_lab.constrain.protocol import ConstraintError, ConstraintState, Masks, allows, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape, chain, forest
 from spec_lab.engine.request import Request
@@ -39,12 +39,12 @@ def request(constraint: str = "", tokens: Sequence[int] = (1,), name: str = "one
     return Request(0, name, tuple(tokens), constraint=constraint)
 
 
-def allowed(state: State) -> np.ndarray:
+def allowed(state: ConstraintState) -> np.ndarray:
     """The tokens that may come next."""
     return np.flatnonzero(unpack(state.mask(), state.vocabulary))
 
 
-def after(grammar: Grammar, tokens: Sequence[int], constraint: str = "") -> State:
+def after(grammar: Grammar, tokens: Sequence[int], constraint: str = "") -> ConstraintState:
     """A state that has only ever been advanced."""
     state = grammar.start(request(constraint))
     for token in tokens:
@@ -72,9 +72,9 @@ def wood(rng: np.random.Generator, heads: int, most: int) -> Shape:
     return Shape(heads, np.array([rng.integers(0, heads + node) for node in range(count)], dtype=np.int64))
 
 
-def drafted(states: Sequence[State | None], shape: Shape, rng: np.random.Generator, size: int) -> np.ndarray:
+def drafted(states: Sequence[ConstraintState | None], shape: Shape, rng: np.random.Generator, size: int) -> np.ndarray:
     """Tokens for a forest, most of them legal, some of them ends, repeated siblings, or of no vocabulary."""
-    at: list[State | None] = list(states)
+    at: list[ConstraintState | None] = list(states)
     token = np.zeros(shape.nodes, dtype=np.int64)
     last: dict[int, int] = {}
     for node, parent in enumerate(shape.parent.tolist()):
@@ -120,7 +120,7 @@ def by_fresh_matchers(
         fill_next_token_bitmask(matcher, bits.view(np.int32), row)
         if matcher.is_error():
             if not matcher.get_error().startswith("NoExtensionBias"):
-                raise Stuck(matcher.get_error())
+                raise ConstraintError(matcher.get_error())
             bits[row] = 0
     return Masks(bits, legal, np.zeros(shape.rows, dtype=bool))
 

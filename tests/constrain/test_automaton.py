@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, regex_to_lark
 
 from spec_lab.cli.main import zoo
-from spec_lab.constrain.protocol import Stuck, allows, by_forks, unpack, width
+from spec_lab.constrain.protocol import ConstraintError, allows, masks_by_forking, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import chain, forest
 from spec_lab.engine.request import Request
@@ -363,7 +363,7 @@ def test_texts_end_just_where_they_may_and_nothing_follows():
     state.advance(END)
     assert not state.mask().any()
     for token in (ord("a"), END):
-        with pytest.raises(Stuck, match="request 'seven': token"):
+        with pytest.raises(ConstraintError, match="request 'seven': token"):
             state.advance(token)
     assert state.action() is None
 
@@ -391,7 +391,7 @@ def test_forks_are_independent():
 def test_it_serves_forests_by_forks():
     constraint = automaton.regex(toy(), "ab|ac")
     token = np.array([ord("a"), ord("c"), ord("a")])
-    masks = by_forks([constraint.start(request())], forest((chain(3),)), token, constraint.vocabulary)
+    masks = masks_by_forking([constraint.start(request())], forest((chain(3),)), token, constraint.vocabulary)
     assert masks.legal.tolist() == [True, True, True, False]
     assert not masks.barrier.any()
     assert allows(masks.bits[2], END)
@@ -401,7 +401,7 @@ def test_a_prompt_can_begin_the_text():
     constraint = automaton.json_schema(toy(), json.dumps(thing(x=NULL)), prompt=True)
     state = constraint.start(request([END, *b'{"x":']))
     assert named(state) == {b"n", b"nul", b"null"}
-    with pytest.raises(Stuck, match="request 'seven'.*cannot begin with its prompt"):
+    with pytest.raises(ConstraintError, match="request 'seven'.*cannot begin with its prompt"):
         constraint.start(request(b"{x"))
     assert named(automaton.choice(toy(), ["b"]).start(request(b"a"))) == {b"b"}
 
@@ -412,13 +412,13 @@ def test_a_request_may_bring_its_own_source():
     assert (named(first), named(second)) == ({b"a"}, {b"b", b"c"})
     assert constraint.start(request(constraint="b|c")).reader is second.reader
     assert named(automaton.choice(toy(), ["a"]).start(request(constraint='["cat"]'))) == {b"c", b"cat"}
-    with pytest.raises(Stuck, match="request 'seven'.*never closed"):
+    with pytest.raises(ConstraintError, match="request 'seven'.*never closed"):
         constraint.start(request(constraint="(b"))
 
 
 def test_what_it_says_of_itself():
     constraint = automaton.lark(toy(), 'start: "a"')
-    assert (constraint.name, constraint.vocabulary, constraint.acts) == ("lark", len(TOKENS), False)
+    assert (constraint.name, constraint.vocabulary, constraint.has_actions) == ("lark", len(TOKENS), False)
     assert constraint.facts == {
         "engine": "automaton", "kind": "lark", "source": 'start: "a"', "prompt": False, "automaton_states": 3,
     }  # fmt: skip
@@ -504,7 +504,7 @@ def test_refusals_say_what_and_where(kind, source, why):
 def test_sources_may_be_left_to_requests_or_stand_in_files(tmp_path):
     constraint = automaton.regex(toy())
     assert named(constraint.start(request(constraint="b"))) == {b"b"}
-    with pytest.raises(Stuck, match="request 'seven' brings no regex"):
+    with pytest.raises(ConstraintError, match="request 'seven' has no regex"):
         constraint.start(request())
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(NULL))
@@ -542,5 +542,5 @@ def test_few_states_kept_change_no_mask():
 
 def test_one_mask_that_needs_too_many_states_is_refused_by_name():
     state = Automaton("regex", "[ab]*a[ab]{3}c", toy(), kept=3).start(request())
-    with pytest.raises(Stuck, match="request 'seven': one mask of the constraint needs more than 3 states"):
+    with pytest.raises(ConstraintError, match="request 'seven': one mask of the constraint needs more than 3 states"):
         state.mask()

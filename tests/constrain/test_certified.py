@@ -10,7 +10,7 @@ import pytest
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines import grammar
-from spec_lab.constrain.healing import Prefix
+from spec_lab.constrain.healing import BytePrefix
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.tasks.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
 from spec_lab.tasks.certify.exact import Instance
@@ -103,10 +103,10 @@ class Healed:
     cut: bytes
     name: str = "healed"
     vocabulary: int = 5
-    acts: bool = False
+    has_actions: bool = False
 
     def start(self, request):
-        return Prefix(PIECES, self.cut)
+        return BytePrefix(PIECES, self.cut)
 
 
 @pytest.mark.parametrize("placement", ["target", "both"])

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.constrain.load import regex
 from spec_lab.constrain.vocabulary import Vocabulary
@@ -67,7 +67,9 @@ def results(group):
 def by_oracle(source):
     """``pattern`` over the oracle's state, which never forces tokens."""
     inner = automaton.regex(LETTERS, source)
-    return Controlled(lambda request: pattern.Pattern(inner.start(request), LETTERS.ends), LETTERS.size, "pattern")
+    return ControllerConstraint(
+        lambda request: pattern.PatternController(inner.start(request), LETTERS.ends), LETTERS.size, "pattern"
+    )
 
 
 MADE = {
@@ -124,14 +126,14 @@ def test_the_output_is_one_of_the_choices(target, stop):
 
 
 def test_what_leaves_no_choice_comes_at_once():
-    one = choices.Choices([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
+    one = choices.ChoicesController([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
     assert one.step(Event()) == [Branch(allow={1, 6}, ff=((1, 2), (6, 7)))]
     assert one.fork().step(Event(0, 0, (6, 7))) == []
     assert one.step(Event(0, 0, (1, 2))) == [Branch(allow={3, 5}, ff=((3, 4), (5,)))]
 
 
 def test_an_end_tells_a_choice_from_a_longer_one():
-    one = choices.Choices([(1,), (1, 2, 3)], (9,))
+    one = choices.ChoicesController([(1,), (1, 2, 3)], (9,))
     assert one.step(Event()) == [Branch(allow=None, ff=((1,),))]
     assert one.step(Event(0, 0, (1,))) == [Branch(allow={2, 9}, ff=((2, 3),))]
     assert one.fork().step(Event(0, 0, (9,))) == [] == one.step(Event(0, 0, (2, 3)))
@@ -155,7 +157,7 @@ def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, eng
 
 def test_a_state_behind_a_controller_has_its_own_law():
     table = Table(uneven)
-    wrapped = Controlled(lambda request: pattern.Pattern(table.start(request)), 4, "wrapped")
+    wrapped = ControllerConstraint(lambda request: pattern.PatternController(table.start(request)), 4, "wrapped")
     of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
     law = truth(Instance(**of, binding=AppliedConstraint(table)))
     assert distance(decoded(Instance(**of, binding=AppliedConstraint(wrapped)), "iid", Traversal()), law) < 1e-12
@@ -240,7 +242,9 @@ def test_a_template_is_filled_in(target, proposer):
 
 
 def test_what_a_token_holds_before_the_stop_is_written_again():
-    one = template.Template(LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(()))))
+    one = template.TemplateController(
+        LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(())))
+    )
     tokens = {piece: token for token, piece in enumerate(LETTERS.bytes)}
     forced = one.step(Event())
     assert forced == [Branch(allow=None, ff=(LETTERS.encode("Na: "),))]
@@ -252,7 +256,7 @@ def test_what_a_token_holds_before_the_stop_is_written_again():
 
 
 def test_a_free_part_that_ends_by_its_stop_ends_the_text_as_well():
-    one = template.Template(LETTERS, ((5, template.Strings(("e",))),))
+    one = template.TemplateController(LETTERS, ((5, template.Strings(("e",))),))
     one.step(Event())
     (branch,) = one.step(Event(0, 0, (4,)))
     assert (branch.backtrack, branch.allow, tuple(branch.ff[0])) == (1, None, (END,))

@@ -12,7 +12,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
 
 from spec_lab.constrain.engines.grammar import Grammar, choice, json_schema, lark, regex
-from spec_lab.constrain.protocol import Stuck, by_forks, only, unpack, width
+from spec_lab.constrain.protocol import ConstraintError, mask_of, masks_by_forking, unpack, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape, chain, forest
 from tests.constrain import parts
@@ -73,7 +73,7 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads
         shape = wood(rng, heads, 16)
         token = drafted(states, shape, rng, size)
         found = grammar.masks(states, shape, token)
-        assert same(found, by_forks(states, shape, token, size))
+        assert same(found, masks_by_forking(states, shape, token, size))
         assert same(found, by_fresh_matchers(grammar, begun, shape, token))
         for state, tokens in zip(states, begun, strict=True):
             if state is not None:
@@ -166,7 +166,7 @@ def test_an_error_is_raised_where_the_engine_would_silently_let_the_text_end():
 
     state = regex(toy(), "(ab)*c").start(request(name="seven"))
     for wrong in (lambda: state.advance(ONE), state.mask, state.mask):
-        with pytest.raises(Stuck, match="request 'seven': .*doesn't satisfy the grammar"):
+        with pytest.raises(ConstraintError, match="request 'seven': .*doesn't satisfy the grammar"):
             wrong()
 
 
@@ -180,7 +180,7 @@ def test_forced_tokens_are_canonical_and_other_spellings_illegal():
         states = [after(grammar, []), after(grammar, []), after(grammar, [TWO])]
         found = grammar.masks(states, shape, np.array([ONE, AB, C, ONE, A, B, A, B]))
         assert found.legal.tolist() == [True] * 7 + [False] * 4
-        assert not found.bits[7:].any() and found.single[2:7].all()
+        assert not found.bits[7:].any() and found.forced[2:7].all()
 
 
 def test_a_matcher_that_cannot_take_tokens_back_dies_of_it():
@@ -246,7 +246,7 @@ def test_tokens_of_no_vocabulary_are_illegal(threads):
         shape = forest((chain(2), chain(2), chain(1)))
         found = grammar.masks(states, shape, np.array([A, foreign, B, C, foreign]))
         assert found.legal.tolist() == [True] * 4 + [False, True, True, False]
-        with pytest.raises(Stuck, match=f"no token {foreign} in a vocabulary of {toy().size}"):
+        with pytest.raises(ConstraintError, match=f"no token {foreign} in a vocabulary of {toy().size}"):
             after(grammar, []).advance(foreign)
     assert [allowed(state).tolist() for state in states[:2]] == [[END, A, B, AB, C]] * 2
 
@@ -275,8 +275,10 @@ def test_a_dead_end_is_an_empty_mask_and_breaks_no_one(threads):
     shape = forest((chain(2), Shape(1, np.array([0, 0, 2])), chain(2)))
     token = np.array([A, C, C, A, B, C, A])  # below the dead two: c, a and b under a; c and a under c
     found = grammar.masks(begun, shape, token)
-    assert same(found, by_forks([after(grammar, [A]), after(dead, [B]), after(dead, [B])], shape, token, toy().size))
-    assert np.flatnonzero(found.stuck).tolist() == [5, 8]
+    assert same(
+        found, masks_by_forking([after(grammar, [A]), after(dead, [B]), after(dead, [B])], shape, token, toy().size)
+    )
+    assert np.flatnonzero(found.dead_end).tolist() == [5, 8]
     assert found.legal.tolist() == [True] * 9 + [False]
     for state in begun[1:]:
         assert allowed(state).tolist() == [A, AB, C]
@@ -292,13 +294,13 @@ def test_a_draft_that_breaks_the_engine_breaks_neither_the_state_nor_the_others(
     start = allowed(bad).tolist()
     for shape in (forest((chain(2), chain(2))), forest((Shape(1, np.array([0, 0])),) * 2)):
         token = np.array([AB, C, AB, C])
-        for way in (tight.masks, lambda *draft: by_forks(*draft, toy().size)):
+        for way in (tight.masks, lambda *draft: masks_by_forking(*draft, toy().size)):
             found = way([good, bad], shape, token)
-            assert found.stuck[shape.root == 1].any() and not found.stuck[shape.root == 0].any()
+            assert found.dead_end[shape.root == 1].any() and not found.dead_end[shape.root == 0].any()
             assert found.legal[:2].all() and found.bits[:2].any(-1).all()
         assert allowed(bad).tolist() == start
         assert tight.masks([good], forest((chain(1),)), np.array([AB])).legal.all()
-    with pytest.raises(Stuck, match="max is 1"):
+    with pytest.raises(ConstraintError, match="max is 1"):
         bad.advance(AB)
 
 
@@ -435,7 +437,7 @@ def test_a_text_may_begin_with_the_prompt_however_it_is_spelled(spelling):
 def test_a_prompt_that_does_not_follow_is_named_with_the_place():
     grammar = regex(toy(), "abc1*", prompt=True)
     with pytest.raises(
-        Stuck, match="request 'six': its prompt leaves the grammar at token 2 of 4, at the end of 'abc2'"
+        ConstraintError, match="request 'six': its prompt leaves the grammar at token 2 of 4, at the end of 'abc2'"
     ):
         grammar.start(request(tokens=[AB, C, TWO, ONE], name="six"))
     assert END in allowed(grammar.start(request(tokens=[AB, C])))
@@ -459,10 +461,10 @@ def test_a_bad_source_of_one_request_names_it():
     grammar = regex(toy(), limits={"source_characters": 10})
     for source, message in {
         "(a": "request 'one': its regex: .*unclosed group",
-        "": "request 'one' brings no regex of its own, and the constraint has none",
+        "": "request 'one' has no regex of its own",
         "a" * 11: "request 'one': its regex: the source has 11 characters, the limit is 10",
     }.items():
-        with pytest.raises(Stuck, match=message):
+        with pytest.raises(ConstraintError, match=message):
             grammar.start(request(source))
     assert allowed(grammar.start(request("[bc]"))).tolist() == [B, C]
 
@@ -477,7 +479,7 @@ def test_each_request_has_an_engine_of_its_own():
 def test_masks_are_not_to_be_written_to():
     with pytest.raises(ValueError, match="read-only"):
         after(regex(toy(), "a"), []).mask()[0] = 7
-    assert after(regex(toy(), "a"), []).mask().tolist() == only([A], toy().size).tolist()
+    assert after(regex(toy(), "a"), []).mask().tolist() == mask_of([A], toy().size).tolist()
 
 
 # 5. What does not compile
@@ -488,8 +490,8 @@ def test_masks_are_not_to_be_written_to():
     [
         (lambda v: regex(v, "(a"), "constraint.regex: .*unclosed group"),
         (lambda v: regex(v, "(?=a)b"), "constraint.regex: .*look-ahead"),
-        (lambda v: regex(v, "a[^\\x00-\\x{10FFFF}]"), "constraint.regex: the tokens of this vocabulary spell no text"),
-        (lambda v: regex(v, "a\ud800"), "constraint.regex: character 1 of the source is half a surrogate"),
+        (lambda v: regex(v, "a[^\\x00-\\x{10FFFF}]"), "constraint.regex: no text in the tokens of this vocabulary"),
+        (lambda v: regex(v, "a\ud800"), "constraint.regex: character 1 of the source is half of a surrogate"),
         (lambda v: regex(v, 7), "constraint.pattern must be text, not 7"),
         (lambda v: regex(v, "a" * 100_001), "100001 characters, the limit is 100000"),
         (lambda v: regex(v, "a", prompt="no"), "constraint.prompt must be true or false"),
@@ -500,20 +502,20 @@ def test_masks_are_not_to_be_written_to():
         (lambda v: regex(v, "(ab)*", limits={"step_lexer_fuel": 1}), "constraint.regex: lexer error"),
         (lambda v: json_schema(v, '{"type": "strin"}'), "constraint.json_schema: Invalid type: strin"),
         (lambda v: json_schema(v, '{"type": "string",}'), "not JSON: .*line 1 column 19"),
-        (lambda v: json_schema(v, "[]"), "a JSON schema is an object, true or false, not '\\[\\]'"),
+        (lambda v: json_schema(v, "[]"), "a JSON schema must be an object, true or false, not '\\[\\]'"),
         (lambda v: json_schema(v, '{"contains": {}}'), 'Unimplemented keys: \\["contains"\\]'),
         (lambda v: json_schema(v, '{"$ref": "http://other"}'), "http://other"),
-        (lambda v: json_schema(v, '{"$ref": "#"}'), "spell no text"),
+        (lambda v: json_schema(v, '{"$ref": "#"}'), "no text"),
         (lambda v: json_schema(v, "{}", whitespace_pattern="(("), "unclosed group"),
         (lambda v: json_schema(v, "{}", path="x"), "give constraint.schema or constraint.path, not both"),
         (lambda v: json_schema(v, path="nowhere.json"), "constraint.path=nowhere.json cannot be read: .*No such file"),
         (lambda v: lark(v, "start: foo"), 'constraint.lark: .*unknown name: "foo"'),
-        (lambda v: lark(v, "start: start"), "spell no text"),
+        (lambda v: lark(v, "start: start"), "no text"),
         (lambda v: lark(v, "x: x", path="x"), "give constraint.grammar or constraint.path, not both"),
         (lambda v: choice(v, []), "choices must be a list of one or more strings"),
-        (lambda v: choice(v, ["a", "b", "a"]), "the choice 'a' is there twice"),
+        (lambda v: choice(v, ["a", "b", "a"]), "the choice 'a' occurs twice"),
         (lambda v: choice(v, ["a", 1]), "choice 1 is 1, not a string: put it in quotes"),
-        (lambda v: choice(v, ["\ud800"]), "half a surrogate"),
+        (lambda v: choice(v, ["\ud800"]), "half of a surrogate"),
         (lambda v: choice(v).start(request("a or b")), "request 'one': its choice: not JSON"),
         (lambda v: choice(v).start(request('{"a": 1}')), "request 'one': its choice: choices must be a list"),
         (lambda v: Grammar(v, "gbnf", "a"), "constraint.kind must be one of regex, json_schema, lark, choice"),
@@ -553,7 +555,7 @@ def test_numbers_that_are_no_bounds_may_be_large():
 def accepts(grammar: Grammar, text: str) -> bool:
     try:
         return END in allowed(after(grammar, grammar.tokens.encode(text)))
-    except Stuck:
+    except ConstraintError:
         return False
 
 
@@ -567,9 +569,9 @@ def test_bounds_of_integers_are_enforced_up_to_the_largest_that_may_be_given():
 def test_the_schema_true_allows_all_json_and_false_nothing():
     everything = json_schema(bundled(), "true")
     assert accepts(everything, '[1, {"a": null}]') and not accepts(everything, "[1")
-    with pytest.raises(ValueError, match="constraint.json_schema: the schema false allows no text"):
+    with pytest.raises(ValueError, match="constraint.json_schema: the schema false matches no text"):
         json_schema(bundled(), "false")
-    with pytest.raises(Stuck, match="request 'one': .*false allows no text"):
+    with pytest.raises(ConstraintError, match="request 'one': .*false matches no text"):
         json_schema(bundled()).start(request("false"))
 
 
@@ -616,7 +618,7 @@ def test_hostile_sources_end_soon_and_others_go_on(kind, source):
         for token in bundled().engine.tokenize_str('["aaabbbabab'):
             words = allowed(state)
             state.advance(token if token in words else int(words[-1]))
-    except Stuck as error:
+    except ConstraintError as error:
         said = str(error)
     assert "request 'one'" in said and len(said) < 500
     assert time.perf_counter() - start < 5
@@ -636,5 +638,5 @@ def test_facts_keep_the_source_or_its_hash():
     assert (
         regex(toy(), "a").name == "regex"
         and regex(toy(), "a").vocabulary == len(parts.TOKENS)
-        and not regex(toy()).acts
+        and not regex(toy()).has_actions
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from spec_lab.constrain import AppliedConstraint, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
@@ -41,7 +41,7 @@ class Fragile:
 
     def advance(self, token):
         if self.text[-1:] == (token,):
-            raise Stuck(f"request 'r1': {token} came twice")  # named, as the engines do
+            raise ConstraintError(f"request 'r1': {token} came twice")  # named, as the engines do
         self.text += (token,)
 
     def mask(self):
@@ -57,7 +57,7 @@ class Breaks:
 
     name: str = "breaks"
     vocabulary: int = VOCABULARY
-    acts: bool = False
+    has_actions: bool = False
 
     def start(self, request):
         return Fragile() if request.id == 1 else At(Table(lambda _: range(VOCABULARY), VOCABULARY), ())
@@ -130,4 +130,4 @@ def test_options_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match=said):
             AppliedConstraint(table, **options)
     with pytest.raises(ValueError, match="acts on the output"):
-        AppliedConstraint(replace(table, acts=True), "none")
+        AppliedConstraint(replace(table, has_actions=True), "none")

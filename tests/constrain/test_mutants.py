@@ -11,7 +11,7 @@ import spec_lab.constrain.applied
 import spec_lab.engine.commit
 import spec_lab.engine.step
 from spec_lab.constrain.applied import DraftTreeMasks, StepConstraint
-from spec_lab.constrain.protocol import Masks, State, allows, by_forks, everything
+from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
 from spec_lab.tasks.certify.constrained import bound, examine
 from spec_lab.tasks.certify.enumerate import Reused
 from spec_lab.verify import Token
@@ -21,8 +21,8 @@ from spec_lab.verify import Token
 def masks_changed(change):
     """Every forest's masks as ``change(masks, shape)`` has them; the constraints' fast ways are not used."""
 
-    def changed(self, states: list[State | None], shape, token) -> Masks:
-        return change(by_forks(states, shape, token, self.constraint.vocabulary), shape)
+    def changed(self, states: list[ConstraintState | None], shape, token) -> Masks:
+        return change(masks_by_forking(states, shape, token, self.constraint.vocabulary), shape)
 
     with mock.patch.object(StepConstraint, "_of", changed):
         yield
@@ -31,7 +31,7 @@ def masks_changed(change):
 def leaves_are_free(masks, shape):
     """The token after the accepted ones is drawn from the bare law: "trim the draft, then add a bonus"."""
     leaf = np.array([not len(children) for children in shape.children])
-    return replace(masks, bits=np.where((leaf & masks.legal & ~masks.barrier)[:, None], everything(5), masks.bits))
+    return replace(masks, bits=np.where((leaf & masks.legal & ~masks.barrier)[:, None], full_mask(5), masks.bits))
 
 
 def parents_mask(masks, shape):
@@ -42,7 +42,7 @@ def parents_mask(masks, shape):
 
 def barriers_are_not_seen(masks, shape):
     """What an action would take back is built upon."""
-    bits = np.where(masks.barrier[:, None], everything(5), masks.bits)
+    bits = np.where(masks.barrier[:, None], full_mask(5), masks.bits)
     return Masks(bits, masks.legal, np.zeros_like(masks.barrier))
 
 
@@ -71,7 +71,7 @@ MUTANTS = {
     "masks lag behind": lambda: masks_changed(parents_mask),
     "barriers are not seen": lambda: masks_changed(barriers_are_not_seen),
     "the target is not masked": lambda: masks_changed(
-        lambda masks, shape: replace(masks, bits=np.where(masks.barrier[:, None], masks.bits, everything(5)))
+        lambda masks, shape: replace(masks, bits=np.where(masks.barrier[:, None], masks.bits, full_mask(5)))
     ),
     "forced means first allowed": lambda: mock.patch.object(spec_lab.engine.commit, "forced_token", _first_allowed),
     "forks share their noise": lambda: mock.patch.object(spec_lab.engine.commit, "fork", _same_stream),

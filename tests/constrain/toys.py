@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.constrain.protocol import Onward, State, only
+from spec_lab.constrain.protocol import ConstraintState, Continuation, mask_of
 from spec_lab.engine.request import Request
 
 
@@ -16,9 +16,9 @@ class Table:
     allowed: Callable[[tuple[int, ...]], Sequence[int]]
     vocabulary: int = 4
     name: str = "table"
-    acts: bool = False
+    has_actions: bool = False
 
-    def start(self, request: Request) -> State:
+    def start(self, request: Request) -> ConstraintState:
         return At(self, ())
 
 
@@ -34,9 +34,9 @@ class At:
         self.text += (token,)
 
     def mask(self) -> np.ndarray:
-        return only(self.table.allowed(self.text), self.table.vocabulary)
+        return mask_of(self.table.allowed(self.text), self.table.vocabulary)
 
-    def action(self) -> tuple[Onward, ...] | None:
+    def action(self) -> tuple[Continuation, ...] | None:
         return None
 
 

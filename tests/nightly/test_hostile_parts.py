@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from spec_lab.constrain import AppliedConstraint, Stuck, load
+from spec_lab.constrain import AppliedConstraint, ConstraintError, load
 from spec_lab.constrain.controllers import banned, candidates, choices, pattern, template
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
@@ -176,5 +176,5 @@ def test_an_option_works_or_is_refused_by_name(option):
                 continue
             try:
                 option.use(made)
-            except (ValueError, Stuck) as error:
+            except (ValueError, ConstraintError) as error:
                 raise AssertionError(f"{option.name}={brief(value)} was taken, then: {error}") from error

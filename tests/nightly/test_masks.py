@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spec_lab.constrain.engines.grammar import choice, json_schema, lark, regex
-from spec_lab.constrain.protocol import Masks, allows, everything, width
+from spec_lab.constrain.protocol import Masks, allows, full_mask, width
 from tests.constrain.decoding import DIGIT, LINKED_LIST, NESTED_ARRAYS, TREE, closed, wrong_rows
 from tests.constrain.parts import bundled
 
@@ -76,7 +76,7 @@ def by_rollback(states, shape, token):
 
     for head, state in enumerate(states):
         visit(state.matcher, head)
-    return Masks(bits & everything(size), legal, np.zeros(shape.rows, dtype=bool))
+    return Masks(bits & full_mask(size), legal, np.zeros(shape.rows, dtype=bool))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from spec_lab.constrain.engines.source import missing, read_source, shown
-from spec_lab.constrain.protocol import Stuck, only
+from spec_lab.constrain.protocol import ConstraintError, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import one_of, whole
 from spec_lab.engine.request import Request
@@ -95,7 +95,7 @@ class Reader:
                 for kept in (self.rows, self.masks, self.sets):
                     kept.clear()
                 found = self._allowed(at)
-            mask = only(found, self.vocabulary.size)
+            mask = mask_of(found, self.vocabulary.size)
             mask.flags.writeable = False
             self.masks[at] = mask
         return self.masks[at]
@@ -148,26 +148,26 @@ class Walked:
         """``token``, which the mask allows, comes next.
 
         Raises:
-            Stuck: the mask does not allow it.
+            ConstraintError: the mask does not allow it.
         """
         reader = self.reader
         data = reader.vocabulary.bytes[token]
         to = reader.run(self.at, data) if data and not self.ended else None
         ends = token in reader.vocabulary.ends and reader.language.accept in self.at and not self.ended
         if to is None and not ends:
-            raise Stuck(f"request '{self.request}': token {token} ({data!r}) may not come next")
+            raise ConstraintError(f"request '{self.request}': token {token} ({data!r}) may not come next")
         self.at, self.ended = to or self.at, ends
 
     def mask(self) -> np.ndarray:  # [W]
         """What may come next; not to be written to. Nothing after the end, and nothing where no token fits.
 
         Raises:
-            Stuck: the mask needs more states than may be kept.
+            ConstraintError: the mask needs more states than may be kept.
         """
         try:
-            return only([], self.reader.vocabulary.size) if self.ended else self.reader.mask(self.at)
+            return mask_of([], self.reader.vocabulary.size) if self.ended else self.reader.mask(self.at)
         except _Full as error:
-            raise Stuck(f"request '{self.request}': {error}") from None
+            raise ConstraintError(f"request '{self.request}': {error}") from None
 
     def action(self) -> None:
         """None: a language only says what may come."""
@@ -189,7 +189,7 @@ class Automaton:
         ValueError: an option of the wrong type or range, or a source that is not in the subset; says why.
     """
 
-    acts = False
+    has_actions = False
 
     def __init__(
         self, kind: str, source: Any, tokens: Vocabulary, prompt: bool = False, states: int = STATES, kept: int = KEPT
@@ -214,14 +214,14 @@ class Automaton:
                 reader = self.own.get(request.constraint) or self._reader(request.constraint)
                 self.own[request.constraint] = reader
         except ValueError as error:
-            raise Stuck(f"request '{request.name}': {error}") from error
+            raise ConstraintError(f"request '{request.name}': {error}") from error
         if reader is None:
             raise missing(self.kind, request)
         at: Set | None = reader.start
         if self.prompt:
             at = reader.run(reader.start, b"".join(self.tokens.bytes[token] for token in request.tokens))
         if at is None:
-            raise Stuck(f"request '{request.name}': the constrained text cannot begin with its prompt")
+            raise ConstraintError(f"request '{request.name}': the constrained text cannot begin with its prompt")
         return Walked(reader, at, request.name)
 
     @property

@@ -1,4 +1,4 @@
-"""Controllers ready to use, and examples of how to write one: a class with ``step`` and ``fork``, and ``load``.
+"""Controllers, also as examples of how to write one: a class with ``step`` and ``fork``, and a function ``load``.
 
-Each has a config of its own name under ``conf/constraint``.
+Each has a config under ``conf/constraint``.
 """

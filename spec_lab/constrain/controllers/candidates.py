@@ -1,27 +1,27 @@
-"""Several texts side by side, of which the likeliest is kept. At temperature 0 they are all the same."""
+"""Best of n: several texts are generated, and the likeliest is kept. At temperature 0 they are all the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import one_of, whole
 from spec_lab.engine.request import BROKEN, Ended
 
-MOST = 64
+MAX_COUNT = 64
 
 
-class Candidates:
-    """Forks once, at the start; each fork then goes its own way."""
+class CandidatesController:
+    """Forks the sequence once, at the start."""
 
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def fork(self) -> Candidates:
+    def fork(self) -> CandidatesController:
         """See ``Controller``."""
-        return Candidates(self.count)
+        return CandidatesController(self.count)
 
     def step(self, event: Event) -> list[Branch]:
         """See ``Controller``."""
@@ -29,7 +29,7 @@ class Candidates:
 
 
 def likeliest(ended: Sequence[Ended], by: str = "sum") -> list[int]:
-    """The place of the text whose tokens' log-probabilities have the largest "sum" or "mean"; broken ones come last."""
+    """Return the index of the text with the largest "sum" or "mean" of log-probabilities; failed texts come last."""
 
     def score(place: int) -> tuple[bool, float]:
         one = ended[place]
@@ -39,19 +39,19 @@ def likeliest(ended: Sequence[Ended], by: str = "sum") -> list[int]:
     return [max(range(len(ended)), key=score)]
 
 
-def load(vocabulary: Vocabulary, count: int = 4, by: str = "sum") -> Controlled:
-    """``count`` texts are generated, and the likeliest is kept, by ``likeliest``.
+def load(vocabulary: Vocabulary, count: int = 4, by: str = "sum") -> ControllerConstraint:
+    """Return a constraint that generates ``count`` texts and keeps the likeliest by ``likeliest``.
 
     Raises:
-        ValueError: options of the wrong kind, or more than 64 texts.
+        ValueError: an invalid option, or more than 64 texts.
     """
     one_of("constraint.by", by, ("sum", "mean"))
-    whole("constraint.count", count, most=MOST)
-    return Controlled(
-        lambda request: Candidates(count),
+    whole("constraint.count", count, most=MAX_COUNT)
+    return ControllerConstraint(
+        lambda request: CandidatesController(count),
         vocabulary.size,
         "candidates",
         facts={"count": count, "by": by},
         keep=lambda ended: likeliest(ended, by),
-        wants_logprobs=True,
+        reads_logprobs=True,
     )

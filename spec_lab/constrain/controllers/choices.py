@@ -1,31 +1,31 @@
-"""One of some texts, in the tokens in which the tokenizer writes it; what no choice is left for comes at once."""
+"""One of several texts, in the tokenizer's own tokens; tokens without an alternative are fast-forwarded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
 
-from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import strings
 
 Tokens = tuple[int, ...]
 
 
-class Choices:
-    """Goes down the tree of the choices.
+class ChoicesController:
+    """Descends the prefix tree of the choices.
 
     Args:
-        left: what is left of each choice that is still possible.
+        left: the remaining tokens of each choice that is still possible.
         ends: tokens that end a text: they tell a choice from a longer one that begins with it.
     """
 
     def __init__(self, left: Sequence[Tokens], ends: Tokens) -> None:
         self.left, self.ends = tuple(left), ends
 
-    def fork(self) -> Choices:
+    def fork(self) -> ChoicesController:
         """See ``Controller``."""
-        return Choices(self.left, self.ends)
+        return ChoicesController(self.left, self.ends)
 
     def step(self, event: Event) -> list[Branch]:
         """See ``Controller``."""
@@ -33,7 +33,7 @@ class Choices:
         self.left = tuple(rest[len(got) :] for rest in self.left if rest[: len(got)] == got)
         longer = [rest for rest in self.left if rest]
         if not longer:
-            return []  # one is complete; or an end has said that it is
+            return []  # a choice is complete, or a stop token completed it
         shared = {one[0]: _shared([rest for rest in longer if rest[0] == one[0]]) for one in longer}
         if len(shared) == 1 and len(longer) == len(self.left):
             return [Branch(allow=None, ff=tuple(shared.values()))]
@@ -42,19 +42,19 @@ class Choices:
 
 
 def _shared(several: Sequence[Tokens]) -> Tokens:
-    """The tokens with which all of them begin."""
+    """Return the tokens with which all of them begin."""
     return tuple(same[0] for same in takewhile(lambda same: len(set(same)) == 1, zip(*several, strict=False)))
 
 
-def load(vocabulary: Vocabulary, choices: Sequence[str]) -> Controlled:
-    """The output is one of ``choices``.
+def load(vocabulary: Vocabulary, choices: Sequence[str]) -> ControllerConstraint:
+    """Return a constraint by which the output is one of ``choices``.
 
     Raises:
-        ValueError: no list of texts, or an empty one.
+        ValueError: not a list of texts, or an empty one.
     """
     texts = strings("constraint.choices", choices)
     if not texts:
         raise ValueError("constraint.choices is empty: give the texts to choose from")
     written = [tuple(vocabulary.encode(text)) for text in dict.fromkeys(texts)]
-    made = Choices(written, vocabulary.ends)
-    return Controlled(lambda request: made.fork(), vocabulary.size, "choices", facts={"choices": list(texts)})
+    made = ChoicesController(written, vocabulary.ends)
+    return ControllerConstraint(lambda request: made.fork(), vocabulary.size, "choices", facts={"choices": list(texts)})

@@ -1,28 +1,28 @@
-"""A regular expression, by way of a controller: how any ``State`` that only masks becomes one."""
+"""A regular expression as a controller: how to wrap any ``ConstraintState`` that has no actions."""
 
 from __future__ import annotations
 
 from spec_lab.constrain import load as constraints
-from spec_lab.constrain.control import ANY, Branch, Controlled, Event
-from spec_lab.constrain.protocol import State
+from spec_lab.constrain.control import ANY, Branch, ControllerConstraint, Event
+from spec_lab.constrain.protocol import ConstraintState
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.request import Request
 
 
-class Pattern:
-    """Follows a state, and ends with it.
+class PatternController:
+    """Follows a state, and ends the sequence where the state's text ends.
 
     Args:
-        state: wants no actions.
-        ends: tokens that end a text; where the request does not stop at them, the controller does.
+        state: without actions.
+        ends: tokens that end a text; if the request does not stop at them, the controller does.
     """
 
-    def __init__(self, state: State, ends: tuple[int, ...] = ()) -> None:
+    def __init__(self, state: ConstraintState, ends: tuple[int, ...] = ()) -> None:
         self.state, self.ends = state, ends
 
-    def fork(self) -> Pattern:
+    def fork(self) -> PatternController:
         """See ``Controller``."""
-        return Pattern(self.state.fork(), self.ends)
+        return PatternController(self.state.fork(), self.ends)
 
     def step(self, event: Event) -> list[Branch]:
         """See ``Controller``."""
@@ -34,12 +34,14 @@ class Pattern:
         return [Branch(allow=ANY if mask is None else mask)]
 
 
-def load(vocabulary: Vocabulary, pattern: str, prompt: bool = False, engine: str = "llguidance") -> Controlled:
-    """The output matches ``pattern`` as a whole. Arguments and errors as in ``load.regex``."""
+def load(
+    vocabulary: Vocabulary, pattern: str, prompt: bool = False, engine: str = "llguidance"
+) -> ControllerConstraint:
+    """Return a constraint by which the output matches ``pattern``. Arguments and errors as in ``load.regex``."""
     inner = constraints.regex(vocabulary, pattern, prompt, engine)
 
-    def make(request: Request) -> Pattern:
-        return Pattern(inner.start(request), vocabulary.ends)
+    def make(request: Request) -> PatternController:
+        return PatternController(inner.start(request), vocabulary.ends)
 
     facts = {"pattern": pattern, "prompt": prompt, "engine": engine}
-    return Controlled(make, vocabulary.size, "pattern", facts=facts)
+    return ControllerConstraint(make, vocabulary.size, "pattern", facts=facts)

@@ -1,8 +1,8 @@
-r"""A form to fill in: texts, and between them free parts that the model writes.
+r"""A template: fixed texts, and between them free parts that the model writes.
 
-A part is a text, or a mapping: ``most``, the most tokens of a free part, and perhaps ``stop``, a string that ends it
-earlier. The stop is no part of it, so the next text has to bring it where it is wanted: ``["Name: ", {most: 20, stop:
-"\n"}, "\nAge: ", {most: 3}]``. A token that ends texts can only end the last part.
+A part is a text, or a mapping: ``most``, the maximum number of tokens of a free part, and optionally ``stop``, a string
+that ends it earlier. The stop string is not part of the output, so the next text repeats it if necessary: ``["Name: ",
+{most: 20, stop: "\n"}, "\nAge: ", {most: 3}]``. A token that ends texts can only end the last part.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spec_lab.constrain.control import Branch, Controlled, Event
-from spec_lab.constrain.protocol import only, pack
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
+from spec_lab.constrain.protocol import mask_of, pack
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import brief, strings, whole
 from spec_lab.text.detokenizer import Strings, Watcher
@@ -20,18 +20,18 @@ from spec_lab.text.strings import check_strings
 
 Part = bytes | tuple[int, Strings]
 
-MOST_PARTS = 1000
+MAX_PARTS = 1000
 
 
-class Template:
-    """Fills in ``parts``, one after the other. In a free part ``watcher`` looks for its stop, and ``left`` counts."""
+class TemplateController:
+    """Writes ``parts`` in order. In a free part, ``watcher`` finds its stop, and ``left`` counts its tokens down."""
 
     def __init__(self, of: Vocabulary, parts: tuple[Part, ...], watcher: Watcher | None = None, left: int = 0) -> None:
         self.of, self.parts, self.watcher, self.left = of, parts, watcher, left
 
-    def fork(self) -> Template:
+    def fork(self) -> TemplateController:
         """See ``Controller``."""
-        return Template(self.of, self.parts, self.watcher and self.watcher.fork(), self.left)
+        return TemplateController(self.of, self.parts, self.watcher and self.watcher.fork(), self.left)
 
     def step(self, event: Event) -> list[Branch]:
         """See ``Controller``."""
@@ -40,15 +40,15 @@ class Template:
         if self.watcher is not None:
             self.left -= 1
             if (match := self.watcher.push(event.append[-1])) is not None:
-                # The token in which the stop began goes, and what it holds before it is written again.
+                # Remove the token in which the stop began, and write again what it holds before the stop.
                 self.watcher.rewind(match.tokens)
                 before = match.end - len(match.text.encode()) - self.watcher.place.end
-                return self._go_on(match.tokens, self.of.bytes[match.ban][:before])
+                return self._continue(match.tokens, self.of.bytes[match.ban][:before])
             if self.left:
                 return [Branch(allow=self._words())]
-        return self._go_on()
+        return self._continue()
 
-    def _go_on(self, backtrack: int = 0, text: bytes = b"") -> list[Branch]:
+    def _continue(self, backtrack: int = 0, text: bytes = b"") -> list[Branch]:
         self.watcher = None
         while self.parts and isinstance(self.parts[0], bytes):
             text, self.parts = text + self.parts[0], self.parts[1:]
@@ -63,25 +63,25 @@ class Template:
 
     def _words(self) -> np.ndarray:
         words = pack(np.array([bool(piece) for piece in self.of.bytes]))
-        return words if self.parts else words | only(self.of.ends, self.of.size)
+        return words if self.parts else words | mask_of(self.of.ends, self.of.size)
 
 
-def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> Controlled:
-    """The output is ``parts``, filled in.
+def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) -> ControllerConstraint:
+    """Return a constraint by which the output is ``parts``, with the free parts filled in.
 
     Args:
         vocabulary: the target's.
-        parts: at most 1000, with at most 100000 characters of text together; a free part has at most 2**20 tokens.
+        parts: at most 1000, with at most 100000 characters of text in total; a free part has at most 2**20 tokens.
 
     Raises:
-        ValueError: a part that is none, or too many of them.
+        ValueError: an invalid part, or too many of them.
     """
     if isinstance(parts, str) or not isinstance(parts, Sequence):
         raise ValueError(
             f"constraint.parts must be a list of texts and {{most: TOKENS, stop: TEXT}}, not {brief(parts)}"
         )
-    if len(parts) > MOST_PARTS:
-        raise ValueError(f"constraint.parts has {len(parts)} parts, at most {MOST_PARTS} are possible")
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"constraint.parts has {len(parts)} parts; the maximum is {MAX_PARTS}")
     strings("constraint.parts", [part for part in parts if isinstance(part, str) and part])
     made: list[Part] = []
     for place, part in enumerate(parts):
@@ -94,6 +94,6 @@ def load(vocabulary: Vocabulary, parts: Sequence[str | Mapping[str, object]]) ->
             made.append((whole(f"{name}.most", part["most"], most=2**20), Strings(stops)))
         else:
             raise ValueError(f"{name} must be a text or {{most: TOKENS, stop: TEXT}}, not {brief(part)}")
-    return Controlled(
-        lambda _: Template(vocabulary, tuple(made)), vocabulary.size, "template", facts={"parts": [*parts]}
+    return ControllerConstraint(
+        lambda _: TemplateController(vocabulary, tuple(made)), vocabulary.size, "template", facts={"parts": [*parts]}
     )

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_lab.constrain import AppliedConstraint, Onward, State
+from spec_lab.constrain import AppliedConstraint, ConstraintState, Continuation
 from spec_lab.constrain.applied import PLACES
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.control import Branch, Controlled, Event
+from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
 from spec_lab.constrain.engines.grammar import regex
-from spec_lab.constrain.lengths import AtLeast
+from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import unpack
-from spec_lab.constrain.together import Together
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
@@ -50,8 +50,10 @@ def bound() -> tuple[Instance, ...]:
     vocabulary = Vocabulary.plain(PIECES, 4)
     grammar = regex(vocabulary, "(ab|c)(a|b|c)*b|a[bc]")
     bindings = [AppliedConstraint(grammar, placement, fast_forward=placement == "both") for placement in PLACES]
-    bindings.append(AppliedConstraint(Controlled(lambda _: Forking(), vocabulary.size, "a controller that forks")))
-    bindings.append(AppliedConstraint(Together([Banned(("bb", "ca"), PIECES), AtLeast(2, vocabulary.size)])))
+    bindings.append(
+        AppliedConstraint(ControllerConstraint(lambda _: Forking(), vocabulary.size, "a controller that forks"))
+    )
+    bindings.append(AppliedConstraint(Combined([Banned(("bb", "ca"), PIECES), MinNewTokens(2, vocabulary.size)])))
     trees = ("1x1", "2x1", "1x1", "1x1", "1", "1x1")
     return tuple(Instance(WORLD, tree, 2, END, binding=binding) for tree, binding in zip(trees, bindings, strict=True))
 
@@ -62,7 +64,7 @@ def own(binding: AppliedConstraint | None) -> tuple[Instance, ...]:
     if make is None:
         return ()
     constraint = make(Vocabulary.plain(PIECES, 4))
-    places = [place for place in PLACES if place in ("target", "both") or not constraint.acts]
+    places = [place for place in PLACES if place in ("target", "both") or not constraint.has_actions]
     bindings = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
     return tuple(Instance(WORLD, tree, n, END, binding=one) for tree, n in (("2x1", 2), ("1x1", 3)) for one in bindings)
 
@@ -176,7 +178,7 @@ Ended = tuple[tuple[int, ...], tuple[int, ...], str]
 @dataclass(frozen=True)
 class _Live:
     text: tuple[int, ...]
-    state: State | None
+    state: ConstraintState | None
     lineage: tuple[int, ...] = ()
     forks: int = 0
 
@@ -215,7 +217,7 @@ class _ByHand:
                 for probability, ended in self.ways(replace(live, text=text, state=state)):
                     yield float(p[token]) * probability, ended
 
-    def _acted(self, live: _Live, action: tuple[Onward, ...]) -> Iterator[tuple[float, list[Ended]]]:
+    def _acted(self, live: _Live, action: tuple[Continuation, ...]) -> Iterator[tuple[float, list[Ended]]]:
         forks, each = live.forks + (len(action) > 1), []
         for number, onward in enumerate(action):
             text = live.text[: len(live.text) - onward.backtrack]

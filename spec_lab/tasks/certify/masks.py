@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spec_lab.constrain import AppliedConstraint, State, Stuck
+from spec_lab.constrain import AppliedConstraint, ConstraintError, ConstraintState
 from spec_lab.constrain.applied import DraftTreeMasks, forced_token
-from spec_lab.constrain.protocol import Constraint, allows, by_forks, everything, pack, unpack, width
+from spec_lab.constrain.protocol import Constraint, allows, full_mask, masks_by_forking, pack, unpack, width
 from spec_lab.core.draft import Shape, chain, forest
 from spec_lab.engine.request import Request
 
@@ -104,7 +104,7 @@ class _Text:
     """A text that grows: its tokens after the prompt, and the state at its end, on which drafts have been tried."""
 
     request: Request
-    state: State
+    state: ConstraintState
     tokens: list[int] = field(default_factory=list)
 
 
@@ -164,7 +164,7 @@ class _Walker:
         self.constraint: Constraint = binding.constraint
         self.fast_forward = bool(binding.fast_forward)
         self.guide = AppliedConstraint(binding.constraint, "both")  # no budget: every mask counts
-        self.peeks = bool(getattr(binding.constraint, "peeks", True))
+        self.supports_drafts = bool(getattr(binding.constraint, "supports_drafts", True))
         self.vocabulary = binding.constraint.vocabulary
         self.rng, self.found = rng, found
         pieces = pieces or [b""] * self.vocabulary
@@ -221,7 +221,7 @@ class _Walker:
 
     def _tree(self) -> Shape:
         """A chain or a tree of a random shape, sometimes an empty one."""
-        if not self.peeks:
+        if not self.supports_drafts:
             return chain(0)
         nodes = int(self.rng.integers(NODES + 1))
         if self.rng.random() < 1 / 3:
@@ -250,15 +250,15 @@ class _Walker:
                 one.advance(tokens[-1])
                 rows.append(_row_of(one, self.vocabulary))
                 ready[node + 1] = one
-            except Stuck:  # nothing comes after it
+            except ConstraintError:  # nothing comes after it
                 rows.append(_Row(nothing, True, False))
         return tokens, rows
 
     def _asked(self, texts: Sequence[_Text], shape: Shape, token: np.ndarray, wanted: Sequence[_Row]) -> list[bool]:
         """Compare the constraint's masks of the forest; returns in which trees it is wrong."""
-        states: list[State | None] = [text.state for text in texts]
+        states: list[ConstraintState | None] = [text.state for text in texts]
         wrong = [False] * len(texts)
-        if self.peeks and self.rng.random() < 0.5:
+        if self.supports_drafts and self.rng.random() < 0.5:
             guide = DraftTreeMasks(states, self.guide)
             for depth in range(int(shape.depth.max()) + 1):
                 level = np.flatnonzero(shape.depth == depth)
@@ -268,8 +268,8 @@ class _Walker:
                     wrong[head] |= self._compare(texts[head], _path(shape, token, row), wanted[row], below, "guide")
         fast = getattr(self.constraint, "masks", None)
         try:
-            masks = fast(states, shape, token) if fast else by_forks(states, shape, token, self.vocabulary)
-        except Stuck:
+            masks = fast(states, shape, token) if fast else masks_by_forking(states, shape, token, self.vocabulary)
+        except ConstraintError:
             masks = None
         for row, known in enumerate(wanted):
             head = int(shape.root[row])
@@ -313,7 +313,7 @@ class _Walker:
             while self.fast_forward and (forced := forced_token(text.state)) is not None:
                 if _extend(text, forced):
                     return True
-        except Stuck:
+        except ConstraintError:
             return True
         return not wanted[row].bits.any()
 
@@ -329,7 +329,7 @@ class _Walker:
         kinds = self.kind[tokens]
         return int(self.rng.choice(tokens[kinds == self.rng.choice(np.unique(kinds))]))
 
-    def _fresh(self, request: Request, tokens: Sequence[int]) -> State:
+    def _fresh(self, request: Request, tokens: Sequence[int]) -> ConstraintState:
         """A state that has seen no draft, after ``tokens``."""
         state = self.constraint.start(request)
         for token in tokens:
@@ -337,16 +337,16 @@ class _Walker:
         return state
 
 
-def _row_of(state: State, vocabulary: int) -> _Row:
-    """The row of a state; one that allows nothing where the state raises ``Stuck``."""
+def _row_of(state: ConstraintState, vocabulary: int) -> _Row:
+    """The row of a state; one that allows nothing where the state raises ``ConstraintError``."""
     nothing = np.zeros(width(vocabulary), dtype=np.uint32)
     try:
         if state.action() is not None:
             return _Row(nothing, True, True)
         mask = state.mask()
-    except Stuck:
+    except ConstraintError:
         return _Row(nothing, True, False)
-    return _Row(everything(vocabulary) if mask is None else mask.copy(), True, False)
+    return _Row(full_mask(vocabulary) if mask is None else mask.copy(), True, False)
 
 
 def _extend(text: _Text, token: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.protocol import everything, unpack
+from spec_lab.constrain.protocol import full_mask, unpack
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Draws
@@ -193,7 +193,7 @@ def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint 
         state, each = binding.constraint.start(live.request), []
         for token in live.emitted:
             own = state.mask()
-            each.append(everything(logits.shape[-1]) if own is None else own)
+            each.append(full_mask(logits.shape[-1]) if own is None else own)
             if token not in live.request.stop:
                 state.advance(token)
         mask = torch.from_numpy(unpack(np.array(each), logits.shape[-1])).to(logits.device)
@@ -209,12 +209,12 @@ def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
 
 
 def _score_draft(score: Score, draft: Draft) -> None:
-    """Whether each drafted token is the likeliest of its law given its earlier siblings; nothing for point drafts."""
-    if draft.q is None or draft.q_row is None or not draft.shape.nodes:
+    """Whether each drafted token is the likeliest of its q given its earlier siblings; nothing where points occur."""
+    if draft.q is None or draft.q_row is None or not draft.shape.nodes or "point" in draft.ways:
         return
     shape, token = draft.shape, draft.token.cpu()
     q = draft.q[torch.from_numpy(draft.q_row[shape.parent]).to(draft.q.device)].double().cpu()
-    if draft.drawn != "iid":
+    if draft.ways != {"iid"}:
         for children in shape.children:
             for rank, child in enumerate(children - shape.roots):
                 q[child, token[torch.from_numpy(children[:rank] - shape.roots)]] = 0.0

@@ -98,12 +98,16 @@ class Table(nn.Module):
         past_key_values: Pack | None = None,
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Logits ``[1, n, V]`` of the rows to keep."""
+        """Logits ``[1, n, V]`` of the rows to keep; hidden state 0 is the embedding, 1 the body's."""
         position = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
         (hidden,) = self.base_model(input_ids, position, past_key_values, attention_mask)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        return SimpleNamespace(logits=self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep]))
+        states = (self.embed(input_ids), hidden) if output_hidden_states else None
+        return SimpleNamespace(
+            logits=self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep]), hidden_states=states
+        )
 
 
 def table_models(

@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from spec_lab.constrain import AppliedConstraint, Onward, Stuck
-from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain import AppliedConstraint, ConstraintError, Continuation
+from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.engines.grammar import json_schema
-from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.protocol import Masks, allows, by_forks, only, width
-from spec_lab.constrain.together import Together
+from spec_lab.constrain.min_new_tokens import MinNewTokens
+from spec_lab.constrain.protocol import Masks, allows, mask_of, masks_by_forking, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.request import Request
 from spec_lab.tasks.certify.certificate import QUICK, prove
@@ -44,8 +44,8 @@ class Nested:
 
     def mask(self):
         if self.over:
-            return only([END], len(PIECES))
-        return only([0, 2, 4, 5, *([OPEN[self.open[-1]]] if self.open else [END])], len(PIECES))
+            return mask_of([END], len(PIECES))
+        return mask_of([0, 2, 4, 5, *([OPEN[self.open[-1]]] if self.open else [END])], len(PIECES))
 
     def action(self):
         return None
@@ -54,7 +54,7 @@ class Nested:
 class Brackets:
     """Brackets that nest, of two kinds."""
 
-    name, vocabulary, acts = "brackets", len(PIECES), False
+    name, vocabulary, has_actions = "brackets", len(PIECES), False
 
     def start(self, request):
         return Nested()
@@ -67,7 +67,7 @@ class Corrupt(Brackets):
         self.count = 0
 
     def masks(self, states, shape, token):
-        masks = by_forks(states, shape, token, self.vocabulary)
+        masks = masks_by_forking(states, shape, token, self.vocabulary)
         for row in np.flatnonzero(masks.legal):
             self.count += 1
             if self.count % 500 == 0:
@@ -118,7 +118,7 @@ class Rollback:
     """Brackets whose trees are walked depth first by the state's own matcher."""
 
     right: bool
-    name, vocabulary, acts = "rollback", len(PIECES), False
+    name, vocabulary, has_actions = "rollback", len(PIECES), False
 
     def start(self, request):
         return Rolled(self.right)
@@ -152,7 +152,7 @@ def found(constraint, rows=3000, seed=0, requests=REQUESTS, **options):
 
 
 def test_masks_that_are_right_pass():
-    for constraint in (Brackets(), Rollback(right=True), Together([Brackets(), AtLeast(3, len(PIECES))])):
+    for constraint in (Brackets(), Rollback(right=True), Combined([Brackets(), MinNewTokens(3, len(PIECES))])):
         seen = found(constraint)
         assert seen.different == 0 and seen.first is None
         assert seen.rows >= 3000 and seen.texts >= 4 and seen.longest > 20 and seen.steps > 50
@@ -191,7 +191,7 @@ def test_a_mask_that_only_the_guide_gives_is_found():
 
     class Wrong(Nested):
         def mask(self):
-            return only([0, 1, 2, 3], len(PIECES))
+            return mask_of([0, 1, 2, 3], len(PIECES))
 
     class Half(Brackets):
         def start(self, request):
@@ -199,7 +199,7 @@ def test_a_mask_that_only_the_guide_gives_is_found():
 
         def masks(self, states, shape, token):
             right = [Nested(list(state.open), state.over) for state in states]
-            return by_forks(right, shape, token, self.vocabulary)
+            return masks_by_forking(right, shape, token, self.vocabulary)
 
     seen = found(Half(), rows=500)
     assert seen.different >= 1 and seen.first.asked == "guide"
@@ -222,15 +222,15 @@ def test_a_constraint_that_breaks_on_a_draft_counts_as_different():
     class Breaks(Brackets):
         def masks(self, states, shape, token):
             if shape.nodes > 30:
-                raise Stuck("too many nodes")
-            return by_forks(states, shape, token, self.vocabulary)
+                raise ConstraintError("too many nodes")
+            return masks_by_forking(states, shape, token, self.vocabulary)
 
     seen = found(Breaks(), rows=1000)
     assert seen.different >= 1 and seen.first.what == "failure"
 
 
-@pytest.mark.parametrize("peeks", [True, False])
-def test_texts_end_where_a_constraint_acts(peeks):
+@pytest.mark.parametrize("supports_drafts", [True, False])
+def test_texts_end_where_a_constraint_acts(supports_drafts):
     @dataclass
     class Counts:
         left: int = 5
@@ -242,7 +242,9 @@ def test_texts_end_where_a_constraint_acts(peeks):
         def fork(self):
             return replace(self)
 
-    seen = found(Controlled(lambda _: Counts(), len(PIECES), "counts", peeks=peeks), rows=300)
+    seen = found(
+        ControllerConstraint(lambda _: Counts(), len(PIECES), "counts", supports_drafts=supports_drafts), rows=300
+    )
     assert seen.different == 0 and seen.longest <= 5 and seen.texts > 10
 
 
@@ -252,10 +254,10 @@ def test_an_action_that_a_draft_does_not_see_is_found():
             return Nested(list(self.open), self.over)
 
         def action(self):
-            return (Onward(0, Nested()),) if len(self.open) == 3 else None
+            return (Continuation(0, Nested()),) if len(self.open) == 3 else None
 
     class Late(Brackets):
-        acts = True
+        has_actions = True
 
         def start(self, request):
             return Acting()
@@ -274,7 +276,7 @@ def test_grammars_of_an_engine_are_walked_on_its_vocabulary_with_states_that_onl
     class Forks:
         """The grammar without its faster masks."""
 
-        name, vocabulary, acts = "forks", grammar.vocabulary, False
+        name, vocabulary, has_actions = "forks", grammar.vocabulary, False
         start = staticmethod(grammar.start)
 
     requests = [replace(REQUESTS[0], stop=frozenset(vocabulary.ends))]
@@ -288,13 +290,13 @@ MODULE = """
 import numpy as np
 
 from spec_lab.engine.request import Request
-from spec_lab.constrain.protocol import Stuck, by_forks, everything
+from spec_lab.constrain.protocol import ConstraintError, masks_by_forking, full_mask
 from spec_lab.core.options import whole
 
 
-class State:
+class ConstraintState:
     def __init__(self, vocabulary):
-        self.words = everything(vocabulary)
+        self.words = full_mask(vocabulary)
 
     def fork(self):
         return self
@@ -309,7 +311,7 @@ class State:
 
 
 class Constraint:
-    name, acts = "mine", False
+    name, has_actions = "mine", False
 
     def __init__(self, vocabulary, every=0, refuses=(), breaks=False):
         self.vocabulary, self.every, self.refuses, self.breaks = vocabulary.size, every, refuses, breaks
@@ -317,13 +319,13 @@ class Constraint:
 
     def start(self, request):
         if request.id in self.refuses:
-            raise Stuck(f"request '{request.name}': refused")
-        return State(self.vocabulary)
+            raise ConstraintError(f"request '{request.name}': refused")
+        return ConstraintState(self.vocabulary)
 
     def masks(self, states, shape, token):
         if self.breaks:
             raise KeyError("lost")
-        masks = by_forks(states, shape, token, self.vocabulary)
+        masks = masks_by_forking(states, shape, token, self.vocabulary)
         for row in range(shape.rows):
             self.count += 1
             if self.every and masks.legal[row] and self.count % self.every == 0:

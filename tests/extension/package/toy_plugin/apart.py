@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.constrain.protocol import everything, only
+from spec_lab.constrain.protocol import full_mask, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.request import Request
 
@@ -15,7 +15,7 @@ class Apart:
 
     vocabulary: int  # V, the width of the target's logits
     name: str = "apart"
-    acts: bool = False  # it only masks: it takes nothing back, and neither forks nor ends a text
+    has_actions: bool = False  # it only masks: it takes nothing back, and neither forks nor ends a text
 
     @staticmethod
     def load(vocabulary: Vocabulary) -> "Apart":
@@ -24,7 +24,7 @@ class Apart:
 
     def start(self, request: Request) -> "After":
         """The state at the end of the prompt."""
-        return After(request.tokens[-1], everything(self.vocabulary), self.vocabulary)
+        return After(request.tokens[-1], full_mask(self.vocabulary), self.vocabulary)
 
     def toy(self, vocabulary: Vocabulary) -> "Apart":
         """The same over the few tokens of a toy: what ``certify`` enumerates."""
@@ -49,7 +49,7 @@ class After:
 
     def mask(self) -> np.ndarray:
         """What may come next, as packed bits."""
-        return self.words & ~only([self.token], self.vocabulary)
+        return self.words & ~mask_of([self.token], self.vocabulary)
 
     def action(self) -> None:
         """None is ever wanted."""

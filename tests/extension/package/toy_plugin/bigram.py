@@ -19,7 +19,7 @@ class Bigram(Lifecycle):
 
     depth: int
     name: str = "bigram"
-    drawn: Drawn = "point"  # nothing is drawn: the same text always gets the same draft, so it needs no laws q
+    drawn: Drawn = "point"  # the same text always gets the same draft, so there is no q
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Bigram":

@@ -3,7 +3,7 @@
 import pytest
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine import commit
@@ -43,7 +43,9 @@ def test_a_controller_that_cannot_be_forked_hears_of_committed_tokens_only(place
     outputs = []
     for proposer in (Null(), draft(target), Repeat(3)):
         own = Listens()
-        binding = AppliedConstraint(Controlled(lambda _, own=own: own, VOCABULARY, peeks=False), placement)
+        binding = AppliedConstraint(
+            ControllerConstraint(lambda _, own=own: own, VOCABULARY, supports_drafts=False), placement
+        )
         group = fixed_group(
             target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), binding
         )
@@ -89,7 +91,7 @@ def test_whether_forks_are_too_many_does_not_depend_on_drafts(monkeypatch):
     for most, broken in ((3, False), (2, True)):
         monkeypatch.setattr(commit, "MAX_FORKS", most)
         for proposer in (Null(), Repeat(3)):
-            binding = AppliedConstraint(Controlled(lambda _: Doubles(), VOCABULARY))
+            binding = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
             group = fixed_group(target, proposer, Token(), [request], CounterDraws(0), binding)
             list(group)
             assert ("stuck" in {one.finish for one in group.sequences}) is broken

@@ -1,0 +1,140 @@
+"""Several constraints at once: a token is allowed where all of them allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from spec_lab.constrain.protocol import (
+    Constraint,
+    ConstraintState,
+    Continuation,
+    Masks,
+    SelectsSequences,
+    masks_of,
+    supports_drafts,
+)
+from spec_lab.core.draft import Shape
+from spec_lab.core.protocols import facts_of
+from spec_lab.engine.request import Request
+
+History = tuple["History", int] | None
+"""The tokens since the start as a linked list, the last one first, which forks share."""
+
+
+class Combined:
+    """Several constraints that all apply. See ``Constraint``.
+
+    Where one of them backtracks, the states of the others are advanced again from the start; so at most one of them may
+    have actions.
+
+    Args:
+        parts: at least one constraint, all with the same vocabulary.
+
+    Raises:
+        ValueError: two constraints that have actions, or vocabularies that differ.
+    """
+
+    def __init__(self, parts: Sequence[Constraint]) -> None:
+        acting = [part.name for part in parts if part.has_actions]
+        if len(acting) > 1:
+            raise ValueError(f"{' and '.join(acting)} both backtrack or fork: only one constraint of a run may do so")
+        if len({part.vocabulary for part in parts}) != 1:
+            widths = ", ".join(f"{part.name}: {part.vocabulary}" for part in parts)
+            raise ValueError(f"constraints over vocabularies of different sizes cannot be combined ({widths})")
+        selecting = [part for part in parts if isinstance(part, SelectsSequences)]
+        self.parts = tuple(parts)
+        self.name = " + ".join(part.name for part in parts)
+        self.vocabulary = parts[0].vocabulary
+        self.has_actions = bool(acting)
+        self.supports_drafts = all(map(supports_drafts, parts))
+        self.keep = next((part.keep for part in selecting if part.keep is not None), None)
+        self.reads_logprobs = any(part.reads_logprobs for part in selecting)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See ``Described``."""
+        return {"parts": [{"name": part.name, **facts_of(part)} for part in self.parts]}
+
+    def start(self, request: Request) -> CombinedState:
+        """See ``Constraint``."""
+        states = tuple(part.start(request) for part in self.parts)
+        return CombinedState(states, tuple(state.fork() for state in states) if self.has_actions else states, None)
+
+    def masks(self, states: Sequence[CombinedState | None], shape: Shape, token: np.ndarray) -> Masks:
+        """See ``TreeMasks``."""
+        each = []
+        for number, part in enumerate(self.parts):
+            own = [None if state is None else state.states[number] for state in states]
+            each.append(masks_of(part, own, shape, token))
+        return reduce(Masks.intersect, each)
+
+
+class CombinedState:
+    """The states of all parts. See ``ConstraintState``.
+
+    Args:
+        states: of the parts.
+        origins: the states at the start, never advanced; used only where a part has actions.
+        history: the tokens since then.
+    """
+
+    def __init__(
+        self, states: tuple[ConstraintState, ...], origins: tuple[ConstraintState, ...], history: History
+    ) -> None:
+        self.states, self.origins, self.history = states, origins, history
+
+    def fork(self) -> CombinedState:
+        """See ``ConstraintState``."""
+        return CombinedState(tuple(state.fork() for state in self.states), self.origins, self.history)
+
+    def advance(self, token: int) -> None:
+        """See ``ConstraintState``."""
+        for state in self.states:
+            state.advance(token)
+        self.history = (self.history, token)
+
+    def mask(self) -> np.ndarray | None:
+        """See ``ConstraintState``."""
+        masks = [mask for mask in (state.mask() for state in self.states) if mask is not None]
+        return reduce(np.bitwise_and, masks) if masks else None
+
+    def action(self) -> tuple[Continuation, ...] | None:
+        """See ``ConstraintState``."""
+        for number, state in enumerate(self.states):
+            action = state.action()
+            if action is not None:
+                return tuple(Continuation(one.backtrack, self._continued(number, one)) for one in action)
+        return None
+
+    def _continued(self, acting: int, continuation: Continuation) -> CombinedState:
+        """Return all states after one part's continuation."""
+        history = self.history
+        for _ in range(continuation.backtrack):
+            if history is None:
+                break  # into the prompt: the engine, which removes the tokens, refuses it
+            history = history[0]
+        states = []
+        for number, (state, origin) in enumerate(zip(self.states, self.origins, strict=True)):
+            if number == acting:
+                states.append(continuation.state)
+            elif not continuation.backtrack:
+                states.append(state.fork())
+            else:
+                states.append(_advanced(origin, history))
+        return CombinedState(tuple(states), self.origins, history)
+
+
+def _advanced(origin: ConstraintState, history: History) -> ConstraintState:
+    """Return a fork of a state, advanced by the tokens of ``history``."""
+    tokens = []
+    while history is not None:
+        history, token = history
+        tokens.append(token)
+    state = origin.fork()
+    for token in reversed(tokens):
+        state.advance(token)
+    return state
