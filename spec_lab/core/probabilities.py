@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import HOTTEST, brief
+from spec_lab.core.options import MAX_TEMPERATURE, brief
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"sampling.{name} must be {kind}, not {brief(value)}")
-        if not 0 <= self.temperature <= HOTTEST:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"sampling.temperature must be 0 or more and at most {HOTTEST:g}, not {brief(self.temperature)}"
+                f"sampling.temperature must be 0 or more and at most {MAX_TEMPERATURE:g}, not {brief(self.temperature)}"
             )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"sampling.top_k must be 0 (off) or more and at most {2**31 - 1}, not {brief(self.top_k)}")
