@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Transformer
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobStatus
 from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -40,18 +40,13 @@ GIVEN, RETRIES = "given", "retries"
 # The value of a run ------------------------------------------------------------------------------------------------
 
 
-def result(config: DictConfig, out: Path) -> float | None:
-    """Return the figure ``config.objective`` of the run in ``out``; None unless it ended with exit code 0 and has it.
-
-    Args:
-        config: the run's.
-        out: its directory.
-    """
+def result(objective: str, out: Path) -> float | None:
+    """Return the figure ``objective`` of the run in ``out``; None unless the run ended with exit code 0 and has it."""
     how = sweep.ended(out)
     if how is None or how["state"] != "done" or how["code"]:
         return None
     found: Any = sweep.left_behind(out)
-    for name in str(config.get("objective")).split("."):
+    for name in objective.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
     return float(found) if isinstance(found, int | float) else None
 
@@ -97,17 +92,23 @@ def check(config: DictConfig) -> None:
     _sampler(sweeper.sampler, 0)
     one_of("hydra.sweeper.direction", sweeper.direction, ("maximize", "minimize"))
     searched, given = _space(config)
-    objective, task = str(config.get("objective")), OmegaConf.select(config, "task._target_")
+    objective, task = str(sweeper.objective), OmegaConf.select(config, "task._target_")
     known = figures() if task == "spec_lab.tasks.benchmark.run" else ()  # the figures of other tasks are not known here
     if known and objective not in known:
         near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
-        raise ValueError(f"objective: there is no figure {objective}; there are {', '.join(near)} and others")
+        raise ValueError(
+            f"hydra.sweeper.objective: there is no figure {objective}; there are {', '.join(near)} and others"
+        )
     if task == "spec_lab.tasks.benchmark.run" and "speedup" in objective:
-        other = "or search for objective=tokens_per_second"
+        other = "or search for hydra.sweeper.objective=tokens_per_second"
         if config.get("baseline") is False:
-            raise ValueError(f"objective={objective} compares with the baseline: set baseline=true, {other}")
+            raise ValueError(
+                f"hydra.sweeper.objective={objective} compares with the baseline: set baseline=true, {other}"
+            )
         if str(OmegaConf.select(config, "proposer._target_")).endswith(".Null.load"):
-            raise ValueError(f"objective={objective} compares with the baseline: choose a proposer, {other}")
+            raise ValueError(
+                f"hydra.sweeper.objective={objective} compares with the baseline: choose a proposer, {other}"
+            )
     # Checked after objective, which is its default.
     if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
         raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
@@ -223,20 +224,20 @@ def search(context: HydraContext, task: TaskFunction, config: DictConfig) -> Non
                 trials = [study.ask(searched) for _ in range(min(left, options.n_jobs))]
                 for trial in trials:
                     trial.set_user_attr(GIVEN, given)
-                returns = launch(launcher, config, [_overrides(trial.params, given) for trial in trials], number)
-                exhausted = [_tell(study, *one) for one in zip(trials, returns, strict=True)]
+                values = launch(launcher, config, [_overrides(trial.params, given) for trial in trials], number)
+                exhausted = [_tell(study, *one) for one in zip(trials, values, strict=True)]
                 number += len(trials)
                 left = 0 if any(exhausted) else left - len(trials)
             best = _best(study)
             if best is None:
-                raise ValueError(f"no trial has a value for {config.objective}: spec-lab state {out} says what failed")
+                raise ValueError(f"no trial has a value for {options.objective}: spec-lab state {out} says what failed")
             found = {"name": "optuna", "best_params": best.params, "best_value": best.value}
             OmegaConf.save(OmegaConf.create(found), out / "optimization_results.yaml")
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
 
 
-def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str]], number: int) -> Sequence[JobReturn]:
+def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str]], number: int) -> list[float | None]:
     """Run trials, each given by its overrides; trials with the same overrides share one run.
 
     Args:
@@ -246,15 +247,17 @@ def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str
         number: of trials that this command ran before.
 
     Returns:
-        What became of each trial, in their order. Of a run that ended earlier, the value is read from its files.
+        The value of each trial, from its run's files; None where the run failed.
     """
-    out, runs = Path(config.hydra.sweep.dir), list(dict.fromkeys(tuple(one) for one in trials))
+    out, objective = Path(config.hydra.sweep.dir), str(config.hydra.sweeper.objective)
+    runs = list(dict.fromkeys(tuple(one) for one in trials))
     sweep.plan(out, runs)
     returns = dict(zip(runs, launcher.launch(runs, initial_job_idx=number), strict=True))
-    for run, one in returns.items():
-        if one.status is JobStatus.COMPLETED and one.return_value is None:
-            one.return_value = result(config, out / sweep.folder_name(run))
-    return [returns[tuple(one)] for one in trials]
+    values = {
+        run: None if one.status is JobStatus.FAILED else result(objective, out / sweep.folder_name(run))
+        for run, one in returns.items()
+    }
+    return [values[tuple(one)] for one in trials]
 
 
 def _overrides(params: Mapping[str, Any], given: Sequence[str]) -> list[str]:
@@ -262,14 +265,10 @@ def _overrides(params: Mapping[str, Any], given: Sequence[str]) -> list[str]:
     return [*(f"{name}={value}" for name, value in params.items()), *given]
 
 
-def _tell(study: Any, trial: Any, ended: JobReturn) -> bool:
+def _tell(study: Any, trial: Any, value: float | None) -> bool:
     """Record a trial's value, or that it failed; returns whether the sampler has tried everything there is."""
     from optuna.trial import TrialState
 
-    try:
-        value = ended.return_value
-    except Exception:  # the run's own error, which its folder records
-        value = None
     failed = value is None or isnan(value)
     try:
         study.tell(trial, None if failed else value, TrialState.FAIL if failed else TrialState.COMPLETE)
@@ -301,7 +300,11 @@ def _requeue(study: Any, config: DictConfig, out: Path) -> int:
             folder = out / sweep.folder_name(_overrides(trial.params, trial.user_attrs.get(GIVEN, ())))
             how = sweep.ended(folder)
             failed = how is not None and how["state"] == "failed"
-            if how is None or result(config, folder) is not None or (failed and config.get("retry")):
+            if (
+                how is None
+                or result(str(config.hydra.sweeper.objective), folder) is not None
+                or (failed and config.get("retry"))
+            ):
                 study.enqueue_trial(trial.params, user_attrs={RETRIES: trial.number})
             else:
                 ended += 1
@@ -350,7 +353,8 @@ def print_best(config: DictConfig) -> None:
 
         number = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
         chosen = " ".join(f"{name}={value}" for name, value in best.params.items())
-        print(f"{config.hydra.sweep.dir}: best {config.objective} of {number} trials: {best.value:.4g} with {chosen}")
+        what = f"best {config.hydra.sweeper.objective} of {number} trials"
+        print(f"{config.hydra.sweep.dir}: {what}: {best.value:.4g} with {chosen}")
 
 
 # Optuna ------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """Size of the largest text file that is read: 64 MiB."""
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Deepest nesting of lists and mappings in a JSON file that is read."""
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -114,7 +114,7 @@ def refuse_link(folder: Path) -> None:
 # Reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_text(file: Path, most: int = MOST_BYTES) -> str:
+def read_text(file: Path, most: int = MAX_BYTES) -> str:
     """Return the text of a regular file in UTF-8.
 
     Args:
@@ -140,7 +140,7 @@ def read_text(file: Path, most: int = MOST_BYTES) -> str:
         raise Unreadable(f"{file} is not readable (not UTF-8: byte {error.start})") from error
 
 
-def read_json(file: Path, most: int = MOST_BYTES, any_number: bool = False) -> dict[str, Any] | None:
+def read_json(file: Path, most: int = MAX_BYTES, any_number: bool = False) -> dict[str, Any] | None:
     """What a file holds; None where there is none.
 
     Args:
@@ -150,7 +150,7 @@ def read_json(file: Path, most: int = MOST_BYTES, any_number: bool = False) -> d
             checkpoints hold: a tokenizer without a longest text writes 10**30 for it.
 
     Raises:
-        ValueError: it is no mapping in JSON, is nested deeper than ``MOST_DEPTH``, or holds NaN, an infinity, a whole
+        ValueError: it is no mapping in JSON, is nested deeper than ``MAX_DEPTH``, or holds NaN, an infinity, a whole
             number of more than 64 bits or a lone surrogate; names it.
         OSError: it cannot be opened.
     """
@@ -167,7 +167,7 @@ def read_json(file: Path, most: int = MOST_BYTES, any_number: bool = False) -> d
             raise ValueError(f"it holds {type(found).__name__}, not a mapping")
         _check(found)
     except RecursionError as error:
-        raise Unreadable(f"{file} is not readable (nested deeper than {MOST_DEPTH} levels)") from error
+        raise Unreadable(f"{file} is not readable (nested deeper than {MAX_DEPTH} levels)") from error
     except ValueError as error:
         raise Unreadable(f"{file} is not readable ({error})") from error
     return found
@@ -200,8 +200,8 @@ def _check(value: Any) -> None:
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         one, depth = left.pop()
-        if depth > MOST_DEPTH:
-            raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(one, str):
             one.encode()
         elif isinstance(one, dict):

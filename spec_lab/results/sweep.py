@@ -36,7 +36,7 @@ State = Literal["done", "running", "failed", "waiting"]
 
 Known = TypeVar("Known")
 
-PLACES = ("output_dir", "tracker", "retry", "objective")
+PLACES = ("output_dir", "tracker", "retry")
 """Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
 
 INTERRUPTED = 130
@@ -45,7 +45,7 @@ INTERRUPTED = 130
 BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_acceptance")
 """Figures that are lists, one value for each depth from 1."""
 
-LONGEST = 120  # letters of a folder's name
+MAX_NAME = 120  # letters of a folder's name
 
 NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
 """What ``folder_name`` makes: one folder, inside the sweep's."""
@@ -124,9 +124,9 @@ def folder_name(overrides: Iterable[str]) -> str:
     """The folder of the run with these overrides: no slashes, not too long, different for different ones."""
     text = ",".join(one.lstrip("+") for one in own(overrides)) or "default"
     plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
-    if len(plain) <= LONGEST and plain == text:
+    if len(plain) <= MAX_NAME and plain == text:
         return plain
-    return f"{plain[: LONGEST - 13]}-{sha256(text.encode()).hexdigest()[:12]}"
+    return f"{plain[: MAX_NAME - 13]}-{sha256(text.encode()).hexdigest()[:12]}"
 
 
 def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:

@@ -55,7 +55,7 @@ class Gumbel:
             raise ValueError("siblings drawn in one race repeat a token")
         inner = shape.count > 0
         y: Array = inner * (UNKNOWN - NOBODY) + NOBODY  # the winner of each row; nobody races at a leaf
-        end: Array = arrays.index(np.arange(shape.roots))  # of each tree's path
+        end: Array = arrays.range(shape.roots)  # of each tree's path
         racing = end
         for _ in range(draft.shape.lineage.shape[1] - 1):
             y[racing] = best = arrays.where(inner[racing], winners(siblings, racing), NOBODY)

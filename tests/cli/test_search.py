@@ -51,7 +51,7 @@ SPACE = ["proposer.depth=int(interval(1,40))", "proposer.max_ngram=int(interval(
 def tiny(tmp_path_factory):
     """Overrides of a search among runs on a tiny checkpoint, without what is searched."""
     short = checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
-    return ["--multirun", "hydra/sweeper=search", "objective=tokens_per_second", *short]
+    return ["--multirun", "hydra/sweeper=search", "hydra.sweeper.objective=tokens_per_second", *short]
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=3", "max_new_tokens=12", "hydra.sweeper.n_trials=4"]
     assert cli(*some)[0] == 0
     assert sorted(decoded) == [1] * 3 + [2] * 3, "the same parameters are the same run"
-    code, said, errors = cli(*some, "objective=intervals.tau_pooled.low")
+    code, said, errors = cli(*some, "hydra.sweeper.objective=intervals.tau_pooled.low")
     assert code == 0, errors
     assert len(decoded) == 6 and "best intervals.tau_pooled.low of 4 trials" in said
     for one in trials(tmp_path / "swept", "intervals.tau_pooled.low"):
@@ -269,20 +269,26 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         for part in name.split("."):
             found = found[part]
         assert found is None or isinstance(found, int | float), name
-        assert result(OmegaConf.create({"objective": name}), run.folder) == found
+        assert result(name, run.folder) == found
     for name in ("nothing", "speedup", "speedup.middle", "tokens_per_second.low", "expected_kind"):
         assert name not in names
-        assert result(OmegaConf.create({"objective": name}), run.folder) is None
+        assert result(name, run.folder) is None
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
-        (["objective=speedup"], "there is no figure speedup; there are speedup."),
-        (["objective=null"], "there is no figure None; there are "),
-        (["objective=speedup.mean"], "objective=speedup.mean compares with the baseline: set baseline=true"),
-        (["objective=speedup.low", "baseline=true", "proposer=none"], "compares with the baseline: choose a proposer"),
+        (["hydra.sweeper.objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
+        (["hydra.sweeper.objective=speedup"], "there is no figure speedup; there are speedup."),
+        (["hydra.sweeper.objective=null"], "hydra.sweeper.objective: there is no figure None; there are "),
+        (
+            ["hydra.sweeper.objective=speedup.mean"],
+            "hydra.sweeper.objective=speedup.mean compares with the baseline: set baseline=true",
+        ),
+        (
+            ["hydra.sweeper.objective=speedup.low", "baseline=true", "proposer=none"],
+            "compares with the baseline: choose a proposer",
+        ),
         (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 0"),
         (["hydra.sweeper.n_trials=none"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 'none'"),
         (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be a whole number of 1 or more, not 0"),
@@ -292,7 +298,6 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["proposer.depth=3"], "a search needs an option with a range or with choices, such as "),
         (["proposer.depth=glob(*)"], "a search takes ranges and choices: proposer.depth=glob(*): "),
         (["retry=true,false"], "retry cannot be searched: another value of it makes no other run"),
-        (["objective=tau_pooled,tau_macro"], "objective cannot be searched: another value of it makes no other run"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(cli, tiny, tmp_path, given, said):
@@ -394,25 +399,22 @@ def test_a_sampler_that_has_tried_everything_ends_the_search(cli, tiny, tmp_path
     assert len(complete(tmp_path / "swept")) == 2
 
 
-def test_trials_that_ask_for_one_run_at_once_share_it_and_its_value_is_read_where_a_launcher_returns_none(tmp_path):
+def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files_unless_it_failed(tmp_path):
     asked = []
 
     def carry_out(job_overrides, initial_job_idx):
         asked.append((list(job_overrides), initial_job_idx))
-        ways = {"seed=1": (JobStatus.COMPLETED, 3.5), "seed=4": (JobStatus.FAILED, ValueError("no"))}
-        found = [ways.get(one[0], (JobStatus.COMPLETED, None)) for one in job_overrides]
-        return [JobReturn(status=status, _return_value=value) for status, value in found]
+        return [JobReturn(status=JobStatus.FAILED if one is four else JobStatus.COMPLETED) for one in job_overrides]
 
     one, two, three, four = (((f"seed={seed}", "output_dir=x")) for seed in (1, 2, 3, 4))
-    config = OmegaConf.create({"objective": "tau_pooled", "hydra": {"sweep": {"dir": str(tmp_path)}}})
-    (tmp_path / "seed=2").mkdir()
-    (tmp_path / "seed=2" / "summary.json").write_text('{"tau_pooled": 2.5}')
-    sweep.end(tmp_path / "seed=2", two, "abc", 0, 1.0)
-    returned = launch(SimpleNamespace(launch=carry_out), config, [one, two, one, three, one, four], 7)
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": {"objective": "tau_pooled"}}})
+    for run, value in ((one, 3.5), (two, 2.5), (four, 4.5)):
+        (tmp_path / run[0]).mkdir()
+        (tmp_path / run[0] / "summary.json").write_text(f'{{"tau_pooled": {value}}}')
+        sweep.end(tmp_path / run[0], run, "abc", 0, 1.0)
+    values = launch(SimpleNamespace(launch=carry_out), config, [one, two, one, three, one, four], 7)
     assert asked == [([one, two, three, four], 7)]
-    assert [given.return_value for given in returned[:5]] == [3.5, 2.5, 3.5, None, 3.5]
-    with pytest.raises(ValueError, match="no"):
-        returned[5].return_value  # noqa: B018
+    assert values == [3.5, 2.5, 3.5, None, 3.5, None]
     assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]
 
 

@@ -119,7 +119,7 @@ def test_size_and_encoding_are_bounded(tmp_path):
         read_text(file)
 
 
-DEEP = files.MOST_DEPTH - 1
+DEEP = files.MAX_DEPTH - 1
 
 
 @pytest.mark.parametrize(

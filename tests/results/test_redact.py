@@ -57,7 +57,13 @@ def assert_nowhere(place: Path, said: str) -> None:
         pytest.param(  # slow: the workers import everything
             ["--multirun", "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"], marks=pytest.mark.nightly
         ),
-        ["--multirun", "hydra/sweeper=search", "seed=range(0,9)", "hydra.sweeper.n_trials=1", "objective=tau_pooled"],
+        [
+            "--multirun",
+            "hydra/sweeper=search",
+            "seed=range(0,9)",
+            "hydra.sweeper.n_trials=1",
+            "hydra.sweeper.objective=tau_pooled",
+        ],
     ],
     ids=["run", "hydra", "multirun", "joblib", "search"],
 )

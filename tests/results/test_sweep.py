@@ -34,7 +34,7 @@ OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(lambda one: [f"{key}={
 
 
 @given(OVERRIDES, st.randoms(use_true_random=False))
-@example(["prompt=" + "語" * 200], None)
+@example(["task.prompt=" + "語" * 200], None)
 @example(["prompts.path=../../etc/passwd"], None)
 def test_a_name_is_one_safe_folder_whatever_the_overrides_and_their_order(overrides, dice):
     name = sweep.folder_name(overrides)
@@ -449,7 +449,7 @@ def test_an_interrupted_sweep_goes_on_from_its_finished_groups(cli, tiny, tmp_pa
     code, _, errors = cli(*some)
     assert code == 130
     assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
-    assert "run the same command with output_dir=swept to go on" in errors
+    assert "run the same command with output_dir=swept to resume" in errors
     assert "Traceback" not in errors
     assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
