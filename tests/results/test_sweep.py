@@ -528,10 +528,7 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
 def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
     code, _, errors = cli(word, "nowhere")
     assert code == 1
-    assert (
-        errors
-        == "spec_lab: nowhere does not exist; a sweep is created by --multirun with output_dir=DIR and has a sweep.json\n"
-    )
+    assert errors.startswith("spec_lab: nowhere does not exist") and "output_dir=" in errors and errors.count("\n") == 1
 
 
 def test_unknown_commands_are_refused_with_those_there_are(cli):
