@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
@@ -406,7 +406,7 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
     """In chunks, after removed tokens, in forks and after preemptions; and no request's tokens change."""
     requests, applied = wanted(sampling), None
     if SCRIPTS[script] is not None:
-        constraint = Controlled(lambda request: Scripted(SCRIPTS[script]), VOCABULARY, "scripted")
+        constraint = ControllerConstraint(lambda request: Scripted(SCRIPTS[script]), VOCABULARY, "scripted")
         applied = AppliedConstraint(constraint, fast_forward="forced" in script)
     if limits.max_kv_tokens:
         limits = replace(limits, max_kv_tokens=room_for(requests, SHAPE.nodes, limits.max_kv_tokens))
