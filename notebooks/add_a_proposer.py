@@ -35,10 +35,10 @@ for package in ("my_drafts", "my_drafts/conf"):
 # %% [markdown]
 # ## The file
 #
-# The idea: after each token draft the one that came after it the last time, in this very text. A proposer says its
-# `name`, how its siblings are `drawn` (here nothing is: `point`), how many `nodes` it drafts at most, and whether it
-# wants the target's hidden states. `propose` gets the live sequences, and returns one tree for each: here a chain,
-# which may be empty.
+# The idea: after each token draft the one that came after it the last time, in this very text. A proposer has a `name`,
+# declares how its siblings are `drawn` (here nothing is: `point`) and how many `nodes` it drafts at most. `propose`
+# gets the live sequences, and returns one tree for each: here a chain, which may be empty. `Lifecycle` has defaults for
+# the rest: this proposer carries no state from step to step, and `requires` no hidden states or logits of the target.
 
 # %%
 # %%writefile my_drafts/recent.py
@@ -51,15 +51,16 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Recent:
+class Recent(Lifecycle):
     depth: int
     name: str = "recent"
-    drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no laws q
+    drawn: Drawn = "point"  # the same text always gets the same draft, so it carries no probabilities q
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Recent":
@@ -73,9 +74,6 @@ class Recent:
         chains = [follow(sequence.tokens, self.depth) for sequence in batch.sequences]
         tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
         return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing is kept for a sequence that has ended."""
 
 
 def follow(tokens: list[int], count: int) -> list[int]:
@@ -153,7 +151,7 @@ plt.rcParams.update(figures.STYLE)
 figures.acceptance(tables)
 
 # %% [markdown]
-# Is the difference real? `compare` looks at the two arms prompt by prompt.
+# Is the difference significant? `compare` compares the two arms prompt by prompt.
 
 # %%
 from spec_lab.analysis import compare
@@ -162,7 +160,7 @@ found = compare.as_frame(compare.compare([Path("measured")]))
 found = found[found["other_arm"] == "ngram"].set_index("figure")
 assert found.loc["tau_pooled", "paired"]
 assert found.loc["nodes_per_step", "units"] == 8  # prompts
-found[["reference_value", "other_value", "change", "together_low", "together_high", "verdict"]].round(2)
+found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]
 # ## Certify
@@ -210,9 +208,11 @@ assert pair["exact"]["drafted"] > 100  # and there were some
 # %% [markdown]
 # Further on:
 #
-# - Draws at random? Then `drawn` is `iid` or `without`, and the draft carries the laws it drew from (`q`, `q_row` of
-#   `spec_lab/core/draft.py`); drafts that do not follow the law they state are what `certify` is for.
-# - Wants weights? `load` gets what the YAML names; a method `toy(target, draft, tree)` makes the same proposer for a
+# - Draws at random? Then `drawn` is `iid` or `without`, and the draft carries the distributions it drew from (`q`,
+#   `q_row` of `spec_lab/core/draft.py`); drafts that were not drawn from the `q` they state are what `certify` is for.
+# - Learns from the target? `requires` names the hidden states or logits it needs, `init(request)` makes the state of a
+#   sequence, and `observe` receives what each step computed; `spec_lab/engine/proposer.py` has the whole life cycle.
+# - Needs weights? `load` gets what the YAML names; a method `toy(target, draft, tree)` makes the same proposer for a
 #   toy target, so that it can be enumerated.
 # - Trees: `tree(((0,), (1,), (0, 0)))` in place of `chain(3)`.
 # - A verifier or a constraint is added in the same way; `tests/extension` of spec_lab holds a package with all three.

@@ -73,7 +73,7 @@ from spec_lab.analysis import figures
 plt.rcParams.update(figures.STYLE)
 
 ratios = metrics.walltime_speedup_paired(tables.requests, "speculative")
-speedup = metrics.interval(ratios)
+speedup = metrics.speedup(tables.requests, "speculative")
 print(f"speed-up {speedup.mean:.2f}, 95 % interval {speedup.low:.2f} to {speedup.high:.2f}")
 assert len(ratios) == 8 and speedup.low <= speedup.mean <= speedup.high
 figures.throughput(tables)

@@ -145,9 +145,9 @@ figure.tight_layout()
 # %% [markdown]
 # ## Two runs side by side
 #
-# `python -m spec_lab compare A B` says what sets runs apart and which differences are real: acceptance prompt by
-# prompt, speed group by group, all intervals together at 95 %. *not shown* is no proof of equality; it comes with the
-# change that would have been seen. Here from Python:
+# `python -m spec_lab compare A B` says what sets runs apart and which differences are significant: acceptance prompt by
+# prompt, speed group by group, all intervals together at 95 %. *not significant* is no proof of equality; it comes with
+# the change that would have been seen. Here from Python:
 
 # %%
 from rich.console import Console
@@ -160,12 +160,12 @@ compare.show(comparison, Console(width=100, force_jupyter=False))
 
 # %%
 found = compare.as_frame(comparison).set_index("figure")
-assert found.loc["nodes_per_step", "verdict"] == "real"  # five tokens drafted, not one
+assert found.loc["nodes_per_step", "verdict"] == "significant"  # five tokens drafted, not one
 assert found.loc["tau_pooled", "paired"]  # by prompts
-real = found[found["verdict"] == "real"]
-nothing = real["relative"].astype(float)  # no change: the factor 1, or the difference 0
-assert ((real["together_low"] > nothing) | (real["together_high"] < nothing)).all()
-found[["reference_value", "other_value", "change", "together_low", "together_high", "verdict"]].round(2)
+significant = found[found["verdict"] == "significant"]
+nothing = significant["relative"].astype(float)  # no change: the factor 1, or the difference 0
+assert ((significant["simultaneous_low"] > nothing) | (significant["simultaneous_high"] < nothing)).all()
+found[["reference_value", "other_value", "change", "simultaneous_low", "simultaneous_high", "verdict"]].round(2)
 
 # %% [markdown]
 # ## Next

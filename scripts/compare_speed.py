@@ -27,10 +27,11 @@ from typing import NamedTuple
 from scipy.stats import t as student
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKLOAD = "4 code prompts, 32 new tokens each, greedy, batch size 1, one thread"  # change it with OPTIONS
+# The tree is stated: a calibrated one depends on step costs that each run would measure anew.
+WORKLOAD = "4 code prompts, 32 new tokens each, greedy, tree 2x1, batch size 1, one thread"  # change it with OPTIONS
 OPTIONS = [
-    "+experiment=medusa_tree", "prompts=code", "prompts.limit=4", "max_new_tokens=32", "sampling=greedy",
-    "batch_size=1", "threads=1",
+    "+experiment=medusa_tree", "proposer.tree=2x1", "prompts=code", "prompts.limit=4", "max_new_tokens=32",
+    "sampling=greedy", "batch_size=1", "threads=1",
 ]  # fmt: skip
 ARMS = {"autoregressive": "baseline", "medusa_tree": "speculative"}  # name here: arm in summary.json
 BOUND = 0.9  # default of --bound
@@ -83,7 +84,7 @@ def measure(tree: Path) -> dict:
         package = Path(run([sys.executable, "-c", "import spec_lab; print(spec_lab.__file__)"], tree, folder).strip())
         if tree not in package.parents:
             raise SystemExit(f"{tree} cannot be measured: python imports spec_lab from {package}")
-        run([sys.executable, "-m", "spec_lab", *OPTIONS, "out=measured"], tree, folder)
+        run([sys.executable, "-m", "spec_lab", *OPTIONS, "output_dir=measured"], tree, folder)
         arms = json.loads((Path(folder) / "measured" / "summary.json").read_text())["arms"]
     return {"workload": WORKLOAD, "tokens_per_second": {a: arms[key]["tokens_per_second"] for a, key in ARMS.items()}}
 

@@ -8,6 +8,7 @@ import torch
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import Prompt
@@ -29,7 +30,7 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in tokens)
 
 
-class Repeat:
+class Repeat(Lifecycle):
     """Drafts the last token again, ``depth`` times."""
 
     name = "repeat"
@@ -41,8 +42,6 @@ class Repeat:
     def propose(self, batch: Batch) -> Draft:
         tokens = [s.tokens[-1] for s in batch.sequences for _ in range(self.depth)]
         return Draft(forest((chain(self.depth),) * len(batch.sequences)), torch.tensor(tokens))
-
-    def close(self, sequence) -> None: ...
 
 
 def lab(texts=TEXTS, temperature: float = 0.0, **parts) -> Lab:

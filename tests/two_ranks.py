@@ -27,14 +27,12 @@ HERE = Path(sys.argv[1])
 def forests(target: Target) -> tuple[list[torch.Tensor], int]:
     """Logits of two forests over scattered cells, which outgrow their spans, and the heads of a layer's cells."""
     lm, found = target.lm, []
-    paths = [lm.cells.open(reserve=8) for _ in range(2)]
+    paths = [lm.open(reserve=8) for _ in range(2)]
     for tokens, tree in (([[5, 6, 7] * 90, [8, 9]], [0, 0, 3, 1, 5]), ([[3], [4, 5]], [0, 0, 2, 1, 1, 6])):
         draft = Draft(Shape(2, np.array(tree)), torch.arange(10, 10 + len(tree)))
-        output = lm.forward(paths, tokens, draft)
-        found.append(output.logits)
-        for path, slots in zip(paths, output.slots, strict=True):
-            lm.cells.keep(path, slots[1:2])
-            lm.cells.drop(path, np.delete(slots, [1]))
+        found.append(lm.forward(paths, tokens, draft).logits)
+        for path in paths:
+            path.accept([1])
     return found, lm.cells.keys[0][0].shape[1]
 
 

@@ -36,10 +36,10 @@ def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Requ
         done = Loop(target, proposer, Token(), seed=0).decode(group)
         tokens += sum(len(one.tokens) - one.prefill_tokens for one in done.outcomes)
         seconds += max(one.decode_seconds for one in done.outcomes)
-        for one in done.rounds[1:]:
+        for one in done.steps[1:]:
             if len(one.sequences) == len(group):
-                early_tokens += sum(committed.emitted_kept for committed in one.committed)
-                early_seconds += one.seconds(target.lm.clock)["whole"]
+                early_tokens += sum(committed.count(kept=True) for committed in one.committed)
+                early_seconds += one.seconds()["whole"]
     return tokens / seconds, early_tokens / early_seconds
 
 

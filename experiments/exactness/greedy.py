@@ -115,7 +115,7 @@ def decoded(
     outputs, accepted = [], 0
     for start in range(0, len(requests), batch):
         group = fixed_group(target, proposer, verifier, requests[start : start + batch], CounterDraws(0))
-        accepted += sum(got.accepted_kept for one in group for got in one.committed)
+        accepted += sum(got.count(accepted=True, kept=True) for one in group for got in one.committed)
         outputs += [sequence.emitted for sequence in group.sequences]
     return outputs, accepted
 

@@ -74,7 +74,7 @@ def measure(target, proposer, binding, requests, size, bar) -> dict:
     for number, start in enumerate(range(0, len(requests), size)):
         for way in list(ways)[:: 1 if number % 2 else -1]:
             done = ways[way].decode(requests[start : start + size])
-            found = writer.round_rows(done.rounds, target.lm.clock, number, way)
+            found, _ = writer.rows_of(done.steps, number, way)
             rounds[way] += [row for row in found if not row["prefill"]]
             seconds[way].append(sum(row["whole"] for row in found if not row["prefill"]))
         bar.update(size)

@@ -20,17 +20,18 @@ from tqdm import tqdm
 
 import spec_lab
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
-from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine.commit import Step, commit
-from spec_lab.engine.sequence import Batch, SequenceState, by_row
+from spec_lab.core.draft import Draft, Shape, chain, forest
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws, Draws
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import Parts, step
+from spec_lab.engine.study import Capture
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.results.manifest import machine
 from spec_lab.tasks.lab import requests_of
 from spec_lab.text.prompts import jsonl
-from spec_lab.verify import Verifier, choose
+from spec_lab.verify import Choice, Verdict, Verifier, choose
 
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 CONF = Path(__file__).parents[2] / "conf" / "verifier"
@@ -171,7 +172,29 @@ def beside_plain(
 # 2. One tree, as a share of the target's forward
 
 
-@torch.inference_mode()
+class Timed:
+    """The part of a step that chooses: asks a verifier of its own about the step's draft and p, and times both.
+
+    Args:
+        capture: the step's verifier.
+        clock: of the target's model.
+    """
+
+    def __init__(self, capture: Capture, clock: Clock) -> None:
+        self.capture, self.clock = capture, clock
+        self.verifier: Verifier = capture
+
+    def __call__(
+        self, verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, keys: Sequence[tuple[int, int, int]]
+    ) -> Choice:
+        """As ``verify.choose``; ``verdict`` is the capture's."""
+        assert self.capture.draft is not None
+        self.start = self.clock.mark()
+        choice = choose(self.verifier(self.capture.draft, p), shape, p, draws, keys)
+        self.end = self.clock.mark()
+        return choice
+
+
 def beside_forward(
     target: Target,
     draft: str,
@@ -183,47 +206,41 @@ def beside_forward(
     context: int,
     rounds: int,
 ) -> pd.DataFrame:
-    """Seconds of the phases of real rounds ``[rounds, ..]``; the verifiers that judge such drafts take turns.
+    """Seconds of the phases of real steps ``[rounds, ..]``; the verifiers that support such drafts take turns.
 
-    One sequence at a time is decoded from ``context`` tokens on, ``rounds`` rounds in all for each verifier.
+    One sequence at a time is decoded from ``context`` tokens on, ``rounds`` steps in all for each verifier.
     """
     proposer = DraftModel.load(target, draft, tree=tree, drawn=drawn)
     judges, lm, clock, draws = verifiers(names, drawn), target.lm, target.lm.clock, CounterDraws(0)
+    capture = Capture()
+    timed = Timed(capture, clock)
+    parts = Parts(target, proposer, capture, draws, choose=timed)
     sampling = Sampling(temperature=temperature)
     long = [one for one in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(one.tokens) > 8]
     each = 4 * len(judges)  # rounds for each prompt
-    memory = torch.empty(1 + proposer.nodes, target.vocabulary, dtype=probs_dtype(torch.empty(0)), device=lm.device)
     rows: list[dict[str, float | str]] = []
     number, wanted = 0, rounds * len(judges)
     progress = tqdm(total=wanted, unit="round", desc=f"{drawn}, temperature {temperature:g}")
     for request in long * (1 + wanted // (each * len(long))):
         tokens = list((request.tokens * (1 + context // len(request.tokens)))[:context])
-        path = lm.cells.open(context + each * (1 + proposer.nodes))
-        sequence = SequenceState(request, path, tokens, round=1)
-        batch = Batch(target, [sequence], draws)
-        lm.forward([path], [tokens[:-1]], empty(1, lm.device))
+        room = context + each * (1 + proposer.nodes)
+        sequence = SequenceState(request, lm.open(room), tokens, step=1, state=proposer.init(request))
+        step([], parts, [(sequence, context - 1)])
         for this in range(each + 1):
-            judge = judges[number % len(judges)]
-            drafted = proposer.propose(batch)
+            judge = timed.verifier = judges[number % len(judges)]
+            info = step([sequence], parts)
             clock.synchronise()
-            marks = [clock.mark()]
-            output = lm.forward([path], [sequence.pending], drafted)
-            marks.append(clock.mark())
-            logits = memory[: len(output.logits)].copy_(output.logits)
-            p = logits_to_probs(logits, by_row([sampling], drafted.shape.root), scratch=memory)
-            marks.append(clock.mark())
-            row, token, _ = choose(judge(drafted, p), drafted.shape, p, draws, [sequence.who])
-            marks.append(clock.mark())
-            clock.synchronise()
-            (done,) = commit(batch, Step(drafted, output.slots, row, token))
             if this == 0:  # the first computes the prompt in the draft as well
                 continue
-            phases = dict(zip(("forward", "law", "verify"), map(clock.seconds, marks, marks[1:]), strict=True))
-            rows.append({"verifier": judge.name, "accepted": done.accepted, "nodes": drafted.shape.nodes, **phases})
+            seconds = info.seconds()
+            phases = {"forward": seconds["target"], "probabilities": seconds["probabilities"]}
+            phases["verify"] = clock.seconds(timed.start, timed.end)
+            row = {"verifier": judge.name, "accepted": len(info.committed[0].path), "nodes": info.draft.shape.nodes}
+            rows.append(row | phases)
             number += 1
             progress.update()
-        proposer.close(sequence)
-        lm.cells.close(path)
+        proposer.close(sequence.state)
+        sequence.kv.close()
         if number >= wanted:
             break
     progress.close()
@@ -270,7 +287,7 @@ def forward_table(rounds: pd.DataFrame, title: str) -> tuple[Table, dict]:
     """The second measurement as a table and as numbers."""
     view = table(title, "phase", "ms [quartiles]", "least", "over forward, %", "least", "accepted")
     forward, numbers = rounds["forward"], {}
-    parts = {"forward": (rounds, "forward"), "law": (rounds, "law")}
+    parts = {"forward": (rounds, "forward"), "probabilities": (rounds, "probabilities")}
     parts |= {name: (some, "verify") for name, some in rounds.groupby("verifier", sort=False)}
     for name, (some, phase) in parts.items():
         ms, share = quartiles(some[phase], 1e3), quartiles(100 * some[phase] / some["forward"])

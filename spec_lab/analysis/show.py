@@ -1,208 +1,211 @@
-"""The table at a run's end."""
+"""The tables at a run's end, in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from spec_lab.analysis.metrics import PHASES
+from spec_lab.analysis.text import COLUMNS, interval, losslessness, number, table
+from spec_lab.core.terminal import visible
+
+Arm = Mapping[str, Any]
+WIDE = 130
+"""Columns of a terminal that shows every column without ``verbose``."""
+
+FIGURES = (
+    "tokens_per_second", "speedup", "tau_pooled", "draft_token_rate", "time_to_first_token", "time_per_output_token",
+)  # fmt: skip
+MORE_FIGURES = ("tau_pooled_raw", "expected_tau", "nodes_per_step", "overhead", "repeated_8gram_share")
 
 
-def show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print what ``summary.json`` says."""
-    console.print(_arms(summary))
-    if summary["against"]:
-        console.print(_against(summary))
-    if any(arm["survival"] for arm in summary["arms"].values()):
-        console.print(_depths(summary))
-    console.print(_time(summary))
-    console.print(_notes(summary), highlight=False)
-
-
-def chosen_trees(now: Mapping[str, Mapping[str, Any]], begun: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each arm whose draft tree was chosen by measured costs: the tree, and the option that repeats it.
+def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
+    """Print the contents of ``summary.json``.
 
     Args:
-        now: what the proposers say of themselves, by arm.
-        begun: what the manifest says of them; for a resumed run, what they said when it began.
+        summary: the contents.
+        console: where it is printed.
+        verbose: print every column; a console of ``WIDE`` columns or more does so anyway.
+    """
+    summary = by_proposer(summary)
+    verbose = verbose or console.width >= WIDE
+    wide = console.width >= WIDE
+    console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
+    if verbose and not wide:
+        console.print(_arms("More figures", MORE_FIGURES, summary["arms"]))
+    if summary["against"]:
+        console.print(_peers(summary))
+    if any(arm["survival"] for arm in summary["arms"].values()):
+        console.print(_depths(summary, verbose, console.width))
+    console.print(_phases(summary, verbose))
+    console.print("\n".join(_notes(summary, verbose)), highlight=False)
+
+
+def by_proposer(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary with its main arm called by its proposer's name, where no other arm has that name."""
+    arms = summary["arms"]
+    name = str(arms.get("speculative", {}).get("proposer", "speculative"))
+    name = "speculative" if name in arms else name
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name if arm == "speculative" else arm: value for arm, value in values.items()}
+
+    against = {peer: renamed(values) for peer, values in (summary["against"] or {}).items()}
+    return {**summary, "arms": renamed(arms), "against": against}
+
+
+def chosen_trees(now: Mapping[str, Arm], begun: Mapping[str, Arm]) -> list[str]:
+    """Return a line for each arm whose draft tree was chosen by measured costs, with the option that repeats it.
+
+    Args:
+        now: the proposers' facts, by arm, the main arm first.
+        begun: the same in the manifest; of a resumed run, from when it began.
     """
     lines = []
-    for arm, facts in begun.items():
+    for number_of_arm, (arm, facts) in enumerate(begun.items()):
         if "costs_measured" not in facts:
             continue
-        tree, option = facts["tree"], "proposer.tree" if arm == "speculative" else f"arms.{arm}.tree"
+        tree, option = facts["tree"], f"arms.{arm}.tree" if number_of_arm else "proposer.tree"
         depth = 0 if tree == "none" else max(path.count(".") + 1 for path in tree.split())
-        busy = not facts.get("costs_steady", True)
+        busy = "" if facts.get("costs_steady", True) else ", on a busy machine"
         if "costs_measured" not in now.get(arm, {}):
-            origin = "chosen when this run began" + (", calibrated on a busy machine" if busy else "")
+            origin = f"chosen when this run began{busy}"
         elif facts["costs"] == "cached":
             origin = f"step costs from the cache, measured {facts['costs_measured']}"
         else:
-            origin = "step costs measured now" + (", calibrated on a busy machine and not kept" if busy else "")
+            origin = f"step costs measured now{busy}{' and not cached' if busy else ''}"
         lines.append(
-            f"{arm}: calibrated tree of {facts['nodes']} nodes, {depth} deep, expected tau "
+            f"{arm}: calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau "
             f"{facts['expected_tokens']:.2f} ({origin}); repeat it with {option}='{tree}'"
         )
     return lines
 
 
-def _arms(summary: Mapping[str, Any]) -> Table:
-    what = summary["experiment"]
+def _title(summary: Mapping[str, Any]) -> str:
+    parts = [f"temperature {summary['temperature']:g}", f"batch size {summary['batch_size']}"]
     if summary["proposer"] is not None:
-        what = f"{what}: {summary['proposer']}, verifier {summary['verifier']}"
-    setting = f"temperature {summary['temperature']:g}, batch {summary['batch_size']}, {summary['requests']} prompts"
-    table = _table(f"{what}, {setting}")
-    table.add_column("arm")
-    for name in ("tokens/s", "speed-up [95 %]", "tau", "uncut", "E tau", "nodes", "overhead", "loops"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, arm in summary["arms"].items():
-        table.add_row(
-            name,
-            _number(arm["tokens_per_second"], ".1f"),
-            "1" if name == "baseline" else _interval(arm["speedup"]),
-            _number(arm["tau_pooled"], ".2f"),
-            _number(arm["tau_pooled_raw"], ".2f"),
-            _number(arm["expected_tau"], ".2f"),
-            _number(arm["nodes_per_step"], ".1f"),
-            _number(arm["overhead"], ".1%"),
-            _number(arm["repeated_8gram_share"], ".1%"),
-        )
-    return table
+        parts.insert(0, f"{summary['proposer']}, verifier {summary['verifier']}")
+    return f"{summary['experiment']}: {', '.join(parts)}, {summary['requests']} prompts"
 
 
-def _against(summary: Mapping[str, Any]) -> Table:
-    table = _table("Times the tokens/s of ... [95 %]")
-    table.add_column("arm")
-    for peer in summary["against"]:
-        table.add_column(peer, justify="right")
+def _arms(title: str, names: Sequence[str], arms: Mapping[str, Arm]) -> Table:
+    shown = table(visible(title))
+    shown.add_column("arm", overflow="fold")
+    for name in names:
+        shown.add_column(COLUMNS[name].heading, justify="right")
+    for arm, figures in arms.items():  # a summary of an older version may lack figures
+        shown.add_row(visible(arm), *(COLUMNS[name].text(figures.get(name)) for name in names))
+    return shown
+
+
+def _peers(summary: Mapping[str, Any]) -> Table:
+    shown = table("Speed-up over peers [95 %]")
+    for name in ("arm", *summary["against"]):
+        shown.add_column(name, justify="left" if name == "arm" else "right")
     for arm in next(iter(summary["against"].values())):
-        table.add_row(arm, *(_interval(ratios[arm]) for ratios in summary["against"].values()))
-    return table
+        shown.add_row(visible(arm), *(interval(speedups[arm]) for speedups in summary["against"].values()))
+    return shown
 
 
-def _depths(summary: Mapping[str, Any]) -> Table:
-    table = _table("Acceptance by depth")
-    table.add_column("arm")
-    table.add_column("")
+def _depths(summary: Mapping[str, Any], verbose: bool, width: int) -> Table:
+    kinds = ("survival", "conditional") if verbose else ("survival",)
+    shown = table("Acceptance by depth: survival, the share of steps that accepted k tokens or more")
+    shown.add_column("arm", overflow="fold")
+    shown.add_column("")
     arms = {name: arm for name, arm in summary["arms"].items() if arm["survival"]}
-    deepest = max(len(arm["survival"]) for arm in arms.values())
+    fitting = (width - 14 - max(map(len, arms))) // 5
+    deepest = min(max(len(arm["survival"]) for arm in arms.values()), max(fitting, 1))
     for depth in range(1, deepest + 1):
-        table.add_column(str(depth), justify="right")
+        shown.add_column(str(depth), justify="right")
     for name, arm in arms.items():
-        for kind in ("survival", "conditional"):
-            table.add_row(name if kind == "survival" else "", kind, *(_number(rate, ".2f") for rate in arm[kind]))
-    return table
+        for kind in kinds:
+            rates = (number(rate) for rate in arm[kind][:deepest])
+            shown.add_row(visible(name) if kind == "survival" else "", kind, *rates)
+    return shown
 
 
-def _time(summary: Mapping[str, Any]) -> Table:
-    table = _table("Where decode time goes: seconds and share")
-    table.add_column("phase")
+def _phases(summary: Mapping[str, Any], verbose: bool) -> Table:
+    shown = table("Decode time by phase" + ": seconds and share" * verbose)
+    shown.add_column("phase")
     arms = {name: arm for name, arm in summary["arms"].items() if arm["decode_seconds"]}
     for name in arms:
-        table.add_column(name, justify="right")
-    for phase, what in PHASES.items():
+        shown.add_column(visible(name), justify="right", overflow="fold")
+    for phase, label in PHASES.items():
         if any(arm["phase_seconds"][phase] for arm in arms.values()):
-            spent = [(arm["phase_seconds"][phase], arm["decode_seconds"]) for arm in arms.values()]
-            table.add_row(what, *(f"{part:.2f} {part / whole:6.1%}" for part, whole in spent))
-    return table
+            parts = [(arm["phase_seconds"][phase], arm["decode_seconds"]) for arm in arms.values()]
+            shown.add_row(label, *(f"{part:.2f} " * verbose + f"{part / total:6.1%}" for part, total in parts))
+    return shown
 
 
-def _notes(summary: Mapping[str, Any]) -> str:
+def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
+    """Return the definitions of the columns, and what a reader must know of this run."""
+    arms, with_prefill = summary["arms"], summary["speedup_with_prefill"]
+    measured = any(arm["speedup"]["mean"] is not None for arm in arms.values())
+    prefill = f"The prefill took {summary['prefill_seconds']:.2f} s"
     lines = [
-        f"{summary['tokens']} tokens in {summary['steps']} steps; prefill is left out of speed and tau. "
-        "tau: tokens per step, the one after the accepted ones included. uncut: tau before stop tokens and limits cut. "
-        "E tau: uncut as expected from the exact acceptance probabilities. nodes: drafted per step. "
-        "loops: share of 8-grams that occurred before in the same output.",
-        *_given_noise(summary),
-        *_calibration(summary),
-        _prefill(summary),
-        *_certified(summary),
-    ]
-    if summary["temperature"] == 0:
-        lines += _identical(summary)
-    if summary["speedup"]["mean"] is None and len(summary["arms"]) == 1:
+        "speed-up: total tokens/s over the baseline's on the same groups of prompts. tau: tokens per step, bonus "
+        "included. acceptance rate: accepted / drafted tokens. TTFT, TPOT: mean time to the first token, per output "
+        "token. Speed-up, tokens/s and tau leave out the prefill.",
+        *(["untruncated tau: before stop tokens and limits cut. expected tau: untruncated, from the exact acceptance "
+           "probabilities. overhead: share of decode time outside module calls. repeated 8-grams: share that occurred "
+           "before in the same output."] * verbose),
+        *(_estimates(arms) if verbose else []),
+        f"{prefill}." if with_prefill["mean"] is None else
+        f"{prefill}; with the prefill, the speed-up is {interval(with_prefill)}.",
+        *_losslessness(arms),
+        *(_identical(arms) if summary["temperature"] == 0 else []),
+    ]  # fmt: skip
+    if not measured and len(arms) == 1:
         lines.append("One arm only, so no speed-up was measured.")
-    if summary["short_groups"] and any(arm["speedup"]["mean"] is not None for arm in summary["arms"].values()):
+    if summary["short_groups"] and measured:
         lines.append("The last group has fewer prompts than the others: it is left out of the speed-ups.")
     if summary["broken_groups"]:
         lines.append(
             f"In {summary['broken_groups']} of {summary['groups']} groups a request broke: they are left out of speeds "
             "and of the comparison of outputs; see 'errors' in summary.json."
         )
-    return "\n".join(lines)
-
-
-def _identical(summary: Mapping[str, Any]) -> list[str]:
-    """Whether the arms' outputs are the baseline's; nothing where none was compared."""
-    shares = {name: arm["identical_outputs"] for name, arm in summary["arms"].items()}
-    compared = {name: share for name, share in shares.items() if share is not None}
-    less = [f"{name} {share:.1%}" for name, share in compared.items() if share < 1]
-    if not less:
-        return ["All outputs are identical to the baseline's."] if compared else []
-    others = "; every other arm 100 %" if len(less) < len(compared) else ""
-    return [f"Outputs identical to the baseline's: {', '.join(less)} of the prompts{others}."]
-
-
-def _given_noise(summary: Mapping[str, Any]) -> list[str]:
-    """Which arms' expectations are no expectations."""
-    arms = [name for name, arm in summary["arms"].items() if arm["expected_kind"] == "noise"]
-    return [f"E tau of {', '.join(arms)} is given the noise that draft and target share: it equals uncut."] * bool(arms)
-
-
-def _calibration(summary: Mapping[str, Any]) -> list[str]:
-    """What exact expectations are worth beside samples, and where the two disagree."""
-    found = {name: arm["calibration"] for name, arm in summary["arms"].items()}
-    factors = [f"{name} {one['variance_reduction']:.1f}" for name, one in found.items() if one["variance_reduction"]]
-    lines = [f"Of E tau the variance over groups is smaller than of uncut, by a factor: {', '.join(factors)}."]
-    off = [
-        f"{name} {one['mean']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]"
-        for name, one in found.items()
-        if one["low"] is not None and not one["low"] <= 0 <= one["high"]
-    ]
-    return lines * bool(factors) + [f"Uncut differs from E tau: {', '.join(off)}."] * bool(off)
-
-
-def _certified(summary: Mapping[str, Any]) -> list[str]:
-    """Whether the arms have the target's law."""
-    lines, proved = [], []
-    for name, arm in summary["arms"].items():
-        certificate = arm.get("certificate")
-        if certificate is None:
-            continue
-        failure = certificate.get("failure")
-        if arm["certified"]:
-            proved.append(name)
-        elif failure and arm["lossless"]:
-            lines.append(
-                f"NOT LOSSLESS: {name} with verifier '{arm['verifier']}', which declares itself lossless: {failure}."
-            )
-        elif not arm["lossless"]:
-            lines.append(f"Lossy: {name}; verifier '{arm['verifier']}' does not keep the target's law.")
-        else:
-            why = "; ".join(certificate["missing"])
-            lines.append(f"Not enumerated: {name} ({why}); +experiment=certify tests it by samples.")
-    if proved:
-        lines.append(f"Lossless by enumeration on toys: {', '.join(proved)}. +experiment=certify proves more.")
     return lines
 
 
-def _prefill(summary: Mapping[str, Any]) -> str:
-    took, speedup = f"The prefill took {summary['prefill_seconds']:.2f} s", summary["speedup_with_prefill"]
-    return f"{took}." if speedup["mean"] is None else f"{took}; counted in, the speed-up is {_interval(speedup)}."
+def _identical(arms: Mapping[str, Arm]) -> list[str]:
+    """Return whether the arms' outputs equal the baseline's; nothing where none was compared."""
+    shares = {name: arm["identical_outputs"] for name, arm in arms.items() if arm["identical_outputs"] is not None}
+    different = [f"{name} {share:.1%}" for name, share in shares.items() if share < 1]
+    if not different:
+        return ["All outputs are identical to the baseline's."] * bool(shares)
+    others = "; every other arm 100 %" if len(different) < len(shares) else ""
+    return [f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}."]
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
+def _estimates(arms: Mapping[str, Arm]) -> list[str]:
+    """Return how expected and untruncated tau compare."""
+    lines = []
+    if noise := [name for name, arm in arms.items() if arm["expected_kind"] == "noise"]:
+        lines.append(
+            f"expected tau of {', '.join(noise)} is conditional on the noise that draft and target share: it equals "
+            "untruncated tau."
+        )
+    calibration = {name: arm["calibration"] for name, arm in arms.items()}
+    reductions = [(name, one["variance_reduction"]) for name, one in calibration.items() if one["variance_reduction"]]
+    if reductions:
+        factors = ", ".join(f"{name} {factor:.1f}" for name, factor in reductions)
+        lines.append(f"Variance of untruncated tau over that of expected tau, over groups: {factors}.")
+    if different := [
+        f"{name} {interval(one, '+.3f')}"
+        for name, one in calibration.items()
+        if one["low"] is not None and not one["low"] <= 0 <= one["high"]
+    ]:
+        lines.append(f"Untruncated tau differs from expected tau: {', '.join(different)}.")
+    return lines
 
 
-def _interval(speedup: Mapping[str, float | None]) -> str:
-    mean = _number(speedup["mean"], ".2f")
-    return mean if speedup["low"] is None else f"{mean} [{speedup['low']:.2f}, {speedup['high']:.2f}]"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _losslessness(arms: Mapping[str, Arm]) -> list[str]:
+    """Return which arms preserve the target distribution, and which do not or are not certified."""
+    states = {name: losslessness(arm) for name, arm in arms.items() if arm.get("certificate") is not None}
+    lines = [f"{word}: {name}; {why}." for name, (word, why) in states.items() if word not in ("", "lossless")]
+    if certified := [name for name, (word, _) in states.items() if word == "lossless"]:
+        lines.append(f"Lossless, certified by enumeration: {', '.join(certified)}; +experiment=certify proves more.")
+    return lines

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hydra.errors import CompactHydraException, InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
+from spec_lab.cli.status import Status
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
+LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parents[1]
 
 REUSED = ProcessCache()
@@ -46,6 +49,8 @@ RENAMED = {
     "stop": "stop_strings",
     "banned": "banned_strings",
     "heal": "token_healing",
+    "prompt": "task.prompt",
+    "objective": "hydra.sweeper.objective",
     "constraint.beside": "constraint.async_masks",
 }
 """Options that have another name now, by their former one."""
@@ -95,6 +100,8 @@ def task(config: DictConfig) -> Any:
         Refused: there is no such thing; an option it does not take; names it.
     """
     named = named_by(config, "task")
+    for key in sorted(OmegaConf.missing_keys(named)):
+        raise Refused(f"spec_lab: {key} has no default: give {key}=... on the command line")
     try:
         made = instantiate(named, _partial_=True)
         inspect.signature(made.func).bind(None, None, None, **made.keywords)
@@ -217,10 +224,6 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    if (config.get("prompt") is None) == (OmegaConf.is_dict(config.get("task")) and "prompt" in config.task):
-        needed = "prompt has no default: give prompt=... on the command line"
-        other = "prompt is for +experiment=stream; other tasks read prompts=..."
-        raise Refused(f"spec_lab: {needed if config.get('prompt') is None else other}")
     for key in config.constraint if OmegaConf.is_dict(config.get("constraint")) else ():
         if said := renamed(f"constraint.{key}"):
             raise Refused(f"spec_lab: {said}")
@@ -245,6 +248,45 @@ def check_torchrun(config: DictConfig) -> None:
         raise Refused("spec_lab: peers run in one process: leave them out with target.tensor_parallel=true")
 
 
+def check_drawing(config: DictConfig, verifier: Any) -> None:
+    """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
+
+    Checked is what the config or the proposer's class declares as ``drawn``, for the tasks that decode every proposer
+    with ``verifier``. What a proposer declares only once it is loaded is checked with the loaded parts.
+
+    Raises:
+        Refused: names the proposer, how it draws, and what would fit.
+    """
+    from spec_lab.core.draft import Drawn
+    from spec_lab.verify.verdict import misfit
+
+    if OmegaConf.select(config, "task._target_") not in (
+        "spec_lab.tasks.benchmark.run",
+        "spec_lab.tasks.stream.stream",
+    ):
+        return
+    arms = [f"arms.{name}" for name in config.arms] if OmegaConf.is_dict(config.get("arms")) else []
+    for part in ("proposer", *arms):
+        named = named_by(config, part)
+        target = str(named["_target_"])
+        declared = _class_attributes(target.removesuffix(".load"))
+        drawn = named.get("drawn", declared.get("drawn"))
+        if drawn not in get_args(Drawn) or target.endswith(".Null.load"):
+            continue
+        name = declared.get("name", target.removesuffix(".load").rpartition(".")[2])
+        if why := misfit(str(name), drawn, verifier):
+            raise Refused(f"spec_lab: {part}: {why}")
+
+
+def _class_attributes(path: str) -> Mapping[str, Any]:
+    """Return what the class at a dotted path declares; nothing where there is no class."""
+    try:
+        found = get_object(path)
+    except (ImportError, ValueError):
+        return {}
+    return vars(found) if isinstance(found, type) else {}
+
+
 def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
     """The target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
@@ -253,10 +295,8 @@ def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> 
     return target
 
 
-def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
-    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
-    check_options(config)
-    check_torchrun(config)
+def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Build the task, the lab, its settings, and the config as it is written to files."""
     from spec_lab.results.manifest import begun_trees, digest
     from spec_lab.tasks.lab import Lab, Settings
 
@@ -269,15 +309,27 @@ def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None)
     settings.use_threads()
     sampling, verifier = build(config, "sampling"), build(config, "verifier")
     prompts, tracker = build(config, "prompts"), build(config, "tracker")
+    check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
+    LOG.info("Loading target %s", shown["target"].get("path", ""))
     target = named_as_written(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
+    LOG.info("Loading proposer")
     proposer = build(begun, "proposer", target=target)
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
     binding, pieces = bind(config, settings, target)
     lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, binding, pieces)
+    return work, lab, settings, shown
+
+
+def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
+    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
+    check_options(config)
+    check_torchrun(config)
+    with Status():
+        work, lab, settings, shown = _prepare(config, out, overrides)
     with interrupt.Raising():
         return int(work(lab, settings, shown))

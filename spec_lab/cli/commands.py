@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,35 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    given = _parser().parse_args(arguments)
+    given = _parser()[0].parse_args(arguments)
     try:
         return COMMANDS[given.command](given, console)
     except (OSError, ValueError, sweep.Locked) as error:
         return _refuse(error)
+
+
+def complete(line: str) -> tuple[list[str], bool]:
+    """Complete a command line.
+
+    Args:
+        line: as typed, the program's name first.
+
+    Returns:
+        The sub-commands that the first word may become, or the options and directories that the word after a
+        sub-command may; whether Hydra's own completions belong there too.
+    """
+    first, *others = [*line.split()[1:], *([""] if line[-1:].isspace() or len(line.split()) < 2 else [])]
+    if not others:
+        return [name for name in COMMANDS if name.startswith(first)], True
+    if first not in COMMANDS:
+        return [], True
+    if others[-1].startswith("-"):
+        known = re.findall(r"--\w+", _parser()[1][first].format_usage())
+        return [name for name in known if name.startswith(others[-1])], False
+    folder, _, begins = others[-1].rpartition("/")
+    above = f"{folder}/" if folder or others[-1].startswith("/") else ""
+    found = sorted(one.name for one in Path(above or ".").glob("*/") if one.name.startswith(begins))
+    return [f"{above}{name}/" for name in found if name[0] != "." or begins], False
 
 
 def _refuse(error: object) -> int:
@@ -60,7 +85,8 @@ def _unreadable(folder: Path) -> int:
     return max((_refuse(f"unreadable: {one}") for one in spoilt), default=0)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Build the parser; returns it, and those of the sub-commands by name."""
     parser = argparse.ArgumentParser(prog="spec-lab", description=__doc__)
     which = parser.add_subparsers(dest="command", required=True)
 
@@ -86,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     track.add_argument(
         "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login"
     )
-    return parser
+    return parser, which.choices
 
 
 def _state(given: argparse.Namespace, console: Console) -> int:

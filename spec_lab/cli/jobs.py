@@ -17,24 +17,22 @@ from omegaconf.errors import OmegaConfBaseException
 from spec_lab.cli import interrupt
 from spec_lab.cli.build import REUSED, Refused, build, reason, start
 from spec_lab.cli.redaction import overrides_of, without_values
-from spec_lab.cli.search import result
 from spec_lab.core.faults import of_a_part
 from spec_lab.core.files import read_json
 from spec_lab.results import sweep
 
 
-def job(config: DictConfig) -> float | None:
-    """One run, as composed by Hydra: alone, or as one of a sweep; returns what it is worth to a search."""
+def job(config: DictConfig) -> None:
+    """Carry out one run, as composed by Hydra: alone, or as one of a sweep."""
     try:
         if OmegaConf.is_missing(HydraConfig.get().job, "num"):
             alone(config)
-            return None
-        one_of_many(config)
+        else:
+            one_of_many(config)
     except Exception:
         if interrupt.interrupted():  # some libraries turn it into another error
             raise KeyboardInterrupt from None
         raise
-    return result(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 def alone(config: DictConfig) -> None:

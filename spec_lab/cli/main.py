@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
@@ -36,10 +37,10 @@ LONGEST_NAME = 200
 
 
 def literal(option: str) -> str:
-    """``prompt=TEXT`` with the text quoted for Hydra, to which much of code means something; others as they are."""
+    """Quote the text of ``task.prompt=TEXT``, since much code has a meaning in Hydra; return other options as given."""
     name, equals, text = option.partition("=")
     quoted = len(text) > 1 and text[0] in "\"'" and text[0] == text[-1]
-    if name != "prompt" or quoted or text in ("", "null"):
+    if name != "task.prompt" or quoted or text in ("", "null"):
         return option
     text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
     text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
@@ -118,7 +119,17 @@ def main() -> None:
 
 
 def command_line() -> None:
-    """What ``sys.argv`` asks for."""
+    """Do what ``sys.argv`` says."""
+    if "--version" in sys.argv[1:]:
+        print(f"spec_lab {version('spec-lab')}")
+        return
+    if {"-sc", "--shell-completion"} & {*sys.argv[1:]} and "COMP_LINE" in os.environ:
+        from spec_lab.cli.commands import complete
+
+        found, hydras_too = complete(os.environ["COMP_LINE"])
+        print(*found, sep="\n")
+        if not hydras_too:
+            return
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

@@ -101,7 +101,7 @@ class Preflight(Callback):
             code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
             tell_results(out)
             tell_sweep(out)
-            search.tell(config)
+            search.print_best(config)
         except Exception as error:  # Hydra would only warn, and leave with 0
             code = 1
             print(f"spec_lab: {reason(error)}", file=sys.stderr)

@@ -1,9 +1,9 @@
 """Keeps secrets and values of environment variables out of everything that a run writes.
 
 A secret on the command line is moved to an environment variable before Hydra reads the command line, and its option
-becomes ``${oc.env:NAME}``: folder names, ``multirun.yaml``, ``study.db`` and the files of launchers then hold the name
-of the variable only. Interpolations are written as they are, except those that read bundled files, the time or other
-options.
+becomes ``${oc.env:NAME}``: folder names, ``multirun.yaml``, ``study.jsonl`` and the files of launchers then hold only
+the name of the variable. Interpolations are written as they are, except those that read bundled files, the time or
+other options.
 """
 
 from __future__ import annotations

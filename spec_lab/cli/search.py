@@ -1,9 +1,9 @@
-"""Search: a sweep whose runs Optuna chooses as it goes (``hydra/sweeper=search``), for the best value of a figure.
+"""Search for the best options (``hydra/sweeper=search``): Optuna chooses the runs of a sweep one after the other.
 
-Optuna's sweeper draws trials and keeps them in a storage; each trial is one run of the sweep, in a folder of its own.
-Here is what joins the two, so that a kill at any moment leaves nothing to mend: what a run is worth, which trials are
-missing, and which are tried again because nobody was left to say how they ended. Only the process that searches opens
-the storage; the runs, wherever they are, leave their files as in any sweep.
+Each trial is one run of the sweep, in a folder of its own, so every command that reads sweeps reads searches. Optuna's
+trials are kept in ``study.jsonl`` in the sweep's directory (Optuna's journal format). Only the process that searches
+writes it; the runs leave their files as in any sweep. A kill at any moment is safe: the same command tries those trials
+again whose end was not recorded, and takes the value from the run's files where the run has ended.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from filelock import FileLock, Timeout
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import InstantiationException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Transformer
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.errors import HydraException, InstantiationException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
@@ -29,31 +33,26 @@ from spec_lab.cli.redaction import overrides_of
 from spec_lab.core.options import one_of, whole
 from spec_lab.results import sweep
 
-AGAIN = "again"
-"""What Optuna's trial keeps the number of the trial under whose parameters it tries again."""
+GIVEN, RETRIES = "given", "retries"
+"""User attributes of a trial: the overrides that all trials share; the number of the trial that this one repeats."""
 
 
-# What a run is worth -----------------------------------------------------------------------------------------------
+# The value of a run ------------------------------------------------------------------------------------------------
 
 
-def result(config: DictConfig, out: Path) -> float | None:
-    """``config.objective`` of the run in ``out``; None unless it went well and has that figure.
-
-    Args:
-        config: the run's.
-        out: its directory.
-    """
+def result(objective: str, out: Path) -> float | None:
+    """Return the figure ``objective`` of the run in ``out``; None unless the run ended with exit code 0 and has it."""
     how = sweep.ended(out)
     if how is None or how["state"] != "done" or how["code"]:
         return None
     found: Any = sweep.left_behind(out)
-    for name in str(config.get("objective")).split("."):
+    for name in objective.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
     return float(found) if isinstance(found, int | float) else None
 
 
 def figures() -> list[str]:
-    """The figures that can be an objective, named as in ``summary.json``, with dots where they are nested."""
+    """Return the figures that can be an objective, named as in ``summary.json``, with dots where they are nested."""
     from spec_lab.analysis import metrics
     from spec_lab.results import writer
 
@@ -69,7 +68,7 @@ def _numbers(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield above + name
 
 
-# Before anything runs ----------------------------------------------------------------------------------------------
+# Checks before anything runs ---------------------------------------------------------------------------------------
 
 
 def searches(config: DictConfig) -> bool:
@@ -78,70 +77,51 @@ def searches(config: DictConfig) -> bool:
 
 
 def check(config: DictConfig) -> None:
-    """Refuse a search that cannot be, or that does not go with what its storage holds. Other sweeps pass.
+    """Check the options of a search, and that they fit the trials in its directory. Other sweeps pass.
 
     Raises:
-        ValueError: says which option is wrong, or what is not installed.
+        ValueError: an option is wrong, or Optuna is not installed; names it.
     """
     if not searches(config):
         return
     sweeper, out = config.hydra.sweeper, Path(config.hydra.sweep.dir)
     whole("hydra.sweeper.n_trials", sweeper.n_trials)
     whole("hydra.sweeper.n_jobs", sweeper.n_jobs)
-    if not isinstance(sweeper.storage, str):
-        raise ValueError(f"hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not {sweeper.storage!r}")
     if not OmegaConf.is_dict(sweeper.sampler) or "_target_" not in sweeper.sampler:
         raise ValueError(f"hydra.sweeper.sampler must be a mapping with _target_, not {sweeper.sampler!r}")
     _sampler(sweeper.sampler, 0)
     one_of("hydra.sweeper.direction", sweeper.direction, ("maximize", "minimize"))
     searched, given = _space(config)
-    objective, task = str(config.get("objective")), OmegaConf.select(config, "task._target_")
-    known = figures() if task == "spec_lab.tasks.benchmark.run" else ()  # of other tasks it shows at the end
+    objective, task = str(sweeper.objective), OmegaConf.select(config, "task._target_")
+    known = figures() if task == "spec_lab.tasks.benchmark.run" else ()  # the figures of other tasks are not known here
     if known and objective not in known:
         near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
-        raise ValueError(f"objective: there is no figure {objective}; there are {', '.join(near)} and others")
+        raise ValueError(
+            f"hydra.sweeper.objective: there is no figure {objective}; there are {', '.join(near)} and others"
+        )
     if task == "spec_lab.tasks.benchmark.run" and "speedup" in objective:
-        other = "or search for objective=tokens_per_second"
+        other = "or search for hydra.sweeper.objective=tokens_per_second"
         if config.get("baseline") is False:
-            raise ValueError(f"objective={objective} compares with the baseline: set baseline=true, {other}")
+            raise ValueError(
+                f"hydra.sweeper.objective={objective} compares with the baseline: set baseline=true, {other}"
+            )
         if str(OmegaConf.select(config, "proposer._target_")).endswith(".Null.load"):
-            raise ValueError(f"objective={objective} compares with the baseline: choose a proposer, {other}")
+            raise ValueError(
+                f"hydra.sweeper.objective={objective} compares with the baseline: choose a proposer, {other}"
+            )
     # Checked after objective, which is its default.
     if not isinstance(sweeper.study_name, str) or not sweeper.study_name:
         raise ValueError(f"hydra.sweeper.study_name must be a text that is not empty, not {sweeper.study_name!r}")
     if out.is_dir():
-        with _alone(out):
-            _agree(_study(config), searched, given)
+        with _locked(out):
+            _check_comparable(_study(config), searched, given)
 
 
-def _space(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options that are searched, with their distributions, and those that are given: as the sweeper reads them.
-
-    Raises:
-        ValueError: it is not installed; nothing is searched, or what cannot be.
-    """
-    with _installed():
-        from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_overrides
-    params = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
-    try:
-        with _quiet():
-            searched, given = create_params_from_overrides([*params, *overrides_of(config.hydra)])
-    except (AssertionError, NotImplementedError) as error:
-        raise ValueError(f"a search takes ranges and choices of numbers and texts: {reason(error)}") from error
-    searched = {name: one for name, one in searched.items() if name not in given}
-    if not searched:
-        ranges = "'proposer.max_nodes=int(interval(1,64))' or proposer.max_depth=1,2,3"
-        raise ValueError(f"a search needs an option with a range or with choices, such as {ranges}")
-    if wrong := [name for name in searched if not sweep.own([name])]:
-        raise ValueError(f"{wrong[0]} cannot be searched: another value of it makes no other run")
-    return searched, given
-
-
-def _agree(study: Any, searched: Mapping[str, Any], given: Mapping[str, str]) -> None:
-    """Refuse to add to a study what does not compare with what it holds.
+def _check_comparable(study: Any, searched: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Check that new trials can be compared with those of the study.
 
     Raises:
-        ValueError: says what differs.
+        ValueError: they differ in an option that is not searched, or in the choices of one that is.
     """
     from optuna.distributions import check_distribution_compatibility
     from optuna.trial import TrialState
@@ -151,7 +131,7 @@ def _agree(study: Any, searched: Mapping[str, Any], given: Mapping[str, str]) ->
         f"(this one is {study.study_name})"
     )
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        was, now = _overrides(trial.user_attrs), _overrides(given)
+        was, now = sweep.own(trial.user_attrs[GIVEN]), sweep.own(given)
         if was != now:
             there, here = (
                 " ".join(sorted({*one} - {*another})) or "nothing" for one, another in ((was, now), (now, was))
@@ -164,116 +144,184 @@ def _agree(study: Any, searched: Mapping[str, Any], given: Mapping[str, str]) ->
                 raise ValueError(f"the search was begun with other choices for {name}: {other}") from error
 
 
-def _overrides(options: Mapping[str, Any]) -> tuple[str, ...]:
-    return sweep.own(f"{name}={value}" for name, value in options.items())
+# The search space --------------------------------------------------------------------------------------------------
+
+
+def _space(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the distributions of the options that are searched, by name, and the overrides that all trials share.
+
+    Raises:
+        ValueError: Optuna is not installed; nothing is searched, or an option that cannot be.
+    """
+    _installed()
+    params = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
+    searched: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for one in OverridesParser.create().parse_overrides([*params, *overrides_of(config.hydra)]):
+        name = one.get_key_element()
+        if one.is_sweep_override():
+            searched[name] = _distribution(one)
+        else:
+            given[name] = f"{name}={one.get_value_element_as_str()}"
+    searched = {name: one for name, one in searched.items() if name not in given}
+    if not searched:
+        ranges = "'proposer.max_nodes=int(interval(1,64))' or proposer.max_depth=1,2,3"
+        raise ValueError(f"a search needs an option with a range or with choices, such as {ranges}")
+    if wrong := [name for name in searched if not sweep.own([name])]:
+        raise ValueError(f"{wrong[0]} cannot be searched: another value of it makes no other run")
+    return searched, list(given.values())
+
+
+def _distribution(override: Override) -> Any:
+    """Return Optuna's distribution for a swept override: intervals and ranges of numbers, or a list of choices.
+
+    Raises:
+        ValueError: it has no values.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value: Any = override.value()
+    try:
+        if isinstance(value, IntervalSweep):
+            whole_numbers = isinstance(value.start, int) and isinstance(value.end, int)
+            kind = IntDistribution if whole_numbers else FloatDistribution
+            return kind(value.start, value.end, log="log" in value.tags)
+        if isinstance(value, RangeSweep) and not value.shuffle:  # without its end, as in a sweep
+            ends: Any = (value.start, value.stop, value.step)
+            if all(isinstance(one, int) for one in ends):
+                values = range(*ends)
+                return IntDistribution(min(values), max(values), step=abs(value.step))
+        choices = override.sweep_iterator()
+        return CategoricalDistribution([x if isinstance(x, int | float) else Transformer.str(x) for x in choices])
+    except (HydraException, TypeError, ValueError) as error:
+        raise ValueError(f"a search takes ranges and choices: {override.input_line}: {reason(error)}") from error
 
 
 # The search --------------------------------------------------------------------------------------------------------
 
 
-def search(context: HydraContext, task: TaskFunction, config: DictConfig, arguments: Sequence[str]) -> None:
-    """Run the trials that are missing.
+def search(context: HydraContext, task: TaskFunction, config: DictConfig) -> None:
+    """Run the trials that are missing, ``n_jobs`` at a time.
 
     Args:
-        context: how configs are composed, and who is told of jobs.
-        task: what carries a composed config out.
+        context: composes configs, and tells Hydra's callbacks of jobs.
+        task: runs a composed config.
         config: the sweep's.
-        arguments: the overrides on the command line.
 
     Raises:
-        Refused: another process is at it; the storage cannot be used; no trial has a value.
+        Refused: another process searches in the same directory; ``study.jsonl`` cannot be used; no trial has a value.
     """
     out, options = Path(config.hydra.sweep.dir), config.hydra.sweeper
+    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
     try:
-        with _installed():
-            from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
-        with _alone(out), _quiet():
+        searched, given = _space(config)
+        with _locked(out):
             study = _study(config)
-            missing = max(0, options.n_trials - _go_on(study, config, out))
-            optuna = OptunaSweeper(
-                sampler=_sampler(options.sampler, len(study.trials)), direction=options.direction,
-                storage=options.storage, study_name=options.study_name, n_trials=missing, n_jobs=options.n_jobs,
-                params=options.params, search_space=None, custom_search_space=None,
-                max_failure_rate=1.0,  # a trial that fails is recorded, and spares the others
-            )  # fmt: skip
-            optuna.setup(hydra_context=context, task_function=task, config=config)
-            optuna.sweeper.launcher = Runs(optuna.sweeper.launcher, config)
-            try:
-                optuna.sweep(list(arguments))
-            except ValueError as error:
-                if {trial.state.name for trial in study.trials} != {"FAIL"}:
-                    raise
-                what = f"no trial has a value for {config.objective}: spec-lab state {out} says what failed"
-                raise ValueError(what) from error  # Optuna's sweeper looks for the best at its end
+            study.sampler = _sampler(options.sampler, len(study.trials))
+            left = options.n_trials - _requeue(study, config, out)
+            number = 0
+            while left > 0:
+                trials = [study.ask(searched) for _ in range(min(left, options.n_jobs))]
+                for trial in trials:
+                    trial.set_user_attr(GIVEN, given)
+                values = launch(launcher, config, [_overrides(trial.params, given) for trial in trials], number)
+                exhausted = [_tell(study, *one) for one in zip(trials, values, strict=True)]
+                number += len(trials)
+                left = 0 if any(exhausted) else left - len(trials)
+            best = _best(study)
+            if best is None:
+                raise ValueError(f"no trial has a value for {options.objective}: spec-lab state {out} says what failed")
+            found = {"name": "optuna", "best_params": best.params, "best_value": best.value}
+            OmegaConf.save(OmegaConf.create(found), out / "optimization_results.yaml")
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
 
 
-@dataclass(frozen=True)
-class Runs:
-    """A launcher for trials: each is a run of the sweep, carried out once however many trials of a batch ask for it.
+def launch(launcher: Launcher, config: DictConfig, trials: Sequence[Sequence[str]], number: int) -> list[float | None]:
+    """Run trials, each given by its overrides; trials with the same overrides share one run.
 
     Args:
-        launcher: carries them out.
+        launcher: carries the runs out.
         config: the sweep's.
+        trials: their overrides.
+        number: of trials that this command ran before.
+
+    Returns:
+        The value of each trial, from its run's files; None where the run failed.
     """
-
-    launcher: Launcher
-    config: DictConfig
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """What became of each, in their order. See ``Launcher``."""
-        out, runs = Path(self.config.hydra.sweep.dir), list(dict.fromkeys(tuple(one) for one in job_overrides))
-        sweep.plan(out, runs)
-        returns = dict(zip(runs, self.launcher.launch(runs, initial_job_idx=initial_job_idx), strict=True))
-        for run, one in returns.items():
-            if one.status is JobStatus.COMPLETED and one.return_value is None:  # of a run that had ended before
-                one.return_value = result(self.config, out / sweep.folder_name(run))
-        return [returns[tuple(one)] for one in job_overrides]
+    out, objective = Path(config.hydra.sweep.dir), str(config.hydra.sweeper.objective)
+    runs = list(dict.fromkeys(tuple(one) for one in trials))
+    sweep.plan(out, runs)
+    returns = dict(zip(runs, launcher.launch(runs, initial_job_idx=number), strict=True))
+    values = {
+        run: None if one.status is JobStatus.FAILED else result(objective, out / sweep.folder_name(run))
+        for run, one in returns.items()
+    }
+    return [values[tuple(one)] for one in trials]
 
 
-def _go_on(study: Any, config: DictConfig, out: Path) -> int:
-    """Let the trials of which nobody could say how they ended wait to be tried again; returns how many have ended.
+def _overrides(params: Mapping[str, Any], given: Sequence[str]) -> list[str]:
+    """Return the overrides of the run with these parameters."""
+    return [*(f"{name}={value}" for name, value in params.items()), *given]
 
-    A trial has ended if it has a value, or if its run failed and is not to be tried again. The others were cut short:
-    this process or the run's was killed. They count as failed, and a new trial with their parameters takes their place:
-    its run goes on from its finished groups, or has ended meanwhile.
+
+def _tell(study: Any, trial: Any, value: float | None) -> bool:
+    """Record a trial's value, or that it failed; returns whether the sampler has tried everything there is."""
+    from optuna.trial import TrialState
+
+    failed = value is None or isnan(value)
+    try:
+        study.tell(trial, None if failed else value, TrialState.FAIL if failed else TrialState.COMPLETE)
+    except RuntimeError as error:  # GridSampler and BruteForceSampler stop the study once they are through
+        if "Study.stop" not in str(error):
+            raise
+        return True
+    return False
+
+
+def _requeue(study: Any, config: DictConfig, out: Path) -> int:
+    """Put trials whose end was not recorded back into the queue; returns the number of trials that have ended.
+
+    A trial has ended if it has a value, or if its run failed and ``retry`` is false. Of other trials this process or
+    the run's was killed: they count as failed, and a new trial with their parameters takes their place. Its run
+    resumes from its finished groups, or has ended meanwhile.
     """
-    from optuna.trial import TrialState, create_trial
+    from optuna.trial import TrialState
 
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
     trials = study.get_trials(deepcopy=False)
-    replaced = {trial.system_attrs.get(AGAIN) for trial in trials}
+    replaced = {trial.user_attrs.get(RETRIES) for trial in trials}
     ended = 0
     for trial in trials:
-        chosen = trial.params or trial.system_attrs.get("fixed_params")
         if trial.state is TrialState.COMPLETE:
             ended += 1
-        elif trial.state is TrialState.FAIL and chosen and trial.number not in replaced:
-            folder = out / sweep.folder_name([f"{name}={value}" for name, value in (chosen | trial.user_attrs).items()])
+        elif trial.state is TrialState.FAIL and trial.params and trial.number not in replaced:
+            folder = out / sweep.folder_name(_overrides(trial.params, trial.user_attrs.get(GIVEN, ())))
             how = sweep.ended(folder)
-            again = (
-                how is None or result(config, folder) is not None or (how["state"] == "failed" and config.get("retry"))
-            )
-            ended += not again
-            if again:
-                known = {"fixed_params": chosen, AGAIN: trial.number}
-                study.add_trial(create_trial(state=TrialState.WAITING, system_attrs=known))
+            failed = how is not None and how["state"] == "failed"
+            if (
+                how is None
+                or result(str(config.hydra.sweeper.objective), folder) is not None
+                or (failed and config.get("retry"))
+            ):
+                study.enqueue_trial(trial.params, user_attrs={RETRIES: trial.number})
+            else:
+                ended += 1
     return ended
 
 
 def _sampler(named: DictConfig, tried: int) -> Any:
-    """The sampler, with a seed for each beginning: the same seed would draw the same trials again.
+    """Build the sampler. Its seed is moved by the number of trials so far: the same seed would repeat the same draws.
 
     Raises:
         ValueError: it cannot be built, or is not a sampler of Optuna.
     """
-    with _installed():
-        import optuna
+    optuna = _installed()
     seed = named.get("seed")
     try:
-        with _quiet():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             made = instantiate(named) if seed is None else instantiate(named, seed=seed + tried)
     except (InstantiationException, TypeError, ValueError) as error:
         target = f"hydra.sweeper.sampler._target_={named['_target_']}"
@@ -286,76 +334,104 @@ def _sampler(named: DictConfig, tried: int) -> Any:
     return made
 
 
-def tell(config: DictConfig) -> None:
-    """Print the best trial of a search in one line. Of other sweeps there is nothing to tell."""
-    if searches(config):
+def tpe(seed: int | None = None, n_startup_trials: int = 8, **options: Any) -> Any:
+    """Build Optuna's TPE sampler for few, slow trials: multivariate, and aware of the trials that run at the same time.
+
+    Args:
+        seed: of its draws.
+        n_startup_trials: trials drawn at random before the model is used.
+        options: of ``optuna.samplers.TPESampler``.
+    """
+    usual = {"multivariate": True, "constant_liar": True, "n_startup_trials": n_startup_trials}
+    return _installed().samplers.TPESampler(seed=seed, **(usual | options))
+
+
+def print_best(config: DictConfig) -> None:
+    """Print the best trial of a search in one line; print nothing for other sweeps."""
+    if searches(config) and (best := _best(study := _study(config))):
         from optuna.trial import TrialState
 
-        study = _study(config)
-        best, number = study.best_trial, len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+        number = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
         chosen = " ".join(f"{name}={value}" for name, value in best.params.items())
-        print(f"{config.hydra.sweep.dir}: best {config.objective} of {number} trials: {best.value:.4g} with {chosen}")
+        what = f"best {config.hydra.sweeper.objective} of {number} trials"
+        print(f"{config.hydra.sweep.dir}: {what}: {best.value:.4g} with {chosen}")
 
 
 # Optuna ------------------------------------------------------------------------------------------------------------
 
 
-def _study(config: DictConfig) -> Any:
-    """The study in the storage, made if there is none.
+def _installed() -> Any:
+    """Return Optuna.
 
     Raises:
-        ValueError: the storage cannot be used; the study looks the other way.
+        ValueError: it is not installed; names the extra that installs it.
     """
-    options = config.hydra.sweeper
-    with _installed():
+    try:
         import optuna
-        from sqlalchemy.exc import SQLAlchemyError
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        with _quiet():
-            return optuna.create_study(
-                storage=options.storage,
-                study_name=options.study_name,
-                directions=[options.direction],
-                load_if_exists=True,
-            )
-    except ValueError as error:
-        raise ValueError(f"hydra.sweeper.direction: the search was not begun to {options.direction}") from error
-    except (optuna.exceptions.OptunaError, SQLAlchemyError) as error:
-        raise ValueError(f"hydra.sweeper.storage: {options.storage} cannot be used: {reason(error)}") from error
-
-
-@contextmanager
-def _installed() -> Iterator[None]:
-    """While inside, what is missing is said with the extra that brings it."""
-    try:
-        with _quiet():
-            yield
+        import optuna.storages.journal  # since Optuna 4
     except ImportError as error:
         raise ValueError(
             f"hydra/sweeper=search needs what is not installed ({error}): pip install 'spec-lab[search]'"
         ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """While inside, Optuna and its storage do not warn that they will change: their versions are pinned."""
-    with warnings.catch_warnings():
-        for module in ("optuna", "sqlalchemy", "hydra_plugins", __name__):
-            warnings.filterwarnings("ignore", module=module)
-        yield
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """While inside, no other process searches in ``out``.
+def _study(config: DictConfig) -> Any:
+    """Return the study in ``study.jsonl``, made if there is none.
 
     Raises:
-        ValueError: one does.
+        ValueError: the file cannot be read; the study was begun with the other direction.
+    """
+    optuna = _installed()
+    options, file = config.hydra.sweeper, Path(config.hydra.sweep.dir, "study.jsonl")
+    no_lock = SimpleNamespace(acquire=lambda: True, release=lambda: None)  # ``_locked`` excludes other processes
+    try:
+        _cut_unfinished_line(file)
+        backend = optuna.storages.journal.JournalFileBackend(str(file), lock_obj=no_lock)
+        storage, name = optuna.storages.JournalStorage(backend), options.study_name
+        if name not in optuna.get_all_study_names(storage):
+            optuna.create_study(storage=storage, study_name=name, direction=options.direction)
+        study = optuna.load_study(storage=storage, study_name=name)
+    except (AssertionError, KeyError, OSError, TypeError, ValueError, optuna.exceptions.OptunaError) as error:
+        raise ValueError(f"{file} is no journal of Optuna ({reason(error)}); remove it and search again") from error
+    if study.direction.name.lower() != options.direction:
+        raise ValueError(f"hydra.sweeper.direction: the search was not begun to {options.direction}")
+    return study
+
+
+def _cut_unfinished_line(file: Path) -> None:
+    """Remove a last line without line feed, which a crash or a full disk may leave.
+
+    Raises:
+        ValueError: the file is no journal.
+    """
+    text = file.read_bytes() if file.exists() else b""
+    begins = b'{"op_code":'
+    if not text.startswith(begins[: len(text)]):
+        raise ValueError(f"it begins with {text[:20]!r}")
+    if text and not text.endswith(b"\n"):
+        with open(file, "r+b") as stream:
+            stream.truncate(text.rfind(b"\n") + 1)
+
+
+def _best(study: Any) -> Any | None:
+    """Return the best trial, or None where none has a value."""
+    from optuna.trial import TrialState
+
+    return study.best_trial if study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)) else None
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Exclude other processes from the search in ``out`` while inside.
+
+    Raises:
+        ValueError: another process searches there.
     """
     try:
         lock = FileLock(out / ".search.lock").acquire(blocking=False)
     except Timeout as error:
-        raise ValueError(f"another process is at the search in {out}") from error
+        raise ValueError(f"the search in {out} is locked by another process; wait for it, or end it") from error
     with lock:
         yield

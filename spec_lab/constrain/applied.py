@@ -232,7 +232,7 @@ class StepConstraint:
             draft_masks: that the proposer may have used.
         """
         unused = draft_masks is not None and not draft_masks.used
-        prunes = unused and draft.drawn == "point" and draft.shape.nodes > 0
+        prunes = unused and draft.ways == {"point"} and draft.shape.nodes > 0
         if prunes and draft_masks is not None and self.applied.draft_budget is not None:
             draft, prunes = _pruned(draft, draft_masks), False
         if self.applied.async_masks and not prunes and not self.constraint.has_actions:

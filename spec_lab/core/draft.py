@@ -1,10 +1,11 @@
 """A draft is a forest: one tree of proposed tokens below each live sequence.
 
-Rows number everything the target gives logits for: rows ``0 .. B-1`` are the roots (the last pending token of each
+Rows number everything the target computes logits for: rows ``0 .. B-1`` are the roots (the last pending token of each
 sequence), rows ``B .. B+M-1`` are the M drafted nodes. A node's parent is a row, so "child of the root" and "child of a
 node" are one thing. No nodes: autoregressive decoding. A path: a chain. More roots: a batch.
 
-Letters used in shapes everywhere: B roots (live sequences), M nodes, R = B + M rows, V vocabulary, E expanded parents.
+Letters used in shapes everywhere: B roots (live sequences), M nodes, R = B + M rows, V vocabulary, E expanded parents,
+K most children of a row, D depth of the deepest node.
 """
 
 from __future__ import annotations
@@ -12,20 +13,55 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Drawn = Literal["iid", "without", "point", "gumbel"]
-"""How siblings were drawn: independently; without replacement; deterministically (top-k, n-gram); or as the best of a
-race, whose noise the verifier shares (``Draft.noise``)."""
+Drawn = Literal["point", "iid", "without", "gumbel"]
+"""How a node's token was drawn, given its earlier siblings:
+
+``point``    deterministically (top-k, n-gram)
+``iid``      from the parent's q; how many siblings there are was known before the first of them was drawn, or follows
+             from anything but their tokens (K-SEQ relies on it; a count that follows a drawn token is ``without``'s)
+``without``  from the parent's q without the tokens of earlier ``without`` siblings, renormalised
+``gumbel``   as the best of a race whose noise the verifier shares (``Draft.noise``)
+"""
+
+WAYS: tuple[Drawn, ...] = ("point", "iid", "without", "gumbel")
+"""The ways of drawing; a way's place is its code in ``Draft.drawn``."""
+
+POINT, IID, WITHOUT, GUMBEL = range(4)
+
+
+class Schedule(NamedTuple):
+    """Nodes in an order in which a verifier can work on several at once.
+
+    Within a step every parent has at most one node. A step's nodes stand in four parts: nodes that have later siblings
+    come before last siblings, and in either part sampled nodes come before points.
+
+    Args:
+        nodes: ``[M]``, step by step.
+        parents: ``[M]``, the rows of their parents.
+        steps: for each step where it starts and where its four parts end: sampled nodes with later siblings, points
+            with later siblings, sampled last siblings, points that are last siblings.
+        last: ``[E]``, the places in ``nodes`` of all last siblings, of which the first ``sampled`` are sampled nodes.
+    """
+
+    nodes: Any
+    parents: Any
+    steps: list[list[int]]
+    last: Any
+    sampled: int
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
     """The shape of a forest, without its tokens. Host arrays; shared between drafts of the same shape.
+
+    What is derived from the parents is computed once, when it is first used, and in a few array operations: a tree that
+    is grown anew in every step has nothing cached.
 
     Args:
         roots: B, the number of trees.
@@ -35,10 +71,14 @@ class Shape:
 
     roots: int
     parent: np.ndarray  # [M]
+    _forests: dict[tuple[Shape, ...], Shape] = field(init=False, repr=False, default_factory=dict)
+    _devices: dict[torch.device, DeviceShape] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = np.arange(self.roots, self.rows)
-        if self.parent.ndim != 1 or (self.parent < 0).any() or (self.parent >= own).any():
+        if self.parent.ndim != 1 or (
+            len(self.parent)
+            and (self.parent.min() < 0 or (self.parent - np.arange(len(self.parent))).max() >= self.roots)
+        ):
             raise ValueError("every node's parent must be an earlier row: a root or a node listed before it")
 
     @property
@@ -52,50 +92,86 @@ class Shape:
         return self.roots + len(self.parent)
 
     @cached_property
-    def branches(self) -> bool:
-        """Whether some row has more than one child, so that not every tree is a chain."""
-        return len(np.unique(self.parent)) < self.nodes
-
-    @cached_property
     def depth(self) -> np.ndarray:  # [R]
         """Edges between each row and its root; roots have depth 0."""
-        depth = np.zeros(self.rows, dtype=np.int64)
-        for row, parent in enumerate(self.parent, start=self.roots):
-            depth[row] = depth[parent] + 1
-        return depth
+        depth = [0] * self.roots
+        for parent in self.parent.tolist():  # of a few dozen nodes faster than any NumPy
+            depth.append(depth[parent] + 1)
+        return np.array(depth, dtype=np.int64)
+
+    @cached_property
+    def lineage(self) -> np.ndarray:  # [R, D + 1]
+        """``lineage[r, k]``: the row k edges above r, itself at 0; -1 beyond its root."""
+        rows, width = self.rows, int(self.depth.max(initial=0)) + 1
+        above = np.full(rows + 1, -1, dtype=np.int64)  # the last entry, found by -1, stands for no row
+        above[self.roots : rows] = self.parent
+        table = np.full((rows + 1, width), -1, dtype=np.int64)
+        table[:rows, 0] = np.arange(rows)
+        done = 1
+        while done < width:  # the columns that are done double
+            higher, more = above[table[:, done - 1]], min(done, width - done)
+            table[:, done : done + more] = table[higher, :more]
+            done += more
+        return table[:rows]
 
     @cached_property
     def root(self) -> np.ndarray:  # [R]
         """The root above each row."""
-        root = np.arange(self.rows)
-        for row, parent in enumerate(self.parent, start=self.roots):
-            root[row] = root[parent]
-        return root
+        if self.roots == 1:
+            return np.zeros(self.rows, dtype=np.int64)
+        return self.lineage[np.arange(self.rows), self.depth]
+
+    @cached_property
+    def count(self) -> np.ndarray:  # [R]
+        """The number of each row's children."""
+        return np.bincount(self.parent, minlength=self.rows)
 
     @cached_property
     def rank(self) -> np.ndarray:  # [M]
         """Each node's place among its siblings, in the order drawn, from 0."""
-        seen = np.zeros(self.rows, dtype=np.int64)
-        rank = np.zeros(self.nodes, dtype=np.int64)
-        for node, parent in enumerate(self.parent):
-            rank[node] = seen[parent]
-            seen[parent] += 1
+        order = np.argsort(self.parent, kind="stable")
+        first = np.cumsum(self.count) - self.count
+        rank = np.empty(self.nodes, dtype=np.int64)
+        rank[order] = np.arange(self.nodes) - first[self.parent[order]]
         return rank
+
+    @cached_property
+    def branches(self) -> bool:
+        """Whether some row has more than one child, so that not every tree is a chain."""
+        return int(self.count.max(initial=0)) > 1
+
+    @cached_property
+    def table(self) -> np.ndarray:  # [R, K]
+        """For each row the rows of its children, in the order drawn; -1 fills up."""
+        table = np.full((self.rows, int(self.count.max(initial=0))), -1, dtype=np.int64)
+        table[self.parent, self.rank] = np.arange(self.roots, self.rows)
+        return table
 
     @cached_property
     def children(self) -> list[np.ndarray]:
         """For each row the rows of its children, in the order drawn."""
-        lists: list[list[int]] = [[] for _ in range(self.rows)]
-        for row, parent in enumerate(self.parent, start=self.roots):
-            lists[parent].append(row)
-        return [np.array(rows, dtype=np.int64) for rows in lists]
+        return [rows[:count] for rows, count in zip(self.table, self.count.tolist(), strict=True)]
+
+    @cached_property
+    def expanded(self) -> np.ndarray:  # [E]
+        """The rows that have children."""
+        return np.flatnonzero(self.count)
+
+    @cached_property
+    def grid(self) -> np.ndarray:  # [B, L]
+        """The rows of each tree, its root first, then its nodes in order; -1 fills up shorter trees."""
+        if self.roots == 1:
+            return np.arange(self.rows)[None]
+        grid = np.full((self.roots, int(self._size.max(initial=0))), -1, dtype=np.int64)
+        grid[self.root, self.places + 1] = np.arange(self.rows)
+        return grid
 
     @cached_property
     def trees(self) -> list[np.ndarray]:
         """For each root the rows of its tree: the root, then its nodes in order."""
         if self.roots == 1:
-            return [np.arange(self.rows)]
-        return [np.flatnonzero(self.root == root) for root in range(self.roots)]
+            return [self.grid[0]]
+        return [rows[:size] for rows, size in zip(self.grid, self._size.tolist(), strict=True)]
 
     @cached_property
     def tree_depths(self) -> list[np.ndarray]:
@@ -103,28 +179,76 @@ class Shape:
         return [self.depth[rows] for rows in self.trees]
 
     @cached_property
-    def grid(self) -> np.ndarray:  # [B, L]
-        """The rows of each tree as in ``trees``, side by side; -1 fills up shorter trees."""
-        grid = np.full((self.roots, max(map(len, self.trees), default=0)), -1, dtype=np.int64)
-        for root, rows in enumerate(self.trees):
-            grid[root, : len(rows)] = rows
-        return grid
-
-    @cached_property
     def places(self) -> np.ndarray:  # [R]
         """Each node's number within its own tree, from 0; roots have -1."""
+        if self.roots == 1:
+            return np.arange(-1, self.rows - 1)
+        order = np.argsort(self.root, kind="stable")
+        first = np.cumsum(self._size) - self._size
         places = np.empty(self.rows, dtype=np.int64)
-        for rows in self.trees:
-            places[rows] = np.arange(-1, len(rows) - 1)
+        places[order] = np.arange(self.rows) - first[self.root[order]] - 1
         return places
 
     @cached_property
     def ancestors(self) -> np.ndarray:  # [R, R]
         """``ancestors[r, a]``: a lies on the path from r's root to r, both ends included."""
-        above = np.eye(self.rows, dtype=bool)
-        for row, parent in enumerate(self.parent, start=self.roots):
-            above[row] |= above[parent]
-        return above
+        above = np.zeros((self.rows, self.rows + 1), dtype=bool)
+        above[np.arange(self.rows)[:, None], self.lineage] = True  # -1 marks the last column, which is left out
+        return np.ascontiguousarray(above[:, :-1])
+
+    @cached_property
+    def by_rank(self) -> Schedule:
+        """All nodes, those of one sibling rank in one step."""
+        return self.schedule(self.rank)
+
+    @cached_property
+    def by_turn(self) -> Schedule:
+        """All nodes, each as early as possible after its parent and its earlier siblings. See ``turn``."""
+        return self.schedule(self.turn)
+
+    @cached_property
+    def turn(self) -> np.ndarray:  # [M]
+        """The step in which each node comes if its parent and its earlier siblings come before it, from 0."""
+        wait = np.zeros(self.rows + 1, dtype=np.int64)
+        wait[self.roots : -1] = self.rank + 1
+        turn: np.ndarray = wait[self.lineage[self.roots :]].sum(1) - 1
+        return turn
+
+    def schedule(self, step: np.ndarray, point: np.ndarray | None = None) -> Schedule:
+        """The nodes by ``step`` ``[M]``, numbers from 0 without gaps.
+
+        Args:
+            point: ``[M]`` bool, which nodes are points; None for none.
+        """
+        last = self.rank + 1 == self.count[self.parent]
+        key = step * 4 + last * 2 if point is None else step * 4 + last * 2 + point
+        order = np.argsort(key, kind="stable")
+        ends = [0, *np.bincount(key, minlength=4).cumsum().tolist()]
+        ends += ends[-1:] * (-(len(ends) - 1) % 4)
+        steps = [ends[start : start + 5] for start in range(0, len(ends) - 1, 4)] if self.nodes else []
+        last = np.flatnonzero(last[order])
+        if point is not None:
+            last = np.concatenate([last[~point[order[last]]], last[point[order[last]]]])
+        sampled = len(last) if point is None else len(last) - int(point[order[last]].sum())
+        return Schedule(order, self.parent[order], steps, last, sampled)
+
+    @cached_property
+    def visit(self) -> np.ndarray:  # [R]
+        """Each row's place in a visit of its tree from the leaves up, from 0: children before their parent, siblings
+        and what is below them in the order drawn.
+        """
+        size = np.bincount(self.lineage.ravel() + 1, minlength=self.rows + 1)  # of the subtree of each row, from 1
+        size[0] = 0
+        sizes = size[self.table + 1]
+        earlier = np.zeros(self.rows + 1, dtype=np.int64)  # rows below earlier siblings
+        earlier[self.table] = np.cumsum(sizes, axis=1) - sizes
+        earlier[-1] = 0
+        visit: np.ndarray = earlier[self.lineage].sum(1) + size[1:] - 1
+        return visit
+
+    @cached_property
+    def _size(self) -> np.ndarray:  # [B]
+        return np.bincount(self.root, minlength=self.roots)
 
     def path(self, row: int) -> list[int]:
         """The rows from the root (left out) down to ``row`` (included); empty for a root."""
@@ -141,15 +265,62 @@ class Shape:
     def keep(self, rows: np.ndarray) -> tuple[Shape, np.ndarray]:
         """The shape left when only the nodes marked in ``rows`` ``[R]`` and having all ancestors marked stay.
 
-        Returns the shape and the kept nodes' old numbers ``[M']``. Heads always stay.
+        Returns the shape and the kept nodes' old numbers ``[M']``. Roots always stay.
         """
-        marked = rows.copy()
-        marked[: self.roots] = True
-        for row, parent in enumerate(self.parent, start=self.roots):
-            marked[row] &= marked[parent]
+        marked = np.ones(self.rows + 1, dtype=bool)
+        marked[self.roots : -1] = rows[self.roots :]
+        marked = marked[self.lineage].all(1)
         new_row = np.cumsum(marked) - 1
         kept = np.flatnonzero(marked[self.roots :])
         return Shape(self.roots, new_row[self.parent[kept]]), kept
+
+    def on(self, device: torch.device) -> DeviceShape:
+        """What verifiers and ``choose`` read of the shape, as tensors on ``device``: one upload, kept for the next."""
+        if device not in self._devices:
+            self._devices[device] = DeviceShape.of(self, device)
+        return self._devices[device]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceShape:
+    """What verifiers and ``choose`` read of a ``Shape``, under the same names, as int64 tensors."""
+
+    roots: int
+    rows: int
+    nodes: int
+    parent: Tensor  # [M]
+    lineage: Tensor  # [R, D + 1]
+    depth: Tensor  # [R]
+    root: Tensor  # [R]
+    rank: Tensor  # [M]
+    table: Tensor  # [R, K]
+    expanded: Tensor  # [E]
+    grid: Tensor  # [B, L]
+    visit: Tensor  # [R]
+    count: Tensor  # [R]
+    by_rank: Schedule
+    by_turn: Schedule
+
+    @staticmethod
+    def of(shape: Shape, device: torch.device) -> DeviceShape:
+        """The same shape on ``device``."""
+        names = ("parent", "lineage", "depth", "root", "rank", "table", "expanded", "grid", "visit", "count")
+        arrays = [getattr(shape, name) for name in names]
+        orders = (shape.by_rank, shape.by_turn)
+        every = upload(device, *arrays, *(array for one in orders for array in (one.nodes, one.parents, one.last)))
+        found = [
+            Schedule(nodes, parents, one.steps, last, one.sampled)
+            for one, nodes, parents, last in zip(orders, every[-6::3], every[-5::3], every[-4::3], strict=True)
+        ]
+        tensors = dict(zip(names, every, strict=False))
+        return DeviceShape(shape.roots, shape.rows, shape.nodes, **tensors, by_rank=found[0], by_turn=found[1])
+
+
+def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
+    """Several arrays of whole numbers or booleans as int64 tensors on ``device``, by one copy."""
+    packed = torch.from_numpy(np.concatenate([one.ravel().astype(np.int64, copy=False) for one in arrays]))
+    parts = packed.to(device, non_blocking=True).split([one.size for one in arrays])
+    return [part.view(one.shape) for part, one in zip(parts, arrays, strict=True)]
 
 
 @lru_cache(maxsize=256)
@@ -179,73 +350,168 @@ def chain(length: int) -> Shape:
     return Shape(1, np.arange(length, dtype=np.int64))
 
 
-@lru_cache(maxsize=256)
 def forest(trees: tuple[Shape, ...]) -> Shape:
-    """Several one-tree shapes side by side: root b is the root of ``trees[b]``, nodes tree by tree."""
+    """Several one-tree shapes side by side: root b is the root of ``trees[b]``, nodes tree by tree.
+
+    The first tree remembers the forests it begins, so that static trees share one; they are forgotten with it.
+    """
     if not trees:
         return Shape(0, np.empty(0, dtype=np.int64))
     if len(trees) == 1:
         return trees[0]
-    roots, parents, nodes = len(trees), [], 0
-    for root, one in enumerate(trees):
-        parents.append(np.where(one.parent == 0, root, one.parent - 1 + roots + nodes))
-        nodes += one.nodes
-    return Shape(roots, np.concatenate(parents).astype(np.int64))
+    known, others = trees[0]._forests, trees[1:]
+    if others not in known:
+        roots, parents, nodes = len(trees), [], 0
+        for root, one in enumerate(trees):
+            parents.append(np.where(one.parent == 0, root, one.parent - 1 + roots + nodes))
+            nodes += one.nodes
+        if len(known) >= MOST_FORESTS:
+            known.clear()
+        known[others] = Shape(roots, np.concatenate(parents).astype(np.int64))
+    return known[others]
+
+
+MOST_FORESTS = 64
+
+
+class ComputedOnly(NamedTuple):
+    """Rows that the target computes with a draft and no verifier accepts, such as lookahead's window (2402.02057).
+
+    They are numbered after all nodes, from R. A verifier does not see them, no node may hang below one, and no
+    probabilities of theirs are read; proposers that declare it observe their logits.
+
+    Args:
+        parent: ``[X]`` int64, the row above each: a root, a node, or an earlier one of them.
+        token: ``[X]`` int64, on the target's device.
+    """
+
+    parent: np.ndarray
+    token: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A forest with its tokens, and the laws they were drawn from.
+    """A forest with its tokens, and the draft distributions they were drawn from.
+
+    Siblings below one parent may be drawn in several ways, an n-gram's continuation (``point``) beside sampled tokens
+    for example. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent is
+    the one *before* anything was drawn there: a proposer that samples off its points states a q in which these tokens
+    are zeroed (and accepts more: what was rejected as a point is not drawn again).
 
     Args:
         shape: the forest.
         token: ``[M]`` int64, on the target's device.
-        drawn: how siblings were drawn. ``point`` needs no ``q``.
-        q: ``[E, V]`` float, the law at each expanded parent *before* anything was drawn there; rows sum to 1.
-        q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was drawn.
+        drawn: how all nodes were drawn, or ``[M]`` int8, how each was (its place in ``WAYS``).
+        q: ``[E, V]`` float, the distribution at each parent with sampled children before anything was drawn there; rows
+            sum to 1. None where all nodes are points.
+        q_row: ``[R]`` int64, which row of ``q`` belongs to each row of the forest; -1 where nothing was sampled.
         noise: ``[E, V]`` float64, only of a draft drawn ``gumbel``: standard Gumbel noise g of each expanded parent,
             whose children are the arg max of log q + g, then the second best, and so on.
         broken: trees that could not be drafted, because the draft's logits are NaN or infinite, each with the reason:
             their sequences end.
+        computed_only: rows that are computed with the draft and never accepted.
     """
 
     shape: Shape
     token: Tensor  # [M]
-    drawn: Drawn = "point"
+    drawn: Drawn | np.ndarray = "point"
     q: Tensor | None = None  # [E, V]
     q_row: np.ndarray | None = None  # [R]
     noise: Tensor | None = None  # [E, V]
     broken: Mapping[int, str] = field(default_factory=dict)
+    computed_only: ComputedOnly | None = None
 
     def __post_init__(self) -> None:
         if len(self.token) != self.shape.nodes:
             raise ValueError(f"{len(self.token)} tokens for {self.shape.nodes} nodes")
-        if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
-            raise ValueError("a draft drawn 'point' carries neither q nor q_row, any other both")
-        if (self.drawn == "gumbel") != (self.noise is not None):
+        if isinstance(self.drawn, str):
+            if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
+                raise ValueError("a draft drawn 'point' carries neither q nor q_row, any other both")
+        else:
+            self._check_each()
+        if ("gumbel" in self.ways) != (self.noise is not None):
             raise ValueError("a draft drawn 'gumbel' carries the noise of its race, no other does")
 
+    def _check_each(self) -> None:
+        assert isinstance(self.drawn, np.ndarray)
+        if self.drawn.shape != (self.shape.nodes,):
+            raise ValueError(f"{len(self.drawn)} ways of drawing for {self.shape.nodes} nodes")
+        sampled = self.shape.parent[self.drawn != POINT]
+        if (self.q is None) != (self.q_row is None) or (self.q_row is None and len(sampled)):
+            raise ValueError("a draft with sampled nodes carries q and q_row")
+        if self.q_row is not None and (self.q_row[sampled] < 0).any():
+            raise ValueError("a parent of sampled nodes has a row of q")
+
+    @cached_property
+    def ways(self) -> frozenset[Drawn]:
+        """The ways of drawing that occur."""
+        if isinstance(self.drawn, str):
+            return frozenset({self.drawn})
+        return frozenset(WAYS[code] for code in np.unique(self.drawn).tolist())
+
+    @cached_property
+    def codes(self) -> np.ndarray:  # [M] int8
+        """How each node was drawn, as its place in ``WAYS``."""
+        if isinstance(self.drawn, str):
+            return np.full(self.shape.nodes, WAYS.index(self.drawn), dtype=np.int8)
+        return self.drawn
+
+    @cached_property
+    def computed_shape(self) -> Shape:
+        """The forest of all rows that the target computes: the draft's, then ``computed_only``."""
+        if self.computed_only is None:
+            return self.shape
+        return Shape(self.shape.roots, np.concatenate([self.shape.parent, self.computed_only.parent]))
+
+    @cached_property
+    def computed_token(self) -> Tensor:  # [M + X]
+        """The tokens of ``computed_shape``."""
+        if self.computed_only is None:
+            return self.token
+        return torch.cat([self.token, self.computed_only.token])
+
+    @property
+    def acceptable_nodes(self) -> np.ndarray:  # [B]
+        """The number of each tree's nodes."""
+        return np.bincount(self.shape.root, minlength=self.shape.roots) - 1
+
+    @property
+    def computed_only_nodes(self) -> np.ndarray:  # [B]
+        """The number of each tree's rows that are computed and never accepted."""
+        return np.bincount(self.computed_shape.root[self.shape.rows :], minlength=self.shape.roots)
+
     def cut(self, depth: Sequence[int]) -> Draft:
-        """The draft without nodes deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
-        shape = self.shape
+        """The draft without rows deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
+        shape = self.computed_shape
         if not shape.nodes:
             return self
         allowed = shape.depth <= np.asarray(depth)[shape.root]
         if allowed.all():
             return self
-        return self.keep(allowed)[0]
+        return self._keep(allowed)[0]
 
     def keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
         """The draft of the nodes marked in ``rows`` ``[R]`` whose ancestors all are, and the old rows ``[R']``.
 
-        Lossless only where the marks follow from the path above each node and its law, never from what was drawn there.
+        Rows that are only computed stay where what is above them does. Lossless only where the marks follow from the
+        path above each node and its distribution, never from what was drawn there; a point may always be dropped.
         """
-        shape = self.shape
-        smaller, kept = shape.keep(rows)
+        return self._keep(np.append(rows, np.ones(self.computed_shape.rows - len(rows), dtype=bool)))
+
+    def _keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
+        """``rows``: ``[R + X]``."""
+        shape, extra = self.shape, self.computed_only
+        smaller, kept = self.computed_shape.keep(rows)
+        if extra is not None:
+            nodes, others = kept[kept < shape.nodes], kept[kept >= shape.nodes]
+            parent = smaller.parent
+            smaller, kept = Shape(shape.roots, parent[: len(nodes)]), nodes
+            extra = ComputedOnly(parent[len(nodes) :], extra.token[torch.from_numpy(others - shape.nodes)])
         both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
         q_row = None if self.q_row is None else self.q_row[both]
         token = self.token[torch.from_numpy(kept)]
-        return Draft(smaller, token, self.drawn, self.q, q_row, self.noise, self.broken), both
+        drawn = self.drawn if isinstance(self.drawn, str) else self.drawn[kept]
+        return Draft(smaller, token, drawn, self.q, q_row, self.noise, self.broken, extra), both
 
 
 @lru_cache(maxsize=256)

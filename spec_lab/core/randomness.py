@@ -39,18 +39,22 @@ class Key(NamedTuple):
 class Draws(Protocol):
     """The one seam through which anything is chosen: it can be sampled, enumerated or replayed."""
 
-    def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
-        """One index per row of ``weights`` ``[n, V]`` (not negative, some positive), as int64 ``[n]``."""
+    def pick(self, weights: Tensor, keys: Sequence[Key]) -> Tensor:
+        """One index per row of ``weights`` ``[n, V]`` (not negative, some positive), as int64 ``[n]`` on their device.
+
+        Sampling needs one uniform for each key, drawn on the host, and reads nothing back from the weights' device.
+        Enumerating needs the weights on the host.
+        """
         ...
 
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
-        """Standard Gumbel noise ``[n, width]``, float64: arg max of log w + noise has the law w (Gumbel-max)."""
+        """Standard Gumbel noise ``[n, width]``, float64: arg max of log w + noise is distributed as w (Gumbel-max)."""
         ...
 
 
 @dataclass(frozen=True)
 class CounterDraws:
-    """Samples by inverse law from uniforms that are a pure function of (seed, key).
+    """Inverse transform sampling from uniforms that are a pure function of (seed, key).
 
     Nothing is carried along, so runs resume and forks pair exactly, and batch mates cannot matter.
     """
@@ -63,7 +67,7 @@ class CounterDraws:
         digest = blake2b(struct.pack("<5q", *key), digest_size=8, key=secret).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
-    def pick(self, weights: Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+    def pick(self, weights: Tensor, keys: Sequence[Key]) -> Tensor:
         """See ``Draws.pick``."""
         return invert(weights, np.array([self.uniform(key) for key in keys]))
 
@@ -77,19 +81,21 @@ class CounterDraws:
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def invert(weights: Tensor | np.ndarray, uniform: np.ndarray) -> np.ndarray:  # [n, V], [n] -> [n]
-    """The inverse law: the first index whose cumulated weight exceeds ``uniform`` times the total.
+def invert(weights: Tensor, uniform: np.ndarray) -> Tensor:  # [n, V], [n] -> [n]
+    """Inverse transform sampling: the first index whose cumulated weight exceeds ``uniform`` times the total.
 
     Sums run in float64: float32 sums over a large vocabulary lose the tail. (On the CPU those over ``BLOCK`` neighbours
     run in the weights' own precision.) An index of weight zero is never returned.
 
     Raises:
-        ValueError: a row of weights whose sum is zero or not finite.
+        ValueError: a row of weights whose sum is zero or not finite, on the CPU. (On a device the index is then -1.)
     """
-    if isinstance(weights, Tensor):
-        if weights.device.type != "cpu":
-            return _invert_on_device(weights, uniform)
-        weights = weights.numpy()
+    if weights.device.type != "cpu":
+        return _invert_on_device(weights, uniform)
+    return torch.from_numpy(_invert_on_host(weights.numpy(), uniform))
+
+
+def _invert_on_host(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     rows, width = weights.shape
     if width <= NARROW:
         return _search(weights, uniform)[0]
@@ -106,7 +112,7 @@ BLOCK = NARROW = 128
 
 
 def _search(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, V], [n] -> [n], [n]
-    """The inverse law by a running sum, and how far into the share of its index each uniform lay: one again, given it.
+    """The index by a running sum, and how far into the share of its index each uniform lay: one again, given it.
 
     Rounding can push the mass looked for up to the last total; the last index that adds to it is then meant.
     """
@@ -122,7 +128,7 @@ def _search(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _search_few(row: list[float], u: float) -> tuple[int, float]:
-    """``_search`` of a few weights, without NumPy's price for a call."""
+    """``_search`` of a few weights, without NumPy's cost per call."""
     total = list(accumulate(row))
     _check_totals(total[-1:])
     mass = u * total[-1]
@@ -131,17 +137,17 @@ def _search_few(row: list[float], u: float) -> tuple[int, float]:
     return index, (mass - below) / (total[index] - below)
 
 
-def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> np.ndarray:
+def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> Tensor:
     total = weights.double().cumsum(-1)
-    _check_totals(total[:, -1].tolist())
-    u = torch.from_numpy(uniform).to(weights.device)[:, None]
+    u = torch.from_numpy(uniform).to(weights.device, non_blocking=True)[:, None]
     chosen = torch.searchsorted(total, u * total[:, -1:], right=True).clamp_max_(weights.shape[-1] - 1)
     # A parallel sum can round up where nothing is added: the last index with weight up to there is meant.
     place = torch.arange(weights.shape[-1], device=weights.device)
     weighty = torch.where(weights > 0, place, 0).cummax(-1).values
-    return weighty.gather(-1, chosen)[:, 0].cpu().numpy()
+    whole = total[:, -1]
+    return torch.where((whole > 0) & (whole < torch.inf), weighty.gather(-1, chosen)[:, 0], -1)
 
 
 def _check_totals(totals: list[float]) -> None:
     if not all(0 < total < math.inf for total in totals):
-        raise ValueError(f"a law to sample from has total mass {totals}; it must be finite and positive")
+        raise ValueError(f"a distribution to sample from has total mass {totals}; it must be finite and positive")

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.engine.attention import SPANS, Attention, Pack, Piece
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence, as_index
 from spec_lab.engine.runner import Capabilities, Output
@@ -26,7 +26,8 @@ class Prepared:
     """The tensors of one forward, and what its result means.
 
     Args:
-        ids: ``[N]`` token ids of the pack.
+        ids: ``[N]`` token ids of the pack, or
+        embeds: ``[N, H]`` input embeddings in their place.
         positions: ``[1, N]``.
         pack: cells and attention masks.
         keep: which packed tokens get logits, as transformers' ``logits_to_keep``.
@@ -36,7 +37,8 @@ class Prepared:
         early: chunks of long prompts that are computed first.
     """
 
-    ids: Tensor
+    ids: Tensor | None
+    embeds: Tensor | None
     positions: Tensor
     pack: Pack
     keep: Tensor | int
@@ -49,6 +51,13 @@ class Prepared:
     def attended(self) -> int:
         """Attended cells."""
         return sum(piece.extent for piece in self.pack.pieces)
+
+
+class Extended(NamedTuple):
+    """What ``CausalLM.extend`` returns: logits ``[n, V]``, and captured hidden states ``[n, layers * H]``."""
+
+    logits: Tensor
+    hidden: Tensor | None
 
 
 class CausalLM:
@@ -122,7 +131,7 @@ class CausalLM:
             self._hook = None
         self._layers = layers
         if layers == (last,):
-            self._hook = self.model.base_model.register_forward_hook(self._catch)
+            self._hook = self.model.get_decoder().register_forward_hook(self._catch)  # OPT never calls its base_model
 
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._final = output[0][0]  # [N, H]
@@ -137,6 +146,25 @@ class CausalLM:
     ) -> Output:
         """``prepare`` and ``run``. Errors as there."""
         return self.run(self.prepare(sequences, pending, draft, prefill))
+
+    @torch.inference_mode()
+    def forward_embeds(self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor) -> Output:
+        """``forward`` of input embeddings in place of pending tokens, for drafters that read features.
+
+        Args:
+            sequences: ``[B]``.
+            lengths: ``[B]`` how many embeddings each has, at least one.
+            embeds: ``[sum of lengths, H]``, sequence by sequence.
+
+        Returns:
+            Logits ``[B, V]`` after each sequence's last embedding, and the captured hidden states of all.
+
+        Raises:
+            SpanFull: a span would outgrow its limit.
+        """
+        pending = [[0] * length for length in lengths]
+        nothing = empty(len(sequences), self.device)
+        return self.run(replace(self._prepare(sequences, pending, nothing, len(sequences)), ids=None, embeds=embeds))
 
     def prepare(
         self,
@@ -179,17 +207,14 @@ class CausalLM:
         return Output(logits, prepared.attended, joined, [hidden[rows] for rows in prepared.nodes])
 
     @torch.inference_mode()
-    def extend(self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor) -> Tensor:
+    def extend(self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor) -> Extended:
         """Compute nodes whose root and ancestors are computed already: how a draft model grows a forest, by levels.
 
         Args:
             sequences: ``[B]``, each ending with its tree's root; None for a tree without ``rows``. The nodes are held.
-            shape: the forest; it may hold nodes that are never computed.
+            shape: the forest; it may hold nodes that are never computed, and may have grown since the last call.
             rows: ``[n]`` the nodes to compute, tree by tree, parents first.
-            token: ``[n]`` their tokens.
-
-        Returns:
-            Logits ``[n, V]``.
+            token: ``[n]`` their tokens, or ``[n, H]`` input embeddings in their place.
 
         Raises:
             SpanFull: a span would outgrow its limit.
@@ -200,8 +225,9 @@ class CausalLM:
             if sequence is None or not len(new):
                 continue
             nodes, places = shape.trees[tree][1:], shape.places
-            if len(sequence.held) != len(nodes):
-                sequence.held = np.full(len(nodes), -1, dtype=np.int64)
+            if len(sequence.held) < len(nodes):
+                more = np.full(len(nodes) - len(sequence.held), -1, dtype=np.int64)
+                sequence.held = np.concatenate([sequence.held, more])
             before = nodes[sequence.held >= 0]
             taken = self.cells.take(sequence, len(new))
             sequence.held[places[new]] = taken
@@ -219,7 +245,7 @@ class CausalLM:
             pieces.append(Piece(sequence.span, start, start + len(new), index, extent, mask, False))
             positions.append(len(sequence) - 1 + shape.depth[new])
             start += len(new)
-        return self._call(self._packed(token, np.concatenate(positions), pieces, 0))[0]
+        return Extended(*self._call(self._packed(token, np.concatenate(positions), pieces, 0)))
 
     def _prepare(
         self,
@@ -290,7 +316,7 @@ class CausalLM:
 
     def _packed(
         self,
-        ids: Tensor,
+        given: Tensor,
         positions: np.ndarray,
         pieces: list[Piece],
         keep: Tensor | int,
@@ -298,17 +324,20 @@ class CausalLM:
         nodes: list[slice] | None = None,
     ) -> Prepared:
         pack = Pack(self.cells, pieces, self.device, self.attention == "dense")
-        mask = self._dense_mask(pieces, len(ids)) if pack.dense else None
+        mask = self._dense_mask(pieces, len(given)) if pack.dense else None
         where = torch.from_numpy(positions).to(self.device)[None]
-        return Prepared(ids, where, pack, keep, mask, pending or [], nodes or [])
+        ids, embeds = (given, None) if given.ndim == 1 else (None, given)
+        return Prepared(ids, embeds, where, pack, keep, mask, pending or [], nodes or [])
 
     def _call(self, prepared: Prepared) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""
         self.forwards += 1
+        given = {"input_ids": prepared.ids} if prepared.embeds is None else {"inputs_embeds": prepared.embeds}
+        given = {name: None if value is None else value[None] for name, value in given.items()}
         more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
         with self.clock.phase(self.phase):
             output = self.model(
-                input_ids=prepared.ids[None],
+                **given,
                 position_ids=prepared.positions,
                 attention_mask=prepared.mask,
                 past_key_values=prepared.pack,

@@ -7,6 +7,7 @@ refused by name before any weight is read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
@@ -19,6 +20,8 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import SPANS, Attention
 from spec_lab.engine.causal_lm import CausalLM
+
+LOG = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest error of a logit that the self-check allows, in standard deviations of the plain forward's logits."""
@@ -127,6 +130,7 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache) 
     setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention)
     if sha256 and setting in cache.self_checks:
         return cache.self_checks[setting]
+    LOG.info("Self-check: a forest of draft trees against plain forwards")
     error = self_check(model, attention)
     if sha256:
         cache.self_checks[setting] = error

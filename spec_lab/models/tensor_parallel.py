@@ -197,7 +197,7 @@ class Link:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Run a call on every rank. If it fails on all, they continue; if on some, these end, and torchrun ends the rest.
+        """Run a call on every rank. If it fails on all, they continue; if on some, those end, torchrun ends the rest.
 
         Raises:
             RuntimeError: an interruption ended an earlier call half-way.

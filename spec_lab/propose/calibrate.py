@@ -128,6 +128,7 @@ def calibrate(
     sampling = Sampling(accuracy.temperature)
 
     def timed() -> StepCosts:
+        log.info("Calibrating the draft tree: measuring the seconds of a step for each size")
         proposers = {size: drafting(tree) for size, tree in trees.items()}
         return (timing or time_steps)(target, proposers, tokens, batch_size, sampling)
 

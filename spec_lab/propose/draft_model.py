@@ -6,27 +6,31 @@ and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, forest
+from spec_lab.core.draft import Draft, Drawn, Shape, empty, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
-from spec_lab.core.probabilities import Sampling
+from spec_lab.core.probabilities import Sampling, probs_dtype
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, DraftMasks
+from spec_lab.engine.sequence import Batch, DraftMasks, finite
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.support import checked, model_context
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_cache import DraftCache
+from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.forced import ForcedChains
-from spec_lab.propose.growth import Growth
-from spec_lab.propose.trees import MOST_DEPTH, Choices, depth_of, parse, width_of, widths, write
+from spec_lab.propose.growth import BROKEN, Growth
+from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, parse, width_of, widths, write
 
 
 class DraftModel(Lifecycle):
@@ -54,6 +58,7 @@ class DraftModel(Lifecycle):
         confidence: between 0, off, and 1.
         name: as in records.
         sha256: of the draft's weights.
+        budget: of a tree that grows best first, instead of ``tree``; None for none.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class DraftModel(Lifecycle):
         confidence: float = 0.0,
         name: str = "draft_model",
         sha256: str = "",
+        budget: Budget | None = None,
     ) -> None:
         self.lm = lm
         lm.phase = "propose_forward"
@@ -76,8 +82,9 @@ class DraftModel(Lifecycle):
         self.confidence = confidence
         self.name = name
         self.sha256 = sha256
-        self.nodes = len(tree)
-        self.branches = width_of(tree) > 1
+        self.budget = budget
+        self.nodes = len(tree) if budget is None else budget.nodes
+        self.branches = (width_of(tree) if budget is None else budget.children) > 1
         self._shapes = [shape_of(tuple(path for path in tree if len(path) <= d)) for d in range(depth_of(tree) + 1)]
 
     @staticmethod
@@ -89,6 +96,10 @@ class DraftModel(Lifecycle):
         drawn: str = "iid",
         temperature: float | None = None,
         confidence: float = 0.0,
+        nodes: int | None = None,
+        children: int = 2,
+        max_depth: int = 8,
+        width: int = 4,
     ) -> DraftModel:
         """Load a draft in the target's dtype and on its device.
 
@@ -100,15 +111,33 @@ class DraftModel(Lifecycle):
             drawn: "iid", "without", "point" or "gumbel".
             temperature: the draft's own, at most 1e6; null takes each request's.
             confidence: a token drawn where none was this likely ends its path; 0 never ends one.
+            nodes: grows a tree of at most so many nodes best first, instead of a fixed one, with so many
+            children: below each expanded node, at most
+            max_depth: levels, and
+            width: nodes expanded by each forward of the draft.
 
         Raises:
             ValueError: a wrong option; another tokenizer or vocabulary than the target's; a tree wider than the
                 vocabulary; a model of a kind that cannot decode forests (``Unsupported``).
             OSError: no checkpoint there.
         """
-        if (depth is None) == (tree is None):
-            raise ValueError("give either proposer.depth, for a chain, or proposer.tree, for a tree")
-        if depth is not None:
+        if sum(one is not None for one in (depth, tree, nodes)) != 1:
+            raise ValueError(
+                "give one of proposer.depth, for a chain, proposer.tree, for a fixed tree, and proposer.nodes, for a "
+                "tree that grows best first"
+            )
+        budget: Budget | None = None
+        choices: Choices = ()
+        if nodes is not None:
+            budget = Budget(
+                whole("proposer.nodes", nodes, most=MOST_NODES),
+                whole("proposer.children", children, most=MOST_NODES),
+                whole("proposer.max_depth", max_depth, most=MOST_DEPTH),
+                whole("proposer.width", width, most=MOST_NODES),
+            )
+            if drawn == "gumbel" or confidence:
+                raise ValueError("proposer.nodes supports neither proposer.drawn=gumbel nor proposer.confidence")
+        elif depth is not None:
             choices = widths([1] * whole("proposer.depth", depth, most=MOST_DEPTH))
         else:
             choices = parse(cast(str, tree))
@@ -124,9 +153,9 @@ class DraftModel(Lifecycle):
         sha256 = weights_hash(path)
         checked(model, target.lm.attention, sha256, target.cache)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
-        name = "draft_chain" if width_of(choices) == 1 else "draft_tree"
+        name = "draft_best_first" if budget else "draft_chain" if width_of(choices) == 1 else "draft_tree"
         context = model_context(model.config)
-        return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256)
+        return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256, budget)
 
     def check(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.
@@ -142,12 +171,16 @@ class DraftModel(Lifecycle):
 
     def toy(self, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
-        return DraftModel(draft, target.context, tree, self.drawn, self.temperature, self.confidence, self.name)
+        budget = self.budget and Budget(min(self.budget.nodes, 3), min(self.budget.children, 2), 2, self.budget.width)
+        own = self.drawn, self.temperature, self.confidence, self.name
+        return DraftModel(draft, target.context, () if budget else tree, *own, budget=budget)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
         facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
+        if self.budget is not None:
+            facts |= {"tree": "best first", "children": self.budget.children, "depth": self.budget.depth}
         return facts | {"confidence": self.confidence}
 
     def init(self, request: Request) -> DraftCache:
@@ -167,13 +200,20 @@ class DraftModel(Lifecycle):
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
         self.lm.clock = batch.clock  # its module calls are timed with the step
-        shapes, caches = [], []
+        shapes, caches, depths = [], [], []
         for deepest, sequence in zip(batch.room(), batch.sequences, strict=True):
             # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
-            deepest = min(deepest, self.context + 1 - len(sequence.tokens), len(self._shapes) - 1)
+            deepest = min(deepest, self.context + 1 - len(sequence.tokens))
+            if self.budget is not None:
+                depths.append(max(0, min(deepest, self.budget.depth)))
+                caches.append(sequence.state if deepest > 0 else None)
+                continue
+            deepest = min(deepest, len(self._shapes) - 1)
             shapes.append(self._shapes[max(0, deepest)])
             caches.append(sequence.state if deepest > 0 else None)
         samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
+        if self.budget is not None:
+            return self._best_first(batch, depths, samplings, caches, self.budget)
         if self._fast_forwards(batch):
             depths = [shape.nodes for shape in shapes]
             limits = [
@@ -184,6 +224,44 @@ class DraftModel(Lifecycle):
             return ForcedChains(self.lm, *own).run()
         growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, caches, self.confidence)
         return growth.run()
+
+    def _best_first(
+        self,
+        batch: Batch,
+        depths: Sequence[int],
+        samplings: Sequence[Sampling],
+        caches: Sequence[DraftCache | None],
+        budget: Budget,
+    ) -> Draft:
+        """Trees that grow best first. Constraints do not mask them: a node that is not allowed has p = 0."""
+        active = [tree for tree, cache in enumerate(caches) if cache is not None]
+        keys = [one.key for one in batch.sequences]
+        growth = BestFirst(budget, self.drawn, batch.draws, keys, samplings, depths)
+        if not active:
+            return growth.grow(torch.empty(0, batch.target.vocabulary), lambda *_: torch.empty(0))
+        own = [cache for cache in caches if cache is not None]
+        pending = [cache.follow(batch.sequences[tree].tokens) for tree, cache in zip(active, own, strict=True)]
+        computed: list[int] = []
+        broken: dict[int, str] = {}
+
+        def checked_finite(logits: Tensor, trees: np.ndarray) -> Tensor:
+            fine, without = finite(logits.to(probs_dtype(logits), copy=True))
+            broken.update(dict.fromkeys(trees[without].tolist(), BROKEN))
+            return fine
+
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
+            computed.extend(rows.tolist())
+            paths = [None if cache is None else cache.kv for cache in caches]
+            ids = torch.from_numpy(token[rows - shape.roots]).to(self.lm.device)
+            return checked_finite(self.lm.extend(paths, shape, rows, ids).logits, shape.root[rows])
+
+        output = self.lm.forward([cache.kv for cache in own], pending, empty(len(own), self.lm.device))
+        draft = growth.grow(checked_finite(output.logits, np.array(active)), expand)
+        rows = np.zeros(draft.shape.rows, dtype=bool)
+        rows[computed] = True
+        for tree, cache in zip(active, own, strict=True):
+            cache.tentative = Tentative(draft.shape, tree, np.array(growth.token, dtype=np.int64), rows)
+        return replace(draft, token=draft.token.to(batch.device), broken=broken)
 
     def _fast_forwards(self, batch: Batch) -> bool:
         """Whether forced tokens are drafted for nothing: in chains, if a constraint fast-forwards."""

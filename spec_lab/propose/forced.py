@@ -124,7 +124,7 @@ class ForcedChains:
             self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
             self.q.append(q)
             keys = [Key(*self.batch.sequences[head].key, Purpose.DRAFT, self.ends[head]) for head in active]
-            picked = self.batch.draws.pick(q, keys)
+            picked = self.batch.draws.pick(q, keys).cpu().numpy()
         for head, token in zip(active, picked.tolist(), strict=True):
             self._append(head, token)
         return active, {head for head, well in zip(active, sure.tolist(), strict=True) if not well}
@@ -163,7 +163,7 @@ class ForcedChains:
         caches = [None if cache is None else cache.kv for cache in self.caches]
         self.computed[rows] = True
         ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
-        logits = self.lm.extend(caches, self.shape, rows, ids)
+        logits = self.lm.extend(caches, self.shape, rows, ids).logits
         return logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
 
     def _draft(self) -> Draft:

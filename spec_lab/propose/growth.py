@@ -168,9 +168,9 @@ class Growth:
             rows = torch.from_numpy(places).to(q.device)
             weights = left if len(rows) == len(left) else left[rows]  # rows ascend
             picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT))
-            self.token[nodes - heads] = picked
+            self.token[nodes - heads] = picked.cpu()
             if without:
-                left[rows, torch.from_numpy(picked).to(q.device)] = 0.0
+                left[rows, picked] = 0.0
 
     def _race(self, q: Tensor, parents: np.ndarray, width: int) -> np.ndarray:
         """The best tokens ``[n, width]`` of log q + g, with noise g of each parent's own; no mass comes last."""
@@ -204,7 +204,7 @@ class Growth:
             self.seen[rows, token] = True
         self.computed[rows] = True
         paths = [None if cache is None else cache.kv for cache in self.caches]
-        return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device))
+        return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device)).logits
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,45 +27,11 @@ from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
 from spec_lab.propose.calibrate import Calibration, calibrate
 from spec_lab.propose.cost_cache import CostCache, default_folder
+from spec_lab.propose.features import Features
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, grow, parse, width_of, write
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Hidden:
-    """The target's hidden states of one sequence's computed positions, as they were observed.
-
-    Args:
-        parts: of consecutive positions, each ``[n, H]``.
-        end: the position after the last of them.
-    """
-
-    parts: list[Tensor] = field(default_factory=list)
-    end: int = 0
-
-    def add(self, start: int, hidden: Tensor) -> None:
-        """Add the states ``[n, H]`` of the positions from ``start`` on; what does not join them is forgotten."""
-        self.rewind(start)
-        if self.end < start:
-            self.parts.clear()
-        if len(hidden):
-            self.parts.append(hidden)
-            self.end = start + len(hidden)
-
-    def rewind(self, length: int) -> None:
-        """Forget the positions from ``length`` on."""
-        while self.end > length and self.parts:
-            last = self.parts.pop()
-            self.end -= len(last)
-            if self.end < length:
-                self.parts.append(last[: length - self.end])
-                self.end = length
-
-    def at(self, length: int) -> Tensor | None:
-        """The state ``[H]`` of the last of ``length`` computed positions; None where it was not observed."""
-        return self.parts[-1][-1] if self.parts and self.end == length else None
 
 
 class Medusa(Lifecycle):
@@ -184,30 +149,30 @@ class Medusa(Lifecycle):
         chosen = {} if self.calibration is None else self.calibration.facts
         return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
 
-    def init(self, request: Request) -> Hidden:
+    def init(self, request: Request) -> Features:
         """No hidden states yet."""
-        return Hidden()
+        return Features()
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the hidden states of all computed positions: after a rewind an earlier one is the last."""
         for one in observed:
             if one.hidden is not None:
-                state: Hidden = one.sequence.state
+                state: Features = one.sequence.state
                 state.add(one.start, one.hidden)
 
-    def rewind(self, state: Hidden, length: int) -> None:
+    def rewind(self, state: Features, length: int) -> None:
         """Forget the states from ``length`` on."""
         state.rewind(length)
 
-    def fork(self, state: Hidden) -> Hidden:
+    def fork(self, state: Features) -> Features:
         """The same states; they are never written to."""
-        return Hidden(list(state.parts), state.end)
+        return state.copy()
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
         """The tree below every sequence of which something is computed."""
         lm, computed = batch.target.lm, [len(sequence.kv) for sequence in batch.sequences]
-        last = [one.state.at(length) for one, length in zip(batch.sequences, computed, strict=True)]
+        last = [one.state.last(length) for one, length in zip(batch.sequences, computed, strict=True)]
         gaps = tuple(
             self._depth if hidden is None else len(one.tokens) - length - 1
             for one, length, hidden in zip(batch.sequences, computed, last, strict=True)

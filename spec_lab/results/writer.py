@@ -1,34 +1,30 @@
 """The rows a run leaves behind: three tables, written group by group, so that a kill keeps every finished group.
 
 While a group decodes, only its ``StepInfo`` objects are kept; they become rows after the clock has stopped. A group's
-rows go to ``parts/`` as parquet files, renamed into place once whole, the requests last: a group is finished exactly if
-its requests are on disk. At the end the parts are gathered into ``rounds.parquet``, ``steps.parquet`` and
-``requests.parquet``. ``columns`` says what every column means; metrics are computed from these rows and from
-nothing else.
+rows are one part of three tables (see ``parts``), the requests written last: a group is finished exactly if its
+requests are on disk. At the end the parts are gathered into ``rounds.parquet``, ``steps.parquet`` and
+``requests.parquet``. ``schema`` says what every column means; metrics are computed from these rows and from nothing
+else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
 from spec_lab.engine.request import BROKEN, Request, without_name
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
+from spec_lab.results import parts
+from spec_lab.results.parts import Parts, Rows
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.text.prompts import Prompt
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -201,134 +197,29 @@ def request_row(
 
 
 class Recorder:
-    """Writes a run's rows under ``out``, part by part."""
+    """Writes a run's rows under ``out``, group by group."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
+        self.parts = Parts(out, SCHEMAS, unit="group")
 
     def finished(self) -> set[int]:
         """Groups whose rows are on disk."""
-        return set(load(self.out).requests["group"])
+        return set(self.parts.load()["requests"]["group"])
 
     def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows) -> None:
         """Put one finished group's rows on disk."""
-        folder = own_folder(self.out / "parts")
-        for name, rows in (("rounds", rounds), ("steps", steps), ("requests", requests)):
-            if rows:
-                write_whole(pa.Table.from_pylist(rows, schema=schema(name)), folder / f"{name}-{group:06d}.parquet")
+        self.parts.write(f"{group:06d}", {"rounds": rounds, "steps": steps, "requests": requests})
 
     def gather(self) -> Tables:
         """Put all parts together in one file a table, and remove them."""
-        tables = load(self.out)
-        for name in SCHEMAS:
-            frame = getattr(tables, name)
-            write_whole(
-                pa.Table.from_pandas(frame, schema=schema(name), preserve_index=False), self.out / f"{name}.parquet"
-            )
-        for part in _parts(self.out, "*"):
-            part.unlink()
-        for name in (*(f".{name}.parquet.*.tmp" for name in SCHEMAS), "parts/.*.tmp"):  # of a write that was killed
-            for half in self.out.glob(name):
-                half.unlink()
-        if (self.out / "parts").is_dir():
-            (self.out / "parts").rmdir()
-        return tables
+        return Tables(**self.parts.gather())
 
 
 def load(out: str | Path) -> Tables:
-    """The rows of the finished groups of a run: running, killed or done. Duplicate ids are dropped, the last one stays.
-
-    Raises:
-        ValueError: a file of the run that is not a table, or has other columns; ``parts`` is a symlink.
-    """
-    out = Path(out)
-    frames = {}
-    refuse_link(out / "parts")
-    for name in reversed(SCHEMAS):  # requests first: whatever group they finish has its other rows on disk
-        frame = pa.concat_tables(_pieces(out, name)).to_pandas()
-        frames[name] = frame.drop_duplicates("id", keep="last", ignore_index=True)
-    finished = set(frames["requests"]["group"])
-    for name in ("rounds", "steps"):
-        frames[name] = frames[name][frames[name]["group"].isin(finished)].reset_index(drop=True)
-    return Tables(**frames)
+    """The rows of the finished groups of a run: running, killed or done. Errors as in ``Parts.load``."""
+    return Tables(**Recorder(Path(out)).parts.load())
 
 
 def schema(name: str) -> pa.Schema:
     """The columns of one table, with their meanings as metadata."""
-    return columns(SCHEMAS[name])
-
-
-def columns(meanings: Mapping[str, tuple[pa.DataType, str]]) -> pa.Schema:
-    """Columns of these types, with their meanings as metadata."""
-    return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in meanings.items()])
-
-
-def _parts(out: Path, name: str) -> list[Path]:
-    return sorted((out / "parts").glob(f"{name}-*.parquet"))
-
-
-def _pieces(out: Path, name: str) -> list[pa.Table]:
-    """What there is of a table, the older first; of a run that goes on as well."""
-    parts = []
-    for file in _parts(out, name):
-        with suppress(FileNotFoundError):  # gathered meanwhile
-            parts.append(_read(file))
-    whole = out / f"{name}.parquet"  # read after the parts: it holds those that are gone
-    return [_read(one) for one in [whole] if one.exists()] + parts or [schema(name).empty_table()]
-
-
-def _read(file: Path) -> pa.Table:
-    """One file of a table, its columns as in ``columns``."""
-    name, _, group = file.stem.partition("-")
-    try:
-        return fitted(read_table(file), schema(name))
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError) as error:
-        known = f"all parts of group {int(group)} (parts/*-{group}.parquet)" if group.isdecimal() else "it"
-        what = known if group else "the run's directory"
-        why = " ".join(str(error).split())
-        raise Unreadable(f"{file} is not a readable table ({why}); remove {what} and run again") from error
-
-
-def read_table(file: Path, only: list[str] | None = None) -> pa.Table:
-    """Read parquet from a regular file; ``only`` these columns.
-
-    Raises:
-        FileNotFoundError: there is none.
-        pa.ArrowException, OSError, ValueError: it is no regular file, or no parquet.
-    """
-    if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for whoever writes into it
-        raise ValueError("no regular file")
-    return pq.read_table(file, columns=only, partitioning=None)
-
-
-def fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """The wanted columns of the table, with their types.
-
-    Raises:
-        pa.ArrowException, ValueError: it lacks one, or has something else in it.
-    """
-    if missing := [name for name in wanted.names if name not in table.column_names]:
-        raise ValueError(f"it has no column {', '.join(missing)}")
-    table = table.select(wanted.names).cast(wanted)
-    for field in wanted:
-        pieces = table[field.name].chunks
-        if pa.types.is_list(field.type):
-            pieces = [*pieces, *(one.flatten() for one in pieces)]
-        if not pa.types.is_floating(field.type) and any(one.null_count for one in pieces):
-            raise ValueError(f"column {field.name} has rows without a value")
-    table.validate(full=True)
-    return table
-
-
-def write_whole(table: pa.Table, file: Path) -> None:
-    """Write parquet, renamed into place once whole; a part of a run never through a symlink.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    if file.parent.name == "parts":
-        own_folder(file.parent)
-    with replacing(file) as stream:
-        pq.write_table(table, stream)
+    return parts.schema(SCHEMAS[name])

@@ -1,4 +1,4 @@
-"""Cascade: token verification against a law between draft and target."""
+"""Cascade: token verification against a distribution between draft and target."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import one_of, share
-from spec_lab.verify.siblings import arrange, check_rows, view
+from spec_lab.verify.siblings import CHUNK, Siblings, check_rows, parts, view
 from spec_lab.verify.token import Token
-from spec_lab.verify.verdict import CHUNK, Verdict, parts
+from spec_lab.verify.verdict import Verdict
 
 RULES = ("chow", "diff", "opt")
 
@@ -27,9 +27,10 @@ class Cascade:
         diff   max q < max p - alpha
         opt    max q < max p - alpha TV(p, q)
 
-    Lossy, and exact against pi (``aim``): the output has pi's law as that of ``token`` has p's. Two things pi needs
-    beyond the paper. A row where nothing was drawn, a leaf, knows no q: there pi = p. And q is cut to the tokens that
-    p allows, so that a constraint binds the draft as well.
+    Lossy, and exact against pi (``aim``): the output has the distribution pi as that of ``token`` has p. Two things pi
+    needs beyond the paper. A row where nothing was drawn, a leaf, has no q: there pi = p. And q is cut to the tokens
+    that p allows, so that a constraint holds for the draft's part as well. Points have no q, so drafts with points are
+    not accepted.
 
     Args:
         alpha: what deferring costs; the larger, the less of it.
@@ -41,6 +42,7 @@ class Cascade:
 
     name = "cascade"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without"})
+    accepts_mixed = True
     lossless = False
 
     def __post_init__(self) -> None:
@@ -48,7 +50,7 @@ class Cascade:
         one_of("verifier.rule", self.rule, RULES)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The law of one step for ``p`` ``[R, V]``.
+        """The distribution of one step for ``p`` ``[R, V]``.
 
         Raises:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
@@ -57,19 +59,21 @@ class Cascade:
         return Token()(draft, self.aim(draft, p))
 
     def aim(self, draft: Draft, p: Tensor) -> Tensor:
-        """The law pi ``[R, V]`` that the output has; dead where ``p`` is.
+        """The distribution pi ``[R, V]`` that the output has; dead where ``p`` is.
 
         Raises:
             ValueError: ``p`` does not fit the forest.
         """
         check_rows(draft, p)
-        assert draft.q is not None and draft.q_row is not None
-        expanded, pi = arrange(draft.shape).expanded, p.clone()
-        for part in parts(len(expanded), p, CHUNK):
-            rows = expanded[part]
-            p_some, q_some = view(p, rows), view(draft.q, draft.q_row[rows]).to(p.dtype)
-            law = torch.where(self.defers(p_some, q_some), p_some, allowed(q_some, p_some))
-            pi.index_copy_(0, torch.from_numpy(rows).to(p.device), law)
+        if not draft.shape.nodes:
+            return p
+        assert draft.q is not None
+        siblings, pi = Siblings(draft, p), p.clone()
+        for part in parts(len(siblings.shape.expanded), p, CHUNK):
+            rows = siblings.shape.expanded[part]
+            p_some, q_some = view(p, rows), view(draft.q, siblings.q_row[rows]).to(p.dtype)
+            mine = torch.where(self.defers(p_some, q_some), p_some, allowed(q_some, p_some))
+            pi.index_copy_(0, siblings.arrays.tensor(rows), mine)
         return pi
 
     def defers(self, p: Tensor, q: Tensor) -> Tensor:  # [n, V], [n, V] -> [n, 1]
@@ -84,7 +88,7 @@ class Cascade:
 
 
 def allowed(q: Tensor, p: Tensor) -> Tensor:
-    """The law q on the tokens with mass in p, ``[n, V]``; p itself where there are none, q itself where that is all."""
+    """The tokens of q that p allows, renormalised, ``[n, V]``; p where none is left, q itself where all are."""
     cut = torch.where(p > 0, q, 0.0)
     mass = cut.sum(-1, keepdim=True)
     some, every = mass > 0, (cut == q).all(-1, keepdim=True)  # dividing by a rounded 1 would reject a little

@@ -1,8 +1,8 @@
 """Gumbel: the target races over the noise the draft raced over, and a child is accepted iff it wins again.
 
-With standard Gumbel noise g, arg max of log p + g has the law p. Draft and target that share g agree often, and either
-alone has its own law. The noise says which token wins, so no other test may use it: a residual raced over the same g,
-or an acceptance by p / q that knows g, is biased.
+With standard Gumbel noise g, arg max of log p + g is distributed as p. Draft and target that share g agree often, and
+either alone has its own distribution. The noise determines which token wins, so no other test may use it: a residual
+raced over the same g, or an acceptance by p / q that knows g, is biased.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import argmax
-from spec_lab.verify.siblings import arrange, check_rows, repeated, rows_of, view
+from spec_lab.verify.match import walk
+from spec_lab.verify.siblings import Array, Siblings, rows_of, view
 from spec_lab.verify.verdict import Verdict
 
 RACED: frozenset[Drawn] = frozenset({"gumbel"})
-NOBODY = -1
+NOBODY, UNKNOWN = -1, -2
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Gumbel:
     emits a fresh choice from p.
 
     Source: Gumbel sampling in 2408.07978. There the noise belongs to the position, so that the output does not depend
-    on the draft; here each round has noise of its own.
+    on the draft; here each step has noise of its own.
     """
 
     name = "gumbel"
@@ -38,58 +39,73 @@ class Gumbel:
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The law of one step for ``p`` ``[R, V]``, given the noise: one-hot.
+        """The distribution of one step for ``p`` ``[R, V]``, given the noise: one-hot.
 
         Level by level, so that only rows a path reaches are raced: one for each tree and depth.
 
         Raises:
             ValueError: ``p`` has not one row per row of the forest; siblings repeat a token.
         """
-        check_rows(draft, p)
-        shape, parent = draft.shape, draft.shape.parent
-        if not shape.nodes:
-            return Verdict(np.ones(shape.rows), lambda rows: view(p, rows), given="noise")
-        if repeated(draft) is not None:
+        if not draft.shape.nodes:
+            bare = walk(draft, p)
+            return Verdict(bare.stop, bare.residual, given="noise")
+        siblings = Siblings(draft, p)
+        arrays, shape, host = siblings.arrays, siblings.shape, siblings.arrays.device is None
+        if host and siblings.again is not None:
             raise ValueError("siblings drawn in one race repeat a token")
-        token = draft.token.cpu().numpy()
-        inner = np.bincount(parent, minlength=shape.rows) > 0
-        y = np.full(shape.rows, NOBODY)
-        reached = np.arange(shape.rows) < shape.roots
-        for level in arrange(shape).levels:
-            racing = np.unique(level.parents[reached[level.parents]])
-            if not len(racing):
-                break
-            y[racing] = winners(draft, p, racing)
-            reached[shape.roots + level.nodes] = reached[level.parents] & (token[level.nodes] == y[level.parents])
-        left = reached.copy()
-        left[parent[reached[shape.roots :]]] = False
+        inner = shape.count > 0
+        y: Array = inner * (UNKNOWN - NOBODY) + NOBODY  # the winner of each row; nobody races at a leaf
+        end: Array = arrays.range(shape.roots)  # of each tree's path
+        racing = end
+        for _ in range(draft.shape.lineage.shape[1] - 1):
+            y[racing] = best = arrays.where(inner[racing], winners(siblings, racing), NOBODY)
+            below = shape.table[racing]
+            hit = (siblings.children_token[racing] == best[:, None]) & (below >= 0) & (best >= 0)[:, None]
+            child = arrays.where(hit, below, NOBODY)
+            child = child.max(1) if host else child.amax(1)
+            if host:  # only paths that go on
+                trees, racing = shape.root[racing[child >= 0]], child[child >= 0]
+                end[trees] = racing
+                racing = racing[inner[racing]]
+                if not len(racing):
+                    break
+            else:
+                end = racing = arrays.where(child >= 0, child, racing)
+        stop = arrays.full(shape.rows, 0.0)
+        stop[end] = 1.0
 
-        def residual(rows: np.ndarray) -> Tensor:
-            late = np.unique(rows[inner[rows] & (y[rows] == NOBODY)])  # no path leads there
-            if len(late):
-                y[late] = winners(draft, p, late)
-            emitted = y.copy()
-            emitted[parent[token == y[parent]]] = NOBODY  # a child holds y
-            law = rows_of(p, rows)
-            law[torch.from_numpy(inner[rows])] = 0.0
-            places = np.flatnonzero(emitted[rows] != NOBODY)
-            law[torch.from_numpy(places), torch.from_numpy(emitted[rows[places]])] = 1.0
-            return law
+        def residual(rows: Array) -> Tensor:
+            rows = arrays.index(rows)
+            if host:
+                late = np.unique(rows[y[rows] == UNKNOWN])  # no path leads there
+                if len(late):
+                    y[late] = winners(siblings, late)
+                winner = y[rows]
+            else:
+                winner = arrays.where(inner[rows], winners(siblings, rows), NOBODY)
+            held = (siblings.children_token[rows] == winner[:, None]).any(1)  # by a child
+            emits = arrays.tensor((winner >= 0) & ~held)
+            emitted = rows_of(p, rows)
+            emitted.masked_fill_(arrays.tensor(inner[rows])[:, None], 0.0)
+            place = arrays.tensor(arrays.at_least(winner, 0))[:, None]
+            one = torch.where(emits[:, None], torch.ones_like(emitted[:, :1]), emitted.gather(1, place))
+            return emitted.scatter_(1, place, one)
 
-        return Verdict(left.astype(np.float64), residual, given="noise")
+        return Verdict(stop, residual, given="noise")
 
 
-def winners(draft: Draft, p: Tensor, rows: np.ndarray) -> np.ndarray:
+def winners(siblings: Siblings, rows: Array) -> Array:
     """Arg max of log p + g at ``rows`` ``[n]`` that have noise, ``[n]``; nobody at a dead row. In float64."""
-    assert draft.noise is not None and draft.q_row is not None
-    race = view(p, rows).double().log().add_(view(draft.noise, draft.q_row[rows]))
+    noise, p = siblings.draft.noise, siblings.p
+    assert noise is not None
+    race = view(p, rows).double().log().add_(view(noise, siblings.q_row[rows]))
     first = argmax(race)
     alive = race.gather(-1, first[:, None])[:, 0] > -torch.inf
-    return torch.where(alive, first, NOBODY).cpu().numpy()
+    return siblings.arrays.read(torch.where(alive, first, NOBODY))
 
 
 def match_probability(p: Tensor, q: Tensor) -> Tensor:  # [n, V], [n, V] -> [n]
-    """P(arg max of log p + g = arg max of log q + g) for each pair of laws, in float64.
+    """P(arg max of log p + g = arg max of log q + g) for each pair of distributions, in float64.
 
         sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x),    over x with p_x, q_x > 0
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.verify.siblings import EVERY_DRAW, check_rows, rows_of, view
-from spec_lab.verify.verdict import Verdict, gather
+from spec_lab.verify.siblings import EVERY_DRAW, Array, Arrays, Siblings, check_rows, rows_of, view, zeroed_
+from spec_lab.verify.verdict import Verdict
 
 ANY_DRAW: frozenset[Drawn] = EVERY_DRAW | {"gumbel"}  # its choices are fresh: a race's noise is left alone
 
 
 @dataclass(frozen=True)
 class Match:
-    """Draw y ~ p; descend if a child holds y, else emit y. Lossless for any draft, blind to q.
+    """Draw y ~ p; descend if a child holds y, else emit y. Lossless for any draft; q is not read.
 
     Source: naive sampling in SpecInfer (2305.09781, section 4.3); greedy verification at temperature 0.
     """
 
     name = "match"
     accepts = ANY_DRAW
+    accepts_mixed = True
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The law of the walk for ``p`` ``[R, V]``; only M numbers of it are read here.
+        """The distribution of the walk for ``p`` ``[R, V]``; only M numbers of it are read here.
 
         Raises:
             ValueError: ``p`` has not one row per row of the forest.
@@ -35,42 +35,35 @@ class Match:
 
 
 def walk(draft: Draft, p: Tensor) -> Verdict:
-    """The walk as a law: the host needs p(token | parent) of the M nodes, and V numbers only for the rows asked.
+    """The walk as a distribution: it needs p(token | parent) of the M nodes, and V numbers only for the rows asked.
 
-    With point drafts, recursive rejection and traversal are this law too. Zeroing a rejected sibling and renormalising
-    leaves child r the probability p(c_r) that it is the one accepted. In traversal, a node whose earlier children have
-    mass s carries a_s = a (1 - s) / (1 - a s), so child c gets a p(c) / (1 - a s), no child stops with probability
-    1 - a s, and every stop comes out as p of its path times the mass its children leave.
+    With point drafts, recursive rejection and traversal have this distribution too. Zeroing a rejected sibling and
+    renormalising leaves child r the probability p(c_r) that it is the one accepted. In traversal, a node whose earlier
+    children have mass s carries a_s = a (1 - s) / (1 - a s), so child c gets a p(c) / (1 - a s), no child stops with
+    probability 1 - a s, and every stop comes out as p of its path times the mass its children leave.
 
     Args:
-        p: ``[R, V]``, the target's law; a dead row is all zero.
+        p: ``[R, V]``, the target's probabilities; a dead row is all zero.
 
     Raises:
         ValueError: ``p`` has not one row per row of the forest.
     """
-    shape = draft.shape
-    check_rows(draft, p)
-    if not shape.nodes:
-        return Verdict(np.ones(shape.rows), lambda rows: view(p, rows))
+    arrays = Arrays.like(p)
+    if not draft.shape.nodes:
+        check_rows(draft, p)
+        return Verdict(arrays.full(draft.shape.rows, 1.0), lambda rows: view(p, arrays.index(rows)))
+    siblings = Siblings(draft, p)
+    shape = siblings.shape
     # reach[c] = reach[m] p(c | m);  stop[m] = reach[m] (1 - sum of p(c | m) over its children)
-    tokens, steps = draft.token.tolist(), gather(p, shape, draft.token).tolist()
-    reach, taken, found = [1.0] * shape.roots, [0.0] * shape.rows, set()
-    for parent, token, step in zip(shape.parent.tolist(), tokens, steps, strict=True):
-        if step > 0.0 and (parent, token) not in found:
-            found.add((parent, token))
-            reach.append(reach[parent] * step)
-            taken[parent] += step
-        else:  # y leads to the first child that holds it
-            reach.append(0.0)
-    stop = np.array([r * max(1.0 - t, 0.0) for r, t in zip(reach, taken, strict=True)])
+    chance = siblings.p_token()
+    if siblings.again is not None:  # y leads to the first child that holds it
+        chance = arrays.where(siblings.again, 0.0, chance)
+    taken = siblings.padded(chance, 0.0)[shape.table].sum(1)
+    reach = siblings.padded(chance, 1.0)[shape.lineage].prod(1)
+    stop = reach * arrays.at_least(1.0 - taken, 0.0)
 
-    def residual(rows: np.ndarray) -> Tensor:  # p without the children's tokens
-        law = rows_of(p, rows)
-        numbers = law.numpy() if law.device.type == "cpu" else law  # NumPy writes a few numbers faster
-        for place, row in enumerate(rows.tolist()):
-            children = shape.children[row]
-            if len(children):
-                numbers[place, [tokens[child - shape.roots] for child in children]] = 0.0
-        return law
+    def residual(rows: Array) -> Tensor:  # p without the children's tokens
+        rows = arrays.index(rows)
+        return zeroed_(rows_of(p, rows), siblings.children_token[rows], arrays)
 
     return Verdict(stop, residual)

@@ -1,54 +1,63 @@
-"""What verifiers share that judge each node by itself and accept the longest path that passes."""
+"""What verifiers share that check each node by itself and accept the longest path that passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
-from spec_lab.verify.siblings import arrange, check_rows, view
-from spec_lab.verify.verdict import CHUNK, Verdict, gather, parts
+from spec_lab.core.draft import DeviceShape, Draft, Shape
+from spec_lab.verify.match import walk
+from spec_lab.verify.siblings import CHUNK, Array, Siblings, parts, view
+from spec_lab.verify.verdict import Verdict
 
 
 def accept_longest(draft: Draft, p: Tensor, least: Callable[[Tensor], Tensor], strictly: bool) -> Verdict:
-    """Accept the longest path from the head whose tokens all have enough mass in p; then emit from p at its end.
+    """Accept the longest path from the root whose tokens all have enough mass in p; then emit from p at its end.
 
     Of equally long paths the one whose end is listed first. A token without mass is never accepted, whatever the bound:
     it may be illegal.
 
     Args:
-        p: ``[R, V]``, the target's law; a dead row is all zero.
-        least: maps laws ``[n, V]`` to the mass ``[n]`` that a token needs there.
+        p: ``[R, V]``, the target's probabilities; a dead row is all zero.
+        least: maps distributions ``[n, V]`` to the mass ``[n]`` that a token needs there.
         strictly: whether it needs more than that.
 
     Raises:
         ValueError: ``p`` has not one row per row of the forest.
     """
-    check_rows(draft, p)
-    shape, expanded = draft.shape, arrange(draft.shape).expanded
-    p_token, bound = gather(p, shape, draft.token), np.zeros(shape.rows)
-    for part in parts(len(expanded), p, CHUNK):
-        bound[expanded[part]] = least(view(p, expanded[part])).cpu().numpy()
+    if not draft.shape.nodes:
+        return walk(draft, p)
+    siblings = Siblings(draft, p)
+    shape, arrays = siblings.shape, siblings.arrays
+    p_token, bound = siblings.p_token(), arrays.full(shape.rows, 0.0)
+    for part in parts(len(shape.expanded), p, CHUNK):
+        rows = shape.expanded[part]
+        bound[rows] = arrays.read(least(view(p, rows)).double())
     bound = bound[shape.parent]
     passes = (p_token > bound if strictly else p_token >= bound) & (p_token > 0)
-    stop = np.zeros(shape.rows)
+    stop = arrays.full(shape.rows, 0.0)
     stop[ends(shape, passes)] = 1.0
-    return Verdict(stop, lambda rows: view(p, rows))
+    return Verdict(stop, lambda rows: view(p, arrays.index(rows)))
 
 
-def ends(shape: Shape, passes: np.ndarray) -> np.ndarray:
+def ends(shape: Shape | DeviceShape, passes: Array) -> Array:
     """``[B]``: of each tree the deepest row below which no node of its path fails; the first listed of equals.
 
     Args:
-        passes: ``[M]`` bool.
+        passes: ``[M]`` bool, on the shape's device.
     """
-    alive = np.ones(shape.rows, dtype=bool)
-    for level in arrange(shape).levels:
-        alive[shape.roots + level.nodes] = alive[level.parents] & passes[level.nodes]
-    before = np.arange(shape.rows)[::-1]  # the earlier a row, the larger
-    score = np.where(alive, shape.depth * shape.rows + before, -1)
-    best = np.full(shape.roots, -1)
-    np.maximum.at(best, shape.root, score)
-    return shape.rows - 1 - best % shape.rows
+    rows = shape.rows
+    if isinstance(shape, Shape):
+        alive = np.ones(rows + 1, dtype=bool)
+        alive[shape.roots : -1] = passes
+        score = np.full(rows + 1, -1)  # the earlier a row, the larger
+        score[:-1] = np.where(alive[shape.lineage].all(1), (shape.depth + 1) * rows - 1 - np.arange(rows), -1)
+        return rows - 1 - score[shape.grid].max(1) % rows
+    passing = torch.ones(rows + 1, dtype=torch.bool, device=passes.device)
+    passing[shape.roots : -1] = passes
+    number = (shape.depth + 1) * rows - 1 - torch.arange(rows, device=passes.device)
+    scores = torch.where(passing[shape.lineage].all(1), number, -1)
+    return rows - 1 - torch.cat([scores, scores.new_full((1,), -1)])[shape.grid].amax(1) % rows

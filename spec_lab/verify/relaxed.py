@@ -20,8 +20,8 @@ class Relaxed:
 
     Source: relaxed acceptance of TensorRT-LLM for DeepSeek-R1 (there on chains, while the model thinks, and with greedy
     target tokens), whose recipe is top = 10, delta = 0.6. Tokens as likely as the last of the likeliest count among
-    them. Of equally long paths the one listed first; the token after it is drawn from p. Lossy, and blind to q. It
-    compares the law that is sampled: at temperature 0 that is one-hot, and this is greedy verification.
+    them. Of equally long paths the one listed first; the token after it is drawn from p. Lossy, and q is not read. It
+    compares the distribution that is sampled: at temperature 0 that is one-hot, and this is greedy verification.
 
     Args:
         top: how many of the likeliest tokens may be accepted.
@@ -33,6 +33,7 @@ class Relaxed:
 
     name = "relaxed"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    accepts_mixed = True
     lossless = False
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class Relaxed:
         share("verifier.delta", self.delta)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The path, which the draft and ``p`` ``[R, V]`` settle, and the law after it.
+        """The path, which the draft and ``p`` ``[R, V]`` settle, and the distribution after it.
 
         Raises:
             ValueError: ``p`` has not one row per row of the forest.
@@ -48,6 +49,6 @@ class Relaxed:
         return accept_longest(draft, p, self.bound, strictly=False)
 
     def bound(self, p: Tensor) -> Tensor:
-        """The larger of the ``top``-th largest mass and max p - delta, of laws ``[n, V]``: ``[n]``."""
+        """The larger of the ``top``-th largest mass and max p - delta, of distributions ``[n, V]``: ``[n]``."""
         largest = p.topk(min(self.top, p.shape[-1]), -1).values.double()
         return torch.maximum(largest[:, -1], largest[:, 0] - self.delta)

@@ -1,111 +1,134 @@
-"""What the verifiers share: the order of a forest, and recursive rejection of siblings as one number per row.
+"""What the verifiers share: what they read of a draft, and recursive rejection of siblings as one number per row.
 
-Let p be the target's law at a row, q the draft's, c_0, c_1, .. the children drawn there, and Z_r the mass of q that
-c_0 .. c_{r-1} leave when drawn without replacement (iid: 1), so that c_r was drawn from q_r = q / Z_r off the earlier
-siblings. Rejecting c_r turns P_r into norm((a_r P_r - q_r)+), where a_r = 1 for recursive rejection (``token``) and the
-node's acceptance weight in ``traversal``. Write P_r = W_r / S_r with S_r = sum W_r and W_0 = p; then
+Let p be the target's distribution at a row, q the draft's before anything was drawn there, and c_0, c_1, .. the
+children in drawing order. Each c_r was drawn from a distribution q_r of its own: a point mass (``point``), q (``iid``),
+or q / Z_r off the earlier siblings drawn ``without`` replacement, where Z_r is the mass of q that they leave. Rejecting
+c_r turns P_r into norm((a_r P_r - q_r)+), where a_r = 1 for recursive rejection (``token``) and the node's acceptance
+weight in ``traversal``. Write P_r = W_r / S_r with S_r = sum W_r and W_0 = p; then
 
     W_{r+1} = (W_r - S_r / a_r q_r)+
 
-A child is rejected only where a_r P_r(c_r) < q_r(c_r), so that W_{r+1}(c_r) = 0: rejected siblings have no mass left,
-whether q_r still covers them (iid) or not (without replacement). So for both ways of drawing
+A child is rejected only where a_r P_r(c_r) < q_r(c_r), so that W_{r+1}(c_r) = 0: a rejected sibling has no mass left,
+whether a later q_r covers it or not, and a rejected point changes nothing else. So for siblings drawn in any mixture
 
-    W_r = (p - theta_r q)+        theta_0 = 0,  theta_{r+1} = theta_r + S_r / (a_r Z_r)
+    W_r = (p - theta_r q)+ off the points among c_0 .. c_{r-1}
+    theta_0 = 0,  theta_{r+1} = theta_r + S_r / (a_r Z_r) if c_r was sampled, theta_r if it is a point
 
-and a row's state is theta, S, a: host numbers. Work over the vocabulary is one sum of (p - theta q)+ per sibling rank.
+and a row's state is theta, S, a: three numbers. Rejecting a point takes its own mass off S; rejecting a sampled sibling
+needs one sum of (p - theta q)+ over the vocabulary.
+
+Numbers per row and per node (not per token) are NumPy arrays where p is on the CPU and tensors on p's device elsewhere:
+``Arrays`` has the few operations whose spelling differs. On a device nothing is read back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape
-from spec_lab.verify.verdict import CHUNK, gather, gather_rows, parts
+from spec_lab.core.draft import POINT, WITHOUT, DeviceShape, Draft, Drawn, Schedule, Shape, upload
 
 EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})
 LARGE = 1e30  # largest theta for float32: 1 / Z, what a peaked q leaves to be drawn without replacement, may be more
-HUGE = 1e307  # bounds theta: times a law's zero it must stay zero
+HUGE = 1e307  # bounds theta: times a probability of zero it must stay zero
 TINY = 1e-307  # under a division: 0 / 0 = 0
 
+CHUNK = 2**19
+"""Numbers per token worked on at a time: they stay in a processor's cache, and their memory is used again. (Megabytes
+asked for afresh cost more than the arithmetic: every page of them faults.)"""
 
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Some nodes ``[n]``, their parents' rows ``[n]``, and of those the rows with a later child."""
-
-    nodes: np.ndarray
-    parents: np.ndarray
-    unfinished: np.ndarray
+Array = Any
+"""A NumPy array where p is on the CPU, else a tensor on p's device."""
 
 
-@dataclass(frozen=True, eq=False)
-class Arrangement:
-    """A forest's nodes, grouped for loops over depths and sibling ranks.
+def on_host(x: Tensor) -> bool:
+    """Whether numbers per row are kept in NumPy, whose calls cost a third of torch's. There is nothing to wait for."""
+    return x.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Float64 arrays of numbers per row or node: NumPy on the CPU, torch elsewhere.
 
     Args:
-        expanded: rows that have children.
-        levels: nodes of each depth from 1 on.
-        ranks: nodes of each sibling rank from 0 on.
-        waves: nodes of each (depth, rank), depth by depth.
+        device: where tensors live; None for NumPy.
     """
 
-    expanded: np.ndarray
-    levels: list[Group]
-    ranks: list[Group]
-    waves: list[Group]
+    device: torch.device | None
+
+    @staticmethod
+    def like(x: Tensor) -> Arrays:
+        """Those that go with ``x``."""
+        return Arrays(None if on_host(x) else x.device)
+
+    def full(self, size: int | tuple[int, ...], value: float) -> Array:
+        """A float64 array of one value."""
+        if self.device is None:
+            return np.full(size, value)
+        return torch.full((size,) if isinstance(size, int) else size, value, dtype=torch.float64, device=self.device)
+
+    def where(self, condition: Array, x: Array, y: Array) -> Array:
+        """``x`` where the condition holds, else ``y``."""
+        return np.where(condition, x, y) if self.device is None else torch.where(condition, x, y)
+
+    def at_least(self, x: Array, least: float) -> Array:
+        """``x``, but at least ``least``."""
+        return np.maximum(x, least) if self.device is None else x.clamp_min(least)
+
+    def at_most(self, x: Array, most: float) -> Array:
+        """``x``, but at most ``most``."""
+        return np.minimum(x, most) if self.device is None else x.clamp_max(most)
+
+    def range(self, count: int) -> Array:
+        """0, 1, .. as int64."""
+        return np.arange(count) if self.device is None else torch.arange(count, device=self.device)
+
+    def read(self, x: Tensor) -> Array:
+        """A tensor on p's device as an array."""
+        return x.numpy() if self.device is None else x
+
+    def tensor(self, x: Array) -> Tensor:
+        """An array as a tensor on p's device."""
+        return torch.from_numpy(x) if self.device is None else x
+
+    def index(self, rows: Array) -> Array:
+        """Rows given as a NumPy array or a tensor, as an array."""
+        if self.device is None:
+            return rows.numpy() if isinstance(rows, Tensor) else rows
+        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)
+
+    def shape(self, shape: Shape) -> Shape | DeviceShape:
+        """A forest's index arrays."""
+        return shape if self.device is None else shape.on(self.device)
 
 
-@lru_cache(maxsize=256)
-def arrange(shape: Shape) -> Arrangement:
-    """The arrangement of ``shape``; kept for shapes that come again."""
-    parent, depth, rank = shape.parent, shape.depth[shape.roots :], shape.rank
-    count = np.bincount(parent, minlength=shape.rows)
-
-    def groups(key: np.ndarray) -> list[Group]:
-        order = np.argsort(key, kind="stable")
-        parts = np.split(order, np.flatnonzero(np.diff(key[order])) + 1) if len(key) else []
-        return [Group(nodes, parent[nodes], parent[nodes][count[parent[nodes]] > rank[nodes] + 1]) for nodes in parts]
-
-    width = int(rank.max(initial=0)) + 1
-    return Arrangement(np.flatnonzero(count), groups(depth), groups(rank), groups(depth * width + rank))
-
-
-@lru_cache(maxsize=256)
-def bottom_up(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """The order in which traversal visits rows: children before their parent, siblings in the order drawn.
-
-    Returns:
-        ``[R]`` rows in visiting order, tree by tree, and ``[R]`` each one's place within its tree.
-    """
-    order: list[int] = []
-    place: list[int] = []
-    for head in range(shape.roots):
-        backwards, stack = [], [head]
-        while stack:
-            row = stack.pop()
-            backwards.append(row)
-            stack.extend(shape.children[row].tolist())
-        order += backwards[::-1]
-        place += range(len(backwards))
-    return np.array(order), np.array(place)
+def parts(rows: int, p: Tensor, chunk: int) -> list[slice]:
+    """The parts of ``rows`` rows as wide as p's that hold ``chunk`` numbers each; eight times as many on a GPU."""
+    size = max(1, (chunk if on_host(p) else 8 * chunk) // p.shape[-1])
+    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def check_rows(draft: Draft, p: Tensor) -> None:
-    """Refuse a target law that does not fit the draft.
+    """Refuse target probabilities that do not fit the draft.
 
     Raises:
         ValueError: ``p`` is not ``[R, V]`` with one row per row of the forest.
     """
     if p.ndim != 2 or len(p) != draft.shape.rows:
-        raise ValueError(f"the target's law has shape {tuple(p.shape)}; the forest has {draft.shape.rows} rows")
+        raise ValueError(
+            f"target probabilities have shape {tuple(p.shape)}; the forest has {draft.shape.rows} rows, so [R, V] "
+            f"must be [{draft.shape.rows}, V]"
+        )
 
 
 def repeated(draft: Draft) -> np.ndarray | None:
-    """``[M]`` bool: an earlier sibling holds the same token; None where no sibling is repeated."""
+    """``[M]`` bool: an earlier sibling holds the same token; None where no sibling is repeated. Reads the tokens."""
     if len(set(zip(draft.shape.parent.tolist(), draft.token.tolist(), strict=True))) == draft.shape.nodes:
         return None
     keys = (draft.shape.parent << 32) + draft.token.cpu().numpy()
@@ -114,103 +137,328 @@ def repeated(draft: Draft) -> np.ndarray | None:
     return again
 
 
-def drawn_laws(draft: Draft, p: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each node p(token | parent), q(token | parent) and Z, the mass of q its earlier siblings left.
-
-    All ``[M]`` float64, q and Z at least ``TINY``. Z is summed from what is left, not subtracted from 1: a peaked q
-    leaves little.
-
-    Raises:
-        ValueError: ``p`` does not fit the forest; or a token cannot have been drawn as the draft says.
-    """
-    check_rows(draft, p)
-    assert draft.q is not None and draft.q_row is not None
-    shape, parent = draft.shape, draft.shape.parent
-    p_token = gather(p, shape, draft.token)
-    q_token = gather_rows(draft.q, draft.q_row[parent], draft.token)
-    if not (q_token > 0).all():
-        raise ValueError(f"node {int(np.argmin(q_token > 0))} holds a token that its parent's q gives no mass")
-    q_token, left = np.maximum(q_token, TINY), np.ones(shape.nodes)
-    if draft.drawn == "iid" or len(arrange(shape).ranks) < 2:
-        return p_token, q_token, left
-    if repeated(draft) is not None:
-        raise ValueError("siblings drawn without replacement repeat a token")
-    # Z_r = q off all siblings + q(c_r) + q(c_{r+1}) + ..
-    order = arrange(shape)
-    several = order.ranks[0].unfinished
-    slot = np.full(shape.rows, -1)
-    slot[several] = np.arange(len(several))
-    nodes = np.flatnonzero(slot[parent] >= 0)
-    q = rows_of(draft.q, draft.q_row[several])
-    q[torch.from_numpy(slot[parent[nodes]]).to(p.device), draft.token[torch.from_numpy(nodes).to(p.device)]] = 0.0
-    rest = np.ones(shape.rows)
-    rest[several] = q.sum(-1).cpu().numpy()
-    for group in reversed(order.ranks[1:]):
-        rest[group.parents] += q_token[group.nodes]
-        left[group.nodes] = rest[group.parents]
-    return p_token, q_token, left
-
-
-def acceptance(
-    p_token: np.ndarray, q_token: np.ndarray, left: np.ndarray, theta: np.ndarray, s: np.ndarray, group: Group
-) -> np.ndarray:
-    """P(c) / q_c(c) for the nodes of a group ``[n]``: (p(c) - theta q(c))+ / S over q(c) / Z."""
-    q, m = q_token[group.nodes], group.parents
-    w = np.maximum(p_token[group.nodes] - theta[m] * q, 0.0)
-    return np.minimum(w / np.maximum(s[m], TINY), 1.0) / (q / left[group.nodes])
-
-
-def first_accepted(shape: Shape, accept: np.ndarray) -> np.ndarray:
-    """``[R]``: where the path ends if each row's children are tried in the order drawn and the first accepted is taken.
+@dataclass(frozen=True)
+class NodeNumbers:
+    """What recursive rejection reads of every node, all ``[M]`` float64, in the order of a schedule.
 
     Args:
-        accept: ``[M]``, the probability that a node is accepted once its parent is and its earlier siblings are not.
+        p: p(token | parent); 0 where an earlier sibling holds the token and points are among the siblings.
+        q: q(token | parent), 0 where the parent has no q.
+        own: what the distribution that the node's token was drawn from gives it, above 0: 1 of a point.
+        left: Z, the mass of q that siblings drawn without replacement left.
+        sampled: 0 of a point, else 1.
     """
-    order = arrange(shape)
-    # take[c]: c is the child accepted at its parent;  refuse[m]: no child of m is
-    take, refuse = np.zeros(shape.nodes), np.ones(shape.rows)
-    for group in order.ranks:
-        take[group.nodes] = refuse[group.parents] * accept[group.nodes]
-        refuse[group.parents] *= 1.0 - accept[group.nodes]
-    reach = np.ones(shape.rows)
-    for level in order.levels:
-        reach[shape.roots + level.nodes] = reach[level.parents] * take[level.nodes]
-    return reach * refuse
+
+    p: Array
+    q: Array
+    own: Array
+    left: Array
+    sampled: Array
 
 
-def excess(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tensor:
-    """(p - theta q)+ at ``rows`` ``[n]`` with ``theta`` ``[n]``: ``[n, V]``, not normalised."""
-    assert draft.q is not None and draft.q_row is not None
-    q_row = np.maximum(draft.q_row[rows], 0)  # where nothing was drawn theta is 0
-    law, q = rows_of(p, rows), view(draft.q, q_row)
-    law.addcmul_(q.to(p.dtype), _column(np.minimum(theta, LARGE), p), value=-1).clamp_min_(0.0)
-    for place in np.flatnonzero(theta > LARGE).tolist():
-        law[place] = (p[int(rows[place])].double() - q[place].double() * min(float(theta[place]), HUGE)).clamp_min_(0.0)
-    return law
+class Siblings:
+    """A draft and p, read once: what every verifier needs per node. Arrays as ``Arrays`` says.
+
+    Args:
+        draft: a forest with M nodes, at least one.
+        p: ``[R, V]``, the target's probabilities; a dead row is all zero.
+
+    Raises:
+        ValueError: ``p`` has not one row per row of the forest.
+    """
+
+    def __init__(self, draft: Draft, p: Tensor) -> None:
+        check_rows(draft, p)
+        self.draft, self.p = draft, p
+        self.arrays = Arrays.like(p)
+        self.shape = self.arrays.shape(draft.shape)
+        self.mixed = "point" in draft.ways and len(draft.ways) > 1
+
+    @cached_property
+    def token(self) -> Array:  # [M]
+        """The nodes' tokens."""
+        return self.arrays.read(self.draft.token)
+
+    @cached_property
+    def children_token(self) -> Array:  # [R, K]
+        """The tokens of each row's children; -1 fills up."""
+        padded = self.padded(self.token, -1)
+        return padded[self.shape.table]
+
+    @cached_property
+    def q_row(self) -> Array:  # [R]
+        """Which row of q belongs to each row; rows without one have some other's."""
+        assert self.draft.q_row is not None
+        rows = np.maximum(self.draft.q_row, 0)
+        return rows if self.arrays.device is None else upload(self.arrays.device, rows)[0]
+
+    @cached_property
+    def is_point(self) -> np.ndarray:  # [M] bool
+        """Which nodes are points. On the host."""
+        return self.draft.codes == POINT
+
+    @cached_property
+    def again(self) -> Array | None:
+        """``[M]`` bool: an earlier sibling holds the same token. None for no node; on a device never None."""
+        if self.arrays.device is None:
+            return repeated(self.draft)
+        token = self.children_token
+        width = token.shape[1]
+        earlier = torch.ones(width, width, dtype=torch.bool, device=token.device).tril(-1)
+        same = ((token[:, :, None] == token[:, None, :]) & earlier).any(-1)
+        return same[self.shape.parent, self.shape.rank]
+
+    def padded(self, nodes: Array, value: float) -> Array:
+        """Numbers of nodes ``[M]`` by row ``[R + 1]``: ``value`` at roots and at the last place, which -1 finds."""
+        padded: Array
+        if self.arrays.device is None:
+            padded = np.full(self.shape.rows + 1, value, dtype=nodes.dtype)
+        else:
+            padded = torch.full((self.shape.rows + 1,), value, dtype=nodes.dtype, device=nodes.device)
+        padded[self.shape.roots : -1] = nodes
+        return padded
+
+    def p_token(self) -> Array:  # [M]
+        """p(token | parent) of every node."""
+        return self._gather(self.p, self.shape.parent)
+
+    def _gather(self, x: Tensor, rows: Array) -> Array:
+        """``x[rows, token]``, ``[M]`` float64."""
+        if self.arrays.device is None:
+            return x.numpy()[rows, self.token].astype(np.float64)
+        return x[rows, self.token].double()
+
+    def drawn(self, order: Array) -> NodeNumbers:
+        """What recursive rejection reads of every node.
+
+        Args:
+            order: ``[M]``, nodes in the order wanted.
+
+        Raises:
+            ValueError: a token cannot have been drawn as the draft says. (On a device nothing is checked: looking would
+                wait for it.)
+        """
+        draft, arrays, shape = self.draft, self.arrays, self.shape
+        p_token, ones = self.p_token(), arrays.full(shape.nodes, 1.0)
+        if "point" in draft.ways and self.again is not None:
+            p_token = arrays.where(self.again, 0.0, p_token)
+        if draft.ways == {"point"}:
+            return NodeNumbers(p_token[order], 0.0 * ones, ones, ones, 0.0 * ones)
+        assert draft.q is not None
+        q_token = self._gather(draft.q, self.q_row[shape.parent])
+        sampled = ones
+        if self.mixed:
+            assert draft.q_row is not None
+            known = draft.q_row[draft.shape.parent] >= 0
+            sampled, known = self._flags(~self.is_point, known)
+            q_token = arrays.where(known, q_token, 0.0)
+        self._check(q_token)
+        own, left = arrays.at_least(q_token, TINY), ones
+        if "without" in draft.ways and draft.shape.branches:
+            left = self._left(q_token)
+            own = own / left
+        if self.mixed:
+            own = arrays.where(sampled, own, 1.0)
+            sampled = arrays.where(sampled, ones, 0.0)
+        return NodeNumbers(p_token[order], q_token[order], own[order], left[order], sampled[order])
+
+    def _flags(self, *flags: np.ndarray) -> list[Array]:
+        """Booleans of the host, as arrays."""
+        if self.arrays.device is None:
+            return list(flags)
+        return [one.bool() for one in upload(self.arrays.device, *flags)]
+
+    def _check(self, q_token: Array) -> None:
+        """Refuse tokens that cannot have been drawn as stated."""
+        if self.arrays.device is not None:
+            return
+        draft, possible = self.draft, q_token > 0
+        if self.mixed:
+            possible = possible | self.is_point
+        if not possible.all():
+            raise ValueError(f"node {int(np.argmin(possible))} holds a token that its parent's q gives no mass")
+        if "without" in draft.ways and self.again is not None:
+            first = self.draft.codes == WITHOUT
+            keys = (draft.shape.parent[first] << 32) + self.token[first]
+            if len(np.unique(keys)) < len(keys):
+                raise ValueError("siblings drawn without replacement repeat a token")
+
+    def _left(self, q_token: Array) -> Array:  # [M]
+        """Z, the mass of q that earlier siblings drawn without replacement left; 1 of all other nodes.
+
+        It is summed from what is left, not subtracted from 1: a peaked q leaves little.
+        """
+        draft, arrays, shape = self.draft, self.arrays, self.shape
+        assert draft.q is not None
+        # Z_r = q off all siblings + q(c_r) + q(c_{r+1}) + ..
+        without = draft.codes == WITHOUT
+        several_host = np.flatnonzero(np.bincount(draft.shape.parent[without], minlength=draft.shape.rows) > 1)
+        several, (chosen,) = arrays.index(several_host), self._flags(without)
+        left = arrays.full((shape.rows, shape.table.shape[1]), 1.0)
+        if not len(several_host):
+            return left[shape.parent, shape.rank]
+        table = shape.table[several]
+        members = self.padded(chosen, False)[table]  # [n, K]
+        tokens = arrays.where(members, self.children_token[several], -1)
+        rest = arrays.read(zeroed_(rows_of(draft.q, self.q_row[several]), tokens, arrays).sum(-1).double())
+        masses = arrays.where(members, self.padded(q_token, 0.0)[table], 0.0)
+        some = arrays.full((len(several_host), masses.shape[1]), 1.0)
+        for rank in range(masses.shape[1] - 1, 0, -1):
+            rest = rest + masses[:, rank]
+            some[:, rank] = rest
+        if self.mixed or len(draft.ways) > 1:  # the first drawn without replacement is drawn from all of q
+            earlier = arrays.where(members, 1.0, 0.0).cumsum(1)
+            some = arrays.where(members & (earlier > 1), some, 1.0)
+        left[several] = some
+        return left[shape.parent, shape.rank]
+
+    def schedule(self, by_turn: bool) -> Schedule:
+        """Nodes by sibling rank, or by turn; sampled nodes before points."""
+        if "point" not in self.draft.ways:
+            return self.shape.by_turn if by_turn else self.shape.by_rank
+        own = self.draft.shape
+        nodes, parents, steps, last, sampled = own.schedule(own.turn if by_turn else own.rank, self.is_point)
+        if self.arrays.device is not None:
+            nodes, parents, last = upload(self.arrays.device, nodes, parents, last)
+        return Schedule(nodes, parents, steps, last, sampled)
+
+    @cached_property
+    def points(self) -> Array:  # [R, K]
+        """The tokens of each row's points, at their ranks; -1 elsewhere."""
+        (point,) = self._flags(self.is_point)
+        return self.arrays.where(self.padded(point, False)[self.shape.table], self.children_token, -1)
+
+    def excess(self, rows: Array, theta: Array, before: Array | None = None) -> Tensor:
+        """(p - theta q)+ off the rejected points at ``rows`` ``[n]`` with ``theta`` ``[n]``: ``[n, V]``, unnormalised.
+
+        Args:
+            before: ``[n]``, only points of lower sibling rank count as rejected; None for all points.
+        """
+        draft, arrays = self.draft, self.arrays
+        x = rows_of(self.p, rows)
+        if draft.q is not None and len(draft.q):
+            q = view(draft.q, self.q_row[rows])
+            if arrays.device is None:
+                factor = torch.from_numpy(-np.minimum(theta, LARGE)).to(x.dtype)
+                x.addcmul_(q.to(x.dtype), factor[:, None])
+                x.relu_()
+                if theta.max() > LARGE:
+                    for place in np.flatnonzero(theta > LARGE).tolist():
+                        exact = self.p[int(rows[place])].double() - q[place].double() * float(theta[place])
+                        x[place] = exact.clamp_min_(0.0)
+            else:  # no look at theta: in float64 none is too large
+                x = x.double().addcmul_(q.double(), theta[:, None], value=-1).clamp_min_(0.0).to(self.p.dtype)
+        if "point" in draft.ways:
+            points = self.points[rows]
+            if before is not None:
+                ranks = self._ranks
+                points = arrays.where(ranks[None, :] < before[:, None], points, -1)
+            zeroed_(x, points, arrays)
+        return x
+
+    @cached_property
+    def _ranks(self) -> Array:
+        return self.arrays.range(self.shape.table.shape[1])
+
+    def excess_mass(self, rows: Array, theta: Array, before: Array | None = None) -> Array:  # [n]
+        """Sum of ``excess`` over the vocabulary."""
+        sums = []
+        for part in parts(len(rows), self.p, CHUNK):
+            sums.append(self.excess(rows[part], theta[part], None if before is None else before[part]).sum(-1))
+        return self.arrays.read((sums[0] if len(sums) == 1 else torch.cat(sums)).double())
+
+    def left_after(self, nodes: Array, rows: Array, theta: Array, s: Array, weight: Array, split: int) -> Array:
+        """S after rejecting ``nodes`` ``[n]`` below ``rows`` ``[n]``: ``split`` sampled ones first, then points.
+
+        Args:
+            theta: ``[n]``, with the nodes rejected; ``s``: ``[n]``, before; ``weight``: ``[n]``, W of their tokens.
+        """
+        if split == len(rows):
+            return self.excess_mass(rows, theta, self._before(nodes))
+        rest = self.arrays.at_least(s[split:] - weight[split:], 0.0)
+        if not split:
+            return rest
+        summed = self.excess_mass(rows[:split], theta[:split], self._before(nodes[:split]))
+        return np.concatenate([summed, rest]) if self.arrays.device is None else torch.cat([summed, rest])
+
+    def _before(self, nodes: Array) -> Array | None:
+        return self.shape.rank[nodes] if "point" in self.draft.ways else None
+
+    def remainder(self, rows: Array, theta: Array) -> Tensor:
+        """The residual distributions at ``rows`` ``[n]``, ``[n, V]`` unnormalised, for each row's ``theta`` ``[R]``."""
+        rows = self.arrays.index(rows)
+        mine = theta[rows]
+        if self.arrays.device is None and "point" not in self.draft.ways and not mine.any():
+            return rows_of(self.p, rows)
+        return self.excess(rows, mine)
+
+    def first_accepted(self, accept: Array) -> Array:
+        """``[R]``: where the path ends if children are tried in drawing order and the first accepted is taken.
+
+        Args:
+            accept: ``[M]``, the probability that a node is accepted once its parent is, its earlier siblings not.
+        """
+        chance = self.padded(accept, 0.0)[self.shape.table]
+        refuse = (1.0 - chance).cumprod(1)  # none of the first is accepted
+        take = self.arrays.full(self.shape.rows + 1, 1.0)
+        chance[:, 1:] = chance[:, 1:] * refuse[:, :-1]
+        take[self.shape.table] = chance
+        take[-1] = 1.0
+        return take[self.shape.lineage].prod(1) * refuse[:, -1]
 
 
-def _column(values: np.ndarray, like: Tensor) -> Tensor:  # [n] -> [n, 1]
-    return torch.from_numpy(values).to(like)[:, None]
+def recursive_rejection(draft: Draft, p: Tensor, lenience: float = 1.0) -> tuple[Array, Callable[[Array], Tensor]]:
+    """Try children in drawing order, accept with min(1, P(c) / (l q_c(c))), on rejection P <- norm((P - l q_c)+).
+
+    Args:
+        draft: has nodes.
+        p: ``[R, V]``.
+        lenience: l.
+
+    Returns:
+        ``stop`` ``[R]`` and ``residual`` as in ``Verdict``.
+
+    Raises:
+        ValueError: ``p`` does not fit the forest; a token cannot have been drawn as the draft says.
+    """
+    siblings = Siblings(draft, p)
+    shape, arrays, schedule = siblings.shape, siblings.arrays, siblings.schedule(by_turn=False)
+    each = siblings.drawn(schedule.nodes)
+    theta, s, accept = arrays.full(shape.rows, 0.0), arrays.full(shape.rows, 1.0), arrays.full(shape.nodes, 1.0)
+    for start, sampled, points, _, end in schedule.steps:
+        here = slice(start, end)
+        nodes, m = schedule.nodes[here], schedule.parents[here]
+        theta_m, s_m = theta[m], s[m]
+        weight = arrays.at_least(each.p[here] - theta_m * each.q[here], 0.0)  # W(c)
+        ratio = arrays.at_most(weight / arrays.at_least(s_m, TINY), 1.0) / each.own[here]
+        accept[nodes] = arrays.at_most(ratio / lenience, 1.0)
+        theta[m] = arrays.at_most(theta_m + lenience * s_m * each.sampled[here] / each.left[here], HUGE)
+        if points > start:
+            later = slice(0, points - start)
+            rows = m[later]
+            s[rows] = siblings.left_after(nodes[later], rows, theta[rows], s_m[later], weight[later], sampled - start)
+    return siblings.first_accepted(accept), lambda rows: siblings.remainder(rows, theta)
 
 
-def excess_mass(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> np.ndarray:
-    """Sum of (p - theta q)+ at ``rows`` ``[n]``, some: ``[n]``."""
-    sums = [excess(draft, p, rows[part], theta[part]).sum(-1) for part in parts(len(rows), p, CHUNK)]
-    return (sums[0] if len(sums) == 1 else torch.cat(sums)).cpu().numpy()
+def zeroed_(x: Tensor, tokens: Array, arrays: Arrays) -> Tensor:
+    """``x`` ``[n, V]`` with 0 at ``tokens`` ``[n, K]``, where those are not -1. In place; x has no negative entry."""
+    if arrays.device is None:
+        rows, ranks = np.nonzero(tokens >= 0)
+        x.numpy()[rows, tokens[rows, ranks]] = 0.0  # NumPy writes a few numbers faster
+        return x
+    least = torch.where(tokens >= 0, 0.0, torch.inf).to(x.dtype)
+    return x.scatter_reduce_(1, tokens.clamp_min(0), least, "amin")
 
 
-def remainder(draft: Draft, p: Tensor, rows: np.ndarray, theta: np.ndarray) -> Tensor:
-    """The residual law at ``rows`` ``[n]`` for ``theta`` ``[n]``, ``[n, V]``; where nothing was drafted p itself."""
-    if not theta.any():
-        return rows_of(p, rows)
-    return excess(draft, p, rows, theta)
+def rows_of(x: Tensor, rows: Array) -> Tensor:
+    """A copy of ``x[rows]``. NumPy copies a few rows in a third of torch's time."""
+    if isinstance(rows, Tensor):
+        return x.index_select(0, rows)
+    return torch.from_numpy(x.numpy().take(rows, 0))
 
 
-def rows_of(x: Tensor, rows: np.ndarray) -> Tensor:
-    """A copy of ``x[rows]``. (On the CPU, indexing by a tensor starts a team of threads however small the rows.)"""
-    return x.index_select(0, torch.from_numpy(rows).to(x.device))
-
-
-def view(x: Tensor, rows: np.ndarray) -> Tensor:
+def view(x: Tensor, rows: Array) -> Tensor:
     """``x[rows]``, not to be written to."""
-    return x.narrow(0, int(rows[0]), 1) if len(rows) == 1 else rows_of(x, rows)
+    if isinstance(rows, np.ndarray) and len(rows) == 1:
+        return x.narrow(0, int(rows[0]), 1)
+    return rows_of(x, rows)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import EVERY_DRAW, acceptance, arrange, drawn_laws, excess_mass, first_accepted, remainder
+from spec_lab.verify.siblings import EVERY_DRAW, recursive_rejection
 from spec_lab.verify.verdict import Verdict
 
 
@@ -24,10 +23,11 @@ class Token:
 
     name = "token"
     accepts = EVERY_DRAW
+    accepts_mixed = True
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The law of one step for ``p`` ``[R, V]``.
+        """The distribution of one step for ``p`` ``[R, V]``.
 
         Point drafts and chains read M numbers of p and of q; other trees sum over the vocabulary once per sibling rank
         after the first. Notation as in ``siblings``.
@@ -36,15 +36,6 @@ class Token:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
                 repeat a token.
         """
-        if draft.drawn == "point":
+        if not draft.shape.nodes or draft.ways == {"point"}:
             return walk(draft, p)
-        shape = draft.shape
-        p_token, q_token, z = drawn_laws(draft, p)
-        theta, s, accept = np.zeros(shape.rows), np.ones(shape.rows), np.empty(shape.nodes)
-        for rank, group in enumerate(arrange(shape).ranks):
-            nodes, m = group.nodes, group.parents
-            if rank > 0:
-                s[m] = excess_mass(draft, p, m, theta[m])
-            accept[nodes] = np.minimum(acceptance(p_token, q_token, z, theta, s, group), 1.0)
-            theta[m] += s[m] / z[nodes]
-        return Verdict(first_accepted(shape, accept), lambda rows: remainder(draft, p, rows, theta[rows]))
+        return Verdict(*recursive_rejection(draft, p))

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import Draft
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import (
-    EVERY_DRAW,
-    TINY,
-    acceptance,
-    arrange,
-    bottom_up,
-    drawn_laws,
-    excess_mass,
-    remainder,
-)
+from spec_lab.verify.siblings import EVERY_DRAW, HUGE, TINY, Array, Siblings
 from spec_lab.verify.verdict import Verdict
 
 
@@ -27,63 +17,69 @@ class Traversal:
     """Visit leaves first; a leaf is where the path ends with its weight a, else it is deleted.
 
     Source: traversal verification (2505.12398, algorithm 2). On a chain this is block verification (2403.10444,
-    algorithm 2). A node's weight and law when first reached depend only on the siblings deleted before, so all weights
-    are computed top down, and one product in visiting order gives the law of the walk.
+    algorithm 2). A node's weight and distribution when first reached depend only on the siblings deleted before, so all
+    weights are computed top down, and one product in visiting order gives the probability of each stop.
     """
 
     name = "traversal"
     accepts = EVERY_DRAW
+    accepts_mixed = True
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The law of one step for ``p`` ``[R, V]``.
+        """The distribution of one step for ``p`` ``[R, V]``.
 
-        Point drafts read M numbers of p; others sum over the vocabulary once per depth and sibling rank, and once for
-        all last siblings together (on a chain: once). Notation as in ``siblings``.
+        Point drafts read M numbers of p; others sum over the vocabulary once per turn (a node's turn comes after its
+        parent's and its earlier siblings'), and once for all last siblings together (on a chain: once). Notation as in
+        ``siblings``.
 
         Raises:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
                 repeat a token.
         """
-        if draft.drawn == "point":
+        if not draft.shape.nodes or draft.ways == {"point"}:
             return walk(draft, p)
-        shape = draft.shape
-        order = arrange(shape)
-        p_token, q_token, z = drawn_laws(draft, p)
-        theta, s, a = np.zeros(shape.rows), np.ones(shape.rows), np.ones(shape.rows)
+        siblings = Siblings(draft, p)
+        shape, arrays, schedule = siblings.shape, siblings.arrays, siblings.schedule(by_turn=True)
+        each = siblings.drawn(schedule.nodes)  # in the schedule's order
+        theta, s, a = (arrays.full(shape.rows, value) for value in (0.0, 1.0, 1.0))
+        weight = arrays.full(shape.nodes, 0.0)  # W(c) when c is reached
 
-        def delete(m: np.ndarray) -> None:
-            # S' = sum (a P - q_c)+ = a / S sum (p - theta q)+;  a <- S' / (S' + 1 - a)
-            total = excess_mass(draft, p, m, theta[m])
-            kept = a[m] * total / np.maximum(s[m], TINY)
-            rest = 1.0 - a[m]
-            a[m] = np.where(rest > 0.0, kept / np.maximum(kept + rest, TINY), 1.0)
+        def delete(which: Array, split: int) -> None:
+            # S' = sum (a P - q_c)+ = a / S sum (p - theta q)+ off rejected points;  a <- S' / (S' + 1 - a)
+            nodes, m = schedule.nodes[which], schedule.parents[which]
+            before, mine = s[m], a[m]
+            total = siblings.left_after(nodes, m, theta[m], before, weight[which], split)
+            kept = mine * total / arrays.at_least(before, TINY)
+            rest = 1.0 - mine
+            a[m] = arrays.where(rest > 0.0, kept / arrays.at_least(kept + rest, TINY), 1.0)
             s[m] = total
 
-        for wave in order.waves:
+        for start, sampled, points, _, end in schedule.steps:
             # a_c = min(1, a P(c) / q_c(c))
-            nodes, m = wave.nodes, wave.parents
-            ratio = acceptance(p_token, q_token, z, theta, s, wave)
-            a[shape.roots + nodes] = np.minimum(a[m] * ratio, 1.0)
-            theta[m] += np.where(a[m] > 0, s[m] / np.maximum(a[m] * z[nodes], TINY), 0.0)  # no weight: never reached
-            if len(wave.unfinished):
-                delete(wave.unfinished)
-        if shape.nodes:
-            delete(order.expanded)
-        return Verdict(first_stop(shape, a), lambda rows: remainder(draft, p, rows, theta[rows]))
+            here = slice(start, end)
+            m = schedule.parents[here]
+            theta_m, s_m, a_m = theta[m], s[m], a[m]
+            weight[here] = w = arrays.at_least(each.p[here] - theta_m * each.q[here], 0.0)
+            ratio = arrays.at_most(w / arrays.at_least(s_m, TINY), 1.0) / each.own[here]
+            a[shape.roots + schedule.nodes[here]] = arrays.at_most(a_m * ratio, 1.0)
+            # a point leaves theta as it is; a row without weight is never reached
+            more = arrays.where(a_m > 0, s_m * each.sampled[here] / arrays.at_least(a_m * each.left[here], TINY), 0.0)
+            theta[m] = arrays.at_most(theta_m + more, HUGE)
+            if points > start:
+                delete(slice(start, points), sampled - start)
+        delete(schedule.last, schedule.sampled)
+        return Verdict(first_stop(siblings, a), lambda rows: siblings.remainder(rows, theta))
 
 
-def first_stop(shape: Shape, weight: np.ndarray) -> np.ndarray:
+def first_stop(siblings: Siblings, weight: Array) -> Array:
     """``[R]``: the probability that a row is the first to stop when rows are visited bottom up.
 
     Args:
-        weight: ``[R]``, the probability that a row stops once it is visited; 1 at heads.
+        weight: ``[R]``, the probability that a row stops once it is visited; 1 at roots.
     """
-    rows, place = bottom_up(shape)
-    go_on = np.ones((shape.roots, int(place.max(initial=0)) + 1))
-    go_on[shape.root[rows], place] = 1.0 - weight[rows]
+    shape, arrays = siblings.shape, siblings.arrays
     # before[t, i] = prod of (1 - weight) over the rows visited before place i of tree t
-    before = np.cumprod(np.concatenate([np.ones((shape.roots, 1)), go_on[:, :-1]], axis=1), axis=1)
-    stop = np.empty(shape.rows)
-    stop[rows] = weight[rows] * before[shape.root[rows], place]
-    return stop
+    before = arrays.full((shape.roots, siblings.draft.shape.grid.shape[1] + 1), 1.0)
+    before[shape.root, shape.visit + 1] = 1.0 - weight
+    return weight * before.cumprod(1)[shape.root, shape.visit]

@@ -20,7 +20,7 @@ class Typical:
 
     Source: typical acceptance of Medusa (2401.10774, section 2.3.1), with the defaults of its code: epsilon = 0.09 and
     delta = sqrt(epsilon). Of equally long paths the one listed first is taken; Medusa's code takes the likeliest. The
-    paper's step always emits one greedy token; here the token after the path is drawn from p. Lossy, and blind to q. At
+    paper's step always emits one greedy token; here the token after the path is drawn from p. Lossy; q is not read. At
     temperature 0 p is one-hot, and this is greedy verification.
 
     Args:
@@ -33,6 +33,7 @@ class Typical:
 
     name = "typical"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    accepts_mixed = True
     lossless = False
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class Typical:
         share("verifier.delta", self.delta)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The path, which the draft and ``p`` ``[R, V]`` settle, and the law after it.
+        """The path, which the draft and ``p`` ``[R, V]`` settle, and the distribution after it.
 
         Raises:
             ValueError: ``p`` has not one row per row of the forest.
@@ -48,6 +49,6 @@ class Typical:
         return accept_longest(draft, p, self.bound, strictly=True)
 
     def bound(self, p: Tensor) -> Tensor:
-        """min(epsilon, delta exp(-H)) of laws ``[n, V]``: ``[n]``."""
+        """min(epsilon, delta exp(-H)) of distributions ``[n, V]``: ``[n]``."""
         entropy = torch.special.entr(p).sum(-1, dtype=torch.float64)  # 0 log 0 = 0
         return (self.delta * torch.exp(-entropy)).clamp_max(self.epsilon)

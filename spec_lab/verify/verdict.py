@@ -1,8 +1,12 @@
 """What every verifier returns, and the one function that samples it.
 
-A verifier is a law, not a procedure. Given the draft and the target's law p it says, for every row of the forest, the
-probability that the accepted path ends there (``stop``), and for the rows asked about the law of the one token emitted
-there (``residual``). So the exact expected acceptance of each step is known without sampling.
+A verifier is a distribution, not a procedure. Given the draft and the target probabilities p it returns, for every row
+of the forest, the probability that the accepted path ends there (``stop``), and for the rows asked about the
+distribution of the one token emitted there (``residual``). So the exact expected acceptance of each step is known
+without sampling.
+
+Verifiers and ``choose`` read nothing back from p's device. Where p is on the CPU their results are NumPy arrays,
+elsewhere tensors on p's device; ``Choice.on_host`` makes the one copy.
 """
 
 from __future__ import annotations
@@ -17,35 +21,46 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.verify.siblings import CHUNK, Array, Arrays, parts, rows_of
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """The law of one step.
+    """The distribution of one step. Arrays as the module says: NumPy on the CPU, else tensors on p's device.
 
     Args:
         stop: ``[R]`` float64, the probability that the accepted path ends at each row; sums to 1 over each tree.
-        residual: maps rows ``[n]`` to the law of the token emitted when the path ends there, ``[n, V]``. Rows of the
-            result need not sum to 1. In exact arithmetic they have positive mass wherever ``stop`` is positive; where
-            rounding has left nothing, ``choose`` emits from p.
-        given: what ``stop`` is a law given: the "draft", or its "noise" as well, which leaves nothing to chance.
+        residual: maps rows ``[n]``, an array or a tensor, to the distribution of the token emitted when the path ends
+            there, ``[n, V]``. Rows of the result need not sum to 1. In exact arithmetic they have positive mass
+            wherever ``stop`` is positive; where rounding has left nothing, ``choose`` emits from p.
+        given: what ``stop`` is conditional on: the "draft", or its "noise" as well, which leaves nothing to chance.
     """
 
-    stop: np.ndarray  # [R]
-    residual: Callable[[np.ndarray], Tensor]
+    stop: Array  # [R]
+    residual: Callable[[Array], Tensor]
     given: str = "draft"
 
-    def expected_accepted(self, shape: Shape) -> np.ndarray:  # [B]
+    def expected_accepted(self, shape: Shape) -> Array:  # [B]
         """Expected number of drafted tokens accepted in each tree, given the draft. Exact."""
-        weighted = self.stop * shape.depth
-        return np.bincount(shape.root, weights=weighted, minlength=shape.roots)
+        if isinstance(self.stop, Tensor):
+            here = shape.on(self.stop.device)
+            return in_trees(self.stop * here.depth, here.grid).sum(1)
+        return np.bincount(shape.root, weights=self.stop * shape.depth, minlength=shape.roots)
+
+
+def in_trees(values: Array, grid: Array) -> Array:  # [R], [B, L] -> [B, L]
+    """Numbers of rows, tree by tree; 0 where ``grid`` is -1."""
+    if isinstance(values, Tensor):
+        return torch.cat([values, values.new_zeros(1)])[grid]
+    return np.append(values, 0.0)[grid]
 
 
 class Verifier(Protocol):
     """A pure function of (draft, p), vectorised over the forest, at least in float32.
 
     A lossy one may offer ``aim(draft, p)``: the distribution ``[R, V]`` that it is exact against in place of p.
-    One whose code handles only one path below each root declares it (``ChainsOnly``).
+    One whose code handles only one path below each root declares it (``ChainsOnly``); one that verifies drafts whose
+    nodes were drawn in several ways declares that (``AcceptsMixed``).
     """
 
     @property
@@ -60,11 +75,11 @@ class Verifier(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the target's law."""
+        """Whether the output has the target's distribution."""
         ...
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The law of one step for target law ``p`` ``[R, V]``."""
+        """The distribution of one step for target probabilities ``p`` ``[R, V]``."""
         ...
 
 
@@ -78,6 +93,16 @@ class ChainsOnly(Protocol):
         ...
 
 
+@runtime_checkable
+class AcceptsMixed(Protocol):
+    """What a verifier may declare beside what ``Verifier`` needs."""
+
+    @property
+    def accepts_mixed(self) -> bool:
+        """Whether nodes drawn in several of the ways it accepts may occur in one draft, also below one parent."""
+        ...
+
+
 def chains_only(verifier: Verifier) -> bool:
     """Whether the verifier declares that it verifies chains only."""
     return isinstance(verifier, ChainsOnly) and verifier.chains_only
@@ -87,21 +112,19 @@ class Misfit(ValueError):
     """A proposer and a verifier that do not go together."""
 
 
-def misfit(proposer: str, drawn: Drawn, verifier: Verifier, branches: bool | None = None) -> str | None:
+def misfit(
+    proposer: str, draws: Drawn | frozenset[Drawn], verifier: Verifier, branches: bool | None = None
+) -> str | None:
     """Why a verifier cannot verify a proposer's drafts; None where it can, as far as both declare.
 
     Args:
         proposer: its name.
-        drawn: how it draws siblings.
+        draws: the ways in which it draws nodes, or the only one.
         verifier: verifies the drafts.
         branches: whether its drafts may branch; None where it does not declare that. Each draft is then checked.
     """
-    if drawn not in verifier.accepts:
-        fits = ", ".join(sorted(verifier.accepts))
-        return (
-            f"verifier '{verifier.name}' supports drafts drawn {fits}; proposer '{proposer}' draws '{drawn}'. "
-            f"Choose another verifier, or let the proposer draw one of: {fits}."
-        )
+    if why := _unfit(f"proposer '{proposer}' draws", frozenset({draws}) if isinstance(draws, str) else draws, verifier):
+        return f"{why} Choose another verifier, or another way of drawing."
     if branches and chains_only(verifier):
         return (
             f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' drafts trees. "
@@ -110,23 +133,44 @@ def misfit(proposer: str, drawn: Drawn, verifier: Verifier, branches: bool | Non
     return None
 
 
-def check_pair(proposer: str, drawn: Drawn, verifier: Verifier, branches: bool | None = None) -> None:
+def _unfit(what: str, draws: frozenset[Drawn], verifier: Verifier) -> str | None:
+    """Why nodes drawn so cannot be verified; None where they can."""
+    names = ", ".join(f"'{one}'" for one in sorted(draws))
+    if not draws <= verifier.accepts:
+        return (
+            f"verifier '{verifier.name}' supports drafts drawn {', '.join(sorted(verifier.accepts))}; {what} {names}."
+        )
+    if len(draws) > 1 and not (isinstance(verifier, AcceptsMixed) and verifier.accepts_mixed):
+        return (
+            f"verifier '{verifier.name}' does not support drafts in which nodes are drawn in several ways; "
+            f"{what} {names}."
+        )
+    return None
+
+
+def check_pair(
+    proposer: str, draws: Drawn | frozenset[Drawn], verifier: Verifier, branches: bool | None = None
+) -> None:
     """Refuse a proposer whose drafts the verifier cannot verify. Arguments as of ``misfit``.
 
     Raises:
         Misfit: the pair is incompatible; names both and what would fit.
     """
-    if why := misfit(proposer, drawn, verifier, branches):
+    if why := misfit(proposer, draws, verifier, branches):
         raise Misfit(why)
 
 
-def check_draft(proposer: str, verifier: Verifier, shape: Shape) -> None:
-    """Refuse a draft that branches where the verifier verifies chains only.
+def check_draft(proposer: str, verifier: Verifier, draft: Draft) -> None:
+    """Refuse a draft drawn in a way that the verifier does not accept, or one that branches where it verifies chains.
+
+    A proposer may draft what it has not declared; this is checked in every step.
 
     Raises:
-        Misfit: it does; names both.
+        Misfit: names both.
     """
-    if chains_only(verifier) and shape.branches:
+    if draft.shape.nodes and (why := _unfit(f"proposer '{proposer}' has drafted nodes drawn", draft.ways, verifier)):
+        raise Misfit(why)
+    if chains_only(verifier) and draft.shape.branches:
         raise Misfit(
             f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' has drafted a tree. Choose "
             "another verifier, or let the proposer draft a chain."
@@ -134,65 +178,76 @@ def check_draft(proposer: str, verifier: Verifier, shape: Shape) -> None:
 
 
 class Choice(NamedTuple):
-    """One step, sampled.
+    """One step, sampled: NumPy arrays on the CPU, else tensors on p's device.
 
     Args:
         row: ``[B]`` int64, where each accepted path ends.
-        token: ``[B]`` int64, the token emitted there.
+        token: ``[B]`` int64, the token emitted there. On a device -1 where no distribution could be sampled (its sum is
+            zero or not finite); on the CPU that raises at once.
         empty: ``[B]`` bool, whether rounding had left nothing of the residual, so that the token came from p.
     """
 
-    row: np.ndarray
-    token: np.ndarray
-    empty: np.ndarray
+    row: Array
+    token: Array
+    empty: Array
+
+    def packed(self) -> Tensor:
+        """``[3, B]`` int64: row, token, empty, for a copy together with whatever else the host needs."""
+        row, token, empty = (one if isinstance(one, Tensor) else torch.from_numpy(one) for one in self)
+        return torch.stack([row, token, empty.to(row.dtype)])
+
+    @staticmethod
+    def unpacked(packed: np.ndarray) -> Choice:
+        """The choice whose ``packed`` was copied to the host.
+
+        Raises:
+            ValueError: a distribution could not be sampled.
+        """
+        row, token, empty = packed
+        if (token < 0).any():
+            trees = np.flatnonzero(token < 0).tolist()
+            raise ValueError(
+                f"a distribution to sample from has no finite positive mass, in trees {trees} of the batch"
+            )
+        return Choice(row, token, empty.astype(bool))
+
+    def on_host(self) -> Choice:
+        """The choice as NumPy arrays, by one copy.
+
+        Raises:
+            ValueError: a distribution could not be sampled.
+        """
+        return self if isinstance(self.row, np.ndarray) else Choice.unpacked(self.packed().cpu().numpy())
 
 
 def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequence[tuple[int, int, int]]) -> Choice:
     """Sample one step: where each accepted path ends, and the token emitted there.
 
     In exact arithmetic no path ends where the residual is all zero. Rounding can give such a row a stop of the order of
-    p's precision; p ``[R, V]`` is then a law that is off by no more than that, and the choice says so.
+    p's precision; p ``[R, V]`` is then off by no more than that, and the choice reports it.
 
     Args:
         who: (request, branch, round) of each tree, which key its choices.
+
+    Raises:
+        ValueError: the sum of a distribution is zero or not finite, on the CPU; see ``Choice.token``.
     """
-    row = np.arange(shape.roots)
+    arrays = Arrays.like(p)
+    row = arrays.range(shape.roots)
     if shape.nodes:
-        grid = shape.grid
-        stop = np.concatenate([verdict.stop, [0.0]])[grid]  # -1, which fills up the grid, finds the 0
-        row = grid[row, draws.pick(stop, [Key(*one, Purpose.STOP) for one in who])]
+        grid = arrays.shape(shape).grid
+        stop = arrays.tensor(in_trees(verdict.stop, grid))
+        row = grid[row, arrays.read(draws.pick(stop, [Key(*one, Purpose.STOP) for one in who]))]
     keys = [Key(*one, Purpose.EMIT) for one in who]
-    token, empty = np.empty_like(row), np.zeros(shape.roots, dtype=bool)
+    tokens, empties = [], []
     for part in parts(shape.roots, p, CHUNK):
-        law = verdict.residual(row[part])
+        residual = verdict.residual(row[part])
+        empty = torch.zeros(len(residual), dtype=torch.bool, device=p.device)
         if shape.nodes:
-            mass = law.sum(-1).tolist()
-            if 0.0 in mass:
-                empty[part] = np.equal(mass, 0.0)
-                bare = torch.from_numpy(empty[part, None]).to(p.device)
-                law = torch.where(bare, p[torch.from_numpy(row[part]).to(p.device)], law)
-        token[part] = draws.pick(law, keys[part])
-    return Choice(row, token, empty)
-
-
-CHUNK = 2**19
-"""Numbers of laws worked on at a time: they stay in a processor's cache, and their memory is used again. (Megabytes
-asked for afresh cost more than the arithmetic: every page of them faults.)"""
-
-
-def parts(rows: int, p: Tensor, chunk: int) -> list[slice]:
-    """The parts of ``rows`` laws as wide as p's that hold ``chunk`` numbers each; eight times as many on a GPU."""
-    size = max(1, (chunk if p.device.type == "cpu" else 8 * chunk) // p.shape[-1])
-    return [slice(start, start + size) for start in range(0, rows, size)]
-
-
-def gather(p: Tensor, shape: Shape, token: Tensor) -> np.ndarray:  # [M]
-    """p(token | parent) of every node, float64 on the host."""
-    return gather_rows(p, shape.parent, token)
-
-
-def gather_rows(x: Tensor, rows: np.ndarray, token: Tensor) -> np.ndarray:  # [R, V], [M], [M] -> [M]
-    """``x[rows, token]``, float64 on the host. On the CPU NumPy's indexing costs a tenth of torch's."""
-    if x.device.type == "cpu":
-        return x.numpy()[rows, token.numpy()].astype(np.float64)
-    return x.take(torch.from_numpy(rows * x.shape[-1]).to(x.device) + token).double().cpu().numpy()
+            empty = residual.sum(-1) == 0
+            if arrays.device is not None or empty.any():
+                residual = torch.where(empty[:, None], rows_of(p, row[part]), residual)
+        tokens.append(draws.pick(residual, keys[part]))
+        empties.append(empty)
+    token, none_left = (one[0] if len(one) == 1 else torch.cat(one) for one in (tokens, empties))
+    return Choice(row, arrays.read(token), arrays.read(none_left))

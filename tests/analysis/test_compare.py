@@ -1,4 +1,4 @@
-"""Runs and sweeps side by side: what is paired with what, which word is said, and what is refused."""
+"""Comparisons of runs and sweeps: pairing, verdicts, and rejected input."""
 
 import io
 import json
@@ -91,11 +91,11 @@ def noise(count: int, seed: int) -> np.ndarray:
 
 def words(comparison) -> dict[str, str]:
     """The verdict on each figure of the first pair."""
-    return {one.figure: one.verdict for one in comparison.pairs[0].differences}
+    return {one.figure: one.verdict for one in comparison.pairs[0].changes}
 
 
 def figure(comparison, name: str, pair: int = 0):
-    return next(one for one in comparison.pairs[pair].differences if one.figure == name)
+    return next(one for one in comparison.pairs[pair].changes if one.figure == name)
 
 
 def shown(comparison) -> str:
@@ -104,70 +104,85 @@ def shown(comparison) -> str:
     return text.getvalue()
 
 
-# Which changes are real --------------------------------------------------------------------------------------------
+# Which changes are significant -------------------------------------------------------------------------------------
 
 
-def test_a_difference_that_is_there_is_real(tmp_path):
+def test_a_difference_that_exists_is_significant(tmp_path):
     tau = taus(16)
     a = write(tmp_path / "a", tau, tau * noise(16, 1))
     b = write(tmp_path / "b", 1.5 * tau, 1.5 * tau * noise(16, 2))
     found = compare([a, b])
-    assert words(found)["speedup"] == words(found)["tau_pooled"] == words(found)["expected_tau"] == "real"
-    faster = figure(found, "speedup")
-    assert faster.together.low < 1.5 < faster.together.high
-    assert faster.together.low < faster.alone.low
+    assert (
+        words(found)["speedup_geometric_mean"]
+        == words(found)["tau_pooled"]
+        == words(found)["expected_tau"]
+        == "significant"
+    )
+    faster = figure(found, "speedup_geometric_mean")
+    assert faster.simultaneous.low < 1.5 < faster.simultaneous.high
+    assert faster.simultaneous.low < faster.interval.low
     assert figure(found, "tau_pooled").reference == metrics.tau_pooled(
         metrics.decode_steps(metrics.load(a).steps, "speculative")
     )
 
 
-def test_a_difference_that_is_not_there_is_not_shown_and_the_smallest_visible_one_is_named(tmp_path):
+def test_without_a_difference_nothing_is_significant_and_the_smallest_visible_change_is_named(tmp_path):
     tau = taus(16)
     a = write(tmp_path / "a", tau * noise(16, 1), tau * noise(16, 2))
     b = write(tmp_path / "b", tau * noise(16, 3), tau * noise(16, 4))
     found = compare([a, b])
-    assert words(found)["speedup"] == words(found)["tau_pooled"] == "not shown"
-    one = figure(found, "speedup")
-    assert one.smallest == pytest.approx(one.together.high / one.together.mean)
-    assert "proves nothing equal" in shown(found)
+    assert words(found)["speedup_geometric_mean"] == words(found)["tau_pooled"] == "not significant"
+    one = figure(found, "speedup_geometric_mean")
+    assert one.smallest == pytest.approx(one.simultaneous.high / one.simultaneous.mean)
+    assert f"×{one.smallest:.2f} would be" in shown(found)
 
 
-def test_identical_rows_are_the_same(tmp_path):
+def test_identical_rows_are_identical(tmp_path):
     a = write(tmp_path / "a", taus(9), taus(9) * noise(9, 1))
     b = write(tmp_path / "b", taus(9), taus(9) * noise(9, 2))
     found = compare([a, b])
-    assert {words(found)[name] for name in ("tau_pooled", "expected_tau", "nodes_per_step")} == {"same"}
-    assert words(found)["speedup"] == "not shown"
+    assert {words(found)[name] for name in ("tau_pooled", "expected_tau", "nodes_per_step")} == {"identical"}
+    assert words(found)["speedup_geometric_mean"] == "not significant"
     assert found.pairs[0].identical == 1.0
 
 
-def test_on_few_groups_nothing_is_judged(tmp_path):
+def test_on_few_groups_nothing_is_tested(tmp_path):
     found = compare([write(tmp_path / "a", taus(7)), write(tmp_path / "b", 2 * taus(7))])
-    assert words(found)["speedup"] == words(found)["tau_pooled"] == "too few"
-    assert found.judged == 0
+    assert words(found)["speedup_geometric_mean"] == words(found)["tau_pooled"] == "too few"
+    assert found.tested == 0
     assert "7 prompts, 8 needed" in shown(found)
     two = [write(tmp_path / name, 2 * taus(2) * noise(2, seed)) for seed, name in enumerate("cd")]
-    assert words(compare(two, level=0.999999))["speedup"] == "too few"
+    assert words(compare(two, level=0.999999))["speedup_geometric_mean"] == "too few"
 
 
-def test_the_more_is_judged_the_wider_the_intervals_and_the_more_groups_are_needed(tmp_path):
+def test_more_tests_need_wider_intervals_and_more_groups(tmp_path):
     folders = [write(tmp_path / str(n), taus(8) * noise(8, n), taus(8) * noise(8, n + 20)) for n in range(4)]
     two, four = compare(folders[:2]), compare(folders)
-    assert (two.judged, four.judged) == (5, 15)
-    assert figure(two, "tau_pooled").together.high < figure(four, "tau_pooled").together.high
-    assert figure(two, "tau_pooled").alone == figure(four, "tau_pooled").alone
-    assert words(two)["tau_pooled"] == "not shown"
+    assert (two.tested, four.tested) == (5, 15)
+    assert figure(two, "tau_pooled").simultaneous.high < figure(four, "tau_pooled").simultaneous.high
+    assert figure(two, "tau_pooled").interval == figure(four, "tau_pooled").interval
+    assert words(two)["tau_pooled"] == "not significant"
     assert figure(four, "tau_pooled").why == "8 prompts, 10 needed"  # 2 ** -9 < 0.05 / 15 < 2 ** -8
 
 
-def test_tokens_per_second_are_shown_and_never_judged(tmp_path):
+def test_the_speed_up_is_shown_as_in_the_run_and_its_geometric_mean_is_tested(tmp_path):
+    gain = taus(12)
+    a, b = write(tmp_path / "a", taus(12), gain), write(tmp_path / "b", taus(12), gain * noise(12, 1))
+    found = compare([a, b])
+    pooled, tested = figure(found, "speedup"), figure(found, "speedup_geometric_mean")
+    assert pooled.reference == metrics.speedup(metrics.load(a).requests, "speculative").mean
+    assert tested.reference == pytest.approx(np.exp(np.log(gain).mean())) != pytest.approx(pooled.reference)
+    assert (pooled.verdict, tested.verdict) == ("not tested", "not significant")
+
+
+def test_tokens_per_second_are_shown_and_never_tested(tmp_path):
     a = write(tmp_path / "a", taus(12))
     b = write(tmp_path / "b", 2 * taus(12), threads=2)
     other = {"processor": "two", "cores": 2, "gpus": [], "system": "x"}
     c = write(tmp_path / "c", 2 * taus(12), machine=other)
     found = compare([a, a.parent / "b", c])
     raw = [figure(found, "tokens_per_second", pair) for pair in (0, 1)]
-    assert [one.verdict for one in raw] == ["not judged", "not judged"]
+    assert [one.verdict for one in raw] == ["not tested", "not tested"]
     assert [one.why for one in raw] == ["different threads", "different machines"]
     assert raw[0].other == metrics.tokens_per_second(metrics.load(b).requests, "speculative")
 
@@ -181,7 +196,7 @@ def test_units_are_paired_by_their_prompts_wherever_they_stand(tmp_path):
     b = write(tmp_path / "b", tau * noise(12, 2))
     again = write(tmp_path / "c", tau * noise(12, 2), order=range(11, -1, -1))
     found = compare([a, b, again])
-    straight, turned = ([one.alone for one in pair.differences] for pair in found.pairs)
+    straight, turned = ([one.interval for one in pair.changes] for pair in found.pairs)
     assert np.allclose(straight, turned, equal_nan=True)
     assert found.pairs[1].identical == 1.0
 
@@ -202,7 +217,7 @@ def test_prompts_that_only_one_run_has_are_left_out(tmp_path):
     tau = taus(20)
     found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.3 * tau[:12])])
     assert found.pairs[0].prompts == found.pairs[0].groups == 12
-    longer = figure(found, "speedup")
+    longer = figure(found, "speedup_geometric_mean")
     assert longer.units == (12, 12)
     assert longer.reference == pytest.approx(np.exp(np.log(tau[:12]).mean()))
 
@@ -211,23 +226,25 @@ def test_other_batch_sizes_leave_prompts_paired_and_groups_not(tmp_path):
     tau = taus(16)
     a, b = write(tmp_path / "a", tau), write(tmp_path / "b", tau, batch_size=2)
     found = compare([a, b])
-    assert words(found)["tau_pooled"] == "same"
-    assert figure(found, "speedup").units == (16, 8) and not figure(found, "speedup").paired
+    assert words(found)["tau_pooled"] == "identical"
+    assert (
+        figure(found, "speedup_geometric_mean").units == (16, 8) and not figure(found, "speedup_geometric_mean").paired
+    )
     assert "their speeds are unpaired" in shown(found)
 
 
 def test_broken_groups_are_left_out_of_both_and_named(tmp_path):
     tau = taus(12)
     found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", tau, broken=[3])])
-    assert figure(found, "tau_pooled").units == figure(found, "speedup").units == (11, 11)
+    assert figure(found, "tau_pooled").units == figure(found, "speedup_geometric_mean").units == (11, 11)
     assert "1 of 12 groups left out" in found.described["B"]
 
 
 def test_without_a_baseline_acceptance_is_compared_and_speed_is_not(tmp_path):
     found = compare([write(tmp_path / "a", taus(12)), write(tmp_path / "b", 2 * taus(12), baseline=False)])
-    assert words(found)["speedup"] == "not judged"
+    assert words(found)["speedup"] == "not tested" and "speedup_geometric_mean" not in words(found)
     assert figure(found, "speedup").why == "B has no baseline"
-    assert words(found)["tau_pooled"] == "real"
+    assert words(found)["tau_pooled"] == "significant"
 
 
 def test_arms_of_the_same_name_are_compared_beside_the_main_ones(tmp_path):
@@ -248,7 +265,7 @@ def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(
 def test_one_run_alone_has_its_arms_compared(tmp_path):
     found = compare([write(tmp_path / "a", taus(9), arms=["speculative", "ngram"])])
     assert [pair.arms for pair in found.pairs] == [("speculative", "ngram")]
-    assert words(found)["tau_pooled"] == "same"
+    assert words(found)["tau_pooled"] == "identical"
 
 
 def test_an_unfinished_run_counts_with_its_finished_groups_and_says_so(tmp_path):
@@ -276,9 +293,9 @@ def make_sweep(folder: Path, runs: dict[str, float], failed: Sequence[str] = (),
 def test_a_sweep_stands_for_its_finished_runs_the_first_as_reference(tmp_path):
     found = compare([make_sweep(tmp_path, {"depth=1": 1, "depth=2": 1.4, "depth=3": 1}, failed=["depth=3"])])
     assert [(pair.reference, pair.other) for pair in found.pairs] == [("A", "B")]
-    assert [one.name for one in found.sides] == ["depth=1", "depth=2"]
-    assert words(found)["tau_pooled"] == "real"
-    assert "Left out, as it is failed" in found.notes[0] and "depth=3" in found.notes[0]
+    assert [one.name for one in found.runs] == ["depth=1", "depth=2"]
+    assert words(found)["tau_pooled"] == "significant"
+    assert "failed" in found.notes[0] and "depth=3" in found.notes[0]
 
 
 def test_of_a_sweep_runs_without_drafts_are_left_out_and_named(tmp_path):
@@ -288,8 +305,8 @@ def test_of_a_sweep_runs_without_drafts_are_left_out_and_named(tmp_path):
         json.dumps(json.loads((bare / "manifest.json").read_text()) | {"arms": ["baseline"]})
     )
     found = compare([folder])
-    assert [one.name for one in found.sides] == ["k=2", "k=3"]
-    assert f"Left out, as it holds the baseline only: {bare}." in found.notes
+    assert [one.name for one in found.runs] == ["k=2", "k=3"]
+    assert [str(bare) in note and "baseline only" in note for note in found.notes] == [True]
 
 
 def test_two_sweeps_are_paired_by_overrides(tmp_path):
@@ -297,8 +314,8 @@ def test_two_sweeps_are_paired_by_overrides(tmp_path):
     b = make_sweep(tmp_path / "b", {"depth=3": 1, "depth=2": 1.5, "depth=1": 1}, threads=2)
     found = compare([a, b])
     assert [(pair.reference, pair.other) for pair in found.pairs] == [("A1", "B1"), ("A2", "B2")]
-    assert [one.folder.name for one in found.sides] == ["depth=1", "depth=2", "depth=2", "depth=1"]
-    assert [figure(found, "tau_pooled", pair).verdict for pair in (0, 1)] == ["same", "real"]
+    assert [one.folder.name for one in found.runs] == ["depth=1", "depth=2", "depth=2", "depth=1"]
+    assert [figure(found, "tau_pooled", pair).verdict for pair in (0, 1)] == ["identical", "significant"]
     assert sorted(note.rpartition("depth=")[2] for note in found.notes) == ["3.", "4."]
     assert [(one.key, one.values) for one in found.provenance] == [
         ("threads", (("1", ("A1", "A2")), ("2", ("B2", "B1"))))
@@ -311,7 +328,7 @@ def test_sweeps_without_common_overrides_are_refused(tmp_path):
         compare([a, b])
 
 
-# What is said ------------------------------------------------------------------------------------------------------
+# What is shown ----------------------------------------------------------------------------------------------------
 
 
 def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_path):
@@ -320,7 +337,7 @@ def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_
     found = compare([a, b])
     assert [(one.key, one.values) for one in found.configuration] == [
         ("proposer.depth", (("3", ("A",)), ("5", ("B",)))),
-        ("arms.n", (("not there", ("A",)), ("N", ("B",)))),
+        ("arms.n", (("not set", ("A",)), ("N", ("B",)))),
     ]
     assert [one.key for one in found.provenance] == ["commit"]
     assert "proposer.depth" in shown(found)
@@ -329,11 +346,15 @@ def test_what_differs_between_the_runs_is_named_and_where_results_go_is_not(tmp_
 def test_the_table_fits_a_hundred_columns_and_the_frame_has_every_number(tmp_path):
     tau = taus(16)
     found = compare([write(tmp_path / "a", tau), write(tmp_path / "b", 1.5 * tau * noise(16, 1), arms=["speculative"])])
-    table = [line for line in shown(found).splitlines() if line.strip().startswith(("speed-up ", "tau", "E tau"))]
-    assert len(table) == 3 and all(line.rstrip().endswith("real") for line in table)
+    table = [
+        line
+        for line in shown(found).splitlines()
+        if line.strip().startswith(("speed-up, geometric mean", "tau", "expected tau"))
+    ]
+    assert len(table) == 3 and all(line.rstrip().endswith("significant") for line in table)
     frame = as_frame(found).set_index("figure")
-    assert list(frame.index) == [one.figure for one in found.pairs[0].differences]
-    assert frame.loc["tau_pooled", "verdict"] == "real"
+    assert list(frame.index) == [one.figure for one in found.pairs[0].changes]
+    assert frame.loc["tau_pooled", "verdict"] == "significant"
     assert frame.loc["tau_pooled", "change"] == pytest.approx(
         frame.loc["tau_pooled", "other_value"] - frame.loc["tau_pooled", "reference_value"]
     )
@@ -371,7 +392,7 @@ def test_runs_of_the_lab_are_compared(tmp_path):
             lab(texts, proposer=Repeat(depth)), settings(folder, batch_size=1), {"depth": depth}, Console(quiet=True)
         )
     found = compare(folders)
-    assert words(found)["nodes_per_step"] == "real"
+    assert words(found)["nodes_per_step"] == "significant"
     assert found.pairs[0].identical == 1.0  # greedy: the draft cannot matter
     assert [one.key for one in found.configuration] == ["depth"]
     assert figure(found, "tau_pooled").other == json.loads((folders[1] / "summary.json").read_text())["tau_pooled"]

@@ -1,5 +1,6 @@
 """Figures: what is drawn from which rows. How they look was looked at."""
 
+import re
 import struct
 
 import numpy as np
@@ -7,9 +8,8 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import figures, metrics
-from spec_lab.analysis.figures.layout import Place, lay_out
-from spec_lab.analysis.metrics import Tables, frames
-from spec_lab.analysis.report import charts
+from spec_lab.analysis.figures import NodePosition, tree_layout
+from spec_lab.analysis.metrics import Tables, frames, sweeps
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
 
@@ -52,7 +52,7 @@ def test_files_are_images_of_some_size(tables, tmp_path):
 
 
 def test_papers_get_every_figure_as_png_and_svg(tables, tmp_path):
-    drawn = figures.draw_all(tables, tmp_path, {"longer": [(0,), (0, 0), (1,)]})
+    drawn = figures.save(figures.run_figures(tables, {"longer": [(0,), (0, 0), (1,)]}), tmp_path)
     names = {"acceptance", "throughput", "phases", "tokens", "cost", "accepted_trees"}
     assert {file.name for file in drawn} == {f"{name}.{form}" for name in names for form in ("png", "svg")}
     assert all(file.read_text().lstrip().startswith("<?xml") for file in drawn if file.suffix == ".svg")
@@ -106,22 +106,43 @@ def test_one_arm_alone_has_no_acceptance_and_no_speed_up(tables):
     alone = only(tables, "baseline")
     assert figures.acceptance(alone) is None
     assert figures.accepted_trees(alone) is None
-    assert len(figures.throughput(alone).axes) == 1
-    assert len(figures.throughput(only(tables, "speculative")).axes) == 1
+    assert figures.throughput(alone) is figures.throughput(only(tables, "speculative")) is None
 
 
 def test_nothing_draws_nothing(tables, tmp_path):
     nothing = only(tables)
-    assert figures.draw_all(nothing, tmp_path) == []
-    assert figures.draw_sweep(pd.DataFrame(columns=["run", "arm"]), [], tmp_path) == []
+    assert figures.draw(nothing, tmp_path) == [] and figures.run_figures(nothing) == {}
+    assert figures.sweep_figures(pd.DataFrame(columns=["run", "arm"]), []) == {}
 
 
-def test_arms_keep_their_colour_and_the_baseline_is_grey():
+def test_a_proposer_has_one_colour_whatever_stands_beside_it():
     many = [f"arm{number}" for number in range(30)]
     colours = figures.colours([*many, "baseline"])
     assert colours["baseline"] == figures.BASELINE
     assert len({colours[arm] for arm in many[:12]}) == 12
-    assert figures.colours(many)["arm3"] == colours["arm3"]
+    for arm in ("medusa", "ngram_tree", "arm3", "baseline"):
+        alone = figures.colours([arm])[arm]
+        assert figures.colours(["draft_chain", arm])[arm] == figures.colours([arm, "draft_tree"])[arm] == alone
+    assert figures.colours(["medusa"])["medusa"] == figures.PROPOSERS["medusa"]
+
+
+def test_names_are_drawn_with_control_characters_visible():
+    hidden = "a\u202eb$x$"
+    assert figures.short([hidden]) == {hidden: "a<U+202E>b$x$"}
+    table = swept().assign(arm=hidden)
+    text = figures.svg(figures.sweep_figures(table, KEYS)["speedups"], "f")
+    assert "\u202e" not in text
+
+
+def test_an_svg_for_a_page_is_one_element_with_ids_of_its_own(tables):
+    drawn = figures.run_figures(tables)
+    for name, figure in drawn.items():
+        text = figures.svg(figure, name)
+        assert text.startswith("<svg") and text.count("<svg") == 1 and "<!--" not in text and "<style" not in text
+        ids = set(re.findall(r'\bid="([^"]*)', text))
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= ids
+        assert all(one.startswith(f"{name}-") for one in ids)
+        assert "speculative" in text  # its text is text
 
 
 def test_long_names_lose_their_middle_unless_that_tells_them_apart():
@@ -134,53 +155,60 @@ def test_long_names_lose_their_middle_unless_that_tells_them_apart():
 
 
 def test_siblings_are_laid_out_below_each_other():
-    places = lay_out([(), (1,), (0,), (0, 0), (0, 1), (0, 0, 0)])
-    assert places == {
-        (): Place(0, 0), (0,): Place(1, 0), (0, 0): Place(2, 0), (0, 0, 0): Place(3, 0), (0, 1): Place(2, 1),
-        (1,): Place(1, 2),
-    }  # fmt: skip
+    places = tree_layout([(), (1,), (0,), (0, 0), (0, 1), (0, 0, 0)])
+    expected = {(): (0, 0), (0,): (1, 0), (0, 0): (2, 0), (0, 0, 0): (3, 0), (0, 1): (2, 1), (1,): (1, 2)}
+    assert places == {path: NodePosition(*place) for path, place in expected.items()}
 
 
 def test_no_two_nodes_share_a_place():
     paths = [(), *((a,) for a in range(4)), *((a, b) for a in range(4) for b in range(3)), (2, 1, 0), (2, 1, 1)]
-    assert len(set(lay_out(paths).values())) == len(paths)
+    assert len(set(tree_layout(paths).values())) == len(paths)
 
 
 def test_a_sweep_has_a_forest_and_lines(tmp_path):
-    drawn = figures.draw_sweep(swept(), KEYS, tmp_path, ("png",))
-    names = ["speedups.png", "worth_proposer.png", "worth_proposer.depth.png", "along_proposer.depth.png"]
-    assert [file.name for file in drawn] == names
+    names = ["speedups", "tau_speedup_proposer", "tau_speedup_proposer.depth", "by_proposer.depth"]
+    drawn = figures.sweep_figures(swept(), KEYS)
+    assert list(drawn) == names
+    files = figures.save(drawn, tmp_path, ("png",))
+    assert [file.name for file in files] == [f"{name}.png" for name in names]
     left, right = figures.lines(swept(), KEYS, "proposer.depth").axes
     assert [line.get_ydata().tolist() for line in left.lines[:2]] == [[1.2, 1.4, 1.8]] * 2
     assert right.lines[0].get_ydata().tolist() == [0.5, 1.0, 2.0]
 
 
-def test_the_worth_of_acceptance_is_drawn_as_in_the_report():
+def test_points_of_tau_and_speed_up_have_the_colours_of_their_arms():
     table = swept()
     last = (table["proposer"] == "b") & (table["proposer.depth"] == 4) & (table["arm"] != "baseline")
     table.loc[last, "arm"] = "longer"
-    axes = figures.worth(table, KEYS, "arm").axes[0]
-    assert [line.get_label() for line in axes.lines] == ["speculative", "longer"]
-    assert [line.get_color() for line in axes.lines] == list(figures.COLOURS[:2])
-    assert axes.lines[1].get_xydata().tolist() == [[1.8, 2.0]]
-    chart = charts.scatter(*frames.worth(table, KEYS)).to_dict()
-    order, colours = chart["encoding"]["color"]["sort"], chart["encoding"]["color"]["scale"]["range"]
-    assert order[:2] == ["speculative", "longer"] and colours[:2] == list(figures.COLOURS[:2])
-    assert order[-3:] == [
-        line.get_label() for line in figures.worth(table, KEYS, "proposer.depth").axes[0].lines
-    ] == ["proposer.depth=1", "proposer.depth=2", "proposer.depth=4"]  # fmt: skip
+    axes = figures.tau_and_speedup(table, KEYS, "arm").axes[0]
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    colours = figures.colours(["speculative", "longer"])
+    assert {line.get_label(): line.get_color() for line in points} == {
+        arm: colours[arm] for arm in ("speculative", "longer")
+    }
+    assert points[1].get_xydata().tolist() == [[1.8, 2.0]]
+    by_depth = figures.tau_and_speedup(table, KEYS, "proposer.depth").axes[0].lines
+    assert [line.get_label() for line in by_depth if line.get_marker() == "o"] == [
+        "proposer.depth=1", "proposer.depth=2", "proposer.depth=4",
+    ]  # fmt: skip
 
 
-def test_a_forest_has_the_colours_of_the_report():
+def test_lines_of_several_arms_have_the_colours_of_the_arms_and_dashes_of_their_options():
+    table = pd.concat([swept(), swept().query("arm != 'baseline'").assign(arm="longer")], ignore_index=True)
+    colours = figures.colours(["speculative", "longer"])
+    left, right = figures.lines(table, KEYS, "proposer.depth").axes
+    drawn = {(line.get_color(), line.get_linestyle()) for line in left.lines}
+    assert drawn == {(colours[arm], dash) for arm in ("speculative", "longer") for dash in ("-", "--")}
+    assert len(right.get_legend().get_texts()) == 4
+
+
+def test_a_forest_has_the_colours_of_the_arms():
     table = swept()
     table.loc[0, "arm"] = "slow"
-    table.loc[0, ["speedup", "speedup_low"]] = 0.1  # the slowest row is of the first arm
-    frame, colours = frames.over_sweep(table, KEYS), figures.colours(frames.compared_arms(table))
-    assert list(colours)[:2] == ["slow", "speculative"]
+    table.loc[0, ["speedup", "speedup_low"]] = 0.1
+    frame, colours = sweeps.over_sweep(table, KEYS), figures.colours(["slow", "speculative"])
     drawn = figures.forest(table, KEYS).axes[0].containers
     assert [one.lines[0].get_color() for one in drawn] == [colours[arm] for arm in frame["arm"]]
-    scale = charts.forest(frame, colours).to_dict()["layer"][1]["encoding"]["color"]["scale"]
-    assert dict(zip(scale["domain"], scale["range"], strict=True)).items() <= colours.items()
 
 
 def test_a_forest_of_many_runs_draws_the_fastest(tmp_path):
@@ -189,4 +217,4 @@ def test_a_forest_of_many_runs_draws_the_fastest(tmp_path):
     table["speedup"] = table["speedup_low"] = table["speedup_high"] = table.index.to_numpy() / 100
     axes = figures.forest(table, KEYS).axes[0]
     assert axes.get_title(loc="left") == "Speed-ups: the 40 fastest of 600"
-    assert len(axes.get_yticks()) == figures.MOST_RUNS
+    assert len(axes.get_yticks()) == figures.MAX_ROWS

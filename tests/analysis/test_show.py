@@ -1,8 +1,7 @@
-"""The table at a run's end: what stands in it, and that it fits a terminal."""
+"""The tables at a run's end: their columns and figures, and that they fit a terminal."""
 
 import copy
 import json
-import re
 from io import StringIO
 
 import pytest
@@ -12,6 +11,9 @@ from spec_lab.analysis import show
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
 
+COLUMNS = ["tokens/s", "speed-up [95 %]", "tau", "acceptance rate", "TTFT ms", "TPOT ms"]
+MORE_COLUMNS = ["untruncated tau", "expected tau", "nodes per step", "overhead", "repeated 8-grams"]
+
 
 @pytest.fixture(scope="module")
 def summary(tmp_path_factory):
@@ -20,78 +22,115 @@ def summary(tmp_path_factory):
     return json.loads((out / "summary.json").read_text())
 
 
-def shown(summary: dict) -> str:
-    console = Console(file=StringIO(), width=80)
-    show.show(summary, console)
+def shown(summary: dict, width: int = 80, verbose: bool = False) -> str:
+    console = Console(file=StringIO(), width=width)
+    show.show(summary, console, verbose)
     return console.file.getvalue()
 
 
-def row(summary: dict, arm: str) -> list[str]:
-    """The arm's first row without its speed-up, whose interval holds spaces."""
-    line = next(line for line in shown(summary).splitlines() if line.strip().startswith(f"{arm} "))
-    return re.sub(r"\[.*?\]", "", line).split()
+def words(text: str) -> str:
+    return " ".join(text.split())
 
 
-def test_tau_before_cuts_stands_beside_the_expected_one(summary):
-    arm = summary["arms"]["longer"]
-    arm |= {"tau_pooled": 1.25, "tau_pooled_raw": 1.5, "expected_tau": 1.52}
-    assert re.search(r"tau +uncut +E tau", shown(summary))
-    assert row(summary, "longer")[3:6] == ["1.25", "1.50", "1.52"]
+def row(summary: dict, arm: str, width: int = 80) -> str:
+    return next(line for line in shown(summary, width).splitlines() if line.strip().startswith(f"{arm} "))
 
 
-def test_one_sentence_tells_the_prefill_and_the_speed_up_with_it(summary):
-    with_prefill = {"mean": 1.5, "low": 1.25, "high": 1.75}
-    told = shown(summary | {"prefill_seconds": 0.5, "speedup_with_prefill": with_prefill})
-    assert "The prefill took 0.50 s; counted in, the speed-up is 1.50 [1.25, 1.75]." in told
-    nothing = {"mean": None, "low": None, "high": None}
-    assert "The prefill took 0.50 s.\n" in shown(summary | {"prefill_seconds": 0.5, "speedup_with_prefill": nothing})
+def test_an_arm_has_its_figures_under_their_standard_names(summary):
+    summary = copy.deepcopy(summary)
+    summary["arms"]["longer"] |= {
+        "tokens_per_second": 123.45, "speedup": {"mean": 1.5, "low": 1.25, "high": 1.75}, "tau_pooled": 2.25,
+        "draft_token_rate": 0.456, "time_to_first_token": 0.0123, "time_per_output_token": 0.00456,
+        "tau_pooled_raw": 2.5, "expected_tau": 2.52, "nodes_per_step": 5.0, "overhead": 0.125,
+        "repeated_8gram_share": 0.25,
+    }  # fmt: skip
+    plain = "123.5 1.50 [1.25, 1.75] 2.25 45.6% 12.3 4.56"
+    assert words(row(summary, "longer")) == f"longer {plain}"
+    assert words(row(summary, "longer", 200)) == f"longer {plain} 2.50 2.52 5.0 12.5% 25.0%"
+    head = next(line for line in shown(summary, 200).splitlines() if "tokens/s" in line)
+    assert words(head) == " ".join(["arm", *COLUMNS, *MORE_COLUMNS])
 
 
-def test_groups_are_named_as_left_out_only_where_some_are(summary):
-    assert "left out of speeds" not in shown(summary)
-    assert "In 1 of 3 groups a request broke" in shown(summary | {"broken_groups": 1})
+def test_verbose_adds_columns_and_a_wide_terminal_too(summary):
+    assert "untruncated" not in shown(summary) and "conditional" not in shown(summary)
+    for text in (shown(summary, verbose=True), shown(summary, show.WIDE)):
+        assert "untruncated" in text and "conditional" in text
 
 
-def test_a_run_of_peers_alone_names_no_proposer(summary):
-    assert shown(summary | {"proposer": None, "verifier": None}).startswith("toy, temperature 0")
-
-
-def test_the_table_fits_a_terminal_of_80_columns(summary):
-    for line in shown(summary).splitlines():
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_tables_fit_a_terminal_of_80_columns(summary, verbose):
+    for line in shown(summary, verbose=verbose).splitlines():
         assert len(line.rstrip()) <= 80 and "…" not in line
 
 
-def test_ratios_to_peers_fit_a_terminal(summary):
-    ratio = {"mean": 1.234, "low": 1.101, "high": 1.361}
+def test_deep_drafts_are_cut_to_the_width_of_the_terminal(summary):
+    summary = copy.deepcopy(summary)
+    summary["arms"]["longer"] |= {"survival": [0.5] * 64, "conditional": [0.5] * 64}
+    assert all(len(line.rstrip()) <= 80 for line in shown(summary).splitlines())
+
+
+def test_a_summary_without_latencies_is_shown(summary):
+    old = copy.deepcopy(summary)
+    for arm in old["arms"].values():
+        del arm["time_to_first_token"], arm["time_per_output_token"]
+    assert "longer" in shown(old)
+
+
+def test_the_speed_up_with_the_prefill_is_shown_where_there_is_one(summary):
+    with_prefill = {"mean": 1.5, "low": 1.25, "high": 1.75}
+    text = shown(summary | {"prefill_seconds": 0.5, "speedup_with_prefill": with_prefill})
+    assert "0.50 s" in text and "1.50 [1.25, 1.75]" in text
+    nothing = {"mean": None, "low": None, "high": None}
+    assert "0.50 s.\n" in shown(summary | {"prefill_seconds": 0.5, "speedup_with_prefill": nothing})
+
+
+def test_broken_groups_are_counted_only_where_there_are_some(summary):
+    assert "broke" not in shown(summary)
+    assert "1 of 3 groups" in shown(summary | {"broken_groups": 1})
+
+
+def test_a_run_of_peers_alone_names_no_proposer(summary):
+    assert shown(summary | {"proposer": None, "verifier": None}).startswith("toy: temperature 0")
+
+
+def test_speed_ups_over_peers_fit_a_terminal(summary):
+    speedup = {"mean": 1.234, "low": 1.101, "high": 1.361}
     peers = ("assisted", "bare", "generate", "lookup")
-    compared = {peer: dict.fromkeys(("speculative", "baseline"), ratio) for peer in peers}
-    console = Console(file=StringIO(), width=100)
-    show.show(summary | {"against": compared}, console)
-    lines = console.file.getvalue().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("Times the tokens/s of"))
-    head, first = next(line for line in lines[start:] if "bare" in line), lines[start + 4]
+    compared = {peer: dict.fromkeys(("longer", "baseline"), speedup) for peer in peers}
+    lines = shown(summary | {"against": compared}, 100).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("Speed-up over peers"))
+    head = next(line for line in lines[start:] if "bare" in line)
     assert head.split() == ["arm", *peers]
-    assert first.split() == ["speculative", *["1.23", "[1.10,", "1.36]"] * 4]
-    assert max(map(len, (line.rstrip() for line in lines[start : start + 6]))) <= 100
-    assert "Times the tokens/s of" not in shown(summary)
+    assert lines[start + 4].split() == ["longer", *["1.23", "[1.10,", "1.36]"] * 4]
+    assert "peers" not in shown(summary)
 
 
-def test_a_short_last_group_is_named_as_left_out_of_the_speed_ups(summary):
-    said = "The last group has fewer prompts than the others"
-    assert summary["short_groups"] == 1 and said in shown(summary)
-    assert said not in shown(summary | {"short_groups": 0})
+def test_a_short_last_group_is_reported(summary):
+    assert summary["short_groups"] == 1 and "The last group has fewer prompts" in words(shown(summary))
+    assert "The last group" not in shown(summary | {"short_groups": 0})
 
 
-def test_at_temperature_0_every_arm_whose_outputs_differ_is_named(summary):
-    assert "All outputs are identical to the baseline's." in shown(summary)
+def test_at_temperature_0_every_arm_with_other_outputs_than_the_baseline_is_named(summary):
+    assert "identical" in shown(summary)
     summary = copy.deepcopy(summary)
     summary["arms"]["longer"]["identical_outputs"] = 0.985
-    told = shown(summary)
-    assert "identical to the baseline's: longer 98.5% of the prompts; every other arm 100 %." in " ".join(told.split())
-    summary["arms"]["speculative"]["identical_outputs"] = 0.5
-    told = " ".join(shown(summary).split())
-    assert "identical to the baseline's: speculative 50.0%, longer 98.5% of the prompts." in told
-    assert "identical to" not in shown(summary | {"temperature": 1.0})
+    assert "longer 98.5%" in words(shown(summary))
+    main = next(iter(summary["arms"]))
+    summary["arms"][main]["identical_outputs"] = 0.5
+    assert f"{main} 50.0%, longer 98.5%" in words(shown(summary))
+    assert "identical" not in shown(summary | {"temperature": 1.0})
+
+
+def test_arms_are_reported_as_lossless_lossy_failed_or_not_certified(summary):
+    summary = copy.deepcopy(summary)
+    assert "Lossless, certified by enumeration" in words(shown(summary))
+    arm = summary["arms"]["longer"]
+    arm |= {"certified": None, "certificate": {"missing": ["too deep"]}}
+    assert "not certified: longer" in words(shown(summary)) and "too deep" in shown(summary)
+    arm |= {"certificate": {"failure": "TV 0.5", "missing": []}}
+    assert "NOT lossless: longer" in words(shown(summary)) and "TV 0.5" in shown(summary)
+    arm |= {"lossless": False, "verifier": "relaxed"}
+    assert "lossy: longer; verifier 'relaxed'" in words(shown(summary))
 
 
 @pytest.mark.parametrize(("steady", "now", "busy"), [(False, True, True), (True, True, False), (False, False, True)])
@@ -100,6 +139,12 @@ def test_the_line_of_a_tree_says_whether_it_was_calibrated_on_a_busy_machine(ste
         "tree": "0 0.0", "nodes": 2, "expected_tokens": 1.5, "costs": "measured",
         "costs_measured": "2026-01-02T12:00:00+00:00", "costs_steady": steady,
     }  # fmt: skip
-    (line,) = show.chosen_trees({"speculative": facts if now else {}}, {"speculative": facts})
+    (line,) = show.chosen_trees({"medusa": facts if now else {}}, {"medusa": facts})
     assert ("busy machine" in line) is busy
     assert "proposer.tree='0 0.0'" in line
+
+
+def test_the_trees_of_further_arms_are_options_of_their_own():
+    facts = {"tree": "0", "nodes": 1, "expected_tokens": 1.5, "costs": "cached", "costs_measured": "now"}
+    lines = show.chosen_trees({"a": facts, "b": facts}, {"a": facts, "b": facts})
+    assert [line.partition("with ")[2] for line in lines] == ["proposer.tree='0'", "arms.b.tree='0'"]

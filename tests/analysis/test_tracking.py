@@ -15,7 +15,7 @@ import wandb
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.tracking import Files, Wandb, board, track, track_all, view
+from spec_lab.analysis.tracking import Files, Wandb, client, series, track, track_all
 from spec_lab.results import sweep
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.benchmark import run
@@ -116,7 +116,7 @@ def test_a_series_has_an_axis_of_its_own(tracked, seen):
     axes = {one["name"]: one.get("step_metric") for one in seen["metric"]}
     logged = {name for one in history(seen) for name in one if name.startswith(("speculative/", "baseline/"))}
     assert {axes[name] for name in logged} == {"group", "step", "round"}
-    assert all(axes[name] == axis for name, axis in view.keys(["speculative", "baseline"]).items())
+    assert all(axes[name] == axis for name, axis in series.keys(["speculative", "baseline"]).items())
     steps = [one for one in history(seen) if "speculative/tau" in one]
     assert [one["step"] for one in steps] == list(range(len(steps)))
 
@@ -148,8 +148,8 @@ def test_a_view_says_what_the_run_was(tracked, seen):
 
 def test_the_runs_of_a_sweep_stand_together(tmp_path):
     sweep.plan(tmp_path / "heads", [["seed=1"]])
-    assert view.group(tmp_path / "heads" / "seed=1", {"config": {"name": "toy"}}) == "heads"
-    assert view.group(tmp_path / "seed=1", {"config": {"name": "toy"}}) == "toy"
+    assert series.group(tmp_path / "heads" / "seed=1", {"config": {"name": "toy"}}) == "heads"
+    assert series.group(tmp_path / "seed=1", {"config": {"name": "toy"}}) == "toy"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_runs_of_a_sweep_stand_together(tmp_path):
     ],
 )
 def test_tags_name_the_parts_that_are_known(parts, expected):
-    assert view.tags(parts) == expected
+    assert series.tags(parts) == expected
 
 
 def test_long_series_are_averaged_in_bins_and_the_view_says_so():
@@ -175,21 +175,21 @@ def test_long_series_are_averaged_in_bins_and_the_view_says_so():
     requests = pd.DataFrame({"arm": ["speculative"], "group": 0, "request": 0, "finish": "length"})
     requests = requests.assign(decode_tokens=45, decode_seconds=0.0, prefill_tokens=0, prefill_seconds=0.0)
     tables = Tables(tables.rounds, steps.sample(frac=1, random_state=0), requests)
-    points = [one for one in view.series(tables, points=5) if "step" in one]
+    points = [one for one in series.points(tables, max_points=5) if "step" in one]
     assert [one["step"] for one in points] == [0, 2, 4, 6, 8]
     assert column(points, "speculative/emitted") == [0.5, 2.5, 4.5, 6.5, 8.5]
     assert column(points, "speculative/tau") == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert column(points, "speculative/expected") == [0.5] * 4  # no figure of what is not known
-    assert view.averaged(tables, points=5) == {"speculative/step": 2.0}
-    assert [len(list(view.series(tables, points=most))) for most in (3, 10, 2000)] == [3, 10, 10]
+    assert series.rows_per_point(tables, max_points=5) == {"speculative/step": 2.0}
+    assert [len(list(series.points(tables, max_points=most))) for most in (3, 10, 2000)] == [3, 10, 10]
 
 
 def test_the_table_of_requests_is_bounded(tracked):
     tables = metrics.load(tracked)
-    few = view.requests(tables, rows=5, letters=4)
+    few = series.requests(tables, max_rows=5, max_letters=4)
     assert few["request"].tolist() == [0, 0, 1, 1]  # whole prompts
     assert few["prompt"].iloc[0] == "… sat" and len(few["text"].iloc[0]) == 5 and few["text"].iloc[0].endswith("…")
-    assert view.requests(Tables(tables.rounds, tables.steps, tables.requests.iloc[:0])).empty
+    assert series.requests(Tables(tables.rounds, tables.steps, tables.requests.iloc[:0])).empty
 
 
 # Replayed ----------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_what_cannot_be_tracked_is_refused_by_name(tracked, tmp_path, monkeypatc
     with pytest.raises(ValueError, match="nowhere does not exist"):
         track(tmp_path / "nowhere", mode="offline")
     out = killed(tracked, tmp_path / "run", groups=1)
-    with pytest.raises(ValueError, match="mode must be one of auto, online, offline, disabled, not 'on'"):
+    with pytest.raises(ValueError, match="mode must be one of auto, online, offline, disabled .*'on'"):
         track(out, mode="on")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(ValueError, match="disabled"):
@@ -306,18 +306,18 @@ class Broken:
 
 def test_while_a_run_goes_on_only_its_groups_are_logged(tmp_path, monkeypatch):
     fake = Broken()
-    monkeypatch.setattr(board, "begin", lambda *_: fake)
+    monkeypatch.setattr(client, "begin", lambda *_: fake)
     tracker, before = Wandb(mode="offline"), []
-    monkeypatch.setattr(board, "replay", lambda *_: before.extend(fake.calls))
-    monkeypatch.setattr(board, "end", lambda *_: "")
+    monkeypatch.setattr(client, "replay", lambda *_: before.extend(fake.calls))
+    monkeypatch.setattr(client, "end", lambda *_: "")
     assert run(lab(tracker=tracker), settings(tmp_path), CONFIG) == 0
     assert [one["group"] for one in before] == [0, 1, 2]
-    assert all(one.keys() == {"group", *view.group_figures(metrics.load(tmp_path).requests)} for one in before)
+    assert all(one.keys() == {"group", *series.group_figures(metrics.load(tmp_path).requests)} for one in before)
 
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_run_outlives_weights_and_biases_and_says_so(tmp_path, monkeypatch, capsys, at):
-    monkeypatch.setattr(board, "begin", lambda *_: Broken(at))
+    monkeypatch.setattr(client, "begin", lambda *_: Broken(at))
     assert run(lab(tracker=Wandb(mode="offline")), settings(tmp_path), CONFIG) == 0
     said = capsys.readouterr().err
     assert said.count("Weights & Biases failed") == 1 and f"spec-lab track {tmp_path}" in said
@@ -340,22 +340,22 @@ def test_auto_is_online_only_with_a_login(tmp_path, monkeypatch):
     for name, value in (("HOME", tmp_path), ("NETRC", tmp_path / "none"), ("WANDB_CONFIG_DIR", tmp_path)):
         monkeypatch.setenv(name, str(value))
     wandb.teardown()  # it reads the environment once
-    assert board.resolved("auto") == "offline"
+    assert client.resolved_mode("auto") == "offline"
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     wandb.teardown()
-    assert board.resolved("auto") == "online"
+    assert client.resolved_mode("auto") == "online"
     monkeypatch.undo()
     wandb.teardown()
 
 
 def test_the_environment_decides_for_auto_only(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert board.resolved("auto") == "disabled"
-    assert board.resolved("online") == "online"
+    assert client.resolved_mode("auto") == "disabled"
+    assert client.resolved_mode("online") == "online"
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"tracker\.mode must be one of auto, online, offline, disabled, not 'on'"):
+    with pytest.raises(ValueError, match=r"tracker\.mode must be one of auto, online, offline, disabled"):
         Wandb(mode="on")
 
 
@@ -375,7 +375,7 @@ def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
     pytest.importorskip("wandb_workspaces")
     from spec_lab.analysis.tracking.dashboard import dashboard
 
-    made = dashboard("project", "entity")
+    made = dashboard("project", "entity", metrics.arms(metrics.load(tracked)))
     spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]["section"]
     sections = {one["name"]: one["panels"] for one in spec["panelBankConfig"]["sections"]}
     assert list(sections) == ["speed", "acceptance", "time", "texts"]
@@ -398,7 +398,7 @@ def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
 def test_the_dashboard_is_refused_by_name(monkeypatch):
     from spec_lab.analysis.tracking import dashboard
 
-    monkeypatch.setattr(board, "resolved", lambda *_: "offline")
+    monkeypatch.setattr(client, "resolved_mode", lambda *_: "offline")
     if pytest.importorskip("wandb_workspaces"):
         with pytest.raises(OSError, match="log in with wandb login"):
             dashboard.save("project", "entity")

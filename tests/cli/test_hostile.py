@@ -12,7 +12,7 @@ from rich.console import Console
 
 from spec_lab.analysis.tracking import track
 from spec_lab.cli.commands import command
-from spec_lab.results import sweep, writer
+from spec_lab.results import sweep
 from spec_lab.results.writer import Recorder, load
 from spec_lab.tasks.benchmark import run
 from tests.labs import TEXTS, lab, settings
@@ -192,7 +192,7 @@ def test_control_characters_reach_no_terminal(given, call):
 
 def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
-    write = writer.pq.write_table
+    write = pq.write_table
 
     def full(table, stream):
         if full.left == 0:
@@ -203,7 +203,7 @@ def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeyp
 
     full.left = 4  # the first group's three tables, and one of the second's
     with monkeypatch.context() as patch:
-        patch.setattr("spec_lab.results.writer.pq.write_table", full)
+        patch.setattr("spec_lab.results.parts.pq.write_table", full)
         with pytest.raises(OSError, match=r"free some space, then run the same command again.*steps-000001\.parquet"):
             run(lab(TEXTS[:2]), settings(tmp_path, batch_size=1), {"name": "toy"})
     assert Recorder(tmp_path).finished() == {0}

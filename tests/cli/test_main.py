@@ -1,5 +1,6 @@
 """The command line: every config composes and fits what it names, and every refusal is one line that helps."""
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
+from spec_lab.cli.commands import COMMANDS
 from spec_lab.cli.main import conf, known, vars_of, zoo
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import QUICK, prove
@@ -40,6 +42,8 @@ STUDIES = [
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "stream"])
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the entry passes by call."""
+LAB = {"lab", "settings", "config"}
+"""Those of a task."""
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +66,13 @@ def options() -> list[Path]:
 def test_every_option_fits_the_arguments_of_what_it_names(file):
     config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     signature = inspect.signature(get_object(config.pop("_target_")))
-    live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}}.get(file.parent.name, ())
+    live = {"proposer": GIVEN & set(signature.parameters), "constraint": {"vocabulary"}, "task": LAB}.get(
+        file.parent.name, ()
+    )
     if file.parent.name == "constraint":
         config = {key: value for key, value in config.items() if key not in vars_of(AppliedConstraint)}
         assert all(not value for value in config.values() if isinstance(value, dict | list)), "filled by the user"
-    else:
+    elif file.parent.name != "task":
         assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
     signature.bind(**config, **dict.fromkeys(live))
 
@@ -148,7 +154,13 @@ def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch
     assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
 
 
-@pytest.mark.parametrize("name", RUNS)
+ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
+"""Experiments whose one proposer ``proposers`` runs as well."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in ALONE else []) for name in RUNS]
+)
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
@@ -259,6 +271,11 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
         ),
         (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
         (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
+        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' supports drafts drawn gumbel; "),
+        (
+            ["target.path=/nowhere", "proposer=draft_chain", "+proposer@arms.tree=draft_tree", "verifier=kseq"],
+            "arms.tree: verifier 'kseq' supports drafts drawn iid; ",
+        ),
     ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
@@ -330,10 +347,37 @@ def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, opti
     assert "Traceback" not in errors
 
 
+def test_version_is_that_of_the_package(cli):
+    assert cli("--version") == (0, f"spec_lab {importlib.metadata.version('spec-lab')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "hydras"),
+    [
+        ("spec-lab ", ["state", "collect", "compare", "report", "track", "dashboard"], ["proposer=", "seed="]),
+        ("spec-lab co", ["collect", "compare"], []), ("spec-lab prop", [], ["proposer="]),
+        ("spec-lab proposer=ng", [], ["proposer=ngram"]), ("spec-lab seed=1 st", [], []),
+        ("spec-lab compare ", ["one/", "two/"], []), ("spec-lab compare one/ t", ["two/"], []),
+        ("spec-lab compare one/de", ["one/deep/"], []), ("spec-lab compare --l", ["--level"], []),
+    ],
+)  # fmt: skip
+def test_the_shell_completes_sub_commands_their_options_and_directories(
+    cli, tmp_path, monkeypatch, line, found, hydras
+):
+    for folder in ("one/deep", "two", ".hidden"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setenv("COMP_LINE", line)
+    code, said, _ = cli("-sc", "query=bash")
+    assert code == 0
+    ours = [one for one in said.split() if one in COMMANDS or one.startswith("-") or one.endswith("/")]
+    assert ours == found and {*hydras} <= {*said.split()}
+
+
 @pytest.mark.parametrize(("option", "new"), [
     ("out=here", "output_dir"), ("beside.mine.depth=2", "arms.mine.depth"), ("~beside", "arms"),
     ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
-    ("heal=true", "token_healing"), ("constraint.beside=true", "constraint.async_masks"),
+    ("heal=true", "token_healing"), ("constraint.beside=true", "constraint.async_masks"), ("prompt=x", "task.prompt"),
+    ("objective=tau", "hydra.sweeper.objective"),
 ])  # fmt: skip
 def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, option, new):
     for many in ([], ["--multirun"]):
@@ -396,7 +440,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("output_dir=/dev/null", "cannot write to output_dir=/dev/null: /dev/null is not a directory"),
         ("output_dir=null", "output_dir must name a directory"),
         ("output_dir=", "output_dir must name a directory, not ''"),
-        ("~out", "output_dir must name a directory"),
+        ("~output_dir", "output_dir must name a directory"),
         ("output_dir=/proc/foo", "cannot write to output_dir=/proc/foo: /proc "),
         ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
         (

@@ -56,7 +56,7 @@ def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
     "sampler", ["{_target_: a.b}", "{_target_: builtins.dict}", "{_target_: optuna.samplers.TPESampler, seed: x}"]
 )
 def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
-    search = ["hydra/sweeper=search", "objective=tau_pooled", f"hydra.sweeper.sampler={sampler}"]
+    search = ["hydra/sweeper=search", "hydra.sweeper.objective=tau_pooled", f"hydra.sweeper.sampler={sampler}"]
     code, printed, _ = sweep_of("seed=range(0,3)", *search)
     assert code == 1
     assert "hydra.sweeper.sampler" in printed and "Traceback" not in printed

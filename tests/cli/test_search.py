@@ -12,19 +12,19 @@ import pandas as pd
 import pytest
 import yaml
 from filelock import FileLock
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from spec_lab.cli.main import zoo
-from spec_lab.cli.search import Runs, figures, result
+from spec_lab.cli.search import _distribution, figures, launch, result
 from spec_lab.results import sweep
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
 
 WHY = "NO SEARCH IS TESTED: pip install 'spec-lab[search]'"
-optuna = pytest.importorskip("optuna", reason=WHY)
-pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason=WHY)
+optuna = pytest.importorskip("optuna", minversion="4", reason=WHY)
 from optuna.trial import TrialState  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ SPACE = ["proposer.depth=int(interval(1,40))", "proposer.max_ngram=int(interval(
 def tiny(tmp_path_factory):
     """Overrides of a search among runs on a tiny checkpoint, without what is searched."""
     short = checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
-    return ["--multirun", "hydra/sweeper=search", "objective=tokens_per_second", *short]
+    return ["--multirun", "hydra/sweeper=search", "hydra.sweeper.objective=tokens_per_second", *short]
 
 
 @pytest.fixture
@@ -73,7 +73,8 @@ def decoded(monkeypatch):
 
 
 def trials(folder: Path, objective: str = "tokens_per_second") -> list:
-    return optuna.load_study(study_name=objective, storage=f"sqlite:///{folder / 'study.db'}").trials
+    journal = optuna.storages.journal.JournalFileBackend(str(folder / "study.jsonl"))
+    return optuna.load_study(study_name=objective, storage=optuna.storages.JournalStorage(journal)).trials
 
 
 def complete(folder: Path) -> list:
@@ -82,7 +83,9 @@ def complete(folder: Path) -> list:
 
 def folder_of(trial, folder: Path) -> Path:
     """Where the trial's run is."""
-    return folder / sweep.folder_name(f"{name}={value}" for name, value in (trial.params | trial.user_attrs).items())
+    return folder / sweep.folder_name(
+        [*(f"{name}={value}" for name, value in trial.params.items()), *trial.user_attrs["given"]]
+    )
 
 
 def files(folder: Path) -> dict[Path, int]:
@@ -187,7 +190,7 @@ def test_a_value_that_was_not_told_before_a_kill_is_read_from_the_run(cli, tiny,
     assert decoded[: len(ran)] == ran and len(decoded) <= len(ran) + 1
     assert len(complete(tmp_path / "swept")) == 3
     untold = trials(tmp_path / "swept")[1]
-    (again,) = [one for one in trials(tmp_path / "swept") if one.system_attrs.get("again") == untold.number]
+    (again,) = [one for one in trials(tmp_path / "swept") if one.user_attrs.get("retries") == untold.number]
     assert again.params == untold.params and again.value > 0
 
 
@@ -240,7 +243,7 @@ def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=3", "max_new_tokens=12", "hydra.sweeper.n_trials=4"]
     assert cli(*some)[0] == 0
     assert sorted(decoded) == [1] * 3 + [2] * 3, "the same parameters are the same run"
-    code, said, errors = cli(*some, "objective=intervals.tau_pooled.low")
+    code, said, errors = cli(*some, "hydra.sweeper.objective=intervals.tau_pooled.low")
     assert code == 0, errors
     assert len(decoded) == 6 and "best intervals.tau_pooled.low of 4 trials" in said
     for one in trials(tmp_path / "swept", "intervals.tau_pooled.low"):
@@ -266,31 +269,35 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         for part in name.split("."):
             found = found[part]
         assert found is None or isinstance(found, int | float), name
-        assert result(OmegaConf.create({"objective": name}), run.folder) == found
+        assert result(name, run.folder) == found
     for name in ("nothing", "speedup", "speedup.middle", "tokens_per_second.low", "expected_kind"):
         assert name not in names
-        assert result(OmegaConf.create({"objective": name}), run.folder) is None
+        assert result(name, run.folder) is None
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
-        (["objective=speedup"], "there is no figure speedup; there are speedup."),
-        (["objective=null"], "there is no figure None; there are "),
-        (["objective=speedup.mean"], "objective=speedup.mean compares with the baseline: set baseline=true"),
-        (["objective=speedup.low", "baseline=true", "proposer=none"], "compares with the baseline: choose a proposer"),
+        (["hydra.sweeper.objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
+        (["hydra.sweeper.objective=speedup"], "there is no figure speedup; there are speedup."),
+        (["hydra.sweeper.objective=null"], "hydra.sweeper.objective: there is no figure None; there are "),
+        (
+            ["hydra.sweeper.objective=speedup.mean"],
+            "hydra.sweeper.objective=speedup.mean compares with the baseline: set baseline=true",
+        ),
+        (
+            ["hydra.sweeper.objective=speedup.low", "baseline=true", "proposer=none"],
+            "compares with the baseline: choose a proposer",
+        ),
         (["hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 0"),
         (["hydra.sweeper.n_trials=none"], "hydra.sweeper.n_trials must be a whole number of 1 or more, not 'none'"),
         (["hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be a whole number of 1 or more, not 0"),
-        (["hydra.sweeper.storage=null"], "hydra.sweeper.storage must be a URL, such as sqlite:///study.db, not None"),
         (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name must be a text that is not empty, not None"),
         (["hydra.sweeper.sampler=3"], "hydra.sweeper.sampler must be a mapping with _target_, not 3"),
         (["hydra.sweeper.direction=up"], "hydra.sweeper.direction must be one of maximize, minimize, not 'up'"),
         (["proposer.depth=3"], "a search needs an option with a range or with choices, such as "),
-        (["proposer.depth=glob(*)"], "a search takes ranges and choices of numbers and texts: "),
+        (["proposer.depth=glob(*)"], "a search takes ranges and choices: proposer.depth=glob(*): "),
         (["retry=true,false"], "retry cannot be searched: another value of it makes no other run"),
-        (["objective=tau_pooled,tau_macro"], "objective cannot be searched: another value of it makes no other run"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(cli, tiny, tmp_path, given, said):
@@ -303,12 +310,9 @@ def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(
     assert not (tmp_path / "swept").exists()
 
 
-@pytest.mark.parametrize(
-    "module", ["optuna", "sqlalchemy.exc", "hydra_plugins.hydra_optuna_sweeper._impl"]
-)  # fmt: skip
-def test_without_the_extra_it_is_named(cli, tiny, tmp_path, monkeypatch, module):
+def test_without_the_extra_it_is_named(cli, tiny, tmp_path, monkeypatch):
     (tmp_path / "swept").mkdir()
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
     code, _, errors = cli(*tiny, *SPACE)
     assert code == 1
     (line,) = errors.splitlines()
@@ -340,38 +344,77 @@ def test_a_search_belongs_to_one_process(cli, tiny, tmp_path):
     with FileLock(tmp_path / "swept" / ".search.lock"):
         code, _, errors = cli(*tiny, *SPACE, "hydra.sweeper.n_trials=1")
     assert code == 1
-    assert errors == "spec_lab: another process is at the search in swept\n"
+    assert errors.startswith("spec_lab: the search in swept is locked by another process")
     assert cli(*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=1")[0] == 0
 
 
-def test_a_storage_that_is_none_is_named(cli, tiny, tmp_path):
+@pytest.mark.parametrize(
+    "text", ["no journal " * 100, '{"op_code":0}\n{"op_code"\n{"op_code":0}\n', '{"op_code":99}\n']
+)
+def test_a_damaged_journal_is_named_and_left_as_it_is(cli, tiny, tmp_path, text):
     (tmp_path / "swept").mkdir()
-    (tmp_path / "swept" / "study.db").write_text("no database " * 100)
+    (tmp_path / "swept" / "study.jsonl").write_text(text)
     code, _, errors = cli(*tiny, *SPACE)
     (line,) = errors.splitlines()
     assert code == 1
-    assert line.startswith("spec_lab: hydra.sweeper.storage: sqlite:///swept/study.db cannot be used: ")
+    assert line.startswith("spec_lab: swept/study.jsonl is no journal of Optuna ")
+    assert (tmp_path / "swept" / "study.jsonl").read_text() == text
 
 
-def test_trials_that_ask_for_one_run_at_once_share_it_and_its_value_is_read_where_a_launcher_returns_none(tmp_path):
+def test_an_unfinished_line_at_the_end_of_the_journal_is_dropped(cli, tiny, tmp_path, decoded):
+    few = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=2"]
+    assert cli(*few)[0] == 0
+    file, ran = tmp_path / "swept" / "study.jsonl", len(decoded)
+    lines = file.read_bytes()
+    for ending in (b'{"op_code":', b"{"):
+        file.write_bytes(lines + ending)
+        assert cli(*few)[0] == 0
+        assert file.read_bytes() == lines and len(decoded) == ran
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high", "options"),
+    [
+        ("int(interval(1,40))", 1, 40, {"log": False}), ("tag(log,int(interval(1,64)))", 1, 64, {"log": True}),
+        ("interval(0.5,2)", 0.5, 2.0, {"log": False}), ("range(1,9)", 1, 8, {"step": 1}),
+        ("range(1,9,3)", 1, 7, {"step": 3}), ("range(9,1,-4)", 5, 9, {"step": 4}),
+    ],
+)  # fmt: skip
+def test_intervals_hold_their_ends_and_ranges_end_before_theirs_as_in_a_sweep(given, low, high, options):
+    one = _distribution(OverridesParser.create().parse_override(f"x={given}"))
+    assert (one.low, one.high) == (low, high) and options.items() <= vars(one).items()
+
+
+def test_choices_are_written_as_in_a_sweep():
+    override = OverridesParser.create().parse_override("x=1,2.5,true,null,a b,[1,2],'c,d'")
+    choices = _distribution(override).choices
+    assert [f"x={one}" for one in choices] == [f"x={one}" for one in override.sweep_string_iterator()]
+
+
+def test_a_sampler_that_has_tried_everything_ends_the_search(cli, tiny, tmp_path):
+    sampler = "hydra.sweeper.sampler._target_=optuna.samplers.BruteForceSampler"
+    code, _, errors = cli(*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=9", sampler)
+    assert code == 0, errors
+    assert {one.params["proposer.depth"] for one in complete(tmp_path / "swept")} == {1, 2}
+    assert len(complete(tmp_path / "swept")) == 2
+
+
+def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files_unless_it_failed(tmp_path):
     asked = []
 
-    def launch(job_overrides, initial_job_idx):
+    def carry_out(job_overrides, initial_job_idx):
         asked.append((list(job_overrides), initial_job_idx))
-        ways = {"seed=1": (JobStatus.COMPLETED, 3.5), "seed=4": (JobStatus.FAILED, ValueError("no"))}
-        found = [ways.get(one[0], (JobStatus.COMPLETED, None)) for one in job_overrides]
-        return [JobReturn(status=status, _return_value=value) for status, value in found]
+        return [JobReturn(status=JobStatus.FAILED if one is four else JobStatus.COMPLETED) for one in job_overrides]
 
     one, two, three, four = (((f"seed={seed}", "output_dir=x")) for seed in (1, 2, 3, 4))
-    config = OmegaConf.create({"objective": "tau_pooled", "hydra": {"sweep": {"dir": str(tmp_path)}}})
-    (tmp_path / "seed=2").mkdir()
-    (tmp_path / "seed=2" / "summary.json").write_text('{"tau_pooled": 2.5}')
-    sweep.end(tmp_path / "seed=2", two, "abc", 0, 1.0)
-    returned = Runs(SimpleNamespace(launch=launch), config).launch([one, two, one, three, one, four], initial_job_idx=7)
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}, "sweeper": {"objective": "tau_pooled"}}})
+    for run, value in ((one, 3.5), (two, 2.5), (four, 4.5)):
+        (tmp_path / run[0]).mkdir()
+        (tmp_path / run[0] / "summary.json").write_text(f'{{"tau_pooled": {value}}}')
+        sweep.end(tmp_path / run[0], run, "abc", 0, 1.0)
+    values = launch(SimpleNamespace(launch=carry_out), config, [one, two, one, three, one, four], 7)
     assert asked == [([one, two, three, four], 7)]
-    assert [given.return_value for given in returned[:5]] == [3.5, 2.5, 3.5, None, 3.5]
-    with pytest.raises(ValueError, match="no"):
-        returned[5].return_value  # noqa: B018
+    assert values == [3.5, 2.5, 3.5, None, 3.5, None]
     assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]
 
 

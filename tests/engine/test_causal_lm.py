@@ -37,38 +37,37 @@ class World:
 
     def __init__(self, lm, generator):
         self.lm, self.generator = lm, generator
-        self.tokens, self.paths = [], []
+        self.tokens, self.caches = [], []
 
     def add(self, length):
         self.tokens.append(self.generator.integers(0, VOCABULARY, length).tolist())
-        self.paths.append(self.lm.cells.open())
+        self.caches.append(self.lm.cells.open())
 
     def step(self, shapes, accept):
         """One forward below every sequence; tree b's path of child ranks ``accept[b]`` is accepted."""
         draft = random_draft(forest(tuple(shapes)), self.generator)
-        pending = [tokens[len(path) :] for tokens, path in zip(self.tokens, self.paths, strict=True)]
-        output = self.lm.forward(self.paths, pending, draft)
+        pending = [tokens[len(cache) :] for tokens, cache in zip(self.tokens, self.caches, strict=True)]
+        output = self.lm.forward(self.caches, pending, draft)
         assert_rows_match(self.lm.model, self.tokens, draft, output.logits)
-        for b, (path, slots) in enumerate(zip(self.paths, output.slots, strict=True)):
+        for b, sequence in enumerate(self.caches):
             row, kept = b, []
             for rank in accept[b]:
                 row = int(draft.shape.children[row][rank])
                 kept.append(int(draft.shape.places[row]))
                 self.tokens[b].append(int(draft.token[row - draft.shape.roots]))
-            self.lm.cells.keep(path, slots[kept])
-            self.lm.cells.drop(path, np.delete(slots, kept))
+            sequence.accept(kept)
             self.tokens[b].append(int(self.generator.integers(VOCABULARY)))
 
     def backtrack(self, b, length):
-        self.lm.cells.backtrack(self.paths[b], min(length - 1, len(self.paths[b])))
+        self.caches[b].truncate(min(length - 1, len(self.caches[b])))
         del self.tokens[b][length:]
 
     def fork(self, b):
-        self.paths.append(self.lm.cells.fork(self.paths[b]))
+        self.caches.append(self.caches[b].fork())
         self.tokens.append(list(self.tokens[b]))
 
     def close(self, b):
-        self.lm.cells.close(self.paths.pop(b))
+        self.caches.pop(b).close()
         self.tokens.pop(b)
 
 
@@ -102,7 +101,7 @@ def test_the_dense_mask_is_a_second_oracle(family):
     world.add(6)
     world.add(3)
     draft = random_draft(forest((TREE, chain(2))), world.generator)
-    output = world.lm.forward(world.paths, world.tokens, draft)
+    output = world.lm.forward(world.caches, world.tokens, draft)
     assert_rows_match(world.lm.model, world.tokens, draft, output.logits, within)
 
 
@@ -116,8 +115,8 @@ def test_spans_and_the_dense_mask_agree_on_holes_and_forks():
         world.fork(0)
         world.step([TREE, chain(2)], [(0, 0), ()])
         draft = random_draft(forest((TREE, TREE)), world.generator)
-        pending = [tokens[len(path) :] for tokens, path in zip(world.tokens, world.paths, strict=True)]
-        logits[attention] = world.lm.forward(world.paths, pending, draft).logits
+        pending = [tokens[len(cache) :] for tokens, cache in zip(world.tokens, world.caches, strict=True)]
+        logits[attention] = world.lm.forward(world.caches, pending, draft).logits
     torch.testing.assert_close(logits["spans"], logits["dense"], rtol=0, atol=1e-10)
 
 
@@ -149,38 +148,121 @@ def test_accepting_rejecting_forking_and_backtracking_move_no_key():
 def test_a_span_grows_beyond_its_reserve_without_changing_a_logit():
     lm = CausalLM(tiny_model())
     tokens = list(np.random.default_rng(0).integers(0, VOCABULARY, 250))
-    path = lm.cells.open(16)
-    lm.forward([path], [tokens[:240]], empty(1))
+    cache = lm.cells.open(16)
+    lm.forward([cache], [tokens[:240]], empty(1))
     capacity = lm.cells.capacity
     draft = random_draft(chain(20), np.random.default_rng(1))
-    output = lm.forward([path], [tokens[240:]], draft)
+    output = lm.forward([cache], [tokens[240:]], draft)
     assert lm.cells.capacity > capacity
     assert_rows_match(lm.model, [tokens], draft, output.logits)
 
 
 def test_a_span_at_its_limit_refuses_and_keeps_what_it_holds():
     lm = CausalLM(tiny_model(), limit=16)
-    path = lm.cells.open(16)
-    lm.forward([path], [list(range(14))], empty(1))
-    held = path.slots.copy()
+    cache = lm.cells.open(16)
+    lm.forward([cache], [list(range(14))], empty(1))
+    held = cache.slots.copy()
     with pytest.raises(SpanFull, match="limited to 16"):
-        lm.forward([path], [[3]], random_draft(chain(4), np.random.default_rng(0)))
-    assert (path.slots == held).all()
-    assert_rows_match(lm.model, [[*range(14), 5]], empty(1), lm.forward([path], [[5]], empty(1)).logits)
+        lm.forward([cache], [[3]], random_draft(chain(4), np.random.default_rng(0)))
+    assert (cache.slots == held).all()
+    assert_rows_match(lm.model, [[*range(14), 5]], empty(1), lm.forward([cache], [[5]], empty(1)).logits)
 
 
-def test_hidden_states_are_kept_in_their_cells_when_wanted():
-    model = tiny_model()
-    lm = CausalLM(model, chunk=4)
-    lm.keep_hidden(True)
-    path = lm.cells.open()
-    tokens = [5, 9, 2, 8, 1, 7]
-    lm.forward([path], [tokens], empty(1))
+def plain_hidden(model, tokens, layers):
+    """Hidden states ``[n, layers * H]`` by a plain forward; -1 is the state after the final norm."""
     with torch.inference_mode():
-        expected = model.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
-    torch.testing.assert_close(lm.cells.hidden[path.span, path.slots], expected, rtol=0, atol=1e-10)
-    lm.cells.backtrack(path, 3)
-    torch.testing.assert_close(lm.cells.last_hidden(path), expected[2], rtol=0, atol=1e-10)
+        states = model(input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], -1)
+
+
+LAYERS = pytest.mark.parametrize("layers", [(-1,), (2,), (0,), (1,), (2, 0), (0, 1, -1)], ids=str)
+
+
+@LAYERS
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
+    """Of pending tokens in chunks of 4, of nodes, and of sequences that only prefill; a step after it as well."""
+    model = tiny_model()
+    lm = CausalLM(model, attention, chunk=4)
+    lm.capture(layers)
+    tokens = [[5, 9, 2, 8, 1, 7], [3], [4, 4, 6, 2, 1, 9, 9, 2, 30]]
+    caches = [lm.open() for _ in tokens]
+    for more in ([], [11]):
+        pending = [all_[len(cache) :] + more for all_, cache in zip(tokens, caches, strict=True)]
+        tokens = [all_ + more for all_ in tokens]
+        draft = random_draft(forest((TREE, chain(2))), np.random.default_rng(1))
+        output = lm.forward(caches[:2], pending[:2], draft, [(caches[2], pending[2])])
+        assert len(output.pending) == 3 and len(output.nodes) == 2 and len(output.logits) == draft.shape.rows
+        for all_, new, found in zip(tokens, pending, output.pending, strict=True):
+            expected = plain_hidden(model, all_, layers)[len(all_) - len(new) :]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        for text, rows, found in zip(tokens, draft.shape.trees, output.nodes, strict=False):
+            for node, row in enumerate(rows[1:].tolist()):
+                path = [int(draft.token[at - draft.shape.roots]) for at in draft.shape.path(row)]
+                expected = plain_hidden(model, text + path, layers)[-1]
+                torch.testing.assert_close(found[node], expected, rtol=0, atol=1e-10)
+        for cache in caches:
+            cache.accept()
+    lm.capture(())
+    assert not lm.forward(caches[:1], [[1]], empty(1)).pending, "nothing is captured any more"
+
+
+@pytest.mark.parametrize("layers", [(3,), (-4,), (0, 7)])
+def test_a_hidden_state_that_the_model_does_not_have_is_refused(layers):
+    lm = CausalLM(tiny_model())
+    with pytest.raises(ValueError, match=rf"hidden state {layers[-1]} .* states 0 to 2"):
+        lm.capture(layers)
+    lm.forward([lm.open()], [[1, 2]], empty(1))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "biogpt"])
+def test_the_final_state_of_other_families_enters_the_language_modelling_head(family):
+    """Whatever the family calls its parts: the captured state times the head's weights is the logits."""
+    lm = CausalLM(tiny_model(family))
+    lm.capture((-1,))
+    output = lm.forward([lm.open()], [[5, 9, 2]], empty(1))
+    with torch.inference_mode():
+        logits = lm.model.get_output_embeddings()(output.pending[0][-1])
+    torch.testing.assert_close(logits, output.logits[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("trees", [0, 1, 2])
+def test_sequences_that_only_prefill_share_a_forward_and_get_no_logits(attention, trees):
+    """Afterwards all of them continue as after a plain prefill."""
+    lm = CausalLM(tiny_model(), attention, chunk=5)
+    tokens = [[5, 9, 2, 8, 1, 7], [3, 1], [4, 4, 6, 2, 1, 9, 9, 2, 30], [8]]
+    caches = [lm.open() for _ in tokens]
+    draft = random_draft(forest((TREE, chain(2))[:trees]), np.random.default_rng(2)) if trees else empty(0)
+    rest = list(zip(caches[trees:], tokens[trees:], strict=True))
+    output = lm.forward(caches[:trees], tokens[:trees], draft, rest)
+    if trees:
+        assert_rows_match(lm.model, tokens, draft, output.logits)
+    assert [len(cache) for cache in caches] == list(map(len, tokens))
+    for cache in caches:
+        cache.accept()
+    draft = random_draft(forest((chain(2),) * 4), np.random.default_rng(3))
+    output = lm.forward(caches, [[7]] * 4, draft)
+    assert_rows_match(lm.model, [[*one, 7] for one in tokens], draft, output.logits)
+
+
+def test_nodes_computed_level_by_level_have_the_logits_of_one_forward():
+    lm = CausalLM(tiny_model())
+    caches, tokens = [lm.open(), lm.open()], [[5, 9, 2], [8, 1, 7, 3]]
+    lm.forward(caches, tokens, empty(2))
+    draft = random_draft(forest((TREE, chain(3))), np.random.default_rng(4))
+    shape = draft.shape
+    for level in range(1, int(shape.depth.max()) + 1):
+        rows = np.concatenate([tree[shape.depth[tree] == level] for tree in shape.trees])
+        logits = lm.extend(caches, shape, rows, draft.token[torch.from_numpy(rows - shape.roots)])
+        for row, found in zip(rows.tolist(), logits, strict=True):
+            path = [int(draft.token[at - shape.roots]) for at in shape.path(row)]
+            expected = plain(lm.model, tokens[int(shape.root[row])] + path)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    for cache in caches:
+        cache.accept()
+    assert [len(cache) for cache in caches] == [3, 4]
+    assert int(lm.cells.references.sum()) == 7, "the cells of nodes are free again"
 
 
 @st.composite
@@ -203,7 +285,7 @@ def test_random_lives_leave_the_cells_as_the_plain_lists_say(script):
             world.add(int(generator.integers(1, 9)))
         elif action == "backtrack":
             world.backtrack(b, int(generator.integers(1, len(world.tokens[b]) + 1)))
-        elif action == "fork" and len(world.paths[b]):
+        elif action == "fork" and len(world.caches[b]):
             world.fork(b)
         elif action == "close" and len(world.tokens) > 1:
             world.close(b)

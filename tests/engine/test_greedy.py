@@ -45,7 +45,7 @@ EXPECTED = {
     "ngram": POINT,
     "ngram_tree": POINT,
 }
-"""Who can judge whom; all other pairs are refused when a run is composed."""
+"""Which verifiers support which drafts; all other pairs are refused when a run is composed."""
 
 SHORT = {
     "none": "token",

@@ -1,4 +1,4 @@
-"""Cells: driven at random against plain lists, then what a random life seldom meets."""
+"""KV cells: random operations compared with plain lists, then cases that random operations seldom meet."""
 
 import numpy as np
 import pytest
@@ -13,9 +13,9 @@ CPU = torch.device("cpu")
 
 
 class CellsAgainstLists(RuleBasedStateMachine):
-    """Each path is mirrored by a list of labels; each cell's contents are the label of the token written there."""
+    """Each sequence is mirrored by a list of labels; a cell holds the label of the token written there."""
 
-    paths = Bundle("paths")
+    sequences = Bundle("sequences")
 
     def __init__(self):
         super().__init__()
@@ -28,64 +28,61 @@ class CellsAgainstLists(RuleBasedStateMachine):
 
     def write(self, labels, places):
         self.cells.write(0, labels.reshape(1, 1, -1, 1), -labels.reshape(1, 1, -1, 1), places)
-        self.cells.write_hidden(2 * labels.reshape(-1, 1), places)
 
-    @rule(target=paths, reserve=st.sampled_from([1, 4, GRAIN, GRAIN + 1]))
+    @rule(target=sequences, reserve=st.sampled_from([1, 4, GRAIN, GRAIN + 1]))
     def open(self, reserve):
-        path = self.cells.open(reserve)
+        sequence = self.cells.open(reserve)
         assert self.cells.capacity >= reserve
-        self.lists[path] = []
-        return path
+        self.lists[sequence] = []
+        return sequence
 
-    @rule(path=paths, count=st.integers(1, 40), kept=st.lists(st.integers(0, 39), unique=True, max_size=6))
-    def step(self, path, count, kept):
+    @rule(sequence=sequences, count=st.integers(1, 40), kept=st.lists(st.integers(0, 39), unique=True, max_size=6))
+    def step(self, sequence, count, kept):
         """Write ``count`` tokens, keep some in any order, drop the others."""
-        slots = self.cells.take(path, count)
+        slots = self.cells.take(sequence, count)
         labels = np.arange(self.label + 1, self.label + count + 1)
         self.label += count
-        self.write(torch.from_numpy(labels).float(), [(path.span, 0, count, as_index(slots, CPU))])
+        self.write(torch.from_numpy(labels).float(), [(sequence.span, 0, count, as_index(slots, CPU))])
         kept = [place for place in kept if place < count]
-        self.cells.keep(path, slots[kept])
-        self.cells.drop(path, np.delete(slots, kept))
-        self.lists[path] += labels[kept].tolist()
+        self.cells.keep(sequence, slots[kept])
+        self.cells.drop(sequence, np.delete(slots, kept))
+        self.lists[sequence] += labels[kept].tolist()
 
-    @rule(target=paths, path=paths)
-    def fork(self, path):
-        twin = self.cells.fork(path)
-        self.lists[twin] = list(self.lists[path])
+    @rule(target=sequences, sequence=sequences)
+    def fork(self, sequence):
+        twin = self.cells.fork(sequence)
+        self.lists[twin] = list(self.lists[sequence])
         return twin
 
-    @rule(path=paths, back=st.integers(0, 4))
-    def backtrack(self, path, back):
-        length = max(0, len(self.lists[path]) - back)
-        self.cells.backtrack(path, length)
-        del self.lists[path][length:]
+    @rule(sequence=sequences, back=st.integers(0, 4))
+    def backtrack(self, sequence, back):
+        length = max(0, len(self.lists[sequence]) - back)
+        self.cells.backtrack(sequence, length)
+        del self.lists[sequence][length:]
 
-    @rule(path=consumes(paths))
-    def close(self, path):
-        self.cells.close(path)
-        del self.lists[path]
+    @rule(sequence=consumes(sequences))
+    def close(self, sequence):
+        self.cells.close(sequence)
+        del self.lists[sequence]
 
     @invariant()
-    def paths_hold_what_the_lists_say(self):
-        for path, labels in self.lists.items():
+    def sequences_hold_what_the_lists_say(self):
+        for sequence, labels in self.lists.items():
             held = torch.tensor(labels, dtype=torch.float32)
-            assert torch.equal(self.cells.keys[0][path.span][0, 0, path.slots, 0], held)
-            assert torch.equal(self.cells.values[0][path.span][0, 0, path.slots, 0], -held)
-            assert torch.equal(self.cells.hidden[path.span, path.slots, 0], 2 * held)
-            assert not labels or self.cells.last_hidden(path) == 2 * labels[-1]
+            assert torch.equal(self.cells.keys[0][sequence.span][0, 0, sequence.slots, 0], held)
+            assert torch.equal(self.cells.values[0][sequence.span][0, 0, sequence.slots, 0], -held)
 
     @invariant()
     def bias_shows_exactly_the_own_cells(self):
-        for path in self.lists:
-            assert set(np.flatnonzero(path.bias(self.cells.capacity) == 0)) == set(path.slots.tolist())
-            assert path.extent == (int(path.slots.max()) + 1 if len(path) else 0)
+        for sequence in self.lists:
+            assert set(np.flatnonzero(sequence.bias(self.cells.capacity) == 0)) == set(sequence.slots.tolist())
+            assert sequence.extent == (int(sequence.slots.max()) + 1 if len(sequence) else 0)
 
     @invariant()
-    def references_count_the_paths(self):
+    def references_count_the_sequences(self):
         counted = np.zeros_like(self.cells.references)
-        for path in self.lists:
-            np.add.at(counted, (path.span, path.slots), 1)
+        for sequence in self.lists:
+            np.add.at(counted, (sequence.span, sequence.slots), 1)
         assert (counted == self.cells.references).all()
 
 
@@ -94,31 +91,31 @@ TestCellsAgainstLists.settings = settings(max_examples=60, stateful_step_count=3
 
 
 def filled(cells, count=3):
-    """A path of ``count`` cells in a span of its own."""
-    path = cells.open(8)
-    cells.keep(path, cells.take(path, count))
-    return path
+    """A sequence of ``count`` cells in a span of its own."""
+    sequence = cells.open(8)
+    cells.keep(sequence, cells.take(sequence, count))
+    return sequence
 
 
 def test_cells_are_handed_out_lowest_first_and_only_while_nobody_uses_them():
-    """Neither those held by a forward, nor those a path or its fork has kept; dropped ones come again before new."""
+    """Neither those held by a forward, nor those a sequence or its fork has kept; dropped ones come first."""
     cells = Cells()
-    path = cells.open(8)
-    slots = cells.take(path, 5)
+    sequence = cells.open(8)
+    slots = cells.take(sequence, 5)
     assert slots.tolist() == [0, 1, 2, 3, 4]
-    cells.keep(path, slots[[0, 2]])
-    cells.drop(path, slots[[1]])
-    assert cells.take(path, 2).tolist() == [1, 5], "3 and 4 are still held"
-    twin = cells.fork(path)
-    cells.close(path)
+    cells.keep(sequence, slots[[0, 2]])
+    cells.drop(sequence, slots[[1]])
+    assert cells.take(sequence, 2).tolist() == [1, 5], "3 and 4 are still held"
+    twin = cells.fork(sequence)
+    cells.close(sequence)
     assert cells.take(twin, 1).tolist() == [6], "the fork still has 0 and 2"
 
 
 def test_a_span_is_free_once_every_fork_is_closed():
     cells = Cells()
-    path = filled(cells)
-    twin = cells.fork(path)
-    cells.close(path)
+    sequence = filled(cells)
+    twin = cells.fork(sequence)
+    cells.close(sequence)
     assert cells.open(8).span != twin.span
     cells.close(twin)
     assert cells.open(8).span == twin.span
@@ -127,56 +124,89 @@ def test_a_span_is_free_once_every_fork_is_closed():
 def test_closing_twice_closes_once():
     """Else the second time would free the span under a living fork."""
     cells = Cells()
-    path = filled(cells)
-    twin = cells.fork(path)
-    cells.close(path)
-    cells.close(path)
+    sequence = filled(cells)
+    twin = cells.fork(sequence)
+    cells.close(sequence)
+    cells.close(sequence)
     assert cells.open(8).span != twin.span
     assert cells.references[twin.span, :4].tolist() == [1, 1, 1, 0]
 
 
 def test_cells_held_by_a_failed_forward_come_back_with_the_span():
     cells = Cells()
-    path = cells.open(8)
-    cells.take(path, 3)
-    cells.close(path)
+    sequence = cells.open(8)
+    cells.take(sequence, 3)
+    cells.close(sequence)
     again = cells.open(8)
-    assert again.span == path.span
+    assert again.span == sequence.span
     assert cells.take(again, 3).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("limit", [16, GRAIN, GRAIN + 10])
 def test_a_span_holds_its_limit_and_not_a_cell_more(limit):
     cells = Cells(limit=limit)
-    path = cells.open(8)
-    held = cells.take(path, limit)
+    sequence = cells.open(8)
+    held = cells.take(sequence, limit)
     with pytest.raises(SpanFull, match=f"needs {limit + 1} cells, its span is limited to {limit}"):
-        cells.take(path, 1)
-    assert (cells.references[path.span, held] == 1).all(), "what it held it still holds"
+        cells.take(sequence, 1)
+    assert (cells.references[sequence.span, held] == 1).all(), "what it held it still holds"
     with pytest.raises(SpanFull):
         cells.open(limit + 1)
-    cells.close(path)
+    cells.close(sequence)
     with pytest.raises(SpanFull):  # in a span that is free as well
         cells.open(limit + 1)
 
 
 @pytest.mark.parametrize("length", [-1, 4])
-def test_backtracking_to_no_length_of_the_path_is_an_error(length):
+def test_backtracking_to_no_length_of_the_sequence_is_an_error(length):
     cells = Cells()
-    path = filled(cells)
-    with pytest.raises(ValueError, match=f"path of 3 cells to {length}"):
-        cells.backtrack(path, length)
+    sequence = filled(cells)
+    with pytest.raises(ValueError, match=f"of 3 cells to {length}"):
+        cells.backtrack(sequence, length)
 
 
-def test_a_path_without_hidden_states_says_so():
+def holding(cells, computed=2, held=(2, 3, -1, 4)):
+    """A sequence with computed tokens, and the nodes of a draft tree held after them."""
+    sequence = filled(cells, computed)
+    taken = cells.take(sequence, sum(cell >= 0 for cell in held))
+    sequence.held = np.array(held)
+    assert taken.tolist() == [cell for cell in held if cell >= 0]
+    return sequence
+
+
+@pytest.mark.parametrize("nodes", [(), (0,), (1, 3), (3, 0), (0, 1, 3)])
+def test_accepted_nodes_join_the_sequence_in_order_and_all_others_are_freed(nodes):
+    """Also nodes that were never computed (-1)."""
     cells = Cells()
-    path = filled(cells)
-    with pytest.raises(ValueError, match="no hidden state"):
-        cells.last_hidden(path)
-    cells.write_hidden(torch.ones(3, 2), [(path.span, 0, 3, as_index(path.slots, CPU))])
-    assert cells.last_hidden(path).tolist() == [1, 1]
-    with pytest.raises(ValueError, match="no hidden state"):
-        cells.last_hidden(cells.open())
+    sequence = holding(cells)
+    held = sequence.held.copy()
+    sequence.accept(nodes)
+    assert sequence.slots.tolist() == [0, 1, *held[list(nodes)]]
+    assert sorted(np.flatnonzero(cells.references[sequence.span])) == sorted(sequence.slots)
+    before = sequence.slots.copy()
+    sequence.accept()
+    assert (sequence.slots == before).all(), "nothing is held any more"
+
+
+def test_truncating_and_closing_free_the_held_nodes_as_well():
+    cells = Cells()
+    sequence = holding(cells)
+    sequence.truncate(1)
+    assert np.flatnonzero(cells.references[sequence.span]).tolist() == sequence.slots.tolist() == [0]
+    sequence.close()
+    other = holding(cells)
+    other.close()
+    assert not cells.references.any() and not other.open
+
+
+def test_a_fork_holds_no_nodes_and_leaves_those_of_the_original():
+    cells = Cells()
+    sequence = holding(cells)
+    twin = sequence.fork()
+    twin.accept()
+    assert len(twin) == 2 and len(sequence.held) == 4
+    sequence.accept([0])
+    assert sequence.slots.tolist() == [0, 1, 2] and twin.slots.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("slots", [[3], [3, 4, 5], [0, 1], [3, 5], [0, 2, 3]])

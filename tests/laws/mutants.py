@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from textwrap import dedent
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor
 
 import spec_lab.engine.commit
-import spec_lab.engine.sequence
 import spec_lab.propose.growth
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.engine.sequence import Batch
+from spec_lab.engine.proposer import Observation, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify import exact
 from spec_lab.tasks.certify.certificate import Control, prove
@@ -36,7 +38,7 @@ from spec_lab.tasks.certify.sampled import JOINT, joint
 from spec_lab.tasks.certify.statistics import chi_square
 from spec_lab.tasks.certify.worlds import PROMPT, Random, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
-from spec_lab.verify.siblings import EVERY_DRAW, excess
+from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
 from tests.laws import twin
 from tests.laws.tabular import Judge, paths_of
 
@@ -48,7 +50,7 @@ def edited(what: Any, old: str, new: str, **others: Any) -> Any:
     source = inspect.getsource(what)
     assert source.count(old) == 1, f"{what.__qualname__} no longer holds: {old}"
     space = vars(sys.modules[what.__module__]) | others
-    exec(source.replace(old, new), space)
+    exec(dedent(source.replace(old, new)), space)
     return space[what.__name__]
 
 
@@ -90,8 +92,24 @@ class Around:
     def propose(self, batch: Batch) -> Draft:
         return self.change(batch, self.inner.propose)
 
-    def close(self, sequence: Any) -> None:
-        self.inner.close(sequence)
+    @property
+    def requires(self) -> Requires:
+        return self.inner.requires if self.inner else Requires()
+
+    def init(self, request: Request) -> Any:
+        return self.inner.init(request)
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        self.inner.observe(observed)
+
+    def fork(self, state: Any) -> Any:
+        return self.inner.fork(state)
+
+    def rewind(self, state: Any, length: int) -> None:
+        self.inner.rewind(state, length)
+
+    def close(self, state: Any) -> None:
+        self.inner.close(state)
 
 
 class Inverse:
@@ -104,8 +122,8 @@ class Inverse:
     def __init__(self, draws: Draws) -> None:
         self.draws, self.known, self.asked = draws, {}, 0
 
-    def pick(self, weights: Tensor | np.ndarray, keys: list[Key]) -> np.ndarray:
-        rows = np.asarray(weights, dtype=np.float64)
+    def pick(self, weights: Tensor, keys: list[Key]) -> Tensor:
+        rows = weights.double().numpy()
         rows = rows / rows.sum(-1, keepdims=True)
         ends = rows.cumsum(-1)
         chosen = []
@@ -114,10 +132,10 @@ class Inverse:
             common = np.minimum(end, high) - np.maximum(start, low)
             common[common < 1e-15] = 0.0  # rounding
             self.asked += 1
-            (index,) = self.draws.pick(common[None], [key._replace(round=self.asked)])
+            index = int(self.draws.pick(torch.from_numpy(common[None]), [key._replace(round=self.asked)])[0])
             self.known[key] = max(low, start[index]), min(high, end[index])
             chosen.append(index)
-        return np.array(chosen)
+        return torch.tensor(chosen)
 
 
 @contextmanager
@@ -132,9 +150,18 @@ def inverse() -> Iterator[None]:
 
 # Residuals and bonuses
 
-EXCESS = "remainder(draft, p, rows, theta[rows])"
+
+class Absolute(Siblings):
+    excess = edited(Siblings.excess, "x.relu_()", "x.abs_()")
+
+
 RESIDUAL_IS_ABSOLUTE = edited(
-    Token, EXCESS, "absolute(draft, p, rows, theta[rows])", absolute=edited(excess, "-1).clamp_min_(0.0)", "-1).abs_()")
+    Token,
+    "recursive_rejection(draft, p)",
+    "edited(draft, p)",
+    edited=edited(
+        recursive_rejection, "siblings = Siblings(draft, p)", "siblings = Absolute(draft, p)", Absolute=Absolute
+    ),
 )()
 
 
@@ -222,7 +249,7 @@ class Likeliest:
     draws: Draws
     k: int
 
-    def pick(self, weights: Tensor, keys: list[Key]) -> np.ndarray:
+    def pick(self, weights: Tensor, keys: list[Key]) -> Tensor:
         least = weights.topk(self.k, -1).values[:, -1:]
         return self.draws.pick(torch.where(weights >= least, weights, 0.0), keys)
 
@@ -299,9 +326,9 @@ class MaskedResidual(Broken):
 
 # Block verification and traversal
 
-WEIGHT = "np.where(rest > 0.0, kept / np.maximum(kept + rest, TINY), 1.0)"
-WEIGHT_IS_S = edited(Traversal, WEIGHT, "np.where(m < shape.roots, 1.0, kept)")()
-WEIGHT_STAYS = edited(Traversal, WEIGHT, "a[m]")()
+WEIGHT = "arrays.where(rest > 0.0, kept / arrays.at_least(kept + rest, TINY), 1.0)"
+WEIGHT_IS_S = edited(Traversal, WEIGHT, "arrays.where(m < shape.roots, 1.0, kept)")()
+WEIGHT_STAYS = edited(Traversal, WEIGHT, "mine")()
 
 
 def early_break(draft: Draft, p: Tensor) -> Verdict:
@@ -330,18 +357,18 @@ def shared(purpose: Purpose) -> AbstractContextManager[Any]:
 
 
 def standing_still() -> AbstractContextManager[Any]:
-    """A round number that stands still: each step gets the uniforms of the first."""
-    return mock.patch.object(spec_lab.engine.sequence.Sequence, "who", property(lambda s: (s.request.id, s.branch, 0)))
+    """A step number that never changes: each step gets the uniforms of the first."""
+    return mock.patch.object(SequenceState, "key", property(lambda s: (s.request.id, s.branch, 0)))
 
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
     """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
     right = spec_lab.engine.commit._commit
 
-    def late(batch: Any, tree: int, sequence: Any, *rest: Any) -> Any:
+    def late(sequence: Any, *rest: Any) -> Any:
         asked, before = sequence.request, len(sequence.tokens)
         sequence.request = replace(asked, stop=frozenset())
-        done = right(batch, tree, sequence, *rest)
+        done = right(sequence, *rest)
         sequence.request = asked
         if asked.stop.intersection(sequence.tokens[before:][first:]):
             sequence.finish = "stop"

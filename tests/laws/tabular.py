@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.draft import WAYS, Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.tasks.certify import outputs
 from spec_lab.tasks.certify.enumerate import explore
@@ -63,7 +63,8 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
         else:
             if not left[above].any():
                 continue
-            token = int(draws.pick(left[above][None], [who._replace(purpose=Purpose.DRAFT, index=number)])[0])
+            key = who._replace(purpose=Purpose.DRAFT, index=number)
+            token = int(draws.pick(torch.from_numpy(left[above][None]), [key])[0])
             if drawn == "without":
                 left[above][token] = 0.0
         row[number] = len(paths)
@@ -75,6 +76,65 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
     if drawn == "point":
         return Draft(shape, token)
     return Draft(shape, token, drawn, torch.from_numpy(np.array(q).reshape(-1, world.v)), np.array(q_row))
+
+
+class Growing:
+    """A draft of one tree below the empty text while it is grown, node by node, by whatever its grower decides.
+
+    Args:
+        world: q of every text.
+        draws: draws the sampled nodes.
+    """
+
+    def __init__(self, world: World, draws: Draws) -> None:
+        self.world, self.draws = world, draws
+        self.paths: list[tuple[int, ...]] = [()]  # of each row
+        self.parent: list[int] = []
+        self.codes: list[int] = []
+        self.q: dict[int, np.ndarray] = {}
+        self.left: dict[int, np.ndarray] = {}
+
+    def point(self, above: int, token: int) -> int:
+        """Add a point; returns its row."""
+        return self._add(above, token, "point")
+
+    def sample(self, above: int, way: Drawn, off: Sequence[int] = ()) -> int | None:
+        """Draw a child ``iid`` or ``without`` replacement; returns its row, None where nothing is left to draw.
+
+        ``off``: tokens that q is to leave out, told with the first child that is drawn there.
+        """
+        if above not in self.q:
+            q = self.world.q(self.paths[above]).copy()
+            q[list(off)] = 0.0
+            if not q.any():
+                return None
+            self.q[above], self.left[above] = q / q.sum(), q / q.sum()
+        weights = self.q[above] if way == "iid" else self.left[above]
+        if not weights.any():
+            return None
+        key = Key(0, 0, 0, Purpose.DRAFT, len(self.parent))
+        token = int(self.draws.pick(torch.from_numpy(weights[None]), [key])[0])
+        if way == "without":
+            self.left[above][token] = 0.0
+        return self._add(above, token, way)
+
+    def _add(self, above: int, token: int, way: Drawn) -> int:
+        self.parent.append(above)
+        self.codes.append(WAYS.index(way))
+        self.paths.append((*self.paths[above], token))
+        return len(self.paths) - 1
+
+    def draft(self) -> Draft:
+        """What has grown."""
+        q_row = np.full(len(self.paths), -1)
+        q_row[list(self.q)] = np.arange(len(self.q))
+        return Draft(
+            Shape(1, np.array(self.parent, dtype=np.int64)),
+            torch.tensor([path[-1] for path in self.paths[1:]], dtype=torch.long),
+            np.array(self.codes, dtype=np.int8),
+            torch.from_numpy(np.array(list(self.q.values())).reshape(-1, self.world.v)),
+            q_row,
+        )
 
 
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:
@@ -103,8 +163,25 @@ class Outputs(outputs.Outputs):
 
     @classmethod
     def of_forest(cls, world: World, judge: Judge, tree: Shape, drawn: Drawn) -> Outputs:
-        """Of one step: all possible drafts stand side by side in one forest, judged at once."""
-        draft, probability = every_draft(world, tree, drawn)
+        """Of one step: all possible drafts stand side by side in one forest, verified at once."""
+        return cls.of_drafts(world, judge, *every_draft(world, tree, drawn))
+
+    @classmethod
+    def of_grown(cls, world: World, judge: Judge, grow: Callable[[Growing], None]) -> Outputs:
+        """Of one step whose draft ``grow`` grows, nodes drawn in any ways."""
+
+        def play(draws: Draws) -> Draft:
+            growing = Growing(world, draws)
+            grow(growing)
+            return growing.draft()
+
+        cases = list(explore(play))
+        drafts, probability = [draft for _, draft in cases], np.array([mass for mass, _ in cases])
+        return cls.of_drafts(world, judge, side_by_side(drafts), probability)
+
+    @classmethod
+    def of_drafts(cls, world: World, judge: Judge, draft: Draft, probability: np.ndarray) -> Outputs:
+        """Of one step whose draft is one of the trees in ``draft``, each with its probability ``[B]``."""
         shape, v = draft.shape, world.v
         number = np.zeros(shape.rows, dtype=np.int64)
         p = np.empty((shape.rows, v))
@@ -162,4 +239,7 @@ def side_by_side(drafts: Sequence[Draft]) -> Draft:
     token = torch.cat([draft.token for draft in drafts])
     if drafts[0].q is None:
         return Draft(shape, token)
-    return Draft(shape, token, drafts[0].drawn, torch.cat([draft.q for draft in drafts]), np.concatenate(q_row))
+    drawn = drafts[0].drawn
+    if not isinstance(drawn, str):
+        drawn = np.concatenate([draft.codes for draft in drafts])
+    return Draft(shape, token, drawn, torch.cat([draft.q for draft in drafts]), np.concatenate(q_row))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import WAYS, Draft
 
 Law = tuple[np.ndarray, np.ndarray]
 
@@ -18,20 +18,23 @@ def norm(law: np.ndarray) -> np.ndarray:
 
 
 def drawn_from(draft: Draft) -> np.ndarray:
-    """``[M, V]``: the law each node's token was drawn from, given its earlier siblings."""
+    """``[M, V]``: the distribution each node's token was drawn from, given its earlier siblings."""
     shape, token = draft.shape, draft.token.tolist()
     width = 1 + max(token, default=0) if draft.q is None else draft.q.shape[1]
-    laws = np.zeros((shape.nodes, width))
+    found = np.zeros((shape.nodes, width))
     for row in range(shape.rows):
-        for rank, child in enumerate(shape.children[row] - shape.roots):
-            if draft.drawn == "point":
-                laws[child, token[child]] = 1.0
+        taken = []  # by earlier siblings drawn without replacement
+        for child in shape.children[row] - shape.roots:
+            way = WAYS[draft.codes[child]]
+            if way == "point":
+                found[child, token[child]] = 1.0
                 continue
-            law = draft.q[draft.q_row[row]].double().numpy().copy()
-            if draft.drawn == "without":
-                law[[token[c] for c in shape.children[row][:rank] - shape.roots]] = 0.0
-            laws[child] = norm(law)
-    return laws
+            q = draft.q[draft.q_row[row]].double().numpy().copy()
+            if way == "without":
+                q[taken] = 0.0
+                taken.append(token[child])
+            found[child] = norm(q)
+    return found
 
 
 def ratio(p: float, q: float) -> float:

@@ -52,7 +52,7 @@ def load(folder: Path | str) -> Target:
 
 
 def logits(target: Target) -> torch.Tensor:
-    paths = [target.lm.cells.open()]
+    paths = [target.lm.open()]
     return target.lm.forward(paths, [[1, 2, 3]], empty(1, target.lm.device)).logits
 
 

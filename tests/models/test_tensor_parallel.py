@@ -17,7 +17,7 @@ from accelerate import dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spec_lab.analysis.report.of_run import _device
+from spec_lab.analysis.report.run_page import device_text
 from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models import loading, placement
@@ -230,7 +230,7 @@ def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypa
     ],
 )
 def test_a_report_says_where_the_target_was(target, says):
-    assert _device(target, ranks=2) == says
+    assert device_text(target, ranks=2) == says
 
 
 def test_ranks_are_led_by_one_process_only(here, as_if, cli):
@@ -353,11 +353,11 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
                     setattr(module, name, torch.nn.Parameter(torch.empty_like(weight, device=device)))
             add_hook_to_module(part, AlignDevicesHook(execution_device=device, io_same_device=part is model))
         lm = CausalLM(model, attention)
-        lm.keep_hidden(True)
-        paths = [lm.cells.open() for _ in range(2)]
+        lm.capture((-1,))
+        paths = [lm.open() for _ in range(2)]
         draft = Draft(forest((chain(3),) * 2), torch.arange(6))
         outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
-        states = torch.stack([lm.cells.last_hidden(path) for path in paths])
+        states = torch.stack([hidden[-1] for hidden in outputs[-1].pending])
         drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
     assert {one.device.type for one in (*(output.logits for output in outputs), states, drafts)} == {"cpu"}
     devices = [{cells.device.type for cells in layer} for layer in (*lm.cells.keys, *lm.cells.values)]

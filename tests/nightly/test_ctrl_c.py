@@ -24,8 +24,8 @@ COMMANDS = {
     "run": [],
     "multirun": ["--multirun", "seed=1,2"],
     "joblib": ["--multirun", "seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"],
-    "search": ["--multirun", "hydra/sweeper=search", "seed=range(0,9)", "objective=tau_pooled"],
-    "stream": ["+experiment=stream", "prompt='def f(x):'", "max_new_tokens=2000"],
+    "search": ["--multirun", "hydra/sweeper=search", "seed=range(0,9)", "hydra.sweeper.objective=tau_pooled"],
+    "stream": ["+experiment=stream", "task.prompt='def f(x):'", "max_new_tokens=2000"],
     "state": ["state", "nowhere"],
 }
 

@@ -8,6 +8,7 @@ from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.proposer import Observation
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose.draft_model import DraftModel
@@ -25,10 +26,10 @@ def requests(sampling=COLD, new=20, prompts=PROMPTS, stop=frozenset()):
 
 
 def decode(target, proposer, wanted, verifier=None, seed=0):
-    """The group after decoding, and its rounds."""
+    """The engine after decoding, and its steps."""
     group = fixed_group(target, proposer, verifier or Token(), wanted, CounterDraws(seed))
-    rounds = list(group)
-    return group, rounds
+    steps = list(group)
+    return group, steps
 
 
 def emitted(group):
@@ -62,11 +63,34 @@ def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm
     return DraftModel(lm, context, parse(tree), drawn, temperature)
 
 
-def batch_of(target, wanted, draws=None):
-    """A batch outside the loop, for driving a proposer by hand."""
-    cells = target.lm.cells
-    sequences = [SequenceState(request, cells.open(), list(request.tokens)) for request in wanted]
+def batch_of(target, wanted, proposer, draws=None):
+    """A batch without an engine, whose proposer is driven by hand."""
+    sequences = [
+        SequenceState(request, target.lm.open(), list(request.tokens), state=proposer.init(request))
+        for request in wanted
+    ]
     return Batch(target, sequences, draws or CounterDraws(0))
+
+
+def fork_of(sequence, proposer, tokens=None, number=1):
+    """A fork of a sequence whose proposer is driven by hand."""
+    own = list(sequence.tokens if tokens is None else tokens)
+    return SequenceState(
+        sequence.request, sequence.kv.fork(), own, lineage=(number,), state=proposer.fork(sequence.state)
+    )
+
+
+def observations(sequences, output, starts):
+    """What a step tells a proposer where every sequence only computed its pending tokens."""
+    return [
+        Observation(one, start, one.tokens[start:], hidden)
+        for one, hidden, start in zip(sequences, output.pending, starts, strict=True)
+    ]
+
+
+def calls(info):
+    """How often a step called the proposer's own modules."""
+    return sum(span.name == "propose_forward" for span in info.spans)
 
 
 def path_tokens(draft, row):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.verify import Match, Traversal
 from tests.propose.lab import (
@@ -19,10 +18,12 @@ from tests.propose.lab import (
     WARM,
     Recording,
     batch_of,
+    calls,
     decode,
     draft_model,
     emitted,
     expanded,
+    fork_of,
     path_tokens,
     plain_law,
     plain_logits,
@@ -40,18 +41,18 @@ KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), 
 @pytest.mark.parametrize(("tree", "drawn"), KINDS)
 def test_greedy_drafting_gives_the_target_s_tokens(target, truth, tree, drawn):
     proposer = draft_model(tree, drawn)
-    group, rounds = decode(target, proposer, requests())
+    group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     assert not proposer.lm.cells.references.any()
-    calls = [len(one.proposer_marks) for one in rounds]
-    assert max(calls) <= max(map(len, proposer.tree))
+    forwards = [calls(one) for one in steps]
+    assert max(forwards) <= max(map(len, proposer.tree))
 
 
 @pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "without"), (TREE, "point")])
 def test_a_temperature_of_its_own_keeps_greedy_exact(target, truth, tree, drawn):
-    group, rounds = decode(target, draft_model(tree, drawn, temperature=1.5), requests())
+    group, steps = decode(target, draft_model(tree, drawn, temperature=1.5), requests())
     assert emitted(group) == truth
-    assert all(one.draft.shape.nodes == 8 * len(one.sequences) for one in rounds[:3])
+    assert all(one.draft.shape.nodes == 8 * len(one.sequences) for one in steps[:3])
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
@@ -70,11 +71,11 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, dr
 @pytest.mark.parametrize("sampling", [COLD, WARM])
 def test_the_target_as_its_own_draft_is_always_accepted(target, sampling, verifier):
     proposer = draft_model("1x1x1x1", "iid", seed=0, num_hidden_layers=2)
-    _, rounds = decode(target, proposer, requests(sampling, new=26), verifier)
-    for one in rounds:
-        assert [done.accepted for done in one.committed] == [4] * len(one.sequences)
+    _, steps = decode(target, proposer, requests(sampling, new=26), verifier)
+    for one in steps:
+        assert [len(done.path) for done in one.committed] == [4] * len(one.sequences)
         np.testing.assert_allclose(one.expected, 4, atol=1e-9)
-    assert len(rounds) == -(-26 // 5)
+    assert len(steps) == -(-26 // 5)
 
 
 def test_no_more_cells_are_reserved_than_the_contexts_hold():
@@ -86,10 +87,10 @@ def test_no_more_cells_are_reserved_than_the_contexts_hold():
 
 def test_the_draft_s_context_bounds_its_trees(target, truth):
     proposer = draft_model(TREE, "without", context=16)
-    group, rounds = decode(target, proposer, requests())
+    group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     deepest = {}
-    for one in rounds:
+    for one in steps:
         for head, context in enumerate(one.context):
             deepest[context] = max(
                 deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[head]].max())
@@ -137,19 +138,19 @@ def check_laws(draft, batch, model, draws):
 def test_stated_laws_are_the_laws_drawn_from(target, tree, drawn, sampling):
     proposer, draws = draft_model(tree, drawn), Recording()
     wanted = [replace(one, sampling=sampling) for one in requests()[:2]] + [replace(requests()[2], sampling=WARM)]
-    batch = batch_of(target, wanted, draws)
+    batch = batch_of(target, wanted, proposer, draws)
     draft = proposer.propose(batch)
     check_laws(draft, batch, proposer.lm.model, draws)
     for sequence in batch.sequences:
-        proposer.close(sequence)
+        proposer.close(sequence.state)
 
 
 def test_siblings_beyond_the_support_are_left_out(target):
     support = {}
     for drawn in ("iid", "without"):
         for name, sampling in {"cold": COLD, "two": Sampling(1.0, top_k=2), "all": WARM}.items():
-            batch = batch_of(target, requests(sampling)[:1])
             proposer = draft_model("4x1", drawn)
+            batch = batch_of(target, requests(sampling)[:1], proposer)
             support[drawn, name] = proposer.propose(batch).shape.nodes
     assert support == {
         ("iid", "cold"): 2, ("iid", "two"): 8, ("iid", "all"): 8,
@@ -160,8 +161,8 @@ def test_siblings_beyond_the_support_are_left_out(target):
 @pytest.mark.parametrize("penalty", [1.0, 3.0])
 def test_point_takes_the_likeliest(target, penalty):
     sampling = Sampling(0.5, top_k=1, repetition_penalty=penalty)
-    batch = batch_of(target, requests(sampling))
     proposer = draft_model(TREE, "point")
+    batch = batch_of(target, requests(sampling), proposer)
     draft = proposer.propose(batch)
     assert draft.q is None
     for _, _, text, children in expanded(draft, batch.sequences):
@@ -183,8 +184,8 @@ def test_accepted_nodes_are_found_again(target):
         lengths.append([*map(len, pending)]),
         forward(paths, pending, draft),
     )[1]
-    _, rounds = decode(target, proposer, requests(new=17, prompts=PROMPTS[:1]), Match())
-    assert [done.accepted for one in rounds for done in one.committed] == [3] * 5
+    _, steps = decode(target, proposer, requests(new=17, prompts=PROMPTS[:1]), Match())
+    assert [len(done.path) for one in steps for done in one.committed] == [3] * 5
     assert lengths == [[6], *[[2]] * 4]
 
 
@@ -205,7 +206,7 @@ def histories(draw):
 @settings(max_examples=10)
 def test_any_history_keeps_the_laws_right(target, small, tree, drawn, history):
     proposer = draft_model(tree, drawn, lm=CausalLM(small))
-    batch = batch_of(target, requests(WARM)[:1])
+    batch = batch_of(target, requests(WARM)[:1], proposer)
     for step, (what, number, token) in enumerate([("accept", 0, 0), *history]):
         draft = proposer.propose(batch)
         for row, _, text, children in expanded(draft, batch.sequences):
@@ -225,12 +226,11 @@ def test_any_history_keeps_the_laws_right(target, small, tree, drawn, history):
         elif what == "force":
             one.tokens += [token] * number
         elif len(batch.sequences) < 3:
-            twin = SequenceState(one.request, one.path, [*one.tokens, token], lineage=(step + 1,), state=one.state)
-            batch.sequences.append(twin)
+            batch.sequences.append(fork_of(one, proposer, [*one.tokens, token], step + 1))
         for sequence in batch.sequences:
-            sequence.round += 1
+            sequence.step += 1
     for sequence in batch.sequences:
-        proposer.close(sequence)
+        proposer.close(sequence.state)
     assert not proposer.lm.cells.references.any()
     assert not any(proposer.lm.cells._users)
 
@@ -239,7 +239,7 @@ def test_dense_attention_drafts_the_same(target):
     drafts = []
     for attention in ("spans", "dense"):
         proposer = draft_model(TREE, "without", lm=CausalLM(tiny_model(seed=1), attention))
-        batch = batch_of(target, requests(WARM))
+        batch = batch_of(target, requests(WARM), proposer)
         proposer.propose(batch)
         for sequence in batch.sequences:
             sequence.tokens += [9, 9]
@@ -249,36 +249,36 @@ def test_dense_attention_drafts_the_same(target):
 
 
 def forked(target, proposer):
-    """A batch of one sequence that has drafted, and a fork of it that carries its state and has not."""
-    batch = batch_of(target, requests(WARM)[:1])
+    """A batch of one sequence that has drafted, and a fork of it that has not."""
+    batch = batch_of(target, requests(WARM)[:1], proposer)
     proposer.propose(batch)
     one = batch.sequences[0]
-    return batch, one, SequenceState(one.request, one.path, list(one.tokens), lineage=(1,), state=one.state)
+    return batch, one, fork_of(one, proposer)
 
 
 def test_a_fork_drafts_after_its_origin_has_closed(target):
     proposer = draft_model("1x1")
     batch, one, twin = forked(target, proposer)
-    proposer.close(one)
+    proposer.close(one.state)
     batch.sequences[:] = [twin]
     proposer.propose(batch)
-    proposer.close(twin)
+    proposer.close(twin.state)
     assert not proposer.lm.cells.references.any()
 
 
 def test_a_fork_that_closes_before_it_drafts_leaves_its_origin_the_cells(target):
     proposer = draft_model("1x1")
     _, one, twin = forked(target, proposer)
-    held = proposer.lm.cells.references.copy()
-    proposer.close(twin)
-    assert held.any() and (proposer.lm.cells.references == held).all()
-    proposer.close(one)
+    used = proposer.lm.cells.references > 0
+    proposer.close(twin.state)
+    assert used.any() and (proposer.lm.cells.references == used).all()
+    proposer.close(one.state)
     assert not proposer.lm.cells.references.any()
 
 
 def test_a_sequence_that_never_drafted_closes(target):
     proposer = draft_model("1x1")
-    proposer.close(batch_of(target, requests()[:1]).sequences[0])
+    proposer.close(batch_of(target, requests()[:1], proposer).sequences[0].state)
     assert not proposer.lm.cells.references.any()
 
 
@@ -407,26 +407,26 @@ def sureness(proposer, sequences, draft):
 @pytest.mark.parametrize("drawn", ["iid", "point", "without"])
 def test_what_is_drafted_where_the_draft_is_unsure_ends_its_path(target, drawn):
     proposer = draft_model("2x2x1", drawn)
-    sequences = batch_of(target, requests(WARM)).sequences
-    whole = proposer.propose(batch_of(target, requests(WARM)))
-    proposer.confidence = sorted(sureness(proposer, sequences, whole).values())[whole.shape.rows // 4]
-    draft = proposer.propose(batch_of(target, requests(WARM)))
+    batch = batch_of(target, requests(WARM), proposer)
+    whole = proposer.propose(batch)
+    proposer.confidence = sorted(sureness(proposer, batch.sequences, whole).values())[whole.shape.rows // 4]
+    draft = proposer.propose(batch_of(target, requests(WARM), proposer))
     shape = draft.shape
     assert 2 * shape.roots < shape.nodes < whole.shape.nodes
-    sure = sureness(proposer, sequences, draft)
+    sure = sureness(proposer, batch.sequences, draft)
     for row in sure:
         above = shape.parent[row - shape.roots] if row >= shape.roots else None
         assert bool(len(shape.children[row])) == (above is None or sure[above] >= proposer.confidence - 1e-12)
     proposer.confidence = 1.0
-    assert proposer.propose(batch_of(target, requests(WARM))).shape.depth.max() == 1
+    assert proposer.propose(batch_of(target, requests(WARM), proposer)).shape.depth.max() == 1
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM])
 def test_a_confident_draft_decodes_as_its_requests_alone(target, sampling):
     proposer = draft_model("1x1x1", "iid")
-    batch = batch_of(target, requests(sampling))
+    batch = batch_of(target, requests(sampling), proposer)
     proposer.confidence = sorted(sureness(proposer, batch.sequences, proposer.propose(batch)).values())[4]
     wanted = requests(sampling, new=14)
-    group, rounds = decode(target, proposer, wanted)
-    assert len({one.draft.shape.nodes for one in rounds}) > 1
+    group, steps = decode(target, proposer, wanted)
+    assert len({one.draft.shape.nodes for one in steps}) > 1
     assert emitted(group) == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]

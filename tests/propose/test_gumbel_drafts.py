@@ -15,7 +15,6 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose.growth import Growth
-from spec_lab.results import writer
 from spec_lab.verify import Gumbel, Match, Token, Traversal
 from tests.propose.lab import (
     COLD,
@@ -63,7 +62,7 @@ class Watched:
 def proposed(target, tree=TREE, sampling=WARM, draws=None, prompts=PROMPTS, proposer=None):
     """One draft, its batch and its proposer."""
     proposer = proposer or draft_model(tree, "gumbel")
-    batch = batch_of(target, requests(sampling, prompts=prompts), draws)
+    batch = batch_of(target, requests(sampling, prompts=prompts), proposer, draws)
     return proposer.propose(batch), batch, proposer
 
 
@@ -117,8 +116,9 @@ def test_noise_does_not_depend_on_batch_mates(target):
     noise = together.noise[together.q_row[rows]]
     alone = []
     for request in requests(WARM):
-        batch = batch_of(target, [request])
-        draft = draft_model(TREE, "gumbel").propose(batch)
+        proposer = draft_model(TREE, "gumbel")
+        batch = batch_of(target, [request], proposer)
+        draft = proposer.propose(batch)
         alone += [draft.noise[draft.q_row[row]] for row, *_ in expanded(draft, batch.sequences)]
     assert torch.equal(noise, torch.stack(alone))
 
@@ -132,10 +132,10 @@ def test_nothing_drafted_still_says_how(target):
 def test_what_is_drafted_has_the_draft_s_law(target):
     sampling = Sampling(1.0, top_k=8)
     proposer, tokens = draft_model("1", "gumbel"), []
-    batch = batch_of(target, requests(sampling, prompts=PROMPTS[1:2] * 100))
+    batch = batch_of(target, requests(sampling, prompts=PROMPTS[1:2] * 100), proposer)
     for number in range(40):
         for sequence in batch.sequences:
-            sequence.round = number
+            sequence.step = number
         draft = proposer.propose(batch)
         tokens.append(draft.token.numpy())
     law = draft.q[0].numpy()
@@ -169,10 +169,10 @@ def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, tree
 def test_the_target_as_its_own_draft_is_always_accepted(target, tree):
     proposer = draft_model(tree, "gumbel", seed=0, num_hidden_layers=2)
     depth = max(map(len, proposer.tree))
-    _, rounds = decode(target, proposer, requests(WARM, new=25), Gumbel())
+    _, steps = decode(target, proposer, requests(WARM, new=25), Gumbel())
     # In a tree y is always the first child; the first children of TREE go three deep.
-    assert [done.accepted for one in rounds for done in one.committed] == [depth] * 3 * len(rounds)
-    assert len(rounds) == -(-25 // (depth + 1))
+    assert [len(done.path) for one in steps for done in one.committed] == [depth] * 3 * len(steps)
+    assert len(steps) == -(-25 // (depth + 1))
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
@@ -187,13 +187,13 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sa
 
 def test_its_steps_are_recorded_as_given_the_noise(target):
     """Nothing is left to chance, so what is expected is what was accepted."""
-    _, rounds = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
-    rows = writer.step_rows([writer.slim(one) for one in rounds], 0, "speculative")
+    _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
+    rows = [row for one in steps for row in one.slim().rows()]
     assert len(rows) > 20 and {row["expected_kind"] for row in rows} == {"noise"}
     assert all(row["expected_accepted"] == row["accepted"] for row in rows)
     assert 0 < sum(row["accepted"] for row in rows) < sum(row["depth"] for row in rows)
-    _, rounds = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Match())
-    assert {row["expected_kind"] for row in writer.step_rows(rounds, 0, "speculative")} == {"exact"}
+    _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Match())
+    assert {row["expected_kind"] for one in steps for row in one.rows()} == {"exact"}
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
@@ -206,17 +206,17 @@ def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
 
 
 def watched(target, tree) -> Watched:
-    """Every draw of a decode of several rounds."""
+    """Every draw of a decode of several steps."""
     draws = Watched()
     group = fixed_group(target, draft_model(tree, "gumbel"), Gumbel(), requests(WARM, new=16), draws)
-    rounds = list(group)
-    assert len(rounds) > 4
-    assert sum(one.draft.shape.nodes > 0 for one in rounds) > 3
+    steps = list(group)
+    assert len(steps) > 4
+    assert sum(one.draft.shape.nodes > 0 for one in steps) > 3
     raced = {key for key in draws.keys if key.purpose == Purpose.RACE}
     assert raced == set(draws.noise)
     # Every noise that a draft carries came from those draws.
     known = {noise.tobytes() for noise in draws.noise.values()}
-    assert all(row.tobytes() in known for one in rounds for row in one.draft.noise.numpy())
+    assert all(row.tobytes() in known for one in steps for row in one.draft.noise.numpy())
     return draws
 
 
@@ -227,8 +227,8 @@ def test_every_key_of_a_decode_is_drawn_once(target, tree):
     assert len({noise.tobytes() for noise in draws.noise.values()}) == len(draws.noise)
 
 
-def test_a_round_number_that_stands_still_is_caught(target, monkeypatch):
-    monkeypatch.setattr(SequenceState, "who", property(lambda self: (self.request.id, self.branch, 0)))
+def test_a_step_number_that_never_changes_is_caught(target, monkeypatch):
+    monkeypatch.setattr(SequenceState, "key", property(lambda self: (self.request.id, self.branch, 0)))
     assert watched(target, CHAIN).repeats > 0
 
 

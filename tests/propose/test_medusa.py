@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.sequence import SequenceState
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.calibrate import calibrate, time_steps
@@ -23,7 +22,19 @@ from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.step_costs import VISIT, WARM_UP, StepCosts
 from spec_lab.propose.trees import by_rank, expected_tokens, grow, parse, widths, write
 from spec_lab.verify import Traversal
-from tests.propose.lab import COLD, PROMPTS, WARM, batch_of, decode, emitted, plain_greedy, requests
+from tests.propose.lab import (
+    COLD,
+    PROMPTS,
+    WARM,
+    batch_of,
+    calls,
+    decode,
+    emitted,
+    fork_of,
+    observations,
+    plain_greedy,
+    requests,
+)
 from tests.tiny import VOCABULARY, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,11 +88,11 @@ def test_heads_equal_the_plain_formula(target, layers, trunk):
 @pytest.mark.parametrize("trunk", [False, True])
 def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, trunk):
     proposer = Medusa(heads_of(target, trunk=trunk), TREE)
-    group, rounds = decode(target, proposer, requests(), verifier)
+    group, steps = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
-    assert rounds[0].draft.shape.nodes == 0  # nothing was computed yet
-    assert rounds[1].draft.shape.nodes == 3 * len(TREE)
-    assert [len(one.proposer_marks) for one in rounds[:3]] == [0, 1, 1]
+    assert steps[0].draft.shape.nodes == 0  # nothing was computed yet
+    assert steps[1].draft.shape.nodes == 3 * len(TREE)
+    assert [calls(one) for one in steps[:3]] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.7, top_p=0.8, repetition_penalty=1.2)])
@@ -95,10 +106,9 @@ def test_a_batch_decodes_as_its_requests_alone(target, sampling):
 def test_nodes_hold_their_heads_tokens(target):
     """Also below several pending tokens, which no head has seen, and beside a prompt that is not yet computed."""
     proposer = Medusa(heads_of(target), TREE)
-    batch = batch_of(target, requests(prompts=(*PROMPTS, PROMPTS[0])))
-    target.lm.keep_hidden(True)
+    batch = batch_of(target, requests(prompts=(*PROMPTS, PROMPTS[0])), proposer)
     fresh = batch.sequences.pop()
-    target.lm.forward([s.path for s in batch.sequences], [s.pending for s in batch.sequences], proposer.propose(batch))
+    computed(target, proposer, batch)
     batch.sequences[0].tokens += [7]
     batch.sequences[1].tokens += [7, 8]
     batch.sequences[2].tokens += [1, 2, 3, 4, 5]
@@ -111,27 +121,57 @@ def test_nodes_hold_their_heads_tokens(target):
         if gap == 4:
             continue
         text = sequence.tokens[: len(sequence.tokens) - gap - 1]
-        with torch.no_grad():
-            hidden = target.lm.model.base_model(input_ids=torch.tensor([text]), use_cache=False)[0][0, -1]
+        hidden = last_state(target, text)
         likeliest = plain_heads(proposer.heads, hidden, sequence.tokens[len(text)]).topk(3).indices
         for row in rows:
             level, rank = shape.depth[row] - 1 + gap, shape.rank[row - shape.roots]
             assert draft.token[row - shape.roots] == likeliest[level, rank]
-    target.lm.keep_hidden(False)
 
 
 def test_a_fork_drafts_like_its_origin(target):
     proposer = Medusa(heads_of(target), TREE)
-    batch = batch_of(target, requests(prompts=PROMPTS[:1]))
+    batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
     one = batch.sequences[0]
-    target.lm.keep_hidden(True)
-    target.lm.forward([one.path], [one.pending], proposer.propose(batch))
+    computed(target, proposer, batch)
     one.tokens.append(7)
-    twin = SequenceState(one.request, target.lm.cells.fork(one.path), list(one.tokens), lineage=(1,))
-    batch.sequences.append(twin)
+    batch.sequences.append(fork_of(one, proposer))
     token = proposer.propose(batch).token.view(2, -1)
-    assert torch.equal(token[0], token[1])
-    target.lm.keep_hidden(False)
+    assert len(token[0]) and torch.equal(token[0], token[1])
+
+
+def test_after_removed_tokens_the_heads_read_the_state_of_the_last_one_left(target):
+    """In a fork, too, which removes tokens of its own."""
+    proposer = Medusa(heads_of(target), TREE)
+    batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
+    one = batch.sequences[0]
+    computed(target, proposer, batch)
+    batch.sequences.append(fork_of(one, proposer))
+    for number, (sequence, length) in enumerate(zip(batch.sequences, (4, 2), strict=True)):
+        sequence.kv.truncate(length)
+        sequence.tokens[length:] = [7 + number]
+        proposer.rewind(sequence.state, length)
+    draft = proposer.propose(batch)
+    for head, sequence in enumerate(batch.sequences):
+        likeliest = plain_heads(proposer.heads, last_state(target, sequence.tokens[:-1]), sequence.tokens[-1]).topk(3)
+        for row in draft.shape.trees[head][1:]:
+            level, rank = draft.shape.depth[row] - 1, draft.shape.rank[row - 2]
+            assert draft.token[row - 2] == likeliest.indices[level, rank]
+
+
+def computed(target, proposer, batch):
+    """Compute the pending tokens of all sequences, and tell the proposer."""
+    target.lm.capture(proposer.requires.hidden)
+    starts = [len(one.kv) for one in batch.sequences]
+    pending = [one.pending for one in batch.sequences]
+    output = target.lm.forward([one.kv for one in batch.sequences], pending, proposer.propose(batch))
+    proposer.observe(observations(batch.sequences, output, starts))
+    target.lm.capture(())
+
+
+@torch.no_grad()
+def last_state(target, text):
+    """The state after the final norm of the last token, by a plain forward."""
+    return target.lm.model.base_model(input_ids=torch.tensor([text]), use_cache=False)[0][0, -1]
 
 
 # Calibration -------------------------------------------------------------------------------------------------------
@@ -239,23 +279,25 @@ def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypa
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
     proposer = Medusa.load(target, str(folder), batch_size=3)
     assert "no Medusa tree pays at batch size 3" in caplog.text
-    assert (proposer.nodes, proposer.wants_hidden, proposer.facts["tree"]) == (0, False, "none")
+    assert (proposer.nodes, proposer.requires.hidden, proposer.facts["tree"]) == (0, (), "none")
     assert Medusa.load(target, str(folder), tree="none").nodes == 0  # how an interrupted run goes on
-    group, rounds = decode(target, proposer, requests())
+    group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
-    assert not any(one.draft.shape.nodes for one in rounds)
+    assert not any(one.draft.shape.nodes for one in steps)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, monkeypatch, calibrated):
     target = tiny_target()
-    drafting, plain, seen = partial(Medusa, heads_of(target)), target.lm.forward, []
+    drafting, plain, seen = partial(Medusa, heads_of(target)), target.lm.prepare, []
 
-    def watched(paths, pending, draft):
-        seen.append((draft.shape.nodes, {len(one) for one in pending}, {len(path) for path in paths}))
-        return plain(paths, pending, draft)
+    def watched(sequences, pending, draft, prefill):
+        every = [*zip(sequences, pending, strict=True), *prefill]
+        assert len(every) == batch_size and not (sequences and prefill)
+        seen.append((draft.shape.nodes, {len(new) for _, new in every}, {len(one) for one, _ in every}))
+        return plain(sequences, pending, draft, prefill)
 
-    monkeypatch.setattr(target.lm, "forward", watched)
+    monkeypatch.setattr(target.lm, "prepare", watched)
     monkeypatch.setattr("spec_lab.propose.step_costs.MIN_RATE", 0.0)
     monkeypatch.setattr("spec_lab.propose.step_costs.STEADY", float("inf"))
     monkeypatch.setattr("spec_lab.propose.step_costs.SLACK", float("inf"))
@@ -266,9 +308,9 @@ def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, mon
     sizes = [0, 1, 2, 3, 4, 5, 6, 8, 9]
     first, *steps = seen
     assert first == (0, {200}, {0})  # the prompt
-    assert steps[: VISIT - 1] == [(batch_size, {1}, {200 + n}) for n in range(VISIT - 1)]
     order = [*sizes * WARM_UP, *(sizes + sizes[::-1]) * 3]
-    assert steps[VISIT - 1 :] == [(size * batch_size, {1}, {200 + n}) for size in order for n in range(VISIT)]
+    # The first step of a visit, which is not timed, has no hidden state to draft from.
+    assert steps == [(size * batch_size * (n > 0), {1}, {199 + n}) for size in order for n in range(VISIT)]
     costs = found.costs.seconds
     assert list(costs) == sizes and min(costs.values()) > 0
     assert found.batch_size == batch_size

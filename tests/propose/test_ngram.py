@@ -1,5 +1,6 @@
 """Prompt lookup against a naive twin, through growth and rewinds."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -41,12 +42,15 @@ def naive_tree(tokens, longest, shortest, depth, nodes):
     return paths
 
 
-def sequence(tokens):
-    return SimpleNamespace(tokens=list(tokens), state=None)
+def batch(proposer, *texts):
+    """Sequences with these texts, which the proposer has not seen."""
+    sequences = [SimpleNamespace(tokens=list(tokens), state=proposer.init(None)) for tokens in texts]
+    return SimpleNamespace(sequences=sequences, device=torch.device("cpu"))
 
 
-def batch(*sequences):
-    return SimpleNamespace(sequences=list(sequences), device=torch.device("cpu"))
+def drafted(proposer, *texts):
+    """The draft for new sequences with these texts."""
+    return proposer.propose(batch(proposer, *texts))
 
 
 def paths_of(draft, head=0):
@@ -71,7 +75,7 @@ def test_index_follows_growth_and_rewinds(tokens, edits, shortest, more):
 
 @given(TOKENS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 2))
 def test_a_chain_reads_on_from_the_first_match(tokens, depth, shortest, more):
-    draft = Ngram(depth, shortest + more, shortest).propose(batch(sequence(tokens)))
+    draft = drafted(Ngram(depth, shortest + more, shortest), tokens)
     first = next(naive_matches(tokens, shortest + more, shortest), None)
     assert draft.token.tolist() == ([] if first is None else naive_continuation(tokens, first, depth))
     assert (draft.shape.parent == range(draft.shape.nodes)).all()
@@ -79,7 +83,7 @@ def test_a_chain_reads_on_from_the_first_match(tokens, depth, shortest, more):
 
 @given(TOKENS, st.integers(1, 5), st.integers(1, 9), st.integers(1, 2), st.integers(0, 2))
 def test_a_tree_merges_the_matches_in_their_order(tokens, depth, nodes, shortest, more):
-    draft = NgramTree(nodes, depth, shortest + more, shortest).propose(batch(sequence(tokens)))
+    draft = drafted(NgramTree(nodes, depth, shortest + more, shortest), tokens)
     expected = naive_tree(tokens, shortest + more, shortest, depth, nodes)
     assert paths_of(draft) == expected
     assert len(set(expected)) == len(expected)  # siblings are distinct
@@ -89,8 +93,8 @@ def test_longer_matches_come_first_then_recent_ones():
     text = [1, 2, 3, 9, 2, 3, 8, 5, 3, 7, 1, 2, 3]
     read = [continuation(text, place, 1)[0] for place in naive_matches(text, 3, 1)]
     assert read == [9, 8, 9, 7, 8, 9]
-    assert Ngram(1, 3, 1).propose(batch(sequence(text))).token.tolist() == [9]
-    assert paths_of(NgramTree(3, 1, 3, 1).propose(batch(sequence(text)))) == [(9,), (8,), (7,)]
+    assert drafted(Ngram(1, 3, 1), text).token.tolist() == [9]
+    assert paths_of(drafted(NgramTree(3, 1, 3, 1), text)) == [(9,), (8,), (7,)]
 
 
 def test_reading_goes_on_in_the_draft():
@@ -100,20 +104,26 @@ def test_reading_goes_on_in_the_draft():
 def test_a_batch_is_drafted_as_its_sequences_alone():
     texts = ([1, 2, 1, 2], [4, 5, 6], [7, 7, 7, 8, 7])
     for proposer in (Ngram(3, 2, 1), NgramTree(4, 3, 2, 1)):
-        draft = proposer.propose(batch(*map(sequence, texts)))
+        draft = drafted(proposer, *texts)
         for head, text in enumerate(texts):
-            assert paths_of(draft, head) == paths_of(proposer.propose(batch(sequence(text))))
+            assert paths_of(draft, head) == paths_of(drafted(proposer, text))
 
 
-def test_a_fork_and_its_origin_may_draft_from_one_index():
-    """A fork that inherits its origin's index merely makes it turn back and forth."""
-    proposer, one = Ngram(2, 2, 1), sequence([1, 2, 3, 1, 2])
-    twin = sequence([1, 2, 9, 1])
-    proposer.propose(batch(one))
-    twin.state = one.state
-    assert proposer.propose(batch(twin, one)).token.tolist() == [2, 9, 3, 1]
-    proposer.close(one)
-    assert one.state is None
+@pytest.mark.parametrize("proposer", [Ngram(2, 2, 1), NgramTree(6, 3, 2, 1)], ids=lambda one: one.name)
+def test_a_fork_drafts_from_an_index_of_its_own(proposer):
+    """Which begins as its origin's; what either looks up later changes neither the other's index nor its draft."""
+    asked = batch(proposer, [1, 2, 3, 1, 2])
+    (one,) = asked.sequences
+    proposer.propose(asked)
+    twin = SimpleNamespace(tokens=[1, 2, 9, 1], state=proposer.fork(one.state))
+    assert twin.state is not one.state and twin.state.ends == one.state.ends
+    before = deepcopy(one.state.ends)
+    asked.sequences[:] = [twin]
+    assert paths_of(proposer.propose(asked)) == paths_of(drafted(proposer, twin.tokens))
+    assert one.state.ends == before
+    proposer.close(twin.state)
+    asked.sequences[:] = [one]
+    assert paths_of(proposer.propose(asked)) == paths_of(drafted(proposer, one.tokens))
 
 
 @pytest.mark.parametrize(

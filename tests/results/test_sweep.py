@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from spec_lab.cli.commands import command
 from spec_lab.results import sweep, writer
+from spec_lab.results.parts import Parts
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
@@ -33,7 +34,7 @@ OVERRIDES = st.dictionaries(KEYS, VALUES, max_size=4).map(lambda one: [f"{key}={
 
 
 @given(OVERRIDES, st.randoms(use_true_random=False))
-@example(["prompt=" + "語" * 200], None)
+@example(["task.prompt=" + "語" * 200], None)
 @example(["prompts.path=../../etc/passwd"], None)
 def test_a_name_is_one_safe_folder_whatever_the_overrides_and_their_order(overrides, dice):
     name = sweep.folder_name(overrides)
@@ -258,7 +259,7 @@ def test_runs_that_nobody_planned_are_found_too(one):
 
 def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypatch):
     """Whatever request is seen, its steps and rounds are seen too."""
-    recorder, read = writer.Recorder(tmp_path), writer._read
+    recorder, read = writer.Recorder(tmp_path), Parts._read
 
     def write(group: int) -> None:
         rows = {}
@@ -271,13 +272,13 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
     for group in range(3):
         write(group)
 
-    def meanwhile(file):
-        found = read(file)
+    def meanwhile(self, file):
+        found = read(self, file)
         if len(list(tmp_path.glob("parts/requests-*"))) < 6:
             write(len(list(tmp_path.glob("parts/requests-*"))))
         return found
 
-    monkeypatch.setattr(writer, "_read", meanwhile)
+    monkeypatch.setattr(Parts, "_read", meanwhile)
     tables = load(tmp_path)
     assert {0, 1, 2} <= set(tables.requests["group"])
     assert set(tables.requests["group"]) == set(tables.steps["group"]) == set(tables.rounds["group"])
@@ -285,16 +286,15 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
 
 def test_rows_read_while_they_are_gathered_are_all_there(tmp_path, monkeypatch):
     parts(tmp_path, 0, 1, 2)
-    read, listed = writer._read, writer._parts
+    listed = Parts._files
 
-    def gathered(out, name):
-        found = listed(out, name)
-        monkeypatch.setattr(writer, "_read", read)
-        monkeypatch.setattr(writer, "_parts", listed)
-        writer.Recorder(out).gather()
+    def gathered(self, name):
+        found = listed(self, name)
+        monkeypatch.setattr(Parts, "_files", listed)
+        self.gather()
         return found
 
-    monkeypatch.setattr(writer, "_parts", gathered)
+    monkeypatch.setattr(Parts, "_files", gathered)
     assert set(load(tmp_path).requests["group"]) == {0, 1, 2}
 
 
@@ -311,7 +311,7 @@ def finished(folder: Path, summary: dict, seconds: float = 2.0) -> None:
 ARM = {
     "proposer": "ngram", "verifier": "token", "lossless": True, "tokens": 12, "tau_pooled": 2.5, "drawn": ["x"],
     "speedup": {"mean": 1.5, "low": 1.25, "high": 1.75}, "survival": [0.5, 0.25], "conditional": [0.5, None],
-    "phase_seconds": {"law": 0.25, "verify": 0.125}, "finish": {"length": 3},
+    "phase_seconds": {"probabilities": 0.25, "verify": 0.125}, "finish": {"length": 3},
     "intervals": {"tau_pooled": {"low": 2.0, "high": 3.0}},
 }  # fmt: skip
 
@@ -449,7 +449,7 @@ def test_an_interrupted_sweep_goes_on_from_its_finished_groups(cli, tiny, tmp_pa
     code, _, errors = cli(*some)
     assert code == 130
     assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
-    assert "run the same command with output_dir=swept to go on" in errors
+    assert "run the same command with output_dir=swept to resume" in errors
     assert "Traceback" not in errors
     assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
@@ -528,10 +528,7 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
 def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
     code, _, errors = cli(word, "nowhere")
     assert code == 1
-    assert (
-        errors
-        == "spec_lab: nowhere does not exist; a sweep is created by --multirun with output_dir=DIR and has a sweep.json\n"
-    )
+    assert errors.startswith("spec_lab: nowhere does not exist;") and "--multirun" in errors
 
 
 def test_unknown_commands_are_refused_with_those_there_are(cli):

@@ -18,9 +18,7 @@ def decoded(tmp_path_factory):
     one = lab(temperature=1.0)
     requests = one.requests(settings(tmp_path_factory.mktemp("out"), max_new_tokens=20))[:2]
     done = Loop(one.target, Repeat(2), Match(), seed=3).decode(requests)
-    clock = one.target.lm.clock
-    rounds = writer.round_rows(done.rounds, clock, group=7, arm="speculative")
-    return requests, done, rounds, writer.step_rows(done.rounds, group=7, arm="speculative")
+    return requests, done, *writer.rows_of(done.steps, group=7, arm="speculative")
 
 
 def test_columns_are_those_of_the_schema(decoded):
@@ -65,7 +63,7 @@ def test_rounds_hold_the_batch(decoded):
         assert row["live"] == len(own)
         assert row["nodes"] == sum(step["nodes"] for step in own)
         assert row["prefill"] == (number == 0)
-        phases = sum(row[phase] for phase in ("propose", "mask_wait", "target", "law", "verify", "commit"))
+        phases = sum(row[phase] for phase in ("propose", "mask_wait", "target", "probabilities", "verify", "commit"))
         assert phases == pytest.approx(row["whole"])
         assert 0 < row["target_forward"] <= row["target"]
     starts = [row["start"] for row in rounds]
@@ -75,9 +73,9 @@ def test_rounds_hold_the_batch(decoded):
     assert max(ends) == pytest.approx(rounds[-1]["start"] + rounds[-1]["whole"])
 
 
-def test_slim_rounds_keep_no_laws(decoded):
+def test_slim_steps_keep_no_draft_distributions(decoded):
     _, done, *_ = decoded
-    assert all(one.draft.q is None for one in done.rounds)
+    assert all(one.draft.q is None for one in done.steps)
 
 
 def rows(group: int, tag: str = "") -> tuple[list, list, list]:

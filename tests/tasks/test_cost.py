@@ -69,13 +69,14 @@ def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
 
     class Watched(Repeat):
         def propose(self, batch):
-            places.append([len(one.path) for one in batch.sequences])
+            places.append([len(one.kv) for one in batch.sequences])
             return super().propose(batch)
 
     arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
     rows = take_turns(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), turn=4, rounds=2)
     assert {row["arm"]: row["nodes"] for row in rows} == {"fixed": 3, "draft": 2, "watched": 2, "none": 0}
-    assert places[0] == [12, 12] and places[1] == [12, 12]  # to warm up, and again
+    assert places[0] == [11, 11], "it observes the end of the prompts"
+    assert places[1] == [12, 12], "as every arm begins"
     assert len(places) == 1 + 4 and all(min(now) > 12 for now in places[2:])
     assert {row["turn"] for row in rows} == {4} and {row["batch"] for row in rows} == {2}
     for cells in (target.lm.cells, drafting.lm.cells):
@@ -93,7 +94,7 @@ def test_the_parts_of_a_round_are_no_longer_than_the_round():
 
 def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatch):
     target, drafting = tiny_target(), draft_model("1x1", "iid")
-    plain, calls = type(target.lm).forward, []
+    plain, calls = type(target.lm).run, []
 
     def breaking(self, *arguments):
         output = plain(self, *arguments)
@@ -102,7 +103,7 @@ def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatc
             output.logits[:] = float("nan")
         return output
 
-    monkeypatch.setattr(type(target.lm), "forward", breaking)
+    monkeypatch.setattr(type(target.lm), "run", breaking)
     arms = arms_of(target, draft=drafting, none=Null())
     with pytest.raises(ValueError, match="costs cannot be measured"):
         take_turns(arms, texts(target, PROMPTS, Sampling(), 2, 8), 0, 2)
@@ -133,7 +134,9 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     t = {(one["batch"], one["context"], one["nodes"]): one for one in summary["nodes"]}
     own = frame[(frame["arm"] == "nodes 5") & (frame["batch"] == 2) & (frame["context"] == 8)]
-    assert t[2, 8, 5.0]["seconds"] == pytest.approx(own[["target", "law", "commit", "between"]].sum(axis=1).median())
+    assert t[2, 8, 5.0]["seconds"] == pytest.approx(
+        own[["target", "probabilities", "commit", "between"]].sum(axis=1).median()
+    )
     assert {one["arm"] for one in summary["arms"]} == {"speculative", "baseline"}
     assert (out / "figures" / "cost.png").stat().st_size > 10_000
     cost = Cost.of(frame)

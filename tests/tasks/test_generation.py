@@ -109,7 +109,7 @@ def test_texts_are_those_of_the_tokens_and_tokens_say_where_they_came_from(targe
     told = [check(said) for said in heard.values()]
     assert all(len(tokens) == 24 or tokens[-1].id == END for _, tokens in told)
     origins = {token.origin for _, tokens in told for token in tokens}
-    assert origins == ({"accepted", "emitted"} if temperature == 0 else origins) and "forced" not in origins
+    assert origins == ({"accepted", "recovered", "bonus"} if temperature == 0 else origins) and "forced" not in origins
     assert target.lm.cells.references.sum() == 0
 
 
@@ -123,7 +123,7 @@ def test_drafts_change_neither_greedy_text_nor_log_probabilities(target):
         torch.testing.assert_close(
             [token.logprob for token in tokens], [token.logprob for token in one_by_one], rtol=0, atol=1e-9
         )
-        assert {token.origin for token in one_by_one} == {"emitted"}
+        assert {token.origin for token in one_by_one} == {"bonus"}
 
 
 @torch.no_grad()
@@ -353,13 +353,19 @@ def test_a_prompt_means_what_it_says(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    value = OverridesParser.create().parse_override(literal(f"prompt={text}")).value()
-    config = OmegaConf.create({"prompt": value, "task": {"prompt": "${prompt}"}})
+    value = OverridesParser.create().parse_override(literal(f"task.prompt={text}")).value()
+    config = OmegaConf.create({"task": {"prompt": value}})
     assert OmegaConf.to_container(config, resolve=True)["task"]["prompt"] == text
 
 
 def test_options_other_than_the_prompt_are_left_to_hydra():
-    for option in ("prompts.limit=2", "stop_strings=[a,b]", "+experiment=stream", "prompt='a \"b\"'", "prompt=null"):
+    for option in (
+        "prompts.limit=2",
+        "stop_strings=[a,b]",
+        "+experiment=stream",
+        "task.prompt='a \"b\"'",
+        "task.prompt=null",
+    ):
         assert literal(option) == option
 
 
@@ -373,7 +379,7 @@ def test_options_other_than_the_prompt_are_left_to_hydra():
 )
 def test_the_command_line_prints_the_text_and_leaves_nothing_behind(cli, tmp_path, bundled, options, pattern, same):
     few = ["target.dtype=float32", "proposer=ngram", "max_new_tokens=12"]
-    code, said, errors = cli("+experiment=stream", *few, f"prompt={PROMPT}", *options)
+    code, said, errors = cli("+experiment=stream", *few, f"task.prompt={PROMPT}", *options)
     assert code == 0, errors
     bound = None if pattern is None else regex(Vocabulary.of(bundled), pattern)
     alone = spec_lab.generate(PROMPT, bundled, max_new_tokens=12, constraint=bound, **same)
@@ -385,11 +391,11 @@ def test_the_command_line_prints_the_text_and_leaves_nothing_behind(cli, tmp_pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["+experiment=stream"], "prompt has no default: give prompt=... on the command line"),
-        (["prompt=hello"], "prompt is for +experiment=stream; other tasks read prompts=..."),
+        (["+experiment=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
+        (["task=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
     ],
 )
-def test_a_prompt_is_asked_for_where_it_is_read_and_refused_elsewhere(cli, tmp_path, options, said):
+def test_the_task_asks_for_its_prompt(cli, tmp_path, options, said):
     code, _, errors = cli(*options)
     assert code == 1 and f"spec_lab: {said}" in errors
     assert not list(tmp_path.iterdir())

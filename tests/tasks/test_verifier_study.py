@@ -18,6 +18,7 @@ from spec_lab.cli.main import main, zoo
 from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.proposer import Requires
 from spec_lab.propose import Null
 from spec_lab.tasks.verifier_study import judge, pooled
 from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
@@ -30,7 +31,7 @@ from tests.labs import Repeat, lab, settings
 from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_law
 
 ONES = {"token": Token(), "traversal": Traversal(), "match": Match(), "kseq": KSeq(), "gumbel": Gumbel()}
-TIMES = ["propose", "target", "target_forward", "law", "verify"]
+TIMES = ["propose", "target", "target_forward", "probabilities", "verify"]
 TREES = {"iid": "2x2", "without": "2x2", "point": "2x1", "gumbel": "2x1"}
 
 
@@ -124,13 +125,17 @@ def test_a_draft_is_what_a_proposer_without_a_past_draws():
 
 def test_a_proposer_reads_the_hidden_state_before_the_pending_token():
     class Reads(Repeat):
-        wants_hidden = True
+        requires = Requires(hidden=(-1,))
         seen = ()
+
+        def observe(self, observed):
+            for one in observed:
+                self.last = one.start + len(one.hidden), one.hidden[-1].clone()
 
         def propose(self, batch):
             (sequence,) = batch.sequences
-            assert len(sequence.pending) == 1
-            self.seen += ((len(sequence.tokens), batch.target.lm.cells.last_hidden(sequence.path).clone()),)
+            assert len(sequence.pending) == 1 and len(sequence.kv) == self.last[0]
+            self.seen += ((len(sequence.tokens), self.last[1]),)
             return super().propose(batch)
 
     reads = Reads()
@@ -370,15 +375,21 @@ def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, cap
     one = recorded_lab(
         texts=("the cat", "a b"), more_proposers=proposers(iid="2", point="2"), verifiers={"token": Token()}
     )
-    plain = one.target.lm.forward
+    lm, drawn = one.target.lm, []
+    prepare, run = lm.prepare, lm.run
 
-    def forward(paths, pending, draft):
-        output = plain(paths, pending, draft)
-        if draft.shape.nodes and draft.drawn == "iid":
+    def prepared(paths, pending, draft, prefill):
+        drawn[:] = [draft.drawn] if draft.shape.nodes else []
+        return prepare(paths, pending, draft, prefill)
+
+    def breaking(pack):
+        output = run(pack)
+        if drawn == ["iid"]:
             output.logits[0, 0] = torch.nan
         return output
 
-    monkeypatch.setattr(one.target.lm, "forward", forward)
+    monkeypatch.setattr(lm, "prepare", prepared)
+    monkeypatch.setattr(lm, "run", breaking)
     assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "request 'p0', position 8, iid: the target's logits are NaN or infinite" in summary["errors"][0]
@@ -394,7 +405,7 @@ def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, cap
 def hand_made() -> pd.DataFrame:
     """Two prompts with two drafts and one, judged by two verifiers."""
     usual = {"proposer": "tree", "drawn": "iid", "lossless": True, "given": "draft", "nodes": 4, "propose": 1e-3}
-    usual |= {"target": 3e-3, "law": 1e-4}
+    usual |= {"target": 3e-3, "probabilities": 1e-4}
     rows = []
     for request, position, bound, forward, token, other in [
         (0, 5, 0.8, 2e-3, (1.0, 0.5, 1e-5), (1.5, 0.6, 4e-5)),
@@ -412,7 +423,7 @@ def test_pooled_figures_equal_those_by_hand():
     figures = pooled.of_proposer(hand_made(), ["other", "token"])
     assert list(figures["verifiers"]) == ["other", "token"] and figures["compared_with"] == "token"
     assert figures["drafts"] == 3 and figures["drafted_per_draft"] == 4
-    assert figures["target_forward_us"] == pytest.approx(2000) and figures["law_us"] == pytest.approx(100)
+    assert figures["target_forward_us"] == pytest.approx(2000) and figures["probabilities_us"] == pytest.approx(100)
     assert figures["bound"]["mean"] == pytest.approx(0.6)
     token, other = figures["verifiers"]["token"], figures["verifiers"]["other"]
     assert token["expected_accepted"]["mean"] == pytest.approx(1.8 / 3)

@@ -14,7 +14,8 @@ from spec_lab.core.draft import Draft, Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.sequence import Batch, healed
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.sequence import finite
 from spec_lab.propose import Null
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
@@ -301,12 +302,12 @@ def test_what_a_peaked_draft_leaves_to_a_second_sibling_counts_as_a_whole_law(ve
 )
 def test_minus_infinity_is_no_mass_and_anything_else_is_broken(dtype, row, well):
     logits = torch.tensor([[0.0, 1.0, 2.0], row, [-torch.inf, 0.0, 1.0]], dtype=dtype)
-    kept, batch = logits.clone(), Batch(None, [], CounterDraws(0))
-    got = healed(batch, np.array([0, 1, 1]), logits, "target")
+    kept = logits.clone()
+    got, broken = finite(logits)
     assert got.data_ptr() == logits.data_ptr(), "in place"
     assert torch.equal(got[[0, 2]], kept[[0, 2]])
     assert got[1].tolist() == (kept[1].tolist() if well else [0.0] * 3)
-    assert batch.broken == ({} if well else {1: "the target's logits are NaN or infinite"})
+    assert broken.tolist() == ([] if well else [1])
 
 
 SAMPLINGS = [
@@ -449,7 +450,7 @@ def test_in_double_precision_no_residual_is_empty(verifier, drawn):
     target = tiny_target()
     proposer = draft_model("2x2x1", drawn, temperature=1.5)
     _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
-    steps = [step for step in writer.step_rows(rounds, 0, "speculative") if step["nodes"]]
+    steps = [step for step in writer.rows_of(rounds, 0, "speculative")[1] if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
     own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything is accepted, or all but everything
     _, rounds = decode(target, own, requests(Sampling(1.0), 16), verifier)
@@ -465,14 +466,14 @@ class Last:
     def pick(self, weights, keys):
         picked = self.usual.pick(weights, keys)
         if keys[0].purpose == Purpose.STOP:
-            picked = np.where(np.asarray(weights)[:, 0] > 0, 0, picked)
+            picked = torch.where(weights[:, 0] > 0, 0, picked)
         return picked
 
 
-class Support:
+class Support(Lifecycle):
     """Drafts all that p allows: its top ten, which rounding may let weigh less than 1."""
 
-    name, drawn, nodes, wants_hidden = "support", "point", 10, False
+    name, drawn, nodes = "support", "point", 10
 
     def __init__(self, target) -> None:
         self.target = target
@@ -485,8 +486,6 @@ class Support:
         shape = tree(tuple((rank,) for rank in range(10)))
         return Draft(forest((shape,) * len(batch.sequences)), torch.tensor(tokens))
 
-    def close(self, sequence) -> None: ...
-
 
 def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_path):
     target = tiny_target(dtype=torch.float32)
@@ -496,14 +495,13 @@ def test_an_empty_residual_in_single_precision_is_counted_up_to_the_summary(tmp_
     empty = np.array([flag for one in rounds for flag in one.empty])
     assert 0 < empty.sum() < len(empty)
     assert group.errors == {} and all(len(text) == 12 for text in emitted(group))
-    steps = writer.step_rows(rounds, 0, "speculative")
+    forwards, steps = writer.rows_of(rounds, 0, "speculative")
     assert [step["empty_residual"] for step in steps] == empty.tolist()
-    clock = target.lm.clock
-    outcomes = writer.outcomes(group.sequences, rounds, clock, group.errors)
+    outcomes = writer.outcomes(group.sequences, rounds, group.errors)
     asked = [
         writer.request_row(one, Prompt(one.request.name, "x"), "x", [], 0, 0, "speculative", 0) for one in outcomes
     ]
-    Recorder(tmp_path).write(0, writer.round_rows(rounds, clock, 0, "speculative"), steps, asked)
+    Recorder(tmp_path).write(0, forwards, steps, asked)
     Recorder(tmp_path).gather()
     summary = metrics.summarise(load(tmp_path), "speculative")
     assert 0 < summary["empty_residuals"] <= empty.sum()

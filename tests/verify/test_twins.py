@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, empty, forest, tree
 from spec_lab.verify import Match, Token, Traversal, choose, siblings
 from tests.laws import twin
 from tests.laws.tabular import explore
@@ -30,18 +30,18 @@ def random_law(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
 
 
 @st.composite
-def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point"), chains: bool = False):
-    """A random forest, drawn as it says, with target laws: ``(draft, p [R, V])`` in float64.
+def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point", "mixed"), chains: bool = False):
+    """A random forest, drawn as it says, with target probabilities: ``(draft, p [R, V])`` in float64.
 
-    Includes p = q, disjoint supports, zeros, one-hot laws, illegal nodes (no mass at the parent, dead rows) and, drawn
-    iid or point, siblings that repeat a token.
+    Includes p = q, disjoint supports, zeros, one-hot distributions, illegal nodes (no mass at the parent, dead rows)
+    and, drawn iid or point, siblings that repeat a token. ``mixed``: each node is drawn in a way of its own.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     how = draw(st.sampled_from(drawn))
     v = draw(st.integers(3, 6))
     heads = 1 if chains else draw(st.integers(1, 3))
     kinds = st.sampled_from(["generic", "peaked", "zeros", "one-hot"])
-    parent, tokens, q, p = [], [], [], []
+    parent, tokens, ways, q, p = [], [], [], [], []
     siblings: dict[int, list[int]] = {}
 
     def laws() -> None:
@@ -58,16 +58,19 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point")
     for number in range(draw(st.integers(0, 12))):
         above = number if chains else draw(st.integers(0, heads + len(parent) - 1))
         law = q[above].copy()
-        if how == "without":
+        way = draw(st.sampled_from(["point", "iid", "without"])) if how == "mixed" else how
+        if way == "without":
             law[siblings.get(above, [])] = 0.0
-        if how == "point":
+        if way == "point":
             law[:] = 1.0
         if law.sum() == 0:
             if chains:
                 break
             continue
         token = int(rng.choice(v, p=law / law.sum()))
-        siblings.setdefault(above, []).append(token)
+        if way == "without":
+            siblings.setdefault(above, []).append(token)
+        ways.append(WAYS.index(way))
         parent.append(above)
         tokens.append(token)
         laws()
@@ -79,11 +82,23 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point")
     p = torch.tensor(np.array(p))
     if how == "point":
         return Draft(shape, token), p
-    expanded = np.unique(shape.parent)
+    codes = np.array(ways, dtype=np.int8)
+    expanded = np.unique(shape.parent[codes != POINT] if draw(st.booleans()) else shape.parent)
     rng.shuffle(expanded)
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
-    return Draft(shape, token, how, torch.tensor(np.array(q)[expanded].reshape(-1, v)), q_row), p
+    laws_of = torch.tensor(np.array(q)[expanded].reshape(-1, v))
+    return Draft(shape, token, codes if how == "mixed" else how, laws_of, q_row), p
+
+
+def alone(draft: Draft, rows: np.ndarray) -> Draft:
+    """The tree of ``rows``, its root first, as a draft of its own."""
+    new = np.full(draft.shape.rows, -1)
+    new[rows] = np.arange(len(rows))
+    nodes = rows[1:] - draft.shape.roots
+    drawn = draft.drawn if isinstance(draft.drawn, str) else draft.drawn[nodes]
+    q_row = None if draft.q_row is None else draft.q_row[rows]
+    return Draft(Shape(1, new[draft.shape.parent[nodes]]), draft.token[nodes], drawn, draft.q, q_row)
 
 
 def joint(draft: Draft, verdict) -> np.ndarray:
@@ -134,13 +149,8 @@ def test_trees_do_not_see_each_other(verifier, direct, case):
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
     for head, rows in enumerate(shape.trees):
-        new = np.full(shape.rows, -1)
-        new[rows] = np.arange(len(rows))
-        nodes = rows[1:] - shape.roots
-        one = Shape(1, new[shape.parent[nodes]])
-        q_row = None if draft.q_row is None else draft.q_row[rows]
-        alone = Draft(one, draft.token[nodes], draft.drawn, draft.q, q_row)
-        np.testing.assert_allclose(joint(alone, verifier(alone, p[rows])), whole[rows], rtol=0, atol=1e-13)
+        one = alone(draft, rows)
+        np.testing.assert_allclose(joint(one, verifier(one, p[rows])), whole[rows], rtol=0, atol=1e-13)
         assert rows[0] == head
 
 
@@ -160,7 +170,7 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
 
 @pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
 @settings(max_examples=50)
-@given(case=drafts(("iid", "without")))
+@given(case=drafts(("iid", "without", "mixed")))
 def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, case):
     draft, p = case
     draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
@@ -221,7 +231,7 @@ def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
 
 @pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
 @settings(max_examples=50)
-@given(case=drafts(("iid", "without")))
+@given(case=drafts(("iid", "without", "mixed")))
 def test_wide_vocabularies_are_summed_in_parts_with_the_same_result(verifier, direct, case):
     draft, p = case
     whole = joint(draft, verifier(draft, p))

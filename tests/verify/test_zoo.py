@@ -8,12 +8,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest
+from spec_lab.core.draft import Draft, chain, empty, forest
 from spec_lab.tasks.certify.enumerate import explore
 from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Typical, choose, kseq, path
 from spec_lab.verify import cascade as cascade_module
 from tests.laws import twin, twin_zoo
-from tests.verify.test_twins import drafts, joint
+from tests.verify.test_twins import alone, drafts, joint
 
 CASES = [
     (KSeq(), twin_zoo.kseq),
@@ -38,7 +38,8 @@ ALL = tuple(sorted({"iid", "without", "point"}))
 @st.composite
 def judged(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
     """A draft that the verifier judges, with p."""
-    return draw(drafts(tuple(how for how in ALL if how in verifier.accepts)))
+    mixed = ("mixed",) if verifier.accepts >= set(ALL) else ()
+    return draw(drafts(tuple(how for how in ALL if how in verifier.accepts) + mixed))
 
 
 def close(verifier) -> float:
@@ -75,12 +76,8 @@ def test_trees_do_not_see_each_other(verifier, direct, data):
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
     for rows in shape.trees:
-        new = np.full(shape.rows, -1)
-        new[rows] = np.arange(len(rows))
-        nodes = rows[1:] - shape.roots
-        q_row = None if draft.q_row is None else draft.q_row[rows]
-        alone = Draft(Shape(1, new[shape.parent[nodes]]), draft.token[nodes], draft.drawn, draft.q, q_row)
-        np.testing.assert_allclose(joint(alone, verifier(alone, p[rows])), whole[rows], rtol=0, atol=1e-13)
+        one = alone(draft, rows)
+        np.testing.assert_allclose(joint(one, verifier(one, p[rows])), whole[rows], rtol=0, atol=1e-13)
 
 
 @EACH

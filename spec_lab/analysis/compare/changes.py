@@ -1,204 +1,132 @@
-"""Every change between the runs that are compared, with its interval and the word on it."""
+"""Test every change between the compared runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from spec_lab.analysis.compare.pairing import Figure, Matched, Run, arm_by_arm, described
-from spec_lab.analysis.compare.sides import Fact, Side, facts, sides
-from spec_lab.analysis.metrics.intervals import Interval
-from spec_lab.analysis.metrics.paired import Change, factor
+from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange, RunRows, Verdict, compare_arms
+from spec_lab.analysis.compare.selection import SelectedRun, SettingValues, select_runs, setting_values
 from spec_lab.core.files import Unreadable
 from spec_lab.results import sweep
 
-Verdict = Literal["real", "not shown", "same", "too few", "not judged"]
-
-FEWEST = 8
-"""With fewer units than these nothing is judged: what their spread is worth is not known."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One figure in both runs.
-
-    Args:
-        figure: its name in ``metrics.summarise``.
-        reference, other: the figure in both, over what is compared.
-        relative: whether the change is the factor other / reference, else other - reference.
-        unit: "prompt" or "group".
-        units: how many of each run's say something; the same ones if paired.
-        paired: whether both have the same ones.
-        alone: the change, with its interval at the level asked for.
-        together: the same at the level at which all changes that are judged hold at once.
-        smallest: the smallest change that would have been called real: a factor above 1, or a difference.
-        verdict: "real"; "not shown": the interval holds no change, which is no proof of equality; "same": no unit
-            differs; "too few" units; "not judged".
-        why: why it is not judged, or what is too few.
-    """
-
-    figure: str
-    reference: float
-    other: float
-    relative: bool
-    unit: str
-    units: tuple[int, int]
-    paired: bool
-    alone: Interval
-    together: Interval
-    smallest: float
-    verdict: Verdict
-    why: str
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One arm of a run against its like in the reference.
-
-    Args:
-        reference, other: labels of the runs.
-        arms: the arm of each.
-        prompts, groups: how many both have; 0 where none is compared pairwise.
-        identical: share of prompts with the same output tokens in both; NaN without prompts that both have.
-        differences: the figures.
-    """
-
-    reference: str
-    other: str
-    arms: tuple[str, str]
-    prompts: int
-    groups: int
-    identical: float
-    differences: tuple[Difference, ...]
+MIN_UNITS = 8
+"""With fewer units nothing is tested: their spread is not known well enough."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs side by side.
+    """Compared runs.
 
     Args:
-        sides: the runs.
-        described: what each run is, in words, by label.
-        configuration, provenance: what is not the same in all of them.
+        runs: the runs.
+        described: each run in words, by label.
+        configuration, provenance: settings that are not the same in all of them.
         pairs: what was compared.
-        level: of every interval ``alone``.
-        judged: how many changes share that level in ``together``.
-        notes: what a reader has to know of these runs.
-        unreadable: which files are not readable, and why; their runs are left out.
+        level: of every ``interval``.
+        tested: number of tested changes, whose ``simultaneous`` intervals hold at once at ``level``.
+        notes: what a reader must know of these runs.
+        unreadable: files that are not readable, and why; their runs are left out.
     """
 
-    sides: tuple[Side, ...]
+    runs: tuple[SelectedRun, ...]
     described: Mapping[str, str]
-    configuration: tuple[Fact, ...]
-    provenance: tuple[Fact, ...]
-    pairs: tuple[Pair, ...]
+    configuration: tuple[SettingValues, ...]
+    provenance: tuple[SettingValues, ...]
+    pairs: tuple[ArmComparison, ...]
     level: float
-    judged: int
+    tested: int
     notes: tuple[str, ...]
     unreadable: tuple[str, ...] = ()
 
 
 def compare(folders: Sequence[Path], level: float = 0.95) -> Comparison:
-    """Runs or sweeps side by side; see the package for how.
+    """Compare runs or sweeps; the package's docstring says how.
 
-    Of two runs the arms that have the same name in both are compared, without such the main ones. One run alone: its
-    arms, with the main one as reference. Only finished groups are read, so a run may still be going on; groups in which
-    a request broke are left out.
+    Arms of the same name are compared, or the main arms if no name is shared. Of one run alone, the other arms are
+    compared with the main one. Only finished groups are read, so a run may still be running; groups in which a request
+    broke are left out.
 
     Args:
         folders: runs or sweeps.
-        level: at which all changes called real hold together.
+        level: at which all significant changes hold at once.
 
     Raises:
-        ValueError: nothing to compare; says which folder is at fault and why.
+        ValueError: there is nothing to compare; names the folder and the reason.
     """
     if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, not {level:g}")
-    spoilt: list[str] = []
-    every, matched, notes = sides(folders, spoilt)
-    found: list[tuple[str, str, Matched]] = []
-    words: dict[str, str] = {}
+        raise ValueError(f"level must be between 0 and 1 (got {level:g})")
+    unreadable: list[str] = []
+    selected, pairs, notes = select_runs(folders, unreadable)
+    found: list[ArmComparison] = []
+    described: dict[str, str] = {}
     manifests: dict[str, Mapping[str, Any]] = {}
-    reference: Run | None = None
-    for first, second in matched:  # no more than two runs' rows are held at once
+    reference: RunRows | None = None
+    for first, second in pairs:  # the rows of at most two runs are in memory at once
         try:
-            reference = reference if reference is not None and reference.side == first else Run.read(first)
-            other = reference if second == first else Run.read(second)
+            reference = reference if reference is not None and reference.selected == first else RunRows.read(first)
+            other = reference if second == first else RunRows.read(second)
             with sweep.reading(first.folder, second.folder):
-                matching = arm_by_arm(reference, other)
+                found += compare_arms(reference, other)
         except Unreadable as error:
-            spoilt.append(str(error))
+            unreadable.append(str(error))
             continue
         for run in (reference, other):
-            manifests[run.side.label], words[run.side.label] = run.manifest, described(run)
-        found += [(first.label, second.label, one) for one in matching]
+            manifests[run.selected.label], described[run.selected.label] = run.manifest, run.described()
     if not found:
-        raise Unreadable("; ".join(dict.fromkeys(spoilt)))
-    every = [one for one in every if one.label in manifests]
-    judged = sum(_enough(figure.change, FEWEST) for *_, one in found for figure in one.figures)
-    together = 1 - (1 - level) / max(judged, 1)
-    fewest = max(FEWEST, 1 + math.ceil(math.log2(max(judged, 1) / (1 - level))))
-    pairs = tuple(
-        Pair(
-            first,
-            second,
-            one.arms,
-            one.prompts,
-            one.groups,
-            one.identical,
-            tuple(_judge(figure, level, together, fewest) for figure in one.figures),
-        )
-        for first, second, one in found
-    )
-    apart = facts({one.label: manifests[one.label] for one in every})
-    notes += _unpaired(pairs)
-    return Comparison(tuple(every), words, *apart, pairs, level, judged, tuple(notes), tuple(dict.fromkeys(spoilt)))
+        raise Unreadable("; ".join(dict.fromkeys(unreadable)))
+    selected = [run for run in selected if run.label in manifests]
+    tested = sum(_enough(one, MIN_UNITS) for pair in found for one in pair.changes)
+    simultaneous = 1 - (1 - level) / max(tested, 1)
+    fewest = max(MIN_UNITS, 1 + math.ceil(math.log2(max(tested, 1) / (1 - level))))
+    arms = [
+        replace(pair, changes=tuple(_tested(one, level, simultaneous, fewest) for one in pair.changes))
+        for pair in found
+    ]
+    settings = setting_values({run.label: manifests[run.label] for run in selected})
+    notes += _unpaired(arms)
+    files = tuple(dict.fromkeys(unreadable))
+    return Comparison(tuple(selected), described, *settings, tuple(arms), level, tested, tuple(notes), files)
 
 
-# Judging -----------------------------------------------------------------------------------------------------------
+def _enough(one: FigureChange, fewest: int) -> bool:
+    return one.change is not None and min(one.units) >= fewest
 
 
-def _enough(change: Change | None, fewest: int) -> bool:
-    return change is not None and min(change.units) >= fewest
+def _tested(one: FigureChange, level: float, simultaneous: float, fewest: int) -> FigureChange:
+    """Return the change with its verdict.
 
-
-def _judge(found: Figure, level: float, together: float, fewest: int) -> Difference:
-    """The word on one change.
-
-    By chance alone all of n units go the same way once in 2 ** (n - 1) times. Rarer than that nothing can be called
-    without believing in a bell-shaped curve, so ``fewest`` units must be there: as many as the level asks for.
+    By chance alone all of n units change in the same direction once in 2 ** (n - 1) times. A rarer event cannot be
+    established without assuming a normal distribution, so at least ``fewest`` units are required, depending on the
+    level.
     """
-    name, unit, one, values = found.figure, found.unit, found.change, found.values
-    if one is None:
-        mean = values[1] / values[0] if values[0] > 0 else math.nan
-        alone = Interval(mean, math.nan, math.nan)
-        return Difference(name, *values, True, unit, (0, 0), False, alone, alone, math.nan, "not judged", found.why)
+    one = replace(one, level=level, simultaneous_level=simultaneous)
+    if one.change is None:
+        return one
     verdict: Verdict
-    bounds, half, why = one.interval(together), one.half_width(together), ""
-    if one.same:
-        verdict = "same"
+    why, bounds = one.why, one.simultaneous
+    if one.change.identical:
+        verdict = "identical"
     elif not _enough(one, fewest):
-        verdict, why = "too few", f"{min(one.units)} {unit}s, {fewest} needed"
-    elif not math.isfinite(half):
-        verdict, why = "too few", f"without one {unit} nothing is left"
+        verdict, why = "too few", f"{min(one.units)} {one.unit}s, {fewest} needed"
+    elif not math.isfinite(one.change.half_width(simultaneous)):
+        verdict, why = "too few", f"without one {one.unit} no data remain"
     else:
-        none = 1.0 if one.relative else 0.0
-        verdict = "not shown" if bounds.low <= none <= bounds.high else "real"
-    smallest = factor(half) if one.relative else half
-    alone = one.interval(level)
-    return Difference(name, *values, one.relative, unit, one.units, one.paired, alone, bounds, smallest, verdict, why)
+        no_change = 1.0 if one.relative else 0.0
+        verdict = "not significant" if bounds.low <= no_change <= bounds.high else "significant"
+    return replace(one, verdict=verdict, why=why)
 
 
-def _unpaired(pairs: Sequence[Pair]) -> list[str]:
-    """Which runs have no prompts or groups in common."""
+def _unpaired(pairs: Sequence[ArmComparison]) -> list[str]:
+    """Return which runs have no prompts or groups in common."""
     notes = []
-    for one in dict.fromkeys((pair.reference, pair.other, pair.prompts, pair.groups) for pair in pairs):
-        reference, other, prompts, groups = one
-        if not prompts:
-            notes.append(f"{other} and {reference} have (almost) no prompts in common: compared as unpaired samples.")
-        elif not groups:
-            notes.append(f"{other} and {reference} group their prompts differently: their speeds are unpaired.")
-    return notes
+    for pair in pairs:
+        runs = f"{pair.other} and {pair.reference}"
+        if not pair.prompts:
+            notes.append(f"{runs} have (almost) no prompts in common: compared as unpaired samples.")
+        elif not pair.groups:
+            notes.append(f"{runs} group their prompts differently: their speeds are unpaired.")
+    return list(dict.fromkeys(notes))

@@ -1,226 +1,292 @@
-"""Which prompts, groups and arms of two runs belong together, and what changed between them."""
+"""Pair the prompts, groups and arms of two runs, and measure how their figures changed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.compare.sides import Side, manifest_of
-from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, speedup_totals
+from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
+from spec_lab.analysis.metrics.intervals import Interval
+from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, factor, speedup_totals
+
+Verdict = Literal["significant", "not significant", "identical", "too few", "not tested"]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRows:
     """A run's rows; ``broken`` are the groups in which a request broke."""
 
-    side: Side
+    selected: SelectedRun
     manifest: Mapping[str, Any]
     tables: metrics.Tables
     broken: frozenset[int]
 
     @staticmethod
-    def read(side: Side) -> Run:
+    def read(selected: SelectedRun) -> RunRows:
         """Read the finished groups.
 
         Raises:
-            ValueError: there is none, or a request broke in each.
+            ValueError: no group is finished, or a request broke in each.
         """
-        manifest, tables = manifest_of(side.folder), metrics.load(side.folder)
+        folder = selected.folder
+        manifest, tables = manifest_of(folder), metrics.load(folder)
         if tables.requests.empty:
-            raise ValueError(f"no group of the run in {side.folder} is finished")
-        run = Run(side, manifest, tables, frozenset(metrics.broken_groups(tables.requests)))
+            raise ValueError(f"no group of the run in {folder} is finished: wait for its first group")
+        run = RunRows(selected, manifest, tables, frozenset(metrics.broken_groups(tables.requests)))
         if run.requests.empty:
-            raise ValueError(f"in every group of {side.folder} a request broke; see 'errors' in its summary.json")
+            raise ValueError(f"in every group of {folder} a request broke; see 'errors' in its summary.json")
         return run
 
     @property
     def requests(self) -> pd.DataFrame:
-        """Those of groups that did not break."""
+        """The requests of groups that did not break."""
         return self.tables.requests[~self.tables.requests["group"].isin(self.broken)]
 
     @property
     def steps(self) -> pd.DataFrame:
-        """Those of groups that did not break."""
+        """The steps of groups that did not break."""
         return self.tables.steps[~self.tables.steps["group"].isin(self.broken)]
 
     @property
     def arms(self) -> list[str]:
-        """Those decoded by the project's loop; the main one first, the baseline not counted."""
-        looped = set(self.tables.rounds["arm"])
-        return [arm for arm in metrics.arms(self.tables) if arm in looped and arm != "baseline"]
+        """The arms with rounds, the main one first, without the baseline."""
+        with_rounds = set(self.tables.rounds["arm"]) - {"baseline"}
+        return [arm for arm in metrics.arms(self.tables) if arm in with_rounds]
+
+    def described(self) -> str:
+        """Return proposer, size and state of the run, in words."""
+        groups, of = self.tables.requests["group"].nunique(), self.manifest.get("groups")
+        proposer = self.manifest["proposers"].get(self.arms[0] if self.arms else "", {}).get("name")
+        words = [str(proposer)] if proposer else []
+        words.append(f"{self.tables.requests['request'].nunique()} prompts in {groups} groups")
+        if of is not None and groups < of:
+            words.append(f"UNFINISHED: {groups} of {of} groups")
+        elif of is None and not (self.selected.folder / "summary.json").is_file():
+            words.append("UNFINISHED")
+        if self.broken:
+            words.append(f"{len(self.broken)} of {groups} groups left out: a request broke")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A change before it is judged."""
+class FigureChange:
+    """One figure in both runs, and its change.
+
+    Args:
+        figure: its name in ``metrics.summarise``, or "speedup_geometric_mean".
+        unit: "prompt" or "group".
+        reference, other: the figure in both, over the compared units.
+        change: the change; None for figures that are shown and not tested.
+        why: why it is not tested, or how many units are missing.
+        verdict: "significant"; "not significant": the interval contains no change, which does not prove equality;
+            "identical": no unit differs; "too few" units; "not tested".
+        level: of ``interval``.
+        simultaneous_level: of ``simultaneous``: at this level the intervals of all tested changes hold at once.
+    """
 
     figure: str
     unit: str
-    change: Change | None  # None where there is nothing to judge
-    values: tuple[float, float]
+    reference: float
+    other: float
+    change: Change | None
     why: str = ""
+    verdict: Verdict = "not tested"
+    level: float = 0.95
+    simultaneous_level: float = 0.95
+
+    @property
+    def relative(self) -> bool:
+        """Whether the change is the factor other / reference; else it is other - reference."""
+        return self.change is None or self.change.relative
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """The number of units with data in each run; the same ones if paired."""
+        return (0, 0) if self.change is None else self.change.units
+
+    @property
+    def paired(self) -> bool:
+        """Whether both runs have the same units."""
+        return self.change is not None and self.change.paired
+
+    @property
+    def interval(self) -> Interval:
+        """The change with its interval."""
+        return self._at(self.level)
+
+    @property
+    def simultaneous(self) -> Interval:
+        """The change with the interval that holds together with those of all other tested changes."""
+        return self._at(self.simultaneous_level)
+
+    @property
+    def smallest(self) -> float:
+        """The smallest change that would have been significant: a factor above 1, or a difference."""
+        if self.change is None:
+            return math.nan
+        half = self.change.half_width(self.simultaneous_level)
+        return factor(half) if self.relative else half
+
+    def _at(self, level: float) -> Interval:
+        if self.change is None:
+            ratio = self.other / self.reference if self.reference > 0 else math.nan
+            return Interval(ratio, math.nan, math.nan)
+        return self.change.interval(level)
 
 
 @dataclass(frozen=True)
-class Matched:
-    """One arm of a run and its like in the reference.
+class ArmComparison:
+    """One arm of a run compared with an arm of the reference.
 
     Args:
-        arms: the reference's, the other's.
-        prompts, groups: how many both have; 0 where none is compared pairwise.
-        identical: share of prompts with the same output tokens in both; NaN without prompts that both have.
-        figures: what changed.
+        reference, other: labels of the runs.
+        arms: the reference's arm, the other's.
+        prompts, groups: number of pairs of units; 0 where the runs are compared unpaired.
+        identical: share of the shared prompts with the same output tokens in both; NaN without shared prompts.
+        changes: the figures.
     """
 
+    reference: str
+    other: str
     arms: tuple[str, str]
     prompts: int
     groups: int
     identical: float
-    figures: tuple[Figure, ...]
+    changes: tuple[FigureChange, ...]
 
 
-def described(run: Run) -> str:
-    """What a run is, in words."""
-    groups, of = run.tables.requests["group"].nunique(), run.manifest.get("groups")
-    proposer = run.manifest["proposers"].get(run.arms[0] if run.arms else "", {}).get("name")
-    words = [str(proposer)] if proposer else []
-    words.append(f"{run.tables.requests['request'].nunique()} prompts in {groups} groups")
-    if of is not None and groups < of:
-        words.append(f"UNFINISHED: {groups} of {of} groups")
-    elif of is None and not (run.side.folder / "summary.json").is_file():
-        words.append("UNFINISHED")
-    if run.broken:
-        words.append(f"{len(run.broken)} of {groups} groups left out: a request broke")
-    return ", ".join(words)
-
-
-def arm_by_arm(reference: Run, other: Run) -> list[Matched]:
-    """What is compared of two runs, or of one run with itself.
+def compare_arms(reference: RunRows, other: RunRows) -> list[ArmComparison]:
+    """Measure the changes of each pair of arms of two runs, or of one run with itself; nothing is tested yet.
 
     Raises:
-        ValueError: there is nothing to compare; says why.
+        ValueError: there is nothing to compare; names the folder and the reason.
     """
     for run in (reference, other):
         if not run.arms:
-            raise ValueError(f"{run.side.folder} holds the baseline only: there is nothing to compare")
+            raise ValueError(f"{run.selected.folder} holds the baseline only: there is nothing to compare")
     if reference is other:
         if len(reference.arms) == 1:
-            raise ValueError(f"{reference.side.folder} is one run with one arm: give another run to compare it with")
+            raise ValueError(
+                f"{reference.selected.folder} is one run with one arm: name another run to compare it with"
+            )
         arms = [(reference.arms[0], arm) for arm in reference.arms[1:]]
     else:
-        alike = [(arm, arm) for arm in reference.arms if arm in other.arms]
-        arms = alike or [(reference.arms[0], other.arms[0])]
+        shared = [(arm, arm) for arm in reference.arms if arm in other.arms]
+        arms = shared or [(reference.arms[0], other.arms[0])]
     prompts = _shared(_prompts(reference.requests), _prompts(other.requests))
     groups = _shared(_groups(reference.requests), _groups(other.requests))
-    compared = []
-    for pair in arms:
-        figures = (
-            _speedup(reference, other, pair, groups),
-            _raw_speed(reference, other, pair, groups),
-            *_acceptance(reference, other, pair, prompts),
+    return [
+        ArmComparison(
+            reference.selected.label,
+            other.selected.label,
+            pair,
+            0 if prompts is None else len(prompts),
+            0 if groups is None else len(groups),
+            math.nan if prompts is None else _identical(reference, other, pair, prompts),
+            (*_speeds(reference, other, pair, groups), *_acceptance(reference, other, pair, prompts)),
         )
-        same = _identical(reference, other, pair, prompts) if prompts is not None else math.nan
-        shared = [0 if both is None else len(both) for both in (prompts, groups)]
-        compared.append(Matched(pair, shared[0], shared[1], same, figures))
-    return compared
+        for pair in arms
+    ]
 
 
 def _prompts(requests: pd.DataFrame) -> dict[Any, int]:
-    """What a prompt is in any run: its name, its text, and which of several like it; and its number in this run."""
+    """Return the number of each prompt in this run, by what identifies it in any run: name, text, occurrence."""
     rows = requests.drop_duplicates("request").sort_values("request")
-    again = rows.groupby(["name", "prompt"]).cumcount()
-    keys = zip(rows["name"], rows["prompt"], again, strict=True)
-    return dict(zip(keys, rows["request"], strict=True))
+    occurrence = rows.groupby(["name", "prompt"]).cumcount()
+    return dict(zip(zip(rows["name"], rows["prompt"], occurrence, strict=True), rows["request"], strict=True))
 
 
 def _groups(requests: pd.DataFrame) -> dict[Any, int]:
-    """What a group is in any run: its prompts, in order; and its number in this run."""
-    of_request = dict(zip(requests["request"], requests["group"], strict=True))
+    """Return the number of each group in this run, by its prompts in order."""
+    group_of = dict(zip(requests["request"], requests["group"], strict=True))
     members: dict[int, list[Any]] = {}
     for key, request in _prompts(requests).items():
-        members.setdefault(of_request[request], []).append(key)
+        members.setdefault(group_of[request], []).append(key)
     return {tuple(keys): group for group, keys in members.items()}
 
 
 def _shared(reference: Mapping[Any, int], other: Mapping[Any, int]) -> pd.DataFrame | None:
-    """Numbers of the units that both runs have, as columns; None where fewer than half of the smaller run's are."""
-    both = [key for key in reference if key in other]
-    if 2 * len(both) < min(len(reference), len(other)) or not both:
+    """Return the numbers of shared units, a column for each run; None if fewer than half of the smaller run's are."""
+    keys = [key for key in reference if key in other]
+    if 2 * len(keys) < min(len(reference), len(other)) or not keys:
         return None
-    return pd.DataFrame({"reference": [reference[key] for key in both], "other": [other[key] for key in both]})
+    return pd.DataFrame({"reference": [reference[key] for key in keys], "other": [other[key] for key in keys]})
 
 
-def _totals(both: Sequence[pd.DataFrame], shared: pd.DataFrame | None) -> tuple[Totals, Totals]:
-    """``top`` and ``bottom`` of both runs; of the shared units, in their order, if there are some."""
+def _change(both: Sequence[pd.DataFrame], shared: pd.DataFrame | None, relative: bool = False) -> Change:
+    """Return the change between ``top`` and ``bottom`` of both runs, over the shared units if there are some."""
     if shared is not None:
-        numbers = shared["reference"], shared["other"]
-        both = [one.reindex(list(own), fill_value=0.0) for one, own in zip(both, numbers, strict=True)]
-    mine, theirs = (Totals(one["top"].to_numpy(), one["bottom"].to_numpy()) for one in both)
-    return mine, theirs
+        both = [
+            one.reindex(list(shared[run]), fill_value=0.0)
+            for one, run in zip(both, ("reference", "other"), strict=True)
+        ]
+    reference, other = (Totals(one["top"].to_numpy(), one["bottom"].to_numpy()) for one in both)
+    return change(reference, other, paired=shared is not None, relative=relative)
 
 
 # Figures -----------------------------------------------------------------------------------------------------------
 
 
-def _acceptance(reference: Run, other: Run, arms: tuple[str, str], shared: pd.DataFrame | None) -> list[Figure]:
+def _acceptance(
+    reference: RunRows, other: RunRows, arms: tuple[str, str], shared: pd.DataFrame | None
+) -> list[FigureChange]:
     runs = zip((reference, other), arms, strict=True)
     both = [acceptance_totals(metrics.decode_steps(run.steps, arm)) for run, arm in runs]
-    found = []
-    for name in both[0]:
-        mine, theirs = _totals([one[name] for one in both], shared)
-        changed = change(mine, theirs, paired=shared is not None)
-        found.append(Figure(name, "prompt", changed, (changed.reference, changed.other)))
-    return found
+    changes = {name: _change([one[name] for one in both], shared) for name in both[0]}
+    return [FigureChange(name, "prompt", one.reference, one.other, one) for name, one in changes.items()]
 
 
-def _speedup(reference: Run, other: Run, arms: tuple[str, str], shared: pd.DataFrame | None) -> Figure:
-    """The runs' speed-ups over their own baselines: geometric means over groups, so that changes multiply."""
-    both = []
-    for run, arm in zip((reference, other), arms, strict=True):
+def _speeds(
+    reference: RunRows, other: RunRows, arms: tuple[str, str], shared: pd.DataFrame | None
+) -> list[FigureChange]:
+    """Return the speed-ups over the runs' own baselines, and tokens per second, which are not tested."""
+    rows = [
+        run.requests if shared is None else run.requests[run.requests["group"].isin(shared[column])]
+        for run, column in ((reference, "reference"), (other, "other"))
+    ]
+    pairs = list(zip(rows, arms, strict=True))
+    speeds = [metrics.tokens_per_second(requests, arm) for requests, arm in pairs]
+    why = _why_not_tested(reference, other)
+    raw = FigureChange("tokens_per_second", "group", speeds[0], speeds[1], None, why)
+    for run in (reference, other):
         if "baseline" not in set(run.requests["arm"]):
-            nothing = math.nan, math.nan
-            return Figure("speedup", "group", None, nothing, f"{run.side.label} has no baseline")
-        both.append(speedup_totals(run.requests, arm))
+            why = f"{run.selected.label} has no baseline"
+            return [FigureChange("speedup", "group", math.nan, math.nan, None, why), raw]
+    pooled = [metrics.speedup(requests, arm).mean for requests, arm in pairs]
+    totals = [speedup_totals(run.requests, arm) for run, arm in zip((reference, other), arms, strict=True)]
     if shared is not None:  # a short group has no speed-up
-        known = shared["reference"].isin(both[0].index) & shared["other"].isin(both[1].index)
-        shared = shared[known]
-    mine, theirs = _totals(both, shared)
-    changed = change(mine, theirs, paired=shared is not None, relative=True)
-    return Figure("speedup", "group", changed, (changed.reference, changed.other))
+        shared = shared[shared["reference"].isin(totals[0].index) & shared["other"].isin(totals[1].index)]
+    one = _change(totals, shared, relative=True)
+    return [
+        FigureChange("speedup", "group", pooled[0], pooled[1], None, "see its geometric mean"),
+        FigureChange("speedup_geometric_mean", "group", one.reference, one.other, one),
+        raw,
+    ]
 
 
-def _raw_speed(reference: Run, other: Run, arms: tuple[str, str], shared: pd.DataFrame | None) -> Figure:
-    """Tokens per second: shown, and never judged."""
-    speeds = []
-    for run, arm, side in zip((reference, other), arms, ("reference", "other"), strict=True):
-        rows = run.requests if shared is None else run.requests[run.requests["group"].isin(shared[side])]
-        speeds.append(metrics.tokens_per_second(rows, arm))
-    return Figure("tokens_per_second", "group", None, (speeds[0], speeds[1]), _apart(reference, other))
-
-
-def _apart(reference: Run, other: Run) -> str:
-    """What besides the experiment sets the seconds of two runs apart."""
+def _why_not_tested(reference: RunRows, other: RunRows) -> str:
+    """Return what besides the experiment differs between the seconds of two runs."""
     if reference is other:
         return "see speed-up"
-    parts = "processor", "cores", "gpus"
-    machines = [[run.manifest["machine"].get(part) for part in parts] for run in (reference, other)]
-    threads = [run.manifest["threads"] for run in (reference, other)]
+    machines = [
+        [run.manifest["machine"].get(part) for part in ("processor", "cores", "gpus")] for run in (reference, other)
+    ]
     if machines[0] != machines[1]:
         return "different machines"
-    return "different threads" if threads[0] != threads[1] else "different times"
+    return "different threads" if reference.manifest["threads"] != other.manifest["threads"] else "different times"
 
 
-def _identical(reference: Run, other: Run, arms: tuple[str, str], shared: pd.DataFrame) -> float:
-    """Share of the shared prompts with the same output tokens."""
+def _identical(reference: RunRows, other: RunRows, arms: tuple[str, str], shared: pd.DataFrame) -> float:
+    """Return the share of the shared prompts with the same output tokens."""
     rows = []
-    for run, arm, side in zip((reference, other), arms, ("reference", "other"), strict=True):
-        number = dict(zip(shared[side], np.arange(len(shared)), strict=True))
-        own = run.requests[(run.requests["arm"] == arm) & run.requests["request"].isin(number)]
-        rows.append(own.assign(arm=side, request=own["request"].map(number)))
+    for run, arm, column in zip((reference, other), arms, ("reference", "other"), strict=True):
+        pair = dict(zip(shared[column], np.arange(len(shared)), strict=True))
+        requests = run.requests[(run.requests["arm"] == arm) & run.requests["request"].isin(pair)]
+        rows.append(requests.assign(arm=column, request=requests["request"].map(pair)))
     return metrics.identical_outputs(pd.concat(rows), "other", "reference")

@@ -1,187 +1,158 @@
-"""A comparison as tables, and as a frame."""
+"""Show a comparison as tables in the terminal, and return it as a frame."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import pandas as pd
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spec_lab.analysis.compare.changes import Comparison, Difference, Pair
-from spec_lab.analysis.compare.sides import Fact
+from spec_lab.analysis.compare.changes import Comparison
+from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange
+from spec_lab.analysis.compare.selection import SettingValues
+from spec_lab.analysis.text import COLUMNS, table
 from spec_lab.core.terminal import visible
-
-FIGURES = {
-    "speedup": "speed-up",
-    "tokens_per_second": "tokens/s",
-    "tau_pooled": "tau",
-    "expected_tau": "E tau",
-    "draft_token_rate": "accepted / drafted",
-    "nodes_per_step": "nodes per step",
-}
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print what is compared, what sets the runs apart, every change, and how to read them."""
-    console.print(_sides(comparison))
-    for title, facts in (
-        ("Configuration, where it differs", comparison.configuration),
-        ("Code, machine, weights, prompts, where they differ", comparison.provenance),
+    """Print the runs, their settings that differ, every change, and how to read them."""
+    runs = table("Compared")
+    for column in ("", "run", "contents"):
+        runs.add_column(column, overflow="fold")
+    for run in comparison.runs:
+        runs.add_row(run.label, visible(run.name), visible(comparison.described[run.label]))
+    console.print(runs)
+    for title, heading, settings in (
+        ("Configuration, where it differs", "option", comparison.configuration),
+        ("Code, machine, weights, prompts, where they differ", "", comparison.provenance),
     ):
-        if facts:
-            console.print(_facts(title, facts))
-    if len(comparison.sides) > 1 and not comparison.configuration:
-        console.print("The configurations are the same: what differs is chance, the code or the machine.\n")
+        if settings:
+            console.print(_settings(title, heading, settings))
+    if len(comparison.runs) > 1 and not comparison.configuration:
+        console.print("The configurations are equal: differences come from chance, code or machine.\n")
     for pair in comparison.pairs:
         console.print(_pair(pair, comparison))
     for line in _notes(comparison):
-        console.print(line, highlight=False, soft_wrap=line.startswith("Left out"))  # a folder is to be copied
+        console.print(line, highlight=False, soft_wrap=line.startswith("Left out"))  # folders stay on one line
 
 
 def as_frame(comparison: Comparison) -> pd.DataFrame:
-    """One row a figure of a pair, for notebooks and CSV.
+    """Return one row for each figure of a pair of arms, for notebooks and CSV.
 
     Columns: ``reference`` and ``other`` (labels), their folders and arms, ``figure``, ``reference_value``,
-    ``other_value``, ``change`` (a factor where ``relative``, else a difference), its interval alone (``low``, ``high``)
-    and at the level that all share (``together_low``, ``together_high``), ``smallest``, ``units``, ``paired``,
-    ``verdict``, ``why``; ``identical_outputs`` belongs to the pair.
+    ``other_value``, ``change`` (a factor where ``relative``, else a difference), its own interval (``low``, ``high``)
+    and the one that holds together with all others (``simultaneous_low``, ``simultaneous_high``), ``smallest``,
+    ``unit``, ``units``, ``paired``, ``verdict``, ``why``; ``identical_outputs`` belongs to the pair.
     """
-    folders = {one.label: str(one.folder) for one in comparison.sides}
-    rows = [
-        {
+    folders = {run.label: str(run.folder) for run in comparison.runs}
+    rows = []
+    for pair in comparison.pairs:
+        runs = {
             "reference": pair.reference,
             "other": pair.other,
             "reference_folder": folders[pair.reference],
             "other_folder": folders[pair.other],
             "reference_arm": pair.arms[0],
             "other_arm": pair.arms[1],
-            "figure": one.figure,
-            "reference_value": one.reference,
-            "other_value": one.other,
-            "change": one.alone.mean,
-            "relative": one.relative,
-            "low": one.alone.low,
-            "high": one.alone.high,
-            "together_low": one.together.low,
-            "together_high": one.together.high,
-            "smallest": one.smallest,
-            "unit": one.unit,
-            "units": min(one.units),
-            "paired": one.paired,
-            "verdict": one.verdict,
-            "why": one.why,
-            "identical_outputs": pair.identical,
         }
-        for pair in comparison.pairs
-        for one in pair.differences
-    ]
+        for one in pair.changes:
+            values = {"figure": one.figure, "reference_value": one.reference, "other_value": one.other}
+            changes = {"change": one.interval.mean, "relative": one.relative, "smallest": one.smallest}
+            bounds = {"low": one.interval.low, "high": one.interval.high}
+            _, low, high = one.simultaneous
+            bounds |= {"simultaneous_low": low, "simultaneous_high": high}
+            tests = {"unit": one.unit, "units": min(one.units), "paired": one.paired, "verdict": one.verdict}
+            rows.append(
+                runs | values | changes | bounds | tests | {"why": one.why, "identical_outputs": pair.identical}
+            )
     return pd.DataFrame(rows)
 
 
-def _sides(comparison: Comparison) -> Table:
-    table = _table("Compared")
-    for column in ("", "run", "what"):
-        table.add_column(column, overflow="fold")
-    for one in comparison.sides:
-        table.add_row(one.label, visible(one.name), visible(comparison.described[one.label]))
-    return table
+def _settings(title: str, heading: str, settings: Sequence[SettingValues]) -> Table:
+    shown = table(title)
+    for column in (heading, "values"):
+        shown.add_column(column, overflow="fold")
+    for one in settings:
+        values = "\n".join(f"{' '.join(labels)}: {value}" for value, labels in one.values)
+        shown.add_row(visible(one.key), visible(values))
+    return shown
 
 
-def _facts(title: str, facts: Sequence[Fact]) -> Table:
-    table = _table(title)
-    for column in ("option" if title.startswith("Conf") else "", "values"):
-        table.add_column(column, overflow="fold")
-    for fact in facts:
-        values = "\n".join(f"{' '.join(labels)}: {value}" for value, labels in fact.values)
-        table.add_row(visible(fact.key), visible(values))
-    return table
-
-
-def _pair(pair: Pair, comparison: Comparison) -> Table:
-    within = pair.reference == pair.other
-    arms = pair.arms[0] if pair.arms[0] == pair.arms[1] else f"{pair.arms[1]} against {pair.arms[0]}"
-    title = arms if within else f"{pair.other} against {pair.reference}: {arms}"
+def _pair(pair: ArmComparison, comparison: Comparison) -> Table:
+    reference, other = pair.arms if pair.reference == pair.other else (pair.reference, pair.other)
+    title = f"{other} compared with {reference}"
+    if pair.reference != pair.other:
+        title += f": {pair.arms[0]}" if pair.arms[0] == pair.arms[1] else f": {pair.arms[1]} with {pair.arms[0]}"
     if pair.prompts:
         title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
-    names = (pair.arms[0], pair.arms[1]) if within else (pair.reference, pair.other)
-    table = _table(visible(title))
-    table.add_column("", no_wrap=True)
-    for column in (*map(visible, names), "change", f"[{100 * comparison.level:.4g} %]"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
-    for one in pair.differences:
-        table.add_row(
-            FIGURES[one.figure],
-            _number(one.reference),
-            _number(one.other),
-            _change(one, one.together.mean),
-            _interval(one),
-            _word(one),
+    shown = table(visible(title))
+    shown.add_column("", no_wrap=True)
+    for column in (*map(visible, (reference, other)), "change", f"[{100 * comparison.level:.4g} %]"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("")
+    for one in pair.changes:
+        bounds = f"[{_change(one, one.simultaneous.low)}, {_change(one, one.simultaneous.high)}]"
+        known = one.simultaneous.low == one.simultaneous.low and one.verdict not in ("identical", "too few")
+        shown.add_row(
+            COLUMNS[one.figure].heading.removesuffix(" [95 %]"),
+            *(_value(value) for value in (one.reference, one.other)),
+            _change(one, one.simultaneous.mean),
+            bounds if known else "",
+            _verdict(one),
         )
-    return table
+    return shown
 
 
-def _word(one: Difference) -> str | Text:
-    if one.verdict == "real":
-        return Text("real", style="bold")
-    if one.verdict == "not shown":
-        seen = f"×{one.smallest:.2f}" if one.relative else f"{one.smallest:.2g}"
-        return f"not shown; {seen} would be"
+def _verdict(one: FigureChange) -> str | Text:
+    if one.verdict == "significant":
+        return Text(one.verdict, style="bold")
+    if one.verdict == "not significant":
+        smallest = f"×{one.smallest:.2f}" if one.relative else f"{one.smallest:.2g}"
+        return f"{one.verdict}; {smallest} would be"
     return f"{one.verdict}: {one.why}" if one.why else one.verdict
 
 
-def _interval(one: Difference) -> str:
-    if one.together.low != one.together.low or one.verdict in ("same", "too few"):
-        return ""
-    return f"[{_change(one, one.together.low)}, {_change(one, one.together.high)}]"
-
-
-def _change(one: Difference, value: float) -> str:
+def _change(one: FigureChange, value: float) -> str:
     if value != value:
         return ""
-    return f"×{value:.2f}" if one.relative else f"{value:+.{_digits(one)}f}"
+    digits = 3 if one.figure == "draft_token_rate" else 2
+    return f"×{value:.2f}" if one.relative else f"{value:+.{digits}f}"
 
 
-def _digits(one: Difference) -> int:
-    return 3 if one.figure == "draft_token_rate" else 2
-
-
-def _number(value: float) -> str:
+def _value(value: float) -> str:
     return "" if value != value else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"[:5]
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    every = [one for pair in comparison.pairs for one in pair.differences]
-    words = {one.verdict for one in every}
-    lines = [visible(one) for one in comparison.notes]
-    if comparison.judged:
-        real = sum(one.verdict == "real" for one in every)
+    """Return what a reader must know of these runs, and the meaning of the verdicts that occur."""
+    changes = [one for pair in comparison.pairs for one in pair.changes]
+    verdicts = {one.verdict for one in changes}
+    lines = [visible(note) for note in comparison.notes]
+    if comparison.tested:
+        significant = sum(one.verdict == "significant" for one in changes)
         lines.append(
-            f"Real: {real} of {comparison.judged} changes judged. All intervals hold at once at {comparison.level:.4g} "
-            "(leave-one-out over prompts, of speed over groups; Student's t; Bonferroni)."
+            f"Significant: {significant} of {comparison.tested} tested changes. All intervals hold at once at "
+            f"{comparison.level:.4g} (jackknife over prompts, of speed over groups; Student's t; Bonferroni)."
         )
-    if "not shown" in words:
+    explained = {
+        "not significant": "the interval contains no change. This does not prove equality; the named change would be "
+        "significant.",
+        "identical": "no prompt differs.",
+        "too few": "too few prompts or groups for a test; run more of them.",
+    }
+    lines += [f"{verdict}: {text}" for verdict, text in explained.items() if verdict in verdicts]
+    if any(one.figure == "speedup_geometric_mean" for one in changes):
         lines.append(
-            "not shown: the interval holds no change. This proves nothing equal; a change of that size would be real."
+            "speed-up: total tokens/s over those of the baseline of the same run; the test uses the geometric mean "
+            "over groups."
         )
-    if "same" in words:
-        lines.append("same: no prompt differs.")
-    if "too few" in words:
-        lines.append("too few: nothing is judged on so few prompts or groups; run more of them.")
-    if any(one.figure == "speedup" and one.verdict != "not judged" for one in every):
+    if len(comparison.runs) > 1 and any(
+        one.figure == "speedup_geometric_mean" and one.verdict == "significant" for one in changes
+    ):
         lines.append(
-            "speed-up: over the baseline of the same run, geometric mean over groups (summary.json has the plain one)."
-        )
-    if len(comparison.sides) > 1 and any(one.figure == "speedup" and one.verdict == "real" for one in every):
-        lines.append(
-            "What differs from one run to its repetition for all prompts alike (a busy machine, memory laid out "
-            "otherwise) is not in the intervals of speed: before a small change is believed, repeat both runs."
+            "The intervals of speed do not contain differences between a run and its repetition that affect all "
+            "prompts (a busy machine, another memory layout): repeat both runs before relying on a small change."
         )
     return lines
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)

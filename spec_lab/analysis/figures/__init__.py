@@ -1,13 +1,18 @@
-"""Figures for papers and for a run's end, drawn by matplotlib from the tables of ``spec_lab.analysis.metrics.frames``.
+# ruff: noqa: F401
+"""Figures for papers, for a run's end and for the report, drawn by matplotlib from tidy tables of ``metrics``.
 
-``draw`` makes the three that every run leaves behind; ``draw_all`` all of a run, ``draw_sweep`` those of a sweep. Each
-figure is also a function of its own that returns a matplotlib ``Figure``, or None where there is nothing to draw.
+``draw`` makes the three figures that every run writes; ``run_figures`` all of a run, ``sweep_figures`` those of a
+sweep, ``save`` writes files, ``svg`` returns a figure for a web page. Each figure is also a function of its own that
+returns a matplotlib ``Figure``, or None where there is nothing to draw.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,97 +20,104 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from spec_lab.analysis.figures.layout import Place, lay_out
-from spec_lab.analysis.figures.of_run import acceptance, accepted_trees, cost, phases, throughput, tokens
-from spec_lab.analysis.figures.of_sweep import MOST_RUNS, forest, lines, lines_file, worth, worth_file
-from spec_lab.analysis.figures.style import BASELINE, COLOURS, GREY, PHASES, SEQUENCE, STYLE, colours, short
-from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.figures.run import (
+    NodePosition,
+    acceptance,
+    accepted_trees,
+    cost,
+    phases,
+    throughput,
+    tokens,
+    tree_layout,
+)
+from spec_lab.analysis.figures.style import BASELINE, COLOURS, GREY, PHASES, PROPOSERS, SEQUENCE, STYLE, colours, short
+from spec_lab.analysis.figures.sweep import MAX_ROWS, forest, lines, tau_and_speedup
+from spec_lab.analysis.metrics import Tables, sweeps
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.core.files import own_folder, replacing
 
-__all__ = [
-    "BASELINE",
-    "COLOURS",
-    "GREY",
-    "MOST_RUNS",
-    "PHASES",
-    "SEQUENCE",
-    "STYLE",
-    "Place",
-    "acceptance",
-    "accepted_trees",
-    "colours",
-    "cost",
-    "draw",
-    "draw_all",
-    "draw_sweep",
-    "forest",
-    "lay_out",
-    "lines",
-    "lines_file",
-    "phases",
-    "short",
-    "throughput",
-    "tokens",
-    "worth",
-    "worth_file",
-]
-
-PAPERS = ("png", "svg")
+Figures = dict[str, Figure]
+"""Figures by the name of their file, without ending."""
 
 
 def draw(tables: Tables, folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Draw acceptance, throughput and phases, those that the run has data for; returns the files."""
-    return _save({one.__name__: partial(one, tables) for one in (acceptance, throughput, phases)}, folder, formats)
+    """Draw acceptance, throughput and phases, where the run has data for them; returns the files."""
+    return save(
+        _drawn({one.__name__: partial(one, tables) for one in (acceptance, throughput, phases)}), folder, formats
+    )
 
 
-def draw_all(
-    tables: Tables, folder: Path, trees: Mapping[str, Collection[Ranks]] | None = None, formats: Sequence[str] = PAPERS
-) -> list[Path]:
-    """Draw every figure that the run has data for; returns the files.
+def run_figures(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None = None) -> Figures:
+    """Draw every figure that the run has data for.
 
     Args:
         tables: the run's rows.
-        folder: where the files go.
-        trees: the arms' static draft trees, as paths of ranks.
-        formats: of the files.
+        trees: the arms' static draft trees, as paths of child ranks.
     """
-    plain = {one.__name__: partial(one, tables) for one in (acceptance, throughput, phases, tokens, cost)}
-    return _save(plain | {"accepted_trees": partial(accepted_trees, tables, trees or {})}, folder, formats)
+    plain = {one.__name__: partial(one, tables) for one in (throughput, acceptance, tokens, phases, cost)}
+    return _drawn(plain | {"accepted_trees": partial(accepted_trees, tables, trees)})
 
 
-def draw_sweep(table: pd.DataFrame, keys: Sequence[str], folder: Path, formats: Sequence[str] = PAPERS) -> list[Path]:
-    """Draw the figures of a sweep that there is data for; returns the files.
+def sweep_figures(table: pd.DataFrame, keys: Sequence[str]) -> Figures:
+    """Draw the figures of a sweep that there is data for.
 
     Args:
         table: of ``spec_lab.results.sweep.collect``.
         keys: its columns that are options.
-        folder: where the files go: ``speedups``, ``worth_<key>`` for each varied option (``worth_arm`` for several
-            arms), and ``along_<key>`` for each swept number.
-        formats: of the files.
+
+    Returns:
+        ``speedups``; ``tau_speedup_<key>`` for each varied option (``tau_speedup_arm`` for several arms); and
+        ``by_<key>`` for each numeric option (``file_name``).
     """
-    wanted: dict[str, Callable[[], Figure | None]] = {"speedups": partial(forest, table, keys)}
-    for by in frames.worth(table, keys)[1]:
-        wanted[worth_file(by)] = partial(worth, table, keys, by)
-    for key in frames.numeric(table, keys):
-        wanted[lines_file(key)] = partial(lines, table, keys, key)
-    return _save(wanted, folder, formats)
+    makers: dict[str, Callable[[], Figure | None]] = {"speedups": partial(forest, table, keys)}
+    for by in sweeps.tau_and_speedup(table, keys)[1]:
+        makers[file_name("tau_speedup", by)] = partial(tau_and_speedup, table, keys, by)
+    for key in sweeps.numeric(table, keys):
+        makers[file_name("by", key)] = partial(lines, table, keys, key)
+    return _drawn(makers)
 
 
-def _save(wanted: Mapping[str, Callable[[], Figure | None]], folder: Path, formats: Sequence[str]) -> list[Path]:
+def file_name(figure: str, key: str) -> str:
+    """Return the name, without ending, of a figure's file for one option."""
+    return figure + "_" + re.sub(r"[^\w.@-]", "_", key)
+
+
+def save(figures: Mapping[str, Figure], folder: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write each figure in each format; returns the files."""
     own_folder(folder)
-    # Compressing hard takes longer than drawing. Without a date the same rows give the same file.
-    extra: dict[str, dict[str, Any]] = {
+    # Strong compression takes longer than drawing. Without a date the same rows give the same file.
+    options: dict[str, dict[str, Any]] = {
         "png": {"pil_kwargs": {"compress_level": 3}},
         "svg": {"metadata": {"Date": None}},
     }
-    drawn = []
+    files = [(folder / f"{name}.{form}", form, figure) for name, figure in figures.items() for form in formats]
     with rc_context(STYLE):
-        for name, make in wanted.items():
-            figure = make()
-            if figure is not None:
-                for form in formats:
-                    drawn.append(folder / f"{name}.{form}")
-                    with replacing(drawn[-1]) as stream:
-                        figure.savefig(stream, format=form, **extra.get(form, {}))
-    return drawn
+        for file, form, figure in files:
+            with replacing(file) as stream:
+                figure.savefig(stream, format=form, **options.get(form, {}))
+    return [file for file, *_ in files]
+
+
+def svg(figure: Figure, name: str) -> str:
+    """Return the figure as an SVG element that can stand inside an HTML page, its text as text.
+
+    Args:
+        figure: the figure.
+        name: unique in the page; a prefix of the element's ids.
+    """
+    stream = StringIO()
+    with rc_context(STYLE | {"svg.fonttype": "none"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = stream.getvalue()
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    width = round(figure.get_figwidth() * 96)
+    label = "; ".join(axes.get_title(loc="left") for axes in figure.axes)  # for screen readers
+    style = f"width:{width}px;max-width:100%;min-width:{round(0.72 * width)}px"
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}" style="{style}"', 1)
+
+
+def _drawn(makers: Mapping[str, Callable[[], Figure | None]]) -> Figures:
+    """Return the figures that have something to draw."""
+    made = {name: make() for name, make in makers.items()}
+    return {name: figure for name, figure in made.items() if figure is not None}

@@ -1,13 +1,18 @@
-"""How figures look: colours, letters, and room for names. Margins are set in inches, so nothing is drawn twice."""
+"""Colours, fonts and layout that all figures share. Margins are computed in inches, so each figure is drawn once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from spec_lab.core.terminal import visible
 
 COLOURS = (
     "#1f6fb2", "#d1662a", "#2f8f57", "#8457a8", "#b03a5b", "#7a6a3c", "#3aa0a8", "#e0a100", "#5b6fd6", "#a05a2c",
@@ -15,6 +20,12 @@ COLOURS = (
 )  # fmt: skip
 GREY = "#8a8a8a"
 BASELINE = "#4d4d4d"
+
+PROPOSERS = {
+    "medusa": COLOURS[0], "draft_chain": COLOURS[1], "draft_model": COLOURS[1], "draft_tree": COLOURS[4],
+    "ngram": COLOURS[2], "ngram_chain": COLOURS[2], "ngram_tree": COLOURS[6],
+}  # fmt: skip
+"""Fixed colours of the bundled proposers."""
 
 PHASES = {
     "target_forward": "#1f6fb2",
@@ -27,10 +38,12 @@ PHASES = {
     "commit": "#8457a8",
     "between": "#8a8a8a",
 }
-"""Colour of each phase, in the order stacked."""
+"""Colour of each phase (``metrics.PHASES``), in stacking order."""
+
+DASHES = ("-", "--", ":", "-.")
 
 SEQUENCE = ("#dfe5ea", "#b9d3ea", "#8fb8dc", "#629bcb", "#3d7fb8", "#22639c", "#114a7d", "#06315c")
-"""Colours of 0, 1, 2, ... tokens; the last one is of all above."""
+"""Colours of 0, 1, 2, ... tokens; the last one stands for all larger numbers."""
 
 STYLE = {
     "figure.dpi": 100,
@@ -43,42 +56,56 @@ STYLE = {
     "axes.grid": True,
     "grid.color": "#e6e6e6",
     "axes.axisbelow": True,
-    "axes.formatter.useoffset": False,  # ticks show their true values
+    "axes.formatter.useoffset": False,  # ticks show true values
     "legend.frameon": False,
     "svg.hashsalt": "spec_lab",
-    "text.parse_math": False,  # names may hold dollar signs
+    "text.parse_math": False,  # names may contain dollar signs
 }
 
 LETTER = 0.078
-"""Inches of a letter, about, at nine points."""
+"""Approximate width of a letter at nine points, in inches."""
+
+ROW = 0.34
+"""Height of a row of bars, in inches."""
 
 
 def colours(arms: Iterable[str]) -> dict[str, str]:
-    """One colour for each arm, the same in every figure of a run; the baseline is always grey."""
-    others = [arm for arm in arms if arm != "baseline"]
-    return {arm: COLOURS[number % len(COLOURS)] for number, arm in enumerate(others)} | {"baseline": BASELINE}
+    """Return the colour of each arm; a proposer has the same colour in every figure of every run.
+
+    Bundled proposers have fixed colours (``PROPOSERS``), the baseline is grey. Any other arm has a colour that its name
+    determines; if two arms of one figure would share it, the later one gets the next free colour.
+    """
+    names = [arm for arm in dict.fromkeys(arms) if arm != "baseline"]
+    chosen = {arm: PROPOSERS[arm] for arm in names if arm in PROPOSERS} | {"baseline": BASELINE}
+    others = [colour for colour in COLOURS if colour not in PROPOSERS.values()]
+    for arm in names:
+        if arm not in chosen:
+            start = crc32(arm.encode()) % len(others)
+            order = [*others[start:], *others[:start], *COLOURS]
+            chosen[arm] = next((one for one in order if one not in chosen.values()), order[0])
+    return {arm: chosen[arm] for arm in (*names, "baseline")}
 
 
-def shortened(name: str, most: int = 32) -> str:
-    """The name, its middle left out where it is too long."""
-    if len(name) <= most:
+def shortened(name: str, length: int = 32) -> str:
+    """Return the name; a longer one without its middle."""
+    if len(name) <= length:
         return name
-    return f"{name[: most - most // 2 - 1]}…{name[len(name) - most // 2 :]}"
+    return f"{name[: length - length // 2 - 1]}…{name[len(name) - length // 2 :]}"
 
 
-def short(names: Iterable[str], most: int = 32) -> dict[str, str]:
-    """Each name shortened, to more letters than ``most`` where they would else be alike."""
-    every = list(dict.fromkeys(names))
-    longest = max(map(len, every), default=0)
+def short(names: Iterable[str], length: int = 32) -> dict[str, str]:
+    """Return each name as it is drawn: shortened, but long enough to be unique, control characters made visible."""
+    texts = {name: visible(name) for name in dict.fromkeys(names)}
+    longest = max(map(len, texts.values()), default=0)
     while True:
-        cut = {name: shortened(name, most) for name in every}
-        if len(set(cut.values())) == len(every) or most >= longest:
+        cut = {name: shortened(text, length) for name, text in texts.items()}
+        if len(set(cut.values())) == len(set(texts.values())) or length >= longest:
             return cut
-        most += 8
+        length += 8
 
 
-def room(names: Iterable[str]) -> float:
-    """Inches that these names take, as they are, at nine points."""
+def text_width(names: Iterable[str]) -> float:
+    """Return the approximate width of the longest name at nine points, in inches."""
     return max(map(len, names), default=0) * LETTER + 0.1
 
 
@@ -93,29 +120,88 @@ def panels(
     between: float = 0.7,
     **options: Any,
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with panels side by side.
+    """Return a figure with panels side by side.
 
     Args:
-        count: of panels.
-        width: inches of the panels together, without margins.
-        height: inches of a panel.
+        count: number of panels.
+        width: of all panels together, without margins, in inches.
+        height: of a panel, in inches.
         left, right, top, bottom: margins in inches.
-        between: inches between panels.
+        between: space between panels in inches.
         options: of matplotlib's ``subplots``.
     """
-    whole = width + left + right + between * (count - 1), height + top + bottom
-    figure = Figure(figsize=whole)
+    size = width + left + right + between * (count - 1), height + top + bottom
+    figure = Figure(figsize=size)
     axes = figure.subplots(1, count, squeeze=False, **options)[0]
     figure.subplots_adjust(
-        left=left / whole[0],
-        right=1 - right / whole[0],
-        bottom=bottom / whole[1],
-        top=1 - top / whole[1],
+        left=left / size[0],
+        right=1 - right / size[0],
+        bottom=bottom / size[1],
+        top=1 - top / size[1],
         wspace=between / (width / count),
     )
     return figure, list(axes)
 
 
-def whiskers(mean: float, low: float, high: float) -> np.ndarray | None:
-    """Both arms of an error bar; None without an interval."""
-    return None if np.isnan(low) or np.isnan(high) else np.array([[mean - low], [high - mean]])
+def stacked_bars(
+    widths: pd.DataFrame, parts: Mapping[Any, tuple[str, str]], texts: Sequence[str], **margins: float
+) -> tuple[Figure, Axes]:
+    """Return a figure with one stacked bar for each arm.
+
+    Args:
+        widths: the widths, a row for each arm and a column for each part, in stacking order.
+        parts: label and colour of each part.
+        texts: a text behind each bar.
+        margins: in inches, as in ``panels``.
+    """
+    names, height = list(short(widths.index).values()), ROW * len(widths) + 0.2
+    figure, (axes,) = panels(1, 6.0, height, left=text_width(names) + 0.1, **margins)
+    ends = widths.cumsum(axis=1)
+    for part, width in widths.items():
+        label, colour = parts[part]
+        axes.barh(range(len(names)), width, left=ends[part] - width, color=colour, height=0.64, edgecolor="white",
+                  linewidth=0.4, label=label)  # fmt: skip
+    for place, (end, text) in enumerate(zip(ends.iloc[:, -1], texts, strict=True)):
+        axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    rows(axes, names)
+    axes.set_xlim(0, ends.iloc[:, -1].max() * 1.01)
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.5 / height), ncols=4, fontsize=8, columnspacing=1.2)
+    return figure, axes
+
+
+def rows(axes: Axes, names: Sequence[str], size: float = 9) -> None:
+    """Label the rows of the y axis from the top."""
+    axes.set_yticks(range(len(names)), names, fontsize=size)
+    axes.set_ylim(len(names) - 0.5, -0.6)
+    axes.grid(axis="y", visible=False)
+
+
+def legend_right(axes: Axes, lines: Sequence[Line2D] | None = None) -> None:
+    """Put the legend to the right of the axes, of all labelled lines or the ones given."""
+    options = {} if lines is None else {"handles": lines}
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=8.5, **options)
+
+
+def curve(axes: Axes, x: Any, value: Any, low: Any, high: Any, colour: str, label: str, dash: str = "-") -> Line2D:
+    """Draw a line with markers and its band; returns the line."""
+    (line,) = axes.plot(x, value, "o", linestyle=dash, ms=4, color=colour, label=label)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    return line
+
+
+def interval_mark(axes: Axes, mean: float, low: float, high: float, place: float, colour: str) -> str:
+    """Draw a mean with its interval into a row; returns both as text."""
+    known = not (np.isnan(low) or np.isnan(high))
+    whiskers = np.array([[mean - low], [high - mean]]) if known else None
+    axes.errorbar(mean, place, xerr=whiskers, fmt="D", color=colour, ms=5, capsize=3, lw=1.4, zorder=5)
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]" if known else f"{mean:.2f}"
+
+
+def one_line(axes: Axes, axis: str = "x") -> None:
+    """Mark the baseline's speed, a speed-up of 1."""
+    (axes.axvline if axis == "x" else axes.axhline)(1.0, color=GREY, linestyle="--", linewidth=1)
+
+
+def option_colours(categories: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each value of an option."""
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(categories)}

@@ -1,13 +1,13 @@
 """Bootstrap intervals, of means and of ratios of sums, over clusters.
 
-What belongs together is drawn together: the steps of a group share their prompts and the machine's state, so a
-bootstrap over steps would take them for more than they say. A run's clusters are its groups. The interval is the
-percentile one; with few clusters it is too narrow (with eight it misses about one time in ten).
+The steps of a group share their prompts and the machine's state, so they are not independent, and a bootstrap over
+steps would give intervals that are too narrow. Clusters (of a run: its groups) are drawn as wholes instead. The
+interval is the percentile one; with few clusters it is too narrow (with eight it misses about one time in ten).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 
 class Interval(NamedTuple):
-    """A mean with its interval; low and high are NaN where fewer than two values were given."""
+    """A mean (or ratio of sums) with its bounds; low and high are NaN with fewer than two values."""
 
     mean: float
     low: float
@@ -25,7 +25,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float] | pd.Series, level: float = 0.95, resamples: int = 9999) -> Interval:
-    """Mean and percentile bootstrap interval of independent values; the same values always give the same interval."""
+    """Return mean and percentile bootstrap interval of independent values; equal values give equal intervals."""
     x = np.asarray(values, dtype=np.float64)
     return cluster_interval(x, np.ones(len(x)), np.arange(len(x)), level, resamples)
 
@@ -33,16 +33,16 @@ def interval(values: Sequence[float] | pd.Series, level: float = 0.95, resamples
 def cluster_interval(
     top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike, level: float = 0.95, resamples: int = 9999
 ) -> Interval:
-    """A ratio of sums, ``sum(top) / sum(bottom)``, with its percentile bootstrap interval over clusters.
+    """Return a ratio of sums, ``sum(top) / sum(bottom)``, with its percentile bootstrap interval over clusters.
 
-    Whole clusters are drawn with replacement, as many as there are, and the ratio is taken anew of each draw. The same
-    rows always give the same interval. Draws whose bottom is 0 say nothing and are left out.
+    Whole clusters are drawn with replacement, as many as there are, and the ratio is computed of each draw. Equal rows
+    give equal intervals. Draws whose bottom is 0 are left out.
 
     Args:
-        top, bottom: ``[N]``, what each row adds to the two sums.
-        clusters: ``[N]``, which cluster each row belongs to.
+        top, bottom: the terms of the two sums, ``[N]``.
+        clusters: the cluster of each row, ``[N]``.
         level: the interval's nominal coverage.
-        resamples: how many draws.
+        resamples: number of draws.
 
     Returns:
         The ratio, low and high; NaN bounds with fewer than two clusters, NaN over nothing.
@@ -51,68 +51,86 @@ def cluster_interval(
 
 
 def cluster_intervals(
-    summands: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    terms: Mapping[str, tuple[ArrayLike, ArrayLike]],
     clusters: ArrayLike,
     level: float = 0.95,
     resamples: int = 9999,
 ) -> dict[str, Interval]:
-    """``cluster_interval`` of several ratios over the same rows and the same draws, by name."""
-    tops, bottoms = (_within(clusters, [pair[side] for pair in summands.values()]) for side in (0, 1))
-    count = len(tops)
-    means = _over(tops.sum(0), bottoms.sum(0))
-    if count < 2:
-        low = high = np.full(len(means), np.nan)
-    else:
-        drawn = resampled(count, resamples)
-        low, high = quantiles(_over(drawn @ tops, drawn @ bottoms), level)
-    return {
-        name: Interval(float(mean), float(one), float(other))
-        for name, mean, one, other in zip(summands, means, low, high, strict=True)
-    }
+    """Return ``cluster_interval`` of several ratios over the same rows and the same draws, by name."""
+    sums = {name: _within(clusters, pair) for name, pair in terms.items()}
+    return {name: bootstrap(one, lambda totals: _over(*totals.T), level, resamples) for name, one in sums.items()}
+
+
+def bootstrap(
+    sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], level: float = 0.95, resamples: int = 9999
+) -> Interval:
+    """Return a function of sums over clusters with its percentile bootstrap interval.
+
+    NaN bounds with fewer than two clusters, NaN over none.
+
+    Args:
+        sums: what each cluster adds to each sum, ``[clusters, K]``.
+        statistic: maps totals ``[R, K]`` to values ``[R]``.
+        level: the interval's nominal coverage.
+        resamples: number of draws.
+    """
+    if not len(sums):
+        return Interval(*[float("nan")] * 3)
+    mean = float(statistic(sums.sum(0, keepdims=True))[0])
+    if len(sums) < 2:
+        return Interval(mean, float("nan"), float("nan"))
+    low, high = quantiles(statistic(resampled(len(sums), resamples) @ sums)[:, None], level)[:, 0]
+    return Interval(mean, float(low), float(high))
 
 
 def cluster_variance(top: ArrayLike, bottom: ArrayLike, clusters: ArrayLike) -> float:
-    """Variance of ``sum(top) / sum(bottom)`` over draws of clusters, linearised (Taylor); NaN under two clusters."""
-    tops, bottoms = (_within(clusters, [side])[:, 0] for side in (top, bottom))
-    count, whole = len(tops), bottoms.sum()
-    if count < 2 or whole == 0:
+    """Return the variance of ``sum(top) / sum(bottom)`` over draws of clusters, linearised (Taylor).
+
+    NaN with fewer than two clusters.
+    """
+    tops, bottoms = (_within(clusters, [terms])[:, 0] for terms in (top, bottom))
+    count, total = len(tops), bottoms.sum()
+    if count < 2 or total == 0:
         return float("nan")
-    off = tops - tops.sum() / whole * bottoms
-    return float(count / (count - 1) * np.square(off).sum() / whole**2)
+    residuals = tops - tops.sum() / total * bottoms
+    return float(count / (count - 1) * np.square(residuals).sum() / total**2)
 
 
 @lru_cache(maxsize=2)
 def resampled(count: int, resamples: int) -> np.ndarray:  # [resamples, count]
-    """How often each resample draws each of ``count`` units, with replacement; the same for every call, read-only."""
-    drawn = np.random.default_rng(0).integers(0, count, (resamples, count))
-    drawn += count * np.arange(resamples)[:, None]
-    times = np.bincount(drawn.ravel(), minlength=count * resamples).reshape(resamples, count).astype(np.float64)
-    times.setflags(write=False)
-    return times
+    """Return how often each resample draws each of ``count`` units, with replacement.
+
+    The result is the same for every call, and read-only.
+    """
+    draws = np.random.default_rng(0).integers(0, count, (resamples, count))
+    draws += count * np.arange(resamples)[:, None]
+    counts = np.bincount(draws.ravel(), minlength=count * resamples).reshape(resamples, count).astype(np.float64)
+    counts.setflags(write=False)
+    return counts
 
 
 def quantiles(draws: np.ndarray, level: float) -> np.ndarray:  # [R, K] -> [2, K]
-    """Lower and upper end of the central ``level`` of each column's finite draws; NaN of a column without any."""
+    """Return the ends of the central ``level`` of each column's finite draws; NaN of a column without any."""
     ends = [(1 - level) / 2, (1 + level) / 2]
     empty = np.isnan(draws)
     if not empty.any():
         return np.quantile(draws, ends, axis=0)
-    never = empty.all(0)
-    low_high = np.nanquantile(np.where(never, 0.0, draws), ends, axis=0)
-    low_high[:, never] = np.nan
+    all_empty = empty.all(0)
+    low_high = np.nanquantile(np.where(all_empty, 0.0, draws), ends, axis=0)
+    low_high[:, all_empty] = np.nan
     return low_high
 
 
-def ratio(part: float, whole: float) -> float:
-    """Part / whole; NaN over nothing."""
-    return float(part / whole) if whole else float("nan")
+def ratio(top: float, bottom: float) -> float:
+    """Return top / bottom; NaN over 0."""
+    return float(top / bottom) if bottom else float("nan")
 
 
 def _within(clusters: ArrayLike, columns: Sequence[ArrayLike]) -> np.ndarray:  # [clusters, K]
-    """Each column's sum within each cluster."""
-    number = np.unique(np.asarray(clusters), return_inverse=True)[1]
-    count = int(number.max(initial=-1)) + 1
-    return np.stack([np.bincount(number, np.asarray(one, dtype=np.float64), count) for one in columns], axis=1)
+    """Return each column's sum within each cluster."""
+    cluster = np.unique(np.asarray(clusters), return_inverse=True)[1]
+    count = int(cluster.max(initial=-1)) + 1
+    return np.stack([np.bincount(cluster, np.asarray(one, dtype=np.float64), count) for one in columns], axis=1)
 
 
 def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:

@@ -1,15 +1,15 @@
-"""What changed from one run to another, in figures that are sums over sums.
+"""Changes from one run to another, in figures that are ratios of sums.
 
 A figure is the sum over units (prompts, or groups of them) of one quantity over the sum of another: tau is tokens over
 steps; the logarithm of a geometric mean is the sum of logarithms over their number. A change's interval comes from
 leaving out one unit at a time (jackknife, Tukey 1958) and Student's t. Where both runs have the same units, a unit is
-left out of both at once, so that what makes a prompt easy or hard cancels.
+left out of both at once, so that the difficulty of a prompt cancels.
 
-Why no percentile bootstrap here: with eight units its 95 % interval misses about one time in ten, and many comparisons
-ask for levels near 100 %, where it has no resolution left. With t both hold
-(``tests/analysis/metrics/test_paired.py``), and no random
-number is needed. Why logarithms of speed-ups: under no difference their change is symmetric, which that of a
-ratio of means is not; with eight groups it was called real too often.
+Why not the percentile bootstrap: with eight units its 95 % interval misses about one time in ten, and many comparisons
+need levels near 100 %, where it has no resolution. Student's t covers both (``tests/analysis/metrics/test_paired.py``)
+and needs no random numbers. Why the geometric mean of group speed-ups (``speedup_geometric_mean``) and not their ratio
+of sums (``speedup``): without a difference the change of its logarithm is symmetric; a change of the ratio of means is
+not, and with eight groups it was called significant too often.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from spec_lab.analysis.metrics.intervals import Interval, ratio
 from spec_lab.analysis.metrics.speed import walltime_speedup_paired
 
 FIGURES = ("tau_pooled", "expected_tau", "draft_token_rate", "nodes_per_step")
-"""What is compared of acceptance, named as in ``acceptance``."""
+"""Acceptance figures that are compared, named as in ``acceptance``."""
 
 
 class Totals(NamedTuple):
-    """Two quantities of one run, each summed within every unit; the figure is ``top.sum() / bottom.sum()``."""
+    """The terms of one run's figure, summed within every unit; the figure is ``top.sum() / bottom.sum()``."""
 
     top: np.ndarray  # [N]
     bottom: np.ndarray  # [N]
 
     def figure(self) -> float:
-        """The run's figure; NaN over nothing."""
+        """Return the run's figure; NaN over nothing."""
         return ratio(self.top.sum(), self.bottom.sum())
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a figure changed.
+    """The change of a figure.
 
     Args:
         reference, other: the figure in both; the geometric mean if relative.
-        relative: whether the change is the factor other / reference, else it is other - reference.
+        relative: whether the change is the factor other / reference; else it is other - reference.
         error: standard error of the change (of its logarithm if relative); NaN with fewer than two units.
         freedom: degrees of freedom of the error.
-        units: how many of each run's units say something; the same ones if paired.
+        units: number of units with data in each run; the same ones if paired.
         paired: whether both runs have the same units.
-        same: whether nothing differs, in any unit or whichever unit is left out; only of paired units.
+        identical: whether no unit differs, or no leave-one-out figure; only for paired units.
     """
 
     reference: float
@@ -61,32 +61,31 @@ class Change:
     freedom: float
     units: tuple[int, int]
     paired: bool
-    same: bool
+    identical: bool
 
     def interval(self, level: float = 0.95) -> Interval:
-        """The change with its interval."""
-        half, changed = self.half_width(level), self.other - self.reference
+        """Return the change with its interval."""
+        half, center = self.half_width(level), self.other - self.reference
         if self.relative:
-            changed = float(np.log(self.other / self.reference))
-        ends = changed, changed - half, changed + half
+            center = float(np.log(self.other / self.reference))
+        ends = center, center - half, center + half
         return Interval(*(factor(end) if self.relative else end for end in ends))
 
     def half_width(self, level: float = 0.95) -> float:
-        """The smallest change (of the logarithm, if relative) whose interval would leave out no change."""
+        """Return the smallest change (of the logarithm, if relative) whose interval would exclude no change."""
         return float(t.ppf((1 + level) / 2, self.freedom) * self.error) if self.freedom > 0 else float("nan")
 
 
 def factor(logarithm: float) -> float:
-    """The factor with this logarithm; infinite where it is too large for a float."""
+    """Return the factor with this logarithm; infinite where it is too large for a float."""
     with np.errstate(over="ignore"):
         return float(np.exp(logarithm))
 
 
 def change(reference: Totals, other: Totals, paired: bool, relative: bool = False) -> Change:
-    """The change from ``reference`` to ``other``.
+    """Return the change from ``reference`` to ``other``.
 
-    Units of which neither run has anything are left out: a prompt for which nothing was drafted says nothing of
-    drafted tokens.
+    Units without data in either run are left out, such as prompts for which nothing was drafted.
 
     Args:
         reference, other: the runs; if ``paired``, entry i of both is the same unit.
@@ -97,65 +96,65 @@ def change(reference: Totals, other: Totals, paired: bool, relative: bool = Fals
         ValueError: paired runs with different numbers of units.
     """
     if paired and len(reference.top) != len(other.top):
-        raise ValueError(f"paired runs have the same units, not {len(reference.top)} and {len(other.top)}")
-    says = [_says_something(one) for one in (reference, other)]
+        raise ValueError(f"paired runs must have the same units (got {len(reference.top)} and {len(other.top)})")
+    known = [(run.top != 0) | (run.bottom != 0) for run in (reference, other)]
     if paired:
-        says = [says[0] | says[1]] * 2
-    sides = [Totals(one.top[some], one.bottom[some]) for one, some in zip((reference, other), says, strict=True)]
-    left_out = [_left_out(side) for side in sides]
-    units = len(sides[0].top), len(sides[1].top)
+        known = [known[0] | known[1]] * 2
+    runs = [Totals(run.top[rows], run.bottom[rows]) for run, rows in zip((reference, other), known, strict=True)]
+    leave_one_out = [_leave_one_out(run) for run in runs]
+    units = len(runs[0].top), len(runs[1].top)
     if paired:
-        steps = left_out[1] - left_out[0]
-        error, freedom = float(np.sqrt(_variance(steps))), units[0] - 1.0
+        error, freedom = float(np.sqrt(_variance(leave_one_out[1] - leave_one_out[0]))), units[0] - 1.0
     else:
-        parts = [_variance(one) for one in left_out]
-        error, freedom = float(np.sqrt(sum(parts))), _welch(parts, units)
-    figures = [float(np.exp(side.figure())) if relative else side.figure() for side in sides]
-    identical = paired and all(np.array_equal(a, b) for a, b in zip(*sides, strict=True))
-    steady = paired and units[0] > 1 and bool(np.allclose(left_out[0], left_out[1], rtol=1e-12, atol=1e-12))
-    same = units[0] > 0 and (identical or steady)
-    return Change(figures[0], figures[1], relative, error, freedom, units, paired, same)
+        variances = [_variance(figures) for figures in leave_one_out]
+        error, freedom = float(np.sqrt(sum(variances))), _welch(variances, units)
+    figures = [float(np.exp(run.figure())) if relative else run.figure() for run in runs]
+    equal_terms = paired and all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
+    equal_figures = (
+        paired and units[0] > 1 and bool(np.allclose(leave_one_out[0], leave_one_out[1], rtol=1e-12, atol=1e-12))
+    )
+    identical = units[0] > 0 and (equal_terms or equal_figures)
+    return Change(figures[0], figures[1], relative, error, freedom, units, paired, identical)
 
 
 def acceptance_totals(steps: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """``top`` and ``bottom`` of each prompt, by figure: ``FIGURES``.
+    """Return ``top`` and ``bottom`` of each prompt, by figure (``FIGURES``), indexed by request.
 
     Args:
-        steps: one arm's decode steps; rows of the result are numbered by ``request``.
+        steps: one arm's decode steps.
     """
-    found = {}
+    totals = {}
     for name in FIGURES:
         top, bottom = SUMMANDS[name](steps)
-        found[name] = pd.DataFrame({"top": top, "bottom": bottom}).groupby(steps["request"].to_numpy()).sum()
-    return found
+        totals[name] = pd.DataFrame({"top": top, "bottom": bottom}).groupby(steps["request"].to_numpy()).sum()
+    return totals
 
 
 def speedup_totals(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> pd.DataFrame:
-    """``top`` (logarithm of the speed-up over the baseline) and ``bottom`` (1) of each full group."""
+    """Return ``top`` (logarithm of the group's speed-up over the baseline) and ``bottom`` (1) of each full group.
+
+    Their figure is the logarithm of ``speedup_geometric_mean``.
+    """
     ratios = walltime_speedup_paired(requests, arm, baseline)
     return pd.DataFrame({"top": np.log(ratios[ratios > 0]), "bottom": 1.0})
 
 
-def _says_something(side: Totals) -> np.ndarray:  # [N]
-    return (side.top != 0) | (side.bottom != 0)
-
-
-def _left_out(side: Totals) -> np.ndarray:  # [N]
-    """The figure without each unit in turn; NaN where nothing is left."""
+def _leave_one_out(run: Totals) -> np.ndarray:  # [N]
+    """Return the figure without each unit in turn; NaN where nothing remains."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return (side.top.sum() - side.top) / (side.bottom.sum() - side.bottom)
+        return (run.top.sum() - run.top) / (run.bottom.sum() - run.bottom)
 
 
-def _variance(left_out: np.ndarray) -> float:
-    """The jackknife's variance of a figure, from the figures without each unit in turn."""
-    n = len(left_out)
-    return float((n - 1) / n * np.square(left_out - left_out.mean()).sum()) if n > 1 else float("nan")
+def _variance(leave_one_out: np.ndarray) -> float:
+    """Return the jackknife's variance of a figure, from the figures without each unit in turn."""
+    n = len(leave_one_out)
+    return float((n - 1) / n * np.square(leave_one_out - leave_one_out.mean()).sum()) if n > 1 else float("nan")
 
 
-def _welch(parts: list[float], units: tuple[int, int]) -> float:
-    """Degrees of freedom of a sum of two variances (Welch 1947, Satterthwaite 1946)."""
+def _welch(variances: list[float], units: tuple[int, int]) -> float:
+    """Return the degrees of freedom of a sum of two variances (Welch 1947, Satterthwaite 1946)."""
     if min(units) < 2:
         return 0.0
-    if sum(parts) == 0:
+    if sum(variances) == 0:
         return float(min(units) - 1)
-    return float(sum(parts) ** 2 / sum(part**2 / (n - 1) for part, n in zip(parts, units, strict=True)))
+    return float(sum(variances) ** 2 / sum(one**2 / (n - 1) for one, n in zip(variances, units, strict=True)))

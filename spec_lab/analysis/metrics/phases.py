@@ -1,4 +1,4 @@
-"""Where decode time goes."""
+"""Where decode time is spent."""
 
 from __future__ import annotations
 
@@ -8,57 +8,65 @@ import pandas as pd
 from spec_lab.analysis.metrics.intervals import ratio
 
 PHASES = {
-    "target_forward": "target, inside the model",
-    "propose_forward": "draft, inside its model",
-    "target_rest": "target, packing and cells",
-    "propose_rest": "draft, around its model",
-    "mask_wait": "waiting for masks",
-    "probabilities": "probabilities",
-    "verify": "verifying",
-    "commit": "committing",
-    "between": "between rounds",
+    "target_forward": "target: module calls",
+    "propose_forward": "draft: module calls",
+    "target_rest": "target: packing, KV cache",
+    "propose_rest": "draft: other work",
+    "mask_wait": "waiting for token masks",
+    "probabilities": "logits to probabilities",
+    "verify": "verification",
+    "commit": "commit",
+    "between": "between steps",
 }
-"""Disjoint parts of decode time, and what they are."""
+"""Disjoint parts of decode time, with their labels. Keys are those of ``summary.json`` and of the table of rounds."""
 
 
 def decode_seconds(rounds: pd.DataFrame, arm: str) -> float:
-    """Seconds from the end of each group's prefill to the end of its last round, summed."""
-    own = rounds[rounds["arm"] == arm]
-    group = np.unique(own["group"].to_numpy(), return_inverse=True)[1]
-    end, prefill = (own["start"] + own["whole"]).to_numpy(), own["prefill"].to_numpy(dtype=bool)
+    """Return the seconds from the end of each group's prefill to the end of its last round, summed over groups."""
+    rounds = rounds[rounds["arm"] == arm]
+    group = np.unique(rounds["group"].to_numpy(), return_inverse=True)[1]
+    end, prefill = (rounds["start"] + rounds["whole"]).to_numpy(), rounds["prefill"].to_numpy(dtype=bool)
     first, last = np.zeros((2, int(group.max(initial=-1)) + 1))
     np.maximum.at(last, group, end)
     np.maximum.at(first, group[prefill], end[prefill])
     return float((last - first).sum())
 
 
-def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
-    """Decode seconds by phase (``PHASES``); they add up to ``decode_seconds``."""
-    own = rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]
-    total = own[
-        ["propose", "propose_forward", "mask_wait", "target", "target_forward", "probabilities", "verify", "commit"]
-    ].sum()
+def phases_of(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Return the seconds of each round by phase, without "between": columns ``PHASES`` but the last."""
     parts = {
-        "propose_forward": total["propose_forward"],
-        "propose_rest": total["propose"] - total["propose_forward"],
-        "mask_wait": total["mask_wait"],
-        "target_forward": total["target_forward"],
-        "target_rest": total["target"] - total["target_forward"],
-        "law": total["probabilities"],
-        "verify": total["verify"],
-        "commit": total["commit"],
+        "target_rest": rounds["target"] - rounds["target_forward"],
+        "propose_rest": rounds["propose"] - rounds["propose_forward"],
     }
-    parts["between"] = decode_seconds(rounds, arm) - sum(parts.values())
-    return {phase: float(parts[phase]) for phase in PHASES}
+    measured = [phase for phase in PHASES if phase != "between"]
+    return pd.DataFrame({phase: parts[phase] if phase in parts else rounds[phase] for phase in measured})
+
+
+def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
+    """Return decode seconds by phase (``PHASES``); they add up to ``decode_seconds``."""
+    phases = phases_of(rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]).sum().to_dict()
+    phases["between"] = decode_seconds(rounds, arm) - sum(phases.values())
+    return {phase: float(phases[phase]) for phase in PHASES}
+
+
+def phase_seconds_by_round(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Return the seconds of each round after the prefill, by phase; they add up to ``phase_seconds``.
+
+    Args:
+        rounds: one arm's rounds, prefill included, in the order decoded.
+    """
+    phases, end = phases_of(rounds), rounds["start"] + rounds["whole"]
+    phases["between"] = end - end.groupby(rounds["group"]).shift(fill_value=0.0) - phases.sum(axis=1)
+    return phases[~rounds["prefill"].astype(bool)].reset_index(drop=True)
 
 
 def mask_seconds(rounds: pd.DataFrame, arm: str) -> tuple[float, float]:
-    """Decode seconds spent on masks, wherever they ran, and of them those that the loop waited for."""
-    own = rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]
-    return float(own["mask_busy"].sum()), float(own["mask_wait"].sum())
+    """Return decode seconds spent on token masks on any thread, and of these the seconds that the loop waited."""
+    decoding = rounds[(rounds["arm"] == arm) & ~rounds["prefill"]]
+    return float(decoding["mask_busy"].sum()), float(decoding["mask_wait"].sum())
 
 
 def overhead(rounds: pd.DataFrame, arm: str) -> float:
-    """1 - seconds inside the module calls of target, draft and heads / decode seconds."""
-    phases, whole = phase_seconds(rounds, arm), decode_seconds(rounds, arm)
-    return 1.0 - ratio(phases["propose_forward"] + phases["target_forward"], whole)
+    """Return 1 - seconds inside the module calls of target, draft and heads / decode seconds."""
+    phases, seconds = phase_seconds(rounds, arm), decode_seconds(rounds, arm)
+    return 1.0 - ratio(phases["propose_forward"] + phases["target_forward"], seconds)

@@ -1,4 +1,4 @@
-"""What the outputs are like."""
+"""Figures of the output texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from spec_lab.analysis.metrics.speed import broken_groups
 
 
 def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
-    """Share of the outputs' 8-grams of tokens that occurred before in the same output, pooled: how much text loops."""
+    """Return the share of the outputs' 8-grams of tokens that occurred before in the same output, pooled.
+
+    Repeating text is easy to draft, so a large share flatters every proposer.
+    """
     repeated = total = 0
     for tokens in outputs:
         grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
@@ -21,8 +24,13 @@ def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
 
 
 def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
-    """Share of requests whose tokens equal the baseline's; at temperature 0 anything below 1 is rounding (or a bug)."""
-    whole = requests[~requests["group"].isin(broken_groups(requests))]
-    both = [whole[whole["arm"] == one].set_index(["request", "sequence"])["tokens"] for one in (arm, baseline)]
-    shared = both[0].index.intersection(both[1].index)
-    return ratio(sum(list(both[0][r]) == list(both[1][r]) for r in shared), len(shared))
+    """Return the share of sequences whose tokens equal the baseline's.
+
+    At temperature 0 a share below 1 means rounding (near ties in half precision) or an error.
+    """
+    complete = requests[~requests["group"].isin(broken_groups(requests))]
+    tokens, expected = (
+        complete[complete["arm"] == one].set_index(["request", "sequence"])["tokens"] for one in (arm, baseline)
+    )
+    shared = tokens.index.intersection(expected.index)
+    return ratio(sum(list(tokens[key]) == list(expected[key]) for key in shared), len(shared))

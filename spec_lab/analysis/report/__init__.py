@@ -1,24 +1,25 @@
-"""``report.html``: one page about a run or a sweep, for a browser, which needs nothing but the file.
+"""``report.html``: one page about a run or a sweep, for a browser, that needs no other file.
 
-The page holds its data, its style and one copy of the Vega libraries; it fetches nothing, and its content security
-policy forbids it to. Whatever came from outside (prompts, outputs, options, errors) is escaped. Every number comes from
-``spec_lab.analysis.metrics``. ``figures/`` beside the page has the same figures as PNG and SVG.
+The page contains its figures as SVG, its style and its script; it fetches nothing, and its content security policy
+forbids fetching and evaluation of text as code. Whatever came from outside (prompts, outputs, options, errors) is
+escaped. Every number comes from ``spec_lab.analysis.metrics``. ``figures/`` beside the page has the same figures as PNG
+and SVG files.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from spec_lab.analysis.report import of_run, of_sweep
+from spec_lab.analysis.report import run_page, sweep_page
 from spec_lab.core.files import write_text
 from spec_lab.results import sweep
 
 
 def write(folder: Path) -> Path:
-    """Make ``report.html`` and ``figures/`` in the directory of a run or a sweep.
+    """Write ``report.html`` and ``figures/`` in the directory of a run or a sweep.
 
-    A run may still go on, or have been killed: what its finished groups say is shown. Of a sweep the runs that are done
-    are shown, and where the others stand.
+    A run may still be running, or have been killed: its finished groups are shown. Of a sweep, finished runs are shown,
+    and the state of the others.
 
     Args:
         folder: the directory.
@@ -27,18 +28,18 @@ def write(folder: Path) -> Path:
         The page.
 
     Raises:
-        ValueError: it holds neither a run nor a sweep, or what a task without rows of a run has left, or files that
+        ValueError: the directory holds neither a run nor a sweep, or the results of a task without rows, or files that
             are not readable.
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     folder = Path(folder)
     if sweep.is_run(folder):
-        page = of_run.page(folder)
+        page = run_page.page(folder)
     elif sweep.is_sweep(folder):
-        page = of_sweep.page(folder)
+        page = sweep_page.page(folder)
     else:
         what = "holds neither a run (manifest.json) nor a sweep (sweep.json)" if folder.is_dir() else "does not exist"
-        raise ValueError(f"{folder} {what}: give the directory that was output_dir= when it ran")
+        raise ValueError(f"{folder} {what}: name the output directory of a run or sweep")
     file = folder / "report.html"
     write_text(file, page, errors="backslashreplace")
     return file

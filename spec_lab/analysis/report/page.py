@@ -1,86 +1,111 @@
-"""One self-contained page: a template, its style, its scripts, and charts as data."""
+"""One self-contained page: a template, its style, its script, tables and figures."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import altair
-import vl_convert
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from spec_lab.analysis import figures
+from spec_lab.analysis.text import COLUMNS
 from spec_lab.core.terminal import visible
 
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Charts under one heading.
+class Cell:
+    """A cell of a table.
+
+    Args:
+        text: what it shows.
+        value: what a number sorts by; None where the cell is not a number.
+        link: where it leads.
+        badge: a CSS class of a badge around the text.
+        title: a text shown on hovering.
+        colour: of a square before the text.
+    """
+
+    text: str
+    value: float | None = None
+    link: str = ""
+    badge: str = ""
+    title: str = ""
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """A table that a click on a heading sorts.
+
+    Args:
+        columns: headings, each with whether it holds numbers.
+        rows: the cells.
+        searchable: whether an input filters its rows.
+    """
+
+    columns: Sequence[tuple[str, bool]]
+    rows: Sequence[Sequence[Cell]]
+    searchable: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """What every page has.
 
     Args:
         title: the heading.
-        how: how to read them, in a sentence or two.
-        charts: the charts; each may have a heading of its own.
-        why: why there are none; shown where there are none.
-        layout: 'columns-2': two side by side where there is room; 'flow': likewise, of uneven heights; or one below
-            the other.
-        files: names of the same figure for papers, in ``figures/``, without ending.
+        lead: the line below.
+        warnings: what a reader must know first.
+        drawn: figures by name.
+        facts: configuration and machine; empty values are left out.
     """
 
     title: str
-    how: str
-    charts: Sequence[tuple[str, altair.TopLevelMixin]] = ()
-    why: str = ""
-    layout: str = ""
-    files: Sequence[str] = field(default_factory=tuple)
+    lead: str
+    warnings: Sequence[str]
+    drawn: figures.Figures
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def render(template: str, figures: Sequence[Figure], drawn: Sequence[Path], **facts: Any) -> str:
-    """The page.
+def figure_cell(name: str, value: Mapping[str, float] | float | None) -> Cell:
+    """Return the cell of a figure of ``COLUMNS``; intervals sort by their mean."""
+    number = value["mean"] if isinstance(value, Mapping) else value
+    return Cell(COLUMNS[name].text(value), float("nan") if number is None else number)
+
+
+def render(template: str, page: Page, folder: Path, **facts: Any) -> str:
+    """Return the page's text, and write its figures to ``figures/``.
 
     Args:
         template: its name, without ending.
-        figures: in order.
-        drawn: files of figures; those that exist are linked.
-        facts: what else the template asks for.
+        page: what every page has.
+        folder: where the page will be.
+        facts: what else the template requires.
     """
+    figures.save(page.drawn, folder / "figures")
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"seen": visible, "number": number}
-    scripts = [_bundle(), (HERE / "page.js").read_text(encoding="utf-8")]
-    charts = [[(head, as_data(chart.to_dict())) for head, chart in figure.charts] for figure in figures]
-    names = {file.name for file in drawn}
+    environment.filters["visible"] = visible
+    script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
+    shown = {name: Markup(figures.svg(figure, name)) for name, figure in page.drawn.items()}
     return environment.get_template(f"{template}.html.j2").render(
-        figures=list(zip(figures, charts, strict=True)),
-        names=names,
-        scripts=[Markup(one) for one in scripts],
-        policy=_policy(scripts),
-        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
-        **facts,
+        page=page, svg=shown, script=Markup(script), policy=_policy(script), style=Markup(style), **facts
     )
 
 
-def as_data(value: Any) -> Markup:
-    """JSON that may stand inside a script element, whatever texts it holds; NaN and infinities as null."""
-    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))  # ASCII only, U+2028 escaped
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+def short_path(path: object) -> str:
+    """Return a path without directories of one machine: from ``zoo/`` on in the package, else its last two parts.
 
-
-def placed(path: object) -> str:
-    """A path without what is of one machine: from ``zoo/`` on in the package, else its last two parts.
-
-    Names of the hub and relative paths stay as they are; None is nothing.
+    Names on the hub and relative paths are kept; None is empty.
     """
     text = "" if path is None else str(path)
     if not text.startswith(("/", "~")):
@@ -89,34 +114,11 @@ def placed(path: object) -> str:
     return f"zoo/{inside}" if package else "/".join([part for part in text.split("/") if part][-2:])
 
 
-def number(value: Any, form: str = ".2f") -> str:
-    """A number as text; nothing for None and NaN."""
-    return "" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@cache
-def _bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script, of the version that altair writes charts for."""
-    version = ".".join(altair.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    bundle: Any = vl_convert.javascript_bundle  # its stub asks for a snippet, which only bundles without globals need
-    script = str(bundle(vl_version=version))
-    return re.sub("</(?=script)", r"<\\/", script, flags=re.IGNORECASE)
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """A content security policy: these scripts run and no others, and nothing is fetched."""
+def _policy(script: str) -> str:
+    """Return a content security policy: this script runs and no other, and nothing is fetched."""
     # A browser hashes what it has parsed: with "\n" for every kind of line end.
-    known = (b64encode(sha256(re.sub("\r\n?", "\n", one).encode()).digest()).decode() for one in scripts)
-    allowed = " ".join(f"'sha256-{one}'" for one in known)
+    digest = b64encode(sha256(re.sub("\r\n?", "\n", script).encode()).digest()).decode()
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'; "
+        "form-action 'none'"
     )

@@ -1,6 +1,6 @@
-"""The dashboard as code: what a workspace on Weights & Biases shows of many runs, in sections.
+"""The dashboard as code: the sections of a workspace on Weights & Biases that shows many runs.
 
-It needs the extra ``dashboard`` (wandb-workspaces). The definition is built without a network; only ``save`` needs one.
+It requires the extra ``dashboard`` (wandb-workspaces). Only ``save`` requires a network.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spec_lab.analysis.tracking import board, view
+from spec_lab.analysis.tracking import client, series
 
-ARMS = ("speculative", "baseline")
-"""The arms that most runs have."""
+ARMS = ("medusa", "baseline")
+"""The arms shown unless others are named."""
 
 PICTURES = ("acceptance", "throughput", "phases")
 """The figures that a run draws."""
 
 
 def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
-    """The definition: sections for speed, acceptance, time and texts; runs grouped as ``view.group`` says.
+    """Return the definition: sections for speed, acceptance, time and texts; runs grouped by ``series.group``.
 
     Args:
-        project: whose runs it shows.
-        entity: whose project.
-        arms: those shown, the one that is decomposed by phase first.
+        project: the project whose runs it shows.
+        entity: the owner of the project.
+        arms: the arms shown, the main one first.
 
     Returns:
         A ``wandb_workspaces.workspaces.Workspace``.
@@ -35,12 +35,12 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise OSError("the dashboard needs an extra: pip install 'spec-lab[dashboard]'") from error
+        raise OSError("the dashboard requires an extra: pip install 'spec-lab[dashboard]'") from error
 
-    def line(title: str, axis: str, *names: str, of: Sequence[str] = arms, **more: Any) -> Any:
-        known = view.keys(list(of))
+    def line(title: str, axis: str, *names: str, of: Sequence[str] = arms, **options: Any) -> Any:
+        known = series.keys(list(of))
         shown = [f"{arm}/{name}" for arm in of for name in names if f"{arm}/{name}" in known]
-        return panels.LinePlot(title=title, x=axis, y=shown, title_x=axis, **more)
+        return panels.LinePlot(title=title, x=axis, y=shown, title_x=axis, **options)
 
     def bar(title: str, *names: str) -> Any:
         return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(name) for name in names])
@@ -54,27 +54,27 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     acceptance, throughput, phases = PICTURES
     sections = {
         "speed": [
-            bar("speed-up over the baseline (mean over groups)", "speedup.mean"),
+            bar("speed-up: total tokens/s over the baseline's", "speedup.mean"),
             bar("tokens/s", "tokens_per_second", "baseline_tokens_per_second"),
             line("speed-up by group", "group", "speedup"),
             line("tokens/s by group", "group", "tokens_per_second"),
             pictures(throughput),
         ],
         "acceptance": [
-            bar("tau (pooled), and as expected", "tau_pooled", "expected_tau"),
+            bar("tau and expected tau", "tau_pooled", "expected_tau"),
             line("tau so far", "step", "tau"),
-            line("accepted and expected, by step", "step", "accepted", "expected", of=arms[:1]),
-            line("emitted, by step", "step", "emitted", of=arms[:1]),
+            line("accepted and expected tokens, by step", "step", "accepted", "expected", of=arms[:1]),
+            line("emitted tokens, by step", "step", "emitted", of=arms[:1]),
             pictures(acceptance),
             table("depths"),
         ],
         "time": [
-            bar("overhead: share of decode time outside the models", "overhead", "baseline_overhead"),
+            bar("overhead: share of decode time outside module calls", "overhead", "baseline_overhead"),
             *(
                 line(
-                    f"seconds of a round by phase: {arm}",
+                    f"seconds per round by phase: {arm}",
                     "round",
-                    *view.SERIES["round"],
+                    *series.SERIES["round"],
                     of=[arm],
                     plot_type="stacked-area",
                 )
@@ -82,7 +82,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
             ),
             pictures(phases),
         ],
-        "texts": [bar("loops: share of repeated 8-grams", "repeated_8gram_share"), table("requests")],
+        "texts": [bar("repeated 8-grams", "repeated_8gram_share"), table("requests")],
     }
     return workspaces.Workspace(
         entity=entity,
@@ -97,12 +97,14 @@ def save(project: str, entity: str, arms: Sequence[str] = ARMS) -> str:
     """Save the dashboard as a view of the project; returns its address.
 
     Raises:
-        OSError: the extra is not installed; there is no login; Weights & Biases cannot be reached, or refuses.
+        OSError: the extra is not installed; there is no login; Weights & Biases cannot be reached, or rejects it.
     """
     definition = dashboard(project, entity, arms)
-    if board.resolved("auto", "mode") != "online":
-        raise OSError("saving a dashboard needs Weights & Biases online: log in with wandb login, or set WANDB_API_KEY")
+    if client.resolved_mode("auto", "mode") != "online":
+        raise OSError(
+            "saving a dashboard requires Weights & Biases online: log in with wandb login, or set WANDB_API_KEY"
+        )
     try:
         return str(definition.save().url)
-    except Exception as error:  # its client raises many kinds, none of its own
+    except Exception as error:  # its client raises many types, none of its own
         raise OSError(f"the dashboard could not be saved ({type(error).__name__}: {error})") from error

@@ -1,4 +1,4 @@
-"""``spec-lab track``: a run's files as a view on Weights & Biases, however the run ended."""
+"""``spec-lab track``: show a run on Weights & Biases from its files, finished or not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.tracking import board, view
-from spec_lab.analysis.tracking.board import Mode
+from spec_lab.analysis.tracking import client, series
+from spec_lab.analysis.tracking.client import Mode
 from spec_lab.core.files import Unreadable, read_json
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
@@ -16,69 +16,68 @@ from spec_lab.results.manifest import begun
 def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> str:
     """Show the run in ``folder`` on Weights & Biases, as a tracked run would: done, interrupted or killed.
 
-    A run that did not come to its end is shown as failed, with the figures of its finished groups. Tracked again, a run
-    takes the place of its former view.
+    A run that did not reach its end is shown as failed, with the figures of its finished groups. A run that is tracked
+    again replaces its former upload.
 
     Args:
         folder: the run's directory.
         project: where the run appears.
-        entity: whose project; None for the default of the login.
+        entity: the owner of the project; None for the default of the login.
         mode: "auto", "online" or "offline", as in ``Wandb``.
 
     Returns:
-        Where the view is: its address, or its folder.
+        The upload's address, or its folder.
 
     Raises:
         ValueError: there is no run, or none of its groups is finished; its files are not readable.
-        sweep.Locked: the run still goes on.
+        sweep.Locked: the run is still running.
         OSError: Weights & Biases cannot be reached, or fails.
     """
     folder = Path(folder)
     if sweep.is_sweep(folder):
-        raise ValueError(f"{folder} holds a sweep; its runs are in folders of their own")
+        raise ValueError(f"{folder} holds a sweep: name the folder of one of its runs")
     manifest = begun(folder)
     if manifest is None:
         what = "holds no run (no manifest.json)" if folder.is_dir() else "does not exist"
-        raise ValueError(f"{folder} {what}; name the directory that a run left behind")
-    if board.resolved(mode, "mode") == "disabled":
+        raise ValueError(f"{folder} {what}: name the output directory of a run")
+    if client.resolved_mode(mode, "mode") == "disabled":
         raise ValueError("Weights & Biases is disabled (mode, or WANDB_MODE): choose mode offline or online")
     with sweep.holding(folder):
         tables = metrics.load(folder)
         if tables.requests.empty:
-            raise ValueError(f"{folder} holds no finished group of prompts; there is nothing to show yet")
-        found = read_json(folder / "summary.json")
-        whole = found is not None
-        every = sorted((folder / "figures").glob("*.png")) if whole else []  # of an unfinished run: not of its rows
-        pictures = [one for one in every if one.is_file()]
-    summary = found or view.summary(tables, manifest)  # from here on the run may go on
-    run = board.begin(folder, manifest, project, entity, mode)
+            raise ValueError(f"{folder} holds no finished group of prompts: wait for its first group")
+        written = read_json(folder / "summary.json")
+        files = [] if written is None else sorted((folder / "figures").glob("*.png"))  # else older than the rows
+        pictures = [file for file in files if file.is_file()]
+    summary = written or series.summary(tables, manifest)  # from here on the run may continue
+    run = client.begin(folder, manifest, project, entity, mode)
     try:
-        board.replay(run, tables, manifest, summary, pictures)
+        client.replay(run, tables, manifest, summary, pictures)
     except BaseException:
         run.finish(exit_code=1)
         raise
-    return board.end(run, whole)
+    return client.end(run, complete=written is not None)
 
 
 def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> Iterator[str]:
-    """As ``track``, for a run or for every run of a sweep: one line for each, those that could not be shown included.
+    """Track a run, or every run of a sweep; yields a line for each, also for those that could not be shown.
 
     Raises:
-        ValueError, sweep.Locked, OSError: as ``track``, of a run alone; OSError also of a sweep.
-        Unreadable: of a sweep, after all lines: there are runs whose files are not readable.
+        ValueError, sweep.Locked, OSError: as ``track``, for a run; OSError also for a sweep.
+        Unreadable: for a sweep, after all lines: the files of some runs are not readable.
     """
     folder = Path(folder)
     if not sweep.is_sweep(folder):
         yield f"{folder}: {track(folder, project, entity, mode)}"
         return
-    spoilt = []
-    for one in sweep.runs(folder):
+    unreadable = []
+    for run in sweep.runs(folder):
         try:
-            with sweep.reading(one.folder):
-                where = track(one.folder, project, entity, mode)
-            yield f"{one.folder}: {where}"
+            with sweep.reading(run.folder):
+                where = track(run.folder, project, entity, mode)
+            yield f"{run.folder}: {where}"
         except (ValueError, sweep.Locked) as error:
-            yield f"{one.folder}: not shown: {error}"
-            spoilt += [one.folder.name] * isinstance(error, Unreadable)
-    if spoilt:
-        raise Unreadable(f"unreadable in {folder}: {', '.join(spoilt)}")
+            yield f"{run.folder}: not shown: {error}"
+            unreadable += [run.folder.name] * isinstance(error, Unreadable)
+    if unreadable:
+        raise Unreadable(f"unreadable in {folder}: {', '.join(unreadable)}")

@@ -1,4 +1,4 @@
-"""Trackers: what a run tells its progress to."""
+"""Trackers, which receive the progress of a run."""
 
 from __future__ import annotations
 
@@ -6,132 +6,124 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from spec_lab.analysis.metrics import Tables
-from spec_lab.analysis.tracking import board
-from spec_lab.analysis.tracking.board import Mode
+from spec_lab.analysis.tracking import client
+from spec_lab.analysis.tracking.client import Mode
 
 
 class Tracker(Protocol):
-    """What a run tells a tracker."""
+    """Receives the progress of a run."""
 
     def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
-        """The run begins; ``manifest`` is what ``manifest.json`` says."""
-        ...
+        """Start the run with the contents of its ``manifest.json``."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
-        """A group of prompts has finished; its figures."""
-        ...
+        """Log the figures of a finished group of prompts."""
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
-        """The run is over: what ``summary.json`` says, the figures drawn, and the rows, of a task that has some."""
-        ...
+        """Log the contents of ``summary.json``, the figures and, of a task that has some, the rows."""
 
     def close(self) -> None:
-        """Whatever happened, nothing more comes."""
-        ...
+        """Release everything; called last, also after an error."""
 
 
 class Files:
-    """Nothing beyond the files that every run leaves."""
+    """Writes nothing: a run's own files are enough."""
 
     def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def _check_name(option: str, value: Any) -> None:
-    """Check a name that Weights & Biases would refuse only once the run has begun."""
+    """Reject a name that Weights & Biases would reject only after the run has started."""
     if not isinstance(value, str) or not re.fullmatch(r"[^/\\#?%:]{1,128}", value) or not value.isprintable():
         shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:40]}..."
         raise ValueError(
-            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % :, not {shown}"
+            f"{option} must be a text of 1 to 128 printable characters without any of / \\ # ? % : (got {shown})"
         )
 
 
 class Wandb:
-    """Shows the run on Weights & Biases: each group's figures as it finishes, all else (``board.replay``) at the end.
+    """Shows the run on Weights & Biases: each group's figures as it finishes, the rest (``client.replay``) at the end.
 
-    Little is sent while the machine is measured. Where Weights & Biases fails once the run has begun, the run goes on
-    without it and says so at its end: its files have everything, and ``spec-lab track`` shows them later. The exit code
-    is the run's own.
+    Little is sent while speed is measured. If Weights & Biases fails after the run has started, the run continues
+    without it and reports the failure at its end: its files are complete, and ``spec-lab track`` uploads them later.
+    The exit code is the run's own.
 
     Args:
         project: where the run appears; at most 128 characters, without slashes, backslashes or any of ``# ? % :``.
-        entity: whose project; None for the default of the login.
-        mode: "online", "offline" (files under the run's directory, to be synchronised later), "disabled", or "auto":
-            online where a login is configured, offline where none is. ``WANDB_MODE`` decides for "auto" where set.
+        entity: the owner of the project; None for the default of the login.
+        mode: "online", "offline" (files in the run's directory, for a later ``wandb sync``), "disabled", or "auto":
+            the value of ``WANDB_MODE`` if set, else online with a login and offline without.
 
     Raises:
-        ValueError: an option out of its range; names it.
+        ValueError: an option has a wrong value; names the option.
     """
 
     def __init__(self, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> None:
         if mode != "auto":
-            board.resolved(mode)
+            client.resolved_mode(mode)
         _check_name("tracker.project", project)
         if entity is not None:
             _check_name("tracker.entity", entity)
         self.project, self.entity, self.mode = project, entity, mode
         self._run: Any = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._logged: set[int] = set()
-        self._whole, self._lost = False, ""
+        self._complete, self._error = False, ""
 
     def start(self, name: str, manifest: Mapping[str, Any], out: Path) -> None:
         """See ``Tracker``.
 
         Raises:
-            OSError: Weights & Biases cannot be reached, or refuses.
+            OSError: Weights & Biases cannot be reached, or rejects the run.
         """
-        self._forget()
+        self._reset()
         self._manifest, self._out = manifest, out
-        self._run = board.begin(out, manifest, self.project, self.entity, self.mode)
-
-    def resolved_mode(self) -> Literal["online", "offline", "disabled"]:
-        """The mode "auto" stands for here."""
-        return board.resolved(self.mode)
+        self._run = client.begin(out, manifest, self.project, self.entity, self.mode)
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
         """See ``Tracker``."""
-        self._spare(lambda: self._run.log({"group": number, **figures}))
+        self._call(lambda: self._run.log({"group": number, **figures}))
         self._logged.add(number)
 
     def finish(self, summary: Mapping[str, Any], figures: list[Path], tables: Tables | None = None) -> None:
         """See ``Tracker``."""
         if tables is None:
-            self._spare(lambda: board.show(self._run, summary, figures))
+            self._call(lambda: client.show(self._run, summary, figures))
         else:
-            self._spare(lambda: board.replay(self._run, tables, self._manifest, summary, figures, self._logged))
-        self._whole = True
+            self._call(lambda: client.replay(self._run, tables, self._manifest, summary, figures, self._logged))
+        self._complete = True
 
     def close(self) -> None:
-        """See ``Tracker``. Says what was lost, if anything was."""
+        """See ``Tracker``. Reports an error of Weights & Biases, if there was one."""
         if self._run is not None:
-            self._spare(lambda: board.end(self._run, self._whole))
+            self._call(lambda: client.end(self._run, self._complete))
             self._run = None
-            if self._lost:
+            if self._error:
                 print(
-                    f"Weights & Biases failed ({self._lost}); the run's files are whole: spec-lab track {self._out} "
-                    "shows them there.",
+                    f"Weights & Biases failed ({self._error}). The run's files are complete: "
+                    f"spec-lab track {self._out} uploads them.",
                     file=sys.stderr,
                 )
 
-    def _spare(self, call: Callable[[], object]) -> None:
-        """Make one call to wandb; once one has failed, no more. Whatever it raises, the run is worth more."""
-        if not self._lost:
+    def _call(self, call: Callable[[], object]) -> None:
+        """Call wandb unless a call has failed before; whatever it raises, the run continues."""
+        if not self._error:
             try:
                 call()
             except Exception as error:
-                self._lost = f"{type(error).__name__}: {error}"
+                self._error = f"{type(error).__name__}: {error}"

@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spec_lab.cli.build import Refused, reason
 from spec_lab.cli.jobs import before
-from spec_lab.cli.search import result
 from spec_lab.results import sweep
 
 
@@ -184,7 +183,7 @@ def _ended(job: Job, folder: Path) -> Ended | None:
         return None
     config = job.common.compose(job.overrides, job.number)
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    return Ended(job.number, result(config, folder)) if before(config, folder) else None
+    return Ended(job.number) if before(config, folder) else None
 
 
 def _say(out: Path, what: str) -> None:

@@ -108,11 +108,11 @@ class Scripts:
     def __init__(self, scripts: Sequence[Script]) -> None:
         self.scripts = scripts
 
-    def pick(self, weights: torch.Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+    def pick(self, weights: torch.Tensor, keys: Sequence[Key]) -> torch.Tensor:
         """See ``Draws.pick``. Weights that float32 made count as they are."""
-        rows, one = np.asarray(weights, dtype=np.float64), len(self.scripts) == 1
+        rows, one = weights.cpu().double().numpy(), len(self.scripts) == 1
         chosen = [self.scripts[0 if one else key.request].choose(row, key) for row, key in zip(rows, keys, strict=True)]
-        return np.array(chosen, dtype=np.int64)
+        return torch.tensor(chosen, dtype=torch.int64, device=weights.device)
 
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
         """Refused: see ``Continuous``."""
@@ -130,7 +130,7 @@ class Watched:
         self.draws = draws
         self.keys: set[Key] = set()
 
-    def pick(self, weights: torch.Tensor | np.ndarray, keys: Sequence[Key]) -> np.ndarray:
+    def pick(self, weights: torch.Tensor, keys: Sequence[Key]) -> torch.Tensor:
         """See ``Draws.pick``."""
         self._watch(keys)
         return self.draws.pick(weights, keys)

@@ -209,12 +209,12 @@ def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
 
 
 def _score_draft(score: Score, draft: Draft) -> None:
-    """Whether each drafted token is the likeliest of its law given its earlier siblings; nothing for point drafts."""
-    if draft.q is None or draft.q_row is None or not draft.shape.nodes:
+    """Whether each drafted token is the likeliest of its q given its earlier siblings; nothing where points occur."""
+    if draft.q is None or draft.q_row is None or not draft.shape.nodes or "point" in draft.ways:
         return
     shape, token = draft.shape, draft.token.cpu()
     q = draft.q[torch.from_numpy(draft.q_row[shape.parent]).to(draft.q.device)].double().cpu()
-    if draft.drawn != "iid":
+    if draft.ways != {"iid"}:
         for children in shape.children:
             for rank, child in enumerate(children - shape.roots):
                 q[child, token[torch.from_numpy(children[:rank] - shape.roots)]] = 0.0

@@ -69,12 +69,18 @@ class Table(nn.Module):
         with torch.no_grad():
             self.lm_head.weight.copy_(torch.eye(v))
             self.embed.weight.copy_(torch.eye(v))
-        self.config = SimpleNamespace(_attn_implementation="", model_type="table", eos_token_id=None)
+        self.config = SimpleNamespace(
+            _attn_implementation="", model_type="table", eos_token_id=None, num_hidden_layers=1
+        )
         self.dtype, self.device = dtype, torch.device("cpu")
 
     def set_attn_implementation(self, name: str) -> None:
         """As transformers' models offer it."""
         self.config._attn_implementation = name
+
+    def get_decoder(self) -> Body:
+        """What returns the hidden states after the final norm."""
+        return self.base_model
 
     def get_output_embeddings(self) -> nn.Linear:
         """The unembedding."""
@@ -92,12 +98,16 @@ class Table(nn.Module):
         past_key_values: Pack | None = None,
         use_cache: bool = True,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Logits ``[1, n, V]`` of the rows to keep."""
+        """Logits ``[1, n, V]`` of the rows to keep; hidden state 0 is the embedding, 1 the body's."""
         position = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
         (hidden,) = self.base_model(input_ids, position, past_key_values, attention_mask)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        return SimpleNamespace(logits=self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep]))
+        states = (self.embed(input_ids), hidden) if output_hidden_states else None
+        return SimpleNamespace(
+            logits=self.lm_head(hidden if isinstance(keep, int) else hidden[:, keep]), hidden_states=states
+        )
 
 
 def table_models(

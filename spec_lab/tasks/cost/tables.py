@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from spec_lab.core.files import refuse_link
-from spec_lab.results.writer import Rows, columns, write_whole
+from spec_lab.results.parts import Parts
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -36,11 +34,9 @@ COST = {
 """One row for each turn of each arm at each place, a batch size with a context."""
 
 
-def write(file: Path, rows: Rows | pd.DataFrame) -> None:
-    """Write rows as parquet, renamed into place once whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    rows = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(rows)
-    write_whole(pa.Table.from_pandas(rows, schema=columns(COST), preserve_index=False), file)
+def parts(out: str | Path) -> Parts:
+    """The table of a measurement in its directory."""
+    return Parts(Path(out), {"cost": COST})
 
 
 def load(out: str | Path) -> pd.DataFrame:
@@ -49,23 +45,4 @@ def load(out: str | Path) -> pd.DataFrame:
     Raises:
         ValueError: a file that is not a table.
     """
-    files = [Path(out) / "cost.parquet", *sorted((Path(out) / "parts").glob("cost-*.parquet"))]
-    pieces = [columns(COST).empty_table()]
-    for file in files:
-        try:
-            pieces += [pq.read_table(file)] if file.is_file() else []
-        except pa.ArrowInvalid as error:
-            raise ValueError(f"{file} is not a readable table ({error}); remove it and measure again") from error
-    return pa.concat_tables(pieces).to_pandas().drop_duplicates("id", keep="last", ignore_index=True)
-
-
-def gather(out: Path) -> pd.DataFrame:
-    """Put all parts together in ``cost.parquet``, and remove them."""
-    refuse_link(out / "parts")
-    frame, folder = load(out), out / "parts"
-    write(out / "cost.parquet", frame)
-    for part in [*folder.glob("cost-*.parquet"), *folder.glob(".*.tmp")]:
-        part.unlink()
-    if folder.is_dir():
-        folder.rmdir()
-    return frame
+    return parts(out).load()["cost"]

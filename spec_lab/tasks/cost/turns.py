@@ -23,7 +23,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.engine.step import Memory, Parts, StepInfo, step
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, branches
+from spec_lab.propose import Null, branches, draws_of
 from spec_lab.results.writer import Rows
 from spec_lab.tasks.cost.tables import PARTS
 from spec_lab.tasks.lab import Loop
@@ -101,7 +101,7 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
         ValueError: a proposer whose way of drawing the verifier cannot judge; logits that are NaN or infinite.
     """
     for arm in arms.values():
-        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
+        check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
     target, context = next(iter(arms.values())).target, len(requests[0].tokens)
     lm, memory = target.lm, Memory()
     parts = {
@@ -113,11 +113,14 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
 
     def decode(name: str, count: int, length: int = context) -> list[StepInfo]:
-        """So many steps of an arm, with its proposer's states, after ``length`` computed tokens."""
+        """So many steps of an arm, with its proposer's states, after ``length`` computed tokens.
+
+        All tokens of the prompt stay: those beyond ``length`` are computed again.
+        """
         for sequence, state in zip(sequences, states[name], strict=True):
             sequence.state = state
             sequence.kv.truncate(length)
-            del sequence.tokens[length + 1 :]
+            del sequence.tokens[max(length + 1, context) :]
             sequence.spent = 0
             arms[name].proposer.rewind(state, length)
         done = []
@@ -131,8 +134,8 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     try:
         step(sequences, Parts(target, Null(), Match(), CounterDraws(0), memory=memory))  # computes the prompts
         first = [sequence.tokens[context] for sequence in sequences]
-        for name in arms:  # each proposer observes the prompt's last position; a draft model computes the prompts
-            decode(name, 1, context - 1)
+        for name, arm in arms.items():  # a draft model computes the prompts; who needs hidden states, observes them all
+            decode(name, 1, 0 if arm.proposer.requires.hidden else context - 1)
             for sequence, token in zip(sequences, first, strict=True):
                 sequence.tokens[context:] = [token]
         rows, facts = [], {"batch": len(requests), "context": context, "turn": turn}

@@ -16,8 +16,8 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.engine.request import Request, without_name
-from spec_lab.propose import Null, Proposer, branches
-from spec_lab.results.writer import Rows
+from spec_lab.propose import Null, Proposer, branches, draws_of
+from spec_lab.results.parts import Rows
 from spec_lab.tasks.lab import Lab
 from spec_lab.tasks.verifier_study.walk import Drafted, sample, walk
 from spec_lab.verify import Verdict, Verifier, check_draft, choose, misfit
@@ -57,7 +57,9 @@ def pairs(
     judges, left_out = {}, []
     for name, proposer in proposers.items():
         judges[name] = {
-            key: one for key, one in verifiers.items() if misfit(name, proposer.drawn, one, branches(proposer)) is None
+            key: one
+            for key, one in verifiers.items()
+            if misfit(name, draws_of(proposer), one, branches(proposer)) is None
         }
         left_out += [
             {"proposer": name, "drawn": proposer.drawn, "verifier": key} for key in verifiers if key not in judges[name]
@@ -135,7 +137,7 @@ def ask(
     """
     names, verdicts = list(verifiers), {}
     for verifier in verifiers.values():
-        check_draft(step.proposer, verifier, step.draft.shape)
+        check_draft(step.proposer, verifier, step.draft)
     marks: dict[str, list] = {name: [] for name in names}
     for turn in range(repeats):
         shift = turn % len(names)
@@ -156,7 +158,7 @@ def _shared(request: Request, step: Drafted) -> dict[str, Any]:
         "request": request.id,
         "position": step.position,
         "proposer": step.proposer,
-        "drawn": step.draft.drawn,
+        "drawn": " and ".join(sorted(step.draft.ways)),
         "nodes": shape.nodes,
         "depth": int(shape.depth.max()),
         "children": len(shape.children[0]),
@@ -175,12 +177,16 @@ class Bounds:
         """Keep what is needed of ``step``."""
         draft, key = step.draft, (step.position, step.proposer)
         first = draft.shape.children[0]
-        if draft.drawn == "point" or not len(first):
+        if draft.ways == {"point"} or not len(first):
             self._known[key] = covered(draft, step.p[0])
             return
+        if len(draft.ways) > 1:  # no closed form is known
+            self._known[key] = float("nan")
+            return
+        (drawn,) = draft.ways
         assert draft.q is not None and draft.q_row is not None
         p, q = step.p[0].clone(), draft.q[int(draft.q_row[0])].clone()
-        self._laws.setdefault((draft.drawn, len(first)), []).append((key, p, q))
+        self._laws.setdefault((drawn, len(first)), []).append((key, p, q))
 
     def found(self) -> dict[tuple[int, str], float]:
         """The bounds by position and proposer."""

@@ -54,7 +54,7 @@ def of_proposer(rows: pd.DataFrame, verifiers: Sequence[str]) -> dict[str, Any]:
         "propose_us": MICRO * drafts["propose"].median(),
         "target_us": MICRO * drafts["target"].median(),
         "target_forward_us": MICRO * forward,
-        "law_us": MICRO * drafts["probabilities"].median(),
+        "probabilities_us": MICRO * drafts["probabilities"].median(),
         "compared_with": base,
         "verifiers": {name: of_verifier(rows[rows["verifier"] == name], against, forward) for name in judges},
     }

@@ -61,7 +61,11 @@ def _time(proposers: Mapping[str, Mapping[str, Any]]) -> Table:
         table.add_column(name, justify="right")
     table.add_row("target", *(f"{one['target_forward_us']:.0f}" for one in proposers.values()))
     table.add_row(
-        "law", *(_spent(one["law_us"], one["law_us"] / one["target_forward_us"]) for one in proposers.values())
+        "probabilities",
+        *(
+            _spent(one["probabilities_us"], one["probabilities_us"] / one["target_forward_us"])
+            for one in proposers.values()
+        ),
     )
     for verifier in dict.fromkeys(key for one in proposers.values() for key in one["verifiers"]):
         judged = [one["verifiers"].get(verifier) for one in proposers.values()]

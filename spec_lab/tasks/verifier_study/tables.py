@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from spec_lab.core.files import refuse_link
-from spec_lab.results.writer import Rows, columns, write_whole
+from spec_lab.results.parts import Parts
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -47,22 +45,10 @@ TEXTS = {
 }
 """One row for each recorded text."""
 
-TABLES = {"recorded": RECORDED, "texts": TEXTS}
 
-
-def schema(name: str) -> pa.Schema:
-    """The columns of one table, with their meanings as metadata."""
-    return columns(TABLES[name])
-
-
-def write(file: Path, name: str, rows: Rows | pd.DataFrame) -> None:
-    """Write rows as parquet, renamed into place once whole."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(rows, pd.DataFrame):
-        table = pa.Table.from_pandas(rows, schema=schema(name), preserve_index=False)
-    else:
-        table = pa.Table.from_pylist(rows, schema=schema(name))
-    write_whole(table, file)
+def parts(out: str | Path) -> Parts:
+    """The tables of a study in its directory; a prompt is finished once its text is on disk."""
+    return Parts(Path(out), {"recorded": RECORDED, "texts": TEXTS}, unit="request")
 
 
 def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:
@@ -71,32 +57,4 @@ def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:
     Raises:
         ValueError: a file of the run that is not a table.
     """
-    try:
-        frame = _read(Path(out), name)
-        if name != "texts":  # a prompt is finished once its text is on disk
-            frame = frame[frame["request"].isin(_read(Path(out), "texts")["request"])]
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"{out} holds a file that is not a readable table ({error}); remove it and run again"
-        ) from error
-    return frame.reset_index(drop=True)
-
-
-def gather(out: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Put all parts together in one file a table, and remove them; returns drafts and texts."""
-    refuse_link(out / "parts")
-    frames = {name: load(out, name) for name in TABLES}
-    for name, frame in frames.items():
-        write(out / f"{name}.parquet", name, frame)
-    folder = out / "parts"
-    for part in [*folder.glob("*.parquet"), *folder.glob(".*.tmp")]:
-        part.unlink()
-    if folder.is_dir():
-        folder.rmdir()
-    return frames["recorded"], frames["texts"]
-
-
-def _read(out: Path, name: str) -> pd.DataFrame:
-    files = [out / f"{name}.parquet", *sorted((out / "parts").glob(f"{name}-*.parquet"))]
-    pieces = [pq.read_table(file) for file in files if file.is_file()] or [schema(name).empty_table()]
-    return pa.concat_tables(pieces).to_pandas().drop_duplicates("id", keep="last")
+    return parts(out).load()[name]

@@ -12,14 +12,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import whole
-from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
-from spec_lab.results.sweep import INTERRUPTED
-from spec_lab.results.writer import Rows
+from spec_lab.results.manifest import finite
+from spec_lab.results.parts import Rows
 from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled, show
 from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
-from spec_lab.tasks.verifier_study.tables import gather, load, write
-from spec_lab.text.prompts import digest
+from spec_lab.tasks.verifier_study.tables import parts
 
 
 def judge(
@@ -60,55 +59,45 @@ def judge(
     proposers, requests = proposers_of(lab), lab.requests(settings)
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     judges, left_out = pairs(proposers, verifiers)
-    said = lab.facts()
-    made = lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts(), lab.target.cache
-    facts = manifest(config, settings.seed, *made)
-    own = facts
-    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
-    before = lab.target.lm.forwards
-    finished = set(load(settings.output_dir, "texts")["request"])
-    todo = [one for one in requests if one.id not in finished]
-    try:
-        lab.tracker.start(settings.name, facts, settings.output_dir)
+    facts = lab.facts()
+    tables = parts(settings.output_dir)
+
+    def finished() -> set[int]:
+        return set(tables.load()["texts"]["request"])
+
+    def work(_: Mapping[str, Any]) -> Done:
+        before = finished()
+        todo = [one for one in requests if one.id not in before]
         if todo and settings.warmup:
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, judges, short, settings.seed, every, repeats)
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
             one, rows = of_prompt(lab, proposers, judges, request, settings.seed, every, repeats)
-            write(settings.output_dir / "parts" / f"recorded-{request.id:06d}.parquet", "recorded", rows)
-            write(settings.output_dir / "parts" / f"texts-{request.id:06d}.parquet", "texts", [one])
+            tables.write(f"{request.id:06d}", {"recorded": rows, "texts": [one]})
             lab.tracker.group(request.id, _means(rows))
             if one["error"]:
                 tqdm.write(one["error"], file=sys.stderr)
-        recorded, texts = gather(settings.output_dir)
+        recorded, texts = tables.gather().values()
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,
             "temperature": lab.sampling.temperature,
             "every": every,
             "repeats": repeats,
-            **pooled.summarise(recorded, texts, list(verifiers), {name: said[name] for name in proposers}),
+            **pooled.summarise(recorded, texts, list(verifiers), {name: facts[name] for name in proposers}),
             "left_out": left_out,
         }
-        write_json(settings.output_dir / "summary.json", summary)
-        drawn = show.draw(finite(summary), settings.output_dir / "figures")
-        lab.tracker.finish(finite(summary), drawn)
-    except KeyboardInterrupt:
-        done = len(gather(settings.output_dir)[1])
-        print(
-            f"\nInterrupted: the rows of {done} prompts of {len(requests)} are in {settings.output_dir}; "
-            f"run the same command with output_dir={settings.output_dir} to go on.",
-            file=sys.stderr,
+        return Done(
+            summary,
+            lambda: show.draw(finite(summary), settings.output_dir / "figures"),
+            lambda found: show.tell(found, console),
         )
-        return INTERRUPTED
-    except Exception as error:
-        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
-        raise
-    finally:
-        lab.tracker.close()
-    show.tell(finite(summary), console)
-    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
-    return 0
+
+    def left() -> tuple[int, str]:
+        done = len(finished())
+        return done, f"the rows of {done} prompts of {len(requests)} are in {settings.output_dir}"
+
+    return Task(lab, settings, config, proposers, work, left, tables).run(console)
 
 
 def _means(rows: Rows) -> dict[str, float]:

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from spec_lab.analysis import metrics
-from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.metrics import Tables, frames, sweeps
 from spec_lab.analysis.metrics.frames import Span
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
@@ -47,7 +47,7 @@ def test_speed_ups_are_those_of_the_metrics(tables):
     for arm in means["arm"]:
         paired = metrics.walltime_speedup_paired(tables.requests, arm)
         np.testing.assert_allclose(each[each["arm"] == arm]["speedup"].dropna(), paired)
-        assert means.set_index("arm").loc[arm, "mean"] == pytest.approx(paired.mean())
+        assert means.set_index("arm").loc[arm, "mean"] == metrics.speedup(tables.requests, arm).mean
         assert means.set_index("arm").loc[arm, "groups"] == len(paired) == 2  # the third group is short
     assert each[each["arm"] == "baseline"]["speedup"].isna().all()
 
@@ -101,7 +101,7 @@ def test_a_node_is_accepted_by_every_step_whose_path_goes_through_it():
 
 def test_of_a_large_tree_the_likeliest_nodes_are_kept_with_their_parents():
     steps = pd.DataFrame([step([0, 0])] * 3 + [step([1])] * 2 + [step([2])])
-    frame = frames.accepted_tree(steps, most=3)
+    frame = frames.accepted_tree(steps, max_nodes=3)
     assert list(frame["path"]) == [(), (0,), (1,), (0, 0)]
 
 
@@ -207,13 +207,13 @@ def test_what_varies_is_named_and_the_fastest_comes_first():
         {"arm": "baseline", "proposer": "b", "threads": 1},
     )
     keys = ["proposer", "proposer.depth", "threads"]
-    assert frames.varied(table, keys) == ["proposer", "proposer.depth"]
-    assert list(frames.over_sweep(table, keys)["label"]) == ["proposer=a, depth=4", "proposer=a, depth=2", "proposer=b"]
+    assert sweeps.varied(table, keys) == ["proposer", "proposer.depth"]
+    assert list(sweeps.over_sweep(table, keys)["label"]) == ["proposer=a, depth=4", "proposer=a, depth=2", "proposer=b"]
 
 
 def test_keys_that_end_alike_are_named_in_full():
     table = swept({"proposer.temperature": 0.5, "sampling.temperature": 1})
-    assert frames.labels(table, ["proposer.temperature", "sampling.temperature"]) == [
+    assert sweeps.labels(table, ["proposer.temperature", "sampling.temperature"]) == [
         "proposer.temperature=0.5, sampling.temperature=1"
     ]
 
@@ -225,8 +225,8 @@ def test_a_line_for_each_setting_and_seeds_are_one_point():
         {"k": 2, "p": "a", "seed": 0, "speedup": 3.0, "speedup_low": 2.5, "speedup_high": 3.5},
         {"k": 1, "p": "b", "seed": 0}, {"k": "null", "p": "a", "seed": 0}, {"k": 3, "arm": "baseline", "p": "a"},
     )  # fmt: skip
-    assert frames.numeric(table, ["k", "p", "seed"]) == ["k"]
-    frame = frames.along(table, ["k", "p", "seed"], "k", ["speedup"])
+    assert sweeps.numeric(table, ["k", "p", "seed"]) == ["k"]
+    frame = sweeps.by_option(table, ["k", "p", "seed"], "k", ["speedup"])
     assert frame[["line", "x", "value", "runs"]].to_numpy().tolist() == [["p=a", 1.0, 2.0, 2], ["p=a", 2.0, 3.0, 1]]
     np.testing.assert_allclose(frame["low"], [1.6, 2.5])  # of seeds that agree, not narrower than their own
     np.testing.assert_allclose(frame["high"], [2.5, 3.5])
@@ -235,9 +235,9 @@ def test_a_line_for_each_setting_and_seeds_are_one_point():
 def test_a_point_has_no_interval_where_one_of_its_runs_has_none():
     bounds = {"speedup_low": 1.0, "speedup_high": 2.0}
     table = swept({"k": 1, "seed": 0} | bounds, {"k": 1, "seed": 1}, {"k": 2, "seed": 0} | bounds)
-    frame = frames.along(table, ["k", "seed"], "k", ["speedup"])
+    frame = sweeps.by_option(table, ["k", "seed"], "k", ["speedup"])
     assert frame["low"].isna().tolist() == [True, False]
-    assert frames.along(table[["run", "arm", "k", "speedup"]], ["k"], "k", ["speedup"])["low"].isna().all()
+    assert sweeps.by_option(table[["run", "arm", "k", "speedup"]], ["k"], "k", ["speedup"])["low"].isna().all()
 
 
 def test_rows_of_a_sweep_are_coloured_in_one_order():
@@ -246,16 +246,16 @@ def test_rows_of_a_sweep_are_coloured_in_one_order():
         {"arm": "speculative", "k": 9, "speedup": 2.0}, {"arm": "draft", "speedup": 4.0}, {"arm": "baseline", "k": 1},
         {"arm": None, "speedup": np.nan}, {"arm": "draft", "k": 7, "tau_pooled": np.nan},
     )  # fmt: skip
-    frame, shades = frames.worth(table, ["k"])
+    frame, shades = sweeps.tau_and_speedup(table, ["k"])
     assert frame["speedup"].tolist() == [4.0, 3.0, 2.0, 1.0]
     assert list(shades["arm"].cat.categories) == ["speculative", "draft"]  # not the fastest first
     assert list(shades["k"].cat.categories) == ["k=9", "k=10", "k not set"]  # 9 before 10
     assert shades["k"].tolist() == ["k not set", "k=10", "k=9", "k=10"]
-    assert [len(one) for one in frames.worth(table[["run", "arm"]], [])] == [0, 1]  # tasks without figures
+    assert [len(one) for one in sweeps.tau_and_speedup(table[["run", "arm"]], [])] == [0, 1]  # tasks without figures
 
 
 def test_of_many_lines_the_best_stay_the_same_for_every_value():
     rows = [{"k": k, "p": p, "speedup": p + k / 10, "tau_pooled": -p} for p in range(5) for k in (1, 2)]
-    frame = frames.along(swept(*rows), ["k", "p"], "k", most=2)
+    frame = sweeps.by_option(swept(*rows), ["k", "p"], "k", max_lines=2)
     assert set(frame["line"]) == {"p=3", "p=4"}
     assert set(frame["what"]) == {"tau_pooled", "speedup"}

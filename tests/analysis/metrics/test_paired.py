@@ -89,19 +89,19 @@ def test_an_interval_of_two_units_at_a_high_level_has_no_end():
 
 def test_nothing_at_all_is_nan():
     found = change(totals([], []), totals([], []), paired=True)
-    assert np.isnan(found.interval()).all() and not found.same
+    assert np.isnan(found.interval()).all() and not found.identical
 
 
 def test_the_same_rows_are_the_same_and_so_are_constants():
     one = totals([2, 3], [1, 1])
-    assert change(one, one, paired=True).same
-    assert not change(one, one, paired=False).same
-    assert change(totals([5, 10], [1, 2]), totals([15, 5], [3, 1]), paired=True).same  # five each step, in both
-    assert not change(totals([5, 10], [1, 2]), totals([5, 11], [1, 2]), paired=True).same
+    assert change(one, one, paired=True).identical
+    assert not change(one, one, paired=False).identical
+    assert change(totals([5, 10], [1, 2]), totals([15, 5], [3, 1]), paired=True).identical  # five each step, in both
+    assert not change(totals([5, 10], [1, 2]), totals([5, 11], [1, 2]), paired=True).identical
 
 
 def test_paired_runs_have_the_same_units():
-    with pytest.raises(ValueError, match="same units, not 2 and 1"):
+    with pytest.raises(ValueError, match="2 and 1"):
         change(totals([1, 1], [1, 1]), totals([1], [1]), paired=True)
 
 

@@ -14,7 +14,7 @@ def test_decode_time_begins_after_the_prefill_and_its_phases_add_up(rounds):
     assert sum(phases.values()) == pytest.approx(6.0)
     expected = {
         "propose_forward": 0.7, "propose_rest": 0.3, "mask_wait": 0.0, "target_forward": 2.8, "target_rest": 0.3,
-        "law": 0.5, "verify": 0.2, "commit": 0.2, "between": 1.0,
+        "probabilities": 0.5, "verify": 0.2, "commit": 0.2, "between": 1.0,
     }  # fmt: skip
     assert phases == pytest.approx(expected)
 

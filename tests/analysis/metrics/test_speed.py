@@ -73,3 +73,41 @@ def test_the_interval_of_the_speed_draws_groups(requests):
     found = metrics.tokens_per_second_interval(requests, "speculative")
     assert found == pytest.approx((70 / 3, 20.0, 30.0))
     assert found.mean == metrics.tokens_per_second(requests, "speculative")
+
+
+def test_the_speed_up_is_a_ratio_of_sums_over_groups(requests):
+    """Groups of 40 tokens in 2 s against 4 s, and of 30 tokens in 1 s against 3 s."""
+    speedup = metrics.speedup(requests, "speculative")
+    assert speedup == pytest.approx(((70 / 3) / (70 / 7), 2.0, 3.0))  # not 2.5, the mean of the groups' ratios
+    both = [metrics.tokens_per_second(requests, arm) for arm in ("speculative", "baseline")]
+    assert speedup.mean == pytest.approx(both[0] / both[1])
+    assert metrics.speedup(requests, "speculative", prefill=True).mean == pytest.approx((74 / 5) / (74 / 9))
+
+
+def test_the_speed_up_draws_the_groups_of_both_arms_together(requests):
+    """Where every group has the same ratio, so has every draw, however the groups differ in length."""
+    requests["decode_seconds"] = requests["arm"].map({"speculative": 1.0, "baseline": 2.0})
+    assert metrics.speedup(requests, "speculative") == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_the_speed_up_leaves_out_short_broken_and_unpaired_groups(requests):
+    last = requests[requests["request"] == 0].assign(group=2, request=4, decode_tokens=60)
+    table = pd.concat([requests, last], ignore_index=True)
+    assert metrics.speedup(table, "speculative") == metrics.speedup(requests, "speculative")
+    broken = requests.assign(finish=["nan"] + ["length"] * (len(requests) - 1))
+    mean, low, _ = metrics.speedup(broken, "speculative")
+    assert mean == 3.0 and math.isnan(low)  # one group is left
+    alone = requests[(requests["arm"] == "speculative") | (requests["group"] == 1)]
+    assert metrics.speedup(alone, "speculative").mean == 3.0
+    assert math.isnan(metrics.speedup(requests, "baseline").mean)
+    assert math.isnan(metrics.speedup(requests, "speculative", "nobody").mean)
+
+
+def test_latencies_are_those_of_requests_in_groups_that_did_not_break(requests):
+    assert metrics.time_to_first_token(requests, "speculative").tolist() == [1.0] * 4
+    per_token = metrics.time_per_output_token(requests, "speculative")
+    assert per_token.tolist() == pytest.approx([1 / 10, 2 / 30, 1 / 15, 0.5 / 15])
+    requests.loc[0, "finish"] = "nan"
+    assert metrics.time_to_first_token(requests, "baseline").index.tolist() == [2, 3]
+    requests.loc[requests["request"] == 2, "decode_tokens"] = 0
+    assert metrics.time_per_output_token(requests, "speculative").index.tolist() == [3]

@@ -16,11 +16,11 @@ def test_every_arm_with_rounds_is_compared_to_every_peer_group_by_group(requests
     peer = requests[requests["arm"] == "baseline"].assign(arm="peer")
     peer.loc[peer["group"] == 0, "decode_seconds"] *= 2
     twice = pd.concat([rounds, rounds.assign(arm="baseline")])
-    compared = metrics.against(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
+    compared = metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), pd.concat([requests, peer])))
     assert list(compared) == ["peer"] and list(compared["peer"]) == ["speculative", "baseline"]
-    assert compared["peer"]["speculative"] == pytest.approx({"mean": 3.5, "low": 3.0, "high": 4.0})
-    assert compared["peer"]["baseline"] == pytest.approx({"mean": 1.5, "low": 1.0, "high": 2.0})
-    assert metrics.against(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
+    assert compared["peer"]["speculative"] == pytest.approx({"mean": 11 / 3, "low": 3.0, "high": 4.0})
+    assert compared["peer"]["baseline"] == pytest.approx({"mean": 11 / 7, "low": 1.0, "high": 2.0})
+    assert metrics.speedups_over_peers(metrics.Tables(twice, steps({"accepted": 0}), requests)) == {}
 
 
 def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
@@ -33,8 +33,12 @@ def test_summary_names_what_the_design_asks_for(chain, requests, rounds):
     } <= set(summary)  # fmt: skip
     assert summary["requests"] == 4
     assert summary["tokens"] == 74
-    assert summary["speedup"]["mean"] == pytest.approx(2.5)
-    assert summary["speedup_with_prefill"]["mean"] == pytest.approx((5 / 3 + 2) / 2)
+    speeds = summary["tokens_per_second"], summary["baseline_tokens_per_second"]
+    assert summary["speedup"]["mean"] == pytest.approx(speeds[0] / speeds[1]) == pytest.approx(7 / 3)
+    assert summary["speedup_with_prefill"]["mean"] == pytest.approx((74 / 5) / (74 / 9))
+    assert summary["speedup_mean_of_groups"]["mean"] == pytest.approx(2.5)
+    assert summary["time_to_first_token"] == 1.0  # seconds of the prefill
+    assert summary["time_per_output_token"] == pytest.approx((1 / 10 + 2 / 30 + 1 / 15 + 0.5 / 15) / 4)
     assert summary["prefill_seconds"] == 2.0
     assert summary["finish"] == {"length": 4}
     assert summary["sequences"] == 4
@@ -86,3 +90,16 @@ def test_the_baselines_own_summary_compares_it_with_nothing(tables):
 def test_a_summary_is_json(tables):
     for arm in ("speculative", "baseline"):
         json.dumps(finite(metrics.summarise(tables, arm)), allow_nan=False)
+
+
+def test_the_main_arm_comes_first_and_the_baseline_last_whatever_their_names(requests, rounds):
+    names = ["aaa", "medusa", "zzz", "baseline", "peer"]
+    order = dict(zip(["medusa", "zzz", "aaa", "peer", "baseline"], range(5), strict=True))
+    rows = requests[requests["arm"] == "baseline"]
+    every = pd.concat([rows.assign(arm=name, order=order[name]) for name in names])
+    forwards = pd.concat([rounds.assign(arm=name) for name in names if name != "peer"])
+    tables = metrics.Tables(forwards, steps({"accepted": 0}), every)
+    assert metrics.main_arm(tables) == "medusa"
+    assert metrics.arms(tables) == ["medusa", "aaa", "zzz", "peer", "baseline"]
+    only = metrics.Tables(forwards, tables.steps, every[every["arm"].isin(["baseline", "peer"])])
+    assert metrics.main_arm(only) is None and metrics.arms(only) == ["peer", "baseline"]

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.engine.proposer import Lifecycle
 from spec_lab.verify import Lenient, Token, Verdict
 
 VERIFIERS = {file.stem: instantiate(OmegaConf.load(file)) for file in sorted(Path(conf(), "verifier").glob("*.yaml"))}
@@ -50,7 +51,7 @@ class Forgets(Verifies):
         )
 
 
-class Uniform:
+class Uniform(Lifecycle):
     """Drafts one token, each as likely as any other. Made for no target in particular."""
 
     name = "uniform"
@@ -60,16 +61,14 @@ class Uniform:
 
     def propose(self, batch):
         count, v = len(batch.sequences), batch.target.vocabulary
-        keys = [Key(*live.who, self.purpose) for live in batch.sequences]
-        token = torch.from_numpy(batch.draws.pick(np.ones((count, v)), keys))
+        keys = [Key(*live.key, self.purpose) for live in batch.sequences]
+        token = batch.draws.pick(torch.ones(count, v), keys)
         shape = forest((chain(1),) * count)
         return Draft(shape, token, self.drawn, *self.stated(count, v))
 
     def stated(self, count, v):
         q_row = np.append(np.arange(count), np.full(count, -1))
         return torch.full((count, v), 1 / v, dtype=torch.float64), q_row
-
-    def close(self, sequence): ...
 
 
 class Misstates(Uniform):

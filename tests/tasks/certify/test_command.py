@@ -213,6 +213,7 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
+from spec_lab.engine.proposer import Lifecycle
 from spec_lab.verify import Lenient, Token
 
 
@@ -235,22 +236,20 @@ class Fussy(Verifies):
         self.children = children
 
 
-class Uniform:
-    name, drawn, wants_hidden, nodes = "uniform", "iid", False, 1
+class Uniform(Lifecycle):
+    name, drawn, nodes = "uniform", "iid", 1
 
     def __init__(self, target, skew):
         self.skew = skew
 
     def propose(self, batch):
         count, v = len(batch.sequences), batch.target.vocabulary
-        keys = [Key(*live.who, Purpose.DRAFT) for live in batch.sequences]
-        token = torch.from_numpy(batch.draws.pick(np.ones((count, v)), keys))
+        keys = [Key(*live.key, Purpose.DRAFT) for live in batch.sequences]
+        token = batch.draws.pick(torch.ones(count, v), keys)
         q = torch.ones(count, v, dtype=torch.float64)
         q[:, 0] *= self.skew
         q_row = np.append(np.arange(count), np.full(count, -1))
         return Draft(forest((chain(1),) * count), token, self.drawn, q / q.sum(-1, keepdim=True), q_row)
-
-    def close(self, sequence): ...
 """
 FILES = {
     "verifier/mine.yaml": "_target_: my_parts.Verifies\nlenience: 1.0\nlossless: true\n",

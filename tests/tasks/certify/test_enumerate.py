@@ -32,7 +32,7 @@ def walk(draws, count):
     for number in range(3):
         live = [n for n, text in enumerate(texts) if not text or text[-1]]
         if live:
-            weights = np.array([AFTER[texts[n][-1] if texts[n] else 1] for n in live])
+            weights = torch.tensor(np.array([AFTER[texts[n][-1] if texts[n] else 1] for n in live]))
             for n, token in zip(live, draws.pick(weights, [keyed(n, number) for n in live]), strict=True):
                 texts[n].append(int(token))
     return [tuple(text) for text in texts]
@@ -65,7 +65,7 @@ def test_no_more_are_played_at_once_than_asked_for():
 
     def play(draws, count):
         sizes.append(count)
-        return [draws.pick(np.ones((count, 3)), [keyed(n, 0) for n in range(count)])] * count
+        return [draws.pick(torch.ones((count, 3)), [keyed(n, 0) for n in range(count)])] * count
 
     assert len(list(side_by_side(play, wide=2))) == 3
     assert sizes == [1, 2]
@@ -73,11 +73,11 @@ def test_no_more_are_played_at_once_than_asked_for():
 
 def test_one_script_serves_every_request():
     """``explore`` plays whole batches."""
-    outcomes = list(explore(lambda draws: tuple(draws.pick(np.ones((2, 2)), [keyed(7, 0), keyed(8, 0)]).tolist())))
+    outcomes = list(explore(lambda draws: tuple(draws.pick(torch.ones((2, 2)), [keyed(7, 0), keyed(8, 0)]).tolist())))
     assert sorted(outcomes) == [(0.25, (a, b)) for a in (0, 1) for b in (0, 1)]
 
 
-def test_weights_need_not_sum_to_one_and_may_be_a_tensor():
+def test_weights_need_not_sum_to_one():
     weights = torch.tensor([[3.0, 0.0, 1.0]])
     found = {int(one[0]): mass for mass, one in explore(lambda draws: draws.pick(weights, [keyed(0, 0)]))}
     assert found == pytest.approx({0: 0.75, 2: 0.25})
@@ -94,8 +94,8 @@ def test_a_single_possibility_is_no_choice():
 
 def test_a_key_that_names_two_choices_is_found_across_rounds_and_even_where_nothing_is_to_choose():
     def play(draws):
-        draws.pick(np.ones((1, 2)), [keyed(0, 0)])
-        draws.pick(np.array([[1.0, 0.0]]), [keyed(0, 0)])
+        draws.pick(torch.ones((1, 2)), [keyed(0, 0)])
+        draws.pick(torch.tensor([[1.0, 0.0]]), [keyed(0, 0)])
 
     with pytest.raises(Reused, match="names two choices"):
         list(explore(play))
@@ -117,7 +117,7 @@ def test_the_noise_of_a_race_is_refused():
 @pytest.mark.parametrize("wide", [1, 2, 256])
 def test_more_outcomes_than_allowed_are_refused_and_exactly_as_many_are_not(wide):
     def play(draws, count):
-        pairs = [draws.pick(np.ones((count, 3)), [keyed(n, k) for n in range(count)]) for k in range(2)]
+        pairs = [draws.pick(torch.ones((count, 3)), [keyed(n, k) for n in range(count)]) for k in range(2)]
         return list(zip(*pairs, strict=True))
 
     assert len(list(side_by_side(play, wide, most=9))) == 9
@@ -127,13 +127,13 @@ def test_more_outcomes_than_allowed_are_refused_and_exactly_as_many_are_not(wide
 
 def test_watched_draws_choose_as_before_and_refuse_a_key_seen_before():
     draws, keys = Watched(CounterDraws(3)), [Key(0, 0, n, Purpose.EMIT) for n in range(3)]
-    weights = np.ones((3, 5))
+    weights = torch.ones(3, 5)
     assert draws.pick(weights, keys).tolist() == CounterDraws(3).pick(weights, keys).tolist()
     race = Key(0, 0, 0, Purpose.RACE)
     assert (draws.race(4, [race]) == CounterDraws(3).race(4, [race])).all()
     for again in ([keys[1]], [race], [Key(1, 0, 0, Purpose.STOP)] * 2):
         with pytest.raises(Reused, match="names two choices"):
-            draws.pick(np.ones((len(again), 2)), again)
+            draws.pick(torch.ones((len(again), 2)), again)
 
 
 def test_weights_of_which_none_is_positive_are_named():

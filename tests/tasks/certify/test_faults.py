@@ -98,7 +98,7 @@ def test_a_choice_that_a_replay_does_not_repeat_is_an_error():
 
     def play(draws, count):
         plays.append(count)
-        weights = np.array([[0.5, 0.5]] if len(plays) == 1 else [[0.2, 0.3, 0.5]] * count)
+        weights = torch.tensor([[0.5, 0.5]] if len(plays) == 1 else [[0.2, 0.3, 0.5]] * count)
         return draws.pick(weights, [Key(n, 0, 0, Purpose.EMIT) for n in range(count)]).tolist()
 
     with pytest.raises(Unrepeatable, match="choice 0 was EMIT among .0, 1., and is EMIT"):
@@ -110,7 +110,7 @@ def test_a_choice_that_a_replay_does_not_come_to_is_an_error():
 
     def play(draws, count):
         plays.append(count)
-        weights = np.array([[0.5, 0.5] if len(plays) == 1 else [1.0, 0.0]] * count)
+        weights = torch.tensor([[0.5, 0.5] if len(plays) == 1 else [1.0, 0.0]] * count)
         return draws.pick(weights, [Key(n, 0, 0, Purpose.EMIT) for n in range(count)]).tolist()
 
     with pytest.raises(Unrepeatable, match="1 choices were made, and now 0"):

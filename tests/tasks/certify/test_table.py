@@ -10,7 +10,9 @@ from spec_lab.core.draft import Draft, chain, empty, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import Parts, step
+from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.tasks.certify.exact import Instance, toy
@@ -58,16 +60,15 @@ def require_own_laws(lm, law_after, paths, pending, draft):
 
 
 def opened(lm):
-    path = lm.cells.open()
+    path = lm.open()
     computed[path] = []
     return path
 
 
-def keep(lm, path, draft, held, rows):
+def accept(path, draft, rows):
     """Commit some nodes of a one-tree draft, as ``commit`` does; the others' cells are given back."""
     places = np.array(rows) - 1
-    lm.cells.keep(path, held[places])
-    lm.cells.drop(path, np.delete(held, places))
+    path.accept(places)
     computed[path] += draft.token[places].tolist()
 
 
@@ -96,8 +97,8 @@ def test_cells_scattered_by_partial_rejection(side):
     lm, law_after = side
     path = opened(lm)
     first = Draft(RAGGED, random_tokens(7, 1))
-    output = require_own_laws(lm, law_after, [path], [list(PROMPT)], first)
-    keep(lm, path, first, output.slots[0], [2, 5])  # the second child and the one below it
+    require_own_laws(lm, law_after, [path], [list(PROMPT)], first)
+    accept(path, first, [2, 5])  # the second child and the one below it
     assert not (np.diff(path.slots) == 1).all(), "this test needs holes"
     again = Draft(tree(((0,), (1,), (0, 0))), random_tokens(3, 2))
     require_own_laws(lm, law_after, [path], [[3]], again)
@@ -107,7 +108,7 @@ def test_forks_see_their_prefix_and_not_each_other(side):
     lm, law_after = side
     path = opened(lm)
     require_own_laws(lm, law_after, [path], [[*PROMPT, 2]], empty(1))
-    twin = lm.cells.fork(path)
+    twin = path.fork()
     computed[twin] = list(computed[path])
     both = forest((RAGGED, chain(2)))
     require_own_laws(lm, law_after, [path, twin], [[1], [3, 0]], Draft(both, random_tokens(9)))
@@ -134,21 +135,25 @@ def test_a_plain_forward_without_cells(side):
 def test_the_hidden_state_is_the_law_which_heads_read(side):
     lm, law_after = side
     path = opened(lm)
-    lm.keep_hidden(True)
-    require_own_laws(lm, law_after, [path], [[*PROMPT, 3, 1]], Draft(RAGGED, random_tokens(7)))
-    np.testing.assert_array_equal(lm.cells.last_hidden(path).numpy(), law_after([3, 1]))
+    lm.capture((-1,))
+    draft = Draft(RAGGED, random_tokens(7))
+    output = require_own_laws(lm, law_after, [path], [[*PROMPT, 3, 1]], draft)
+    np.testing.assert_array_equal(output.pending[0][-1].numpy(), law_after([3, 1]))
+    np.testing.assert_array_equal(output.nodes[0].numpy(), output.logits[1:].numpy())
 
 
 def test_medusa_drafts_from_it():
     """Heads of the table's width fit, and what they draft depends on the text."""
     heads = Heads.random(table_models(WORLD, 2)[0], 1, trunk=True)
     parts = toy(Instance(WORLD, "2x1"), Medusa(heads, ((0,),)))
-    lm, drafted = parts.target.lm, set()
-    lm.keep_hidden(True)
+    capture, draws, drafted = Capture(), CounterDraws(0), set()
+    study = Parts(parts.target, parts.proposer, capture, draws, None, choose_nothing, commit_nothing)
     for text in ((), (0,), (1,), (2,), (3,)):
-        live = SequenceState(Request(0, "toy", (*PROMPT, *text)), lm.cells.open(), [*PROMPT, *text])
-        lm.forward([live.path], [live.tokens[:-1]], empty(1))
-        drafted.add(tuple(parts.proposer.propose(Batch(parts.target, [live], CounterDraws(0))).token.tolist()))
+        request = Request(0, "toy", (*PROMPT, *text))
+        live = SequenceState(request, parts.target.lm.open(), list(request.tokens), state=parts.proposer.init(request))
+        step([], study, [(live, len(request.tokens) - 1)])
+        step([live], study)
+        drafted.add(tuple(capture.draft.token.tolist()))
     assert len(drafted) > 1
 
 

@@ -1,4 +1,4 @@
-"""The launcher ``hydra/launcher=slurm`` and ``=ray``: here, as Hydra takes launchers from ``hydra_plugins`` alone."""
+"""The launchers ``hydra/launcher=slurm`` and ``=ray``, here because Hydra looks for them in ``hydra_plugins``."""
 
 from collections.abc import Sequence
 from pathlib import Path

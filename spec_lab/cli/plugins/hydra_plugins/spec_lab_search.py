@@ -1,4 +1,4 @@
-"""The sweeper ``hydra/sweeper=search``: here, as Hydra takes sweepers from ``hydra_plugins`` alone."""
+"""The sweeper ``hydra/sweeper=search``. It is here because Hydra looks for sweepers in ``hydra_plugins``."""
 
 from typing import Any
 
@@ -10,30 +10,10 @@ from spec_lab.cli.search import search
 
 
 class Search(Sweeper):
-    """Optuna's sweeper, which goes on from its storage. See ``spec_lab.cli.search.search``.
+    """A search with Optuna. See ``spec_lab.cli.search.search``; ``conf/hydra/sweeper/search.yaml`` has the options."""
 
-    Args:
-        n_trials: wanted in all, with those of earlier commands.
-        n_jobs: of them at once.
-        direction: "maximize" or "minimize".
-        storage: where Optuna keeps them, as a URL.
-        study_name: their name there.
-        sampler: chooses them.
-        params: the range or the choices of each option that is searched.
-    """
-
-    def __init__(
-        self,
-        *,
-        n_trials: int,
-        n_jobs: int,
-        direction: str,
-        storage: str,
-        study_name: str,
-        sampler: Any,
-        params: Any,
-    ) -> None:
-        """All are read from the config, as the door does before."""
+    def __init__(self, **_: Any) -> None:
+        """``search`` reads the options from the config."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """See ``Sweeper``."""
@@ -41,4 +21,4 @@ class Search(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """See ``Sweeper``."""
-        search(self.context, self.task, self.config, arguments)
+        search(self.context, self.task, self.config)

@@ -1,0 +1,231 @@
+"""Figures of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.figures import style
+from spec_lab.analysis.figures.style import STYLE
+from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.metrics.frames import Ranks
+
+
+@rc_context(STYLE)
+def acceptance(tables: Tables) -> Figure | None:
+    """Draw survival and conditional acceptance by depth, with 95 % bands over groups."""
+    frame = frames.by_depth(tables)
+    if not len(frame):
+        return None
+    arms, colour = list(frame["arm"].unique()), style.colours(metrics.arms(tables))
+    names = style.short(arms)
+    legend = style.text_width(names.values()) + 0.4 if len(arms) > 1 else 0.0
+    figure, axes = style.panels(2, 7.4, 2.9, right=0.2 + legend, between=0.25, sharey=True)
+    for panel, kind in zip(axes, ("survival", "conditional"), strict=True):
+        for arm in arms:
+            one = frame[(frame["arm"] == arm) & (frame["kind"] == kind)]
+            style.curve(panel, one["depth"], one["value"], one["low"], one["high"], colour[arm], names[arm])
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_xlabel("depth k, tokens")
+    axes[0].set(title="Survival: steps that accepted ≥ k / all steps", ylabel="share of steps, 95 % bands")
+    axes[0].set_ylim(0, 1.03)
+    axes[1].set_title("Conditional: accepted k / reached k")
+    if len(arms) > 1:
+        style.legend_right(axes[1])
+    return figure
+
+
+@rc_context(STYLE)
+def throughput(tables: Tables) -> Figure | None:
+    """Draw each group's decode speed against the baseline's, and the speed-up (ratio of sums) with its interval.
+
+    None without a baseline.
+    """
+    frame, means = frames.throughput(tables), frames.speedups(tables).set_index("arm")
+    colour = style.colours(metrics.arms(tables))
+    others = [arm for arm in frame["arm"].unique() if arm != "baseline"]
+    if not others or frame["baseline"].isna().all():
+        return None
+    names = list(style.short(others).values())
+    figure, (left, right) = style.panels(
+        2, 7.2, max(2.7, 0.42 * len(others) + 0.4), between=style.text_width(names) + 0.35
+    )
+    top = frame["tokens_per_second"].max() * 1.05
+    left.plot([0, top], [0, top], color=style.GREY, linestyle="--", linewidth=1)
+    style.one_line(right)
+    for place, arm in enumerate(others):
+        groups = frame[frame["arm"] == arm]
+        left.plot(groups["baseline"], groups["tokens_per_second"], "o", ms=4, alpha=0.6, color=colour[arm])
+        if arm not in means.index:
+            continue
+        ratios = groups["speedup"].dropna()
+        jitter = np.random.default_rng(0).uniform(-0.12, 0.12, len(ratios))
+        right.plot(ratios, place + 0.16 + jitter, "o", ms=3, alpha=0.4, color=colour[arm])
+        mean, low, high = (float(means.loc[arm, name]) for name in ("mean", "low", "high"))
+        text = style.interval_mark(right, mean, low, high, place - 0.14, colour[arm])
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+        right.annotate(text, (mean, place - 0.28), ha="center", va="bottom", fontsize=8, bbox=box)
+    left.set(xlabel="baseline, tokens/s", ylabel="arm, tokens/s", xlim=(0, top), ylim=(0, top))
+    left.set_title("Groups of prompts; dashed: the baseline's speed")
+    farthest = np.nanmax([frame["speedup"].max(), means["high"].max(), 1.0])
+    right.set(xlabel="speed-up: total tokens/s over the baseline's", xlim=(0, farthest * 1.06))
+    right.set_title("Speed-up, 95 % interval; dots: groups")
+    style.rows(right, names)
+    right.set_ylim(len(others) - 0.5, -0.75)
+    for label, arm in zip(right.get_yticklabels(), others, strict=True):
+        label.set_color(colour[arm])
+    return figure
+
+
+@rc_context(STYLE)
+def phases(tables: Tables) -> Figure | None:
+    """Draw decode time by phase: milliseconds per emitted token, one bar per arm."""
+    frame = frames.time_by_phase(tables)
+    if not len(frame):
+        return None
+    widths = frame.pivot(index="arm", columns="phase", values="ms_per_token").loc[frame["arm"].unique()]
+    widths = widths[[phase for phase in style.PHASES if widths[phase].max() > 0]]
+    parts = {phase: (metrics.PHASES[phase], colour) for phase, colour in style.PHASES.items()}
+    shares = frame.drop_duplicates("arm")["overhead"]
+    texts = [f"{ms:.2f} ms, overhead {share:.1%}" for ms, share in zip(widths.sum(axis=1), shares, strict=True)]
+    figure, axes = style.stacked_bars(widths, parts, texts, right=2.0, bottom=1.35)
+    axes.set(title="Decode time by phase", xlabel="milliseconds per emitted token")
+    return figure
+
+
+@rc_context(STYLE)
+def tokens(tables: Tables) -> Figure | None:
+    """Draw the distribution of tokens per step: shares of steps, one bar per arm, with tau."""
+    frame = frames.tokens_per_step(tables)
+    if not len(frame):
+        return None
+    last = len(style.SEQUENCE) - 1
+    frame["count"] = frame["tokens"].clip(upper=last)
+    shares = frame.pivot_table(index="arm", columns="count", values="share", aggfunc="sum", fill_value=0.0)
+    labels = [*map(str, range(last)), f"{last} or more"]
+    texts = [f"tau {tau:.2f}" for tau in frame.drop_duplicates("arm")["tau"]]
+    parts = dict(enumerate(zip(labels, style.SEQUENCE, strict=True)))
+    figure, axes = style.stacked_bars(shares.loc[frame["arm"].unique()], parts, texts, right=0.9, bottom=1.1)
+    axes.set(title="Tokens emitted per step", xlabel="share of steps")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for count, bars in zip(shares, axes.containers, strict=True):
+        assert isinstance(bars, BarContainer)
+        shown = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
+        axes.bar_label(bars, shown, label_type="center", color="white" if count > 3 else "#222222", fontsize=8)
+    return figure
+
+
+@rc_context(STYLE)
+def cost(tables: Tables) -> Figure | None:
+    """Draw the time of the phase target by drafted nodes per sequence, a panel for each number of live sequences.
+
+    Contexts are pooled, and nodes are as the arms drafted them; ``spec_lab.tasks.cost`` varies nodes alone.
+    """
+    frame = frames.cost_of_nodes(tables)
+    if not len(frame):
+        return None
+    most_rounds = sorted(frame.groupby("live")["rounds"].sum().nlargest(3).index, reverse=True)
+    arms, colour = list(frame["arm"].unique()), style.colours(metrics.arms(tables))
+    names = style.short(arms)
+    width, legend = {1: 5.2, 2: 7.4, 3: 8.6}[len(most_rounds)], style.text_width(names.values()) + 0.4
+    figure, axes = style.panels(len(most_rounds), width, 2.9, right=0.2 + legend, between=0.3, sharey=True)
+    for panel, live in zip(axes, most_rounds, strict=True):
+        for arm in arms:
+            one = frame[(frame["arm"] == arm) & (frame["live"] == live)]
+            spread = np.array([one["ms"] - one["low"], one["high"] - one["ms"]])
+            panel.errorbar(one["nodes"], one["ms"], yerr=spread, fmt="o", ms=4, lw=1, color=colour[arm],
+                           label=names[arm])  # fmt: skip
+        panel.set(xlabel="drafted nodes per sequence", title=f"{live} live sequence{'s' * (live != 1)}")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].set_ylabel("target, milliseconds: median, quartiles")
+    axes[0].set_ylim(0, None)
+    style.legend_right(axes[-1])
+    return figure
+
+
+@rc_context(STYLE)
+def accepted_trees(tables: Tables, trees: Mapping[str, Collection[Ranks]] | None = None) -> Figure | None:
+    """Draw the accepted paths on each arm's draft tree: discs by the share of steps that accepted a node.
+
+    Args:
+        tables: the run's rows.
+        trees: the arms' static draft trees, as paths of child ranks.
+    """
+    arms = metrics.arms(tables)
+    steps = {arm: metrics.decode_steps(tables.steps, arm) for arm in arms}
+    accepted = {arm: frames.accepted_tree(rows, (trees or {}).get(arm, ())) for arm, rows in steps.items()}
+    accepted = {arm: frame for arm, frame in accepted.items() if len(frame)}
+    if not accepted:
+        return None
+    places = {arm: tree_layout(frame["path"]) for arm, frame in accepted.items()}
+    colour, names, columns = style.colours(arms), style.short(accepted), min(2, len(accepted))
+    filled, title, line = [0.0] * columns, 0.42, 0.25  # inches: used of each column, of a title, of a leaf
+    boxes = {}
+    for arm in accepted:
+        column, height = filled.index(min(filled)), line * (max(node.y for node in places[arm].values()) + 1.3)
+        boxes[arm] = column, filled[column] + title, height
+        filled[column] += title + height + line
+    figure = Figure(figsize=(4.8 * columns, total := max(filled)))
+    for arm, (column, top, height) in boxes.items():
+        box = (column + 0.03) / columns, (total - top - height) / total, 0.94 / columns, height / total
+        axes = figure.add_axes(box, label=arm)
+        _draw_tree(axes, accepted[arm], places[arm], colour[arm])
+        axes.set_title(f"{names[arm]}: share of steps that accepted each node", fontsize=9)
+    return figure
+
+
+def _draw_tree(axes: Axes, frame: pd.DataFrame, places: Mapping[Ranks, NodePosition], colour: str) -> None:
+    """Draw one tree into the axes: widths of edges and areas of discs grow with the share of acceptance."""
+    for path, share in zip(frame["path"], frame["share"], strict=True):
+        node = places[path]
+        if path:
+            parent = places[path[:-1]]
+            line = {"color": colour if share else "#c9c9c9", "linewidth": 0.8 + 5 * share, "alpha": 0.75, "zorder": 1}
+            axes.plot([parent.x, parent.x + 0.35, node.x], [parent.y, node.y, node.y], **line)
+        axes.scatter(node.x, node.y, s=14 + 110 * share, color=colour if share else "white", zorder=2,
+                     edgecolors="white" if share else "#b5b5b5", linewidths=0.8)  # fmt: skip
+        if share and path:
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
+            text = f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+            axes.annotate(text, (node.x + 0.1, node.y - 0.14), fontsize=7, va="bottom", zorder=3, bbox=box)
+    axes.set_xlim(-0.2, max(*(node.x for node in places.values()), 4) + 0.5)
+    axes.set_ylim(max(node.y for node in places.values()) + 0.5, -0.8)
+    axes.axis("off")
+
+
+class NodePosition(NamedTuple):
+    """The position of a node: ``x`` is its depth, ``y`` counts leaves from the top."""
+
+    x: float
+    y: float
+
+
+def tree_layout(paths: Iterable[Ranks]) -> dict[Ranks, NodePosition]:
+    """Return a position for every node: each leaf in a row of its own, every parent in the row of its first child.
+
+    Args:
+        paths: the nodes, ``()`` for the root; each with its parent.
+    """
+    nodes = sorted(paths)  # a node, then its descendants, then its next sibling
+    first_child: dict[Ranks, Ranks] = {}
+    for path in nodes:
+        if path:
+            first_child.setdefault(path[:-1], path)
+    y: dict[Ranks, float] = {}
+    row = 0
+    for path in nodes:
+        if path and path[:-1] in y and first_child[path[:-1]] == path:
+            y[path] = y[path[:-1]]
+        else:
+            y[path] = float(row)
+            row += 1
+    return {path: NodePosition(float(len(path)), y[path]) for path in nodes}

@@ -1,0 +1,117 @@
+"""Figures of a sweep, from the table that ``spec_lab.results.sweep.collect`` makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from spec_lab.analysis.figures import style
+from spec_lab.analysis.figures.style import STYLE
+from spec_lab.analysis.metrics import sweeps
+from spec_lab.core.terminal import visible
+
+MAX_ROWS = 40
+"""Most rows of a forest plot; of more, the fastest are drawn."""
+
+SPEEDUP = "speed-up: total tokens/s over the baseline's"
+VALUES = {"tau_pooled": "tau, tokens per step", "speedup": SPEEDUP}
+
+
+@rc_context(STYLE)
+def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
+    """Draw speed-ups with 95 % intervals, the fastest first.
+
+    Each interval holds for its row alone, and the best of many are overestimated; ``spec_lab.analysis.compare``
+    corrects for the number of comparisons.
+    """
+    frame = sweeps.over_sweep(table, keys)
+    frame = frame[frame["speedup"].notna()] if "speedup" in frame else frame.iloc[:0]
+    if not len(frame):
+        return None
+    shown = frame.head(MAX_ROWS)
+    cut = style.short(shown["label"], 48)
+    names = [cut[label] for label in shown["label"]]
+    figure, (axes,) = style.panels(
+        1, 4.2, 0.24 * len(shown) + 0.2, left=style.text_width(names) + 0.1, right=1.4, bottom=0.5
+    )
+    style.one_line(axes)
+    colour = style.colours(sweeps.compared_arms(table))
+    for place, row in enumerate(shown.to_dict("records")):
+        mean, low, high = (float(row[name]) for name in ("speedup", "speedup_low", "speedup_high"))
+        text = style.interval_mark(axes, mean, low, high, place, colour[row["arm"]])
+        axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+    style.rows(axes, names, size=8)
+    axes.set_xlim(0, None)
+    axes.set_xlabel(f"{SPEEDUP}, 95 % interval")
+    count = f"the {len(shown)} fastest of {len(frame)}" if len(shown) < len(frame) else f"{len(frame)} rows"
+    axes.set_title(f"Speed-ups: {count}")
+    return figure
+
+
+@rc_context(STYLE)
+def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure | None:
+    """Draw speed-up against tau, a point for each row, coloured by 'arm' or a varied option.
+
+    Points of the same tau and different speed-ups differ in the cost of their drafts.
+    """
+    frame, categories = sweeps.tau_and_speedup(table, keys)
+    if not len(frame):
+        return None
+    present = set(categories[by])
+    words = [word for word in categories[by].cat.categories if word in present]
+    names = style.short(words, 40)
+    colour = style.option_colours(words)
+    if by in ("arm", "proposer"):
+        proposers = {word: word.removeprefix("proposer=") for word in words}
+        colour = {word: style.colours(proposers.values())[name] for word, name in proposers.items()}
+    figure, (axes,) = style.panels(1, 4.4, 3.2, right=style.text_width(names.values()) + 0.5)
+    style.one_line(axes, "y")
+    for word in words:
+        rows_of_word = frame[categories[by] == word]
+        axes.plot(rows_of_word["tau_pooled"], rows_of_word["speedup"], "o", ms=5, alpha=0.75, color=colour[word],
+                  label=names[word])  # fmt: skip
+    axes.set(xlabel=VALUES["tau_pooled"], ylabel=SPEEDUP, title="Speed-up against tau")
+    style.legend_right(axes)
+    return figure
+
+
+@rc_context(STYLE)
+def lines(table: pd.DataFrame, keys: Sequence[str], key: str) -> Figure | None:
+    """Draw tau and speed-up against a numeric option, with 95 % bands; a line for each setting of the other options.
+
+    Lines have the colours of their arms where there are several, and differ in their dashes.
+
+    Runs that differ only in the seed are one point; its band is the mean of their bounds (``sweeps.by_option``).
+    """
+    frame = sweeps.by_option(table, keys, key, list(VALUES))
+    values = [name for name in VALUES if (frame["what"] == name).any()]
+    if not values:
+        return None
+    lines_of = frame.drop_duplicates("line")[["line", "arm"]].to_numpy().tolist()
+    names, colour = style.short(frame["line"], 40), style.colours(sweeps.compared_arms(table))
+    options = style.option_colours(list(names))
+    several_arms = len({arm for _, arm in lines_of}) > 1 or len(lines_of) == 1
+    right = style.text_width(names.values()) + 0.5 if len(names) > 1 else 0.2
+    figure, axes = style.panels(len(values), 3.7 * len(values), 2.9, right=right, between=0.65)
+    drawn: dict[str, Line2D] = {}
+    for panel, value in zip(axes, values, strict=True):
+        used = Counter[str]()
+        for line, arm in lines_of:
+            points = frame[(frame["what"] == value) & (frame["line"] == line)]
+            ink, dash = (
+                (colour[arm], style.DASHES[used[arm] % len(style.DASHES)]) if several_arms else (options[line], "-")
+            )
+            used[arm] += 1
+            x, value_at, low, high = (points[name] for name in ("x", "value", "low", "high"))
+            drawn[names[line]] = style.curve(panel, x, value_at, low, high, ink, names[line], dash)
+        panel.set(xlabel=visible(key), title=VALUES[value])
+        if value == "speedup":
+            style.one_line(panel, "y")
+    if len(names) > 1:
+        style.legend_right(axes[-1], list(drawn.values()))
+    return figure

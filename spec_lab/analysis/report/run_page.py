@@ -1,0 +1,311 @@
+"""The page about one run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from spec_lab.analysis import figures, metrics
+from spec_lab.analysis.metrics import Tables, frames
+from spec_lab.analysis.metrics.frames import Ranks
+from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
+from spec_lab.analysis.text import COLUMNS, losslessness, number
+from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.engine.request import FINISHES
+from spec_lab.propose import trees
+from spec_lab.results import sweep
+from spec_lab.results.manifest import begun
+
+MAX_PROMPTS = 50
+MAX_LETTERS = 600_000
+"""Most letters of all outputs shown; browsers open larger pages slowly."""
+MAX_PROMPT_LETTERS = 600
+MAX_PROMPT_LINES = 12
+
+PARTS = {
+    "?proposer": (str, None),
+    "?verifier": (str, None),
+    "?constraint": (str, None),
+    "?lossless": (bool, None),
+    "?certified": (str, bool, None),
+    "?certificate": (None, {"?failure": (str, None), "?missing": [str]}),
+}
+"""What is read of ``summary.json``."""
+
+MARKS = {"accepted": "a", "forced": "f"}
+"""The CSS class of each kind of span that is shaded."""
+
+BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certified": "plain"}
+FIGURES = (
+    "tokens_per_second", "speedup", "speedup_with_prefill", "speedup_mean_of_groups", "time_to_first_token",
+    "time_per_output_token", "tau_pooled", "tau_pooled_raw", "expected_tau", "draft_token_rate", "nodes_per_step",
+    "overhead", "repeated_8gram_share",
+)  # fmt: skip
+"""Columns of the table of arms."""
+
+
+def page(folder: Path) -> str:
+    """Return the page's text; writes the figures to ``figures/`` as well.
+
+    Raises:
+        ValueError: the directory holds no rows of a run and will hold none; files that are not readable.
+    """
+    manifest = begun(folder)
+    if manifest is None:
+        raise ValueError(f"{folder} holds no run (no manifest.json)")
+    summary, tables = _summary(folder), metrics.load(folder)
+    if not len(tables.requests):
+        _refuse_other_task(folder)
+    arms = metrics.arms(tables)
+    states = {arm: summary.get("arms", {}).get(arm, {}) for arm in arms}
+    figures_of = {arm: metrics.summarise(tables, arm) for arm in arms}
+    drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
+    prompts, prompts_shown = _prompts(tables, arms)
+    content = Page(
+        title=f"{manifest['config'].get('name', 'run')}: {folder.resolve().name}",
+        lead=_lead(manifest, summary, tables),
+        warnings=_warnings(manifest, summary, tables),
+        drawn=figures.run_figures(tables, drafted),
+        facts=_facts(manifest, summary, tables),
+    )
+    return render(
+        "run",
+        content,
+        folder,
+        arms=_arms(figures_of, states, manifest, _temperature(manifest, summary)),
+        noise=any(one["expected_kind"] == "noise" for one in figures_of.values()),
+        explanations=[
+            (arm, why)
+            for arm, state in states.items()
+            if (why := losslessness(state)[1]) and not state.get("certified")
+        ],
+        peers=_peers(tables),
+        names=arms,
+        prompts=prompts,
+        prompts_shown=prompts_shown,
+        constrained=summary.get("constraint", "none") != "none",
+    )
+
+
+def _refuse_other_task(folder: Path) -> None:
+    """Refuse a directory without rows that is not a run's; a run whose first group is not finished has none yet.
+
+    Raises:
+        ValueError: another task wrote it, or it ended without rows; names the files there.
+    """
+    every = [file for place in (".", "parts", "figures") for file in (folder / place).glob("*.*") if file.is_file()]
+    expected = re.compile(r"\.|(manifest|ended)\.json$|report\.html$|(rounds|steps|requests)[-.]")
+    others = sorted(str(file.relative_to(folder)) for file in every if not expected.match(file.name))
+    ended = sweep.ended(folder)
+    if others or (ended and ended["state"] == "done"):
+        files = ", ".join(others[:6]) + f" and {len(others) - 6} more" * (len(others) > 6)
+        raise ValueError(
+            f"{folder} holds no rows of a run, which a report requires; "
+            + (f"its task wrote {files}" if others else "its task wrote nothing but manifest.json")
+        )
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``summary.json``; empty for a run that has not ended.
+
+    Raises:
+        Unreadable: the contents are not those of a run.
+    """
+    file = folder / "summary.json"
+    try:
+        summary = read_json(file) or {}
+        expect(summary, {**PARTS, "?arms": {str: PARTS}}, "")
+    except ValueError as error:
+        why = str(error) if str(file) in str(error) else f"{file} is not readable ({error})"
+        raise Unreadable(f"{why}; run the same command again to write it anew") from error
+    return summary
+
+
+def _temperature(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
+    """Return the temperature of the requests; 0 where the run does not say."""
+    sampling = manifest["config"].get("sampling") or {}
+    return float(summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
+
+
+def _tree(text: Any) -> tuple[Ranks, ...]:
+    """Return the draft tree of a manifest; empty where ``trees.parse`` cannot read it."""
+    try:
+        return trees.parse(text) if isinstance(text, str) and text else ()
+    except ValueError:  # proposers of other packages may write their trees in another notation
+        return ()
+
+
+def _arms(
+    summaries: Mapping[str, Mapping[str, Any]],
+    states: Mapping[str, Mapping[str, Any]],
+    manifest: Mapping[str, Any],
+    temperature: float,
+) -> DataTable:
+    """Return the table of arms."""
+    colours, rows = figures.colours(summaries), []
+    reduced = any(isfinite(one["calibration"]["variance_reduction"]) for one in summaries.values())
+    for arm, one in summaries.items():
+        facts, state, (word, why) = manifest["proposers"].get(arm, {}), states[arm], losslessness(states[arm])
+        drawn = f" ({facts['drawn']})" if facts.get("drawn") and facts.get("name") != "none" else ""
+        reduction, identical = one["calibration"]["variance_reduction"], one["identical_outputs"]
+        rows.append(
+            [
+                Cell(arm, colour=colours[arm]),
+                Cell(f"{state.get('proposer') or facts.get('name', '')}{drawn}"),
+                Cell(state.get("verifier") or ""),
+                Cell(word, badge=BADGES.get(word, ""), title=why),
+                *(figure_cell(name, one[name]) for name in FIGURES),
+                *[Cell(number(reduction, ".1f"), reduction)] * reduced,
+                Cell(f"n/a (temperature {temperature:g})" * (arm != "baseline"))
+                if temperature
+                else figure_cell("identical_outputs", identical),
+            ]
+        )
+    columns = [(name, False) for name in ("arm", "proposer", "verifier", "losslessness")]
+    columns += [(COLUMNS[name].heading, True) for name in FIGURES]
+    return DataTable(
+        columns + [("variance reduction", True)] * reduced + [("identical outputs", not temperature)], rows
+    )
+
+
+def _peers(tables: Tables) -> DataTable | None:
+    """Return the speed-ups over peers; None without peers."""
+    speedups = metrics.speedups_over_peers(tables)
+    arms = list(next(iter(speedups.values()), ()))
+    rows = [[Cell(arm), *(figure_cell("speedup", one[arm]) for one in speedups.values())] for arm in arms]
+    return DataTable([("arm", False), *((peer, True) for peer in speedups)], rows) if rows else None
+
+
+def _lead(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> str:
+    config, requests = manifest["config"], tables.requests
+    names = [one.get("name") for one in manifest["proposers"].values()]
+    proposer = summary.get("proposer") or next(iter(names), "none")
+    workloads = ", ".join(sorted(set(requests["workload"])))
+    parts = [
+        f"proposer {proposer}",
+        f"verifier {summary['verifier']}" if summary.get("verifier") else "",
+        f"constraint {summary['constraint']}" if summary.get("constraint", "none") != "none" else "",
+        f"temperature {config['sampling']['temperature']:g}" if "sampling" in config else "",
+        f"batch size {config['batch_size']}" if "batch_size" in config else "",
+        f"{requests['request'].nunique()} prompts ({workloads})" if len(requests) else "",
+        f"at most {config['max_new_tokens']} new tokens" if "max_new_tokens" in config else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _warnings(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> list[str]:
+    warnings = []
+    groups = tables.requests["group"].nunique()
+    if not summary:
+        of = f" of {manifest['groups']}" if manifest.get("groups") else ""
+        warnings.append(
+            f"This run has not ended: {groups}{of} groups of prompts are finished and shown here. Verifiers and "
+            "certificates are known when it ends."
+        )
+    if broken := len(metrics.broken_groups(tables.requests)):
+        warnings.append(f"In {broken} of {groups} groups a request broke: they are left out of speeds.")
+    if metrics.short_groups(tables.requests):
+        warnings.append("The last group has fewer prompts than the others: it is left out of the speed-ups.")
+    errors = [error for error in tables.requests["error"].unique() if error]
+    return warnings + errors[:5] + [f"and {len(errors) - 5} more errors"] * (len(errors) > 5)
+
+
+def _facts(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tables) -> dict[str, Any]:
+    config, machine, versions = manifest["config"], manifest.get("machine", {}), manifest.get("versions", {})
+    sampling = {key: value for key, value in (config.get("sampling") or {}).items() if key[0] != "_"}
+    target, prompts = config.get("target") or {}, config.get("prompts") or {}
+    device = (target.get("dtype"), device_text(target, manifest.get("ranks", 1)), target.get("attention"))
+    memory = f", {machine['memory_gib']} GiB" if machine.get("memory_gib") else ""
+    return {
+        "experiment": config.get("name"),
+        "model": short_path(target.get("path")),
+        "precision, device, attention": ", ".join(str(one) for one in device if one),
+        "proposers": "; ".join(f"{arm}: {one.get('name')}" for arm, one in manifest["proposers"].items()),
+        "constraint": summary.get("constraint"),
+        "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
+        "prompts": short_path(prompts.get("path")) or prompts.get("_target_"),
+        "prompts, SHA-256": manifest.get("prompts_sha256"),
+        "batch size": config.get("batch_size"),
+        "seed": str(manifest.get("seed", "")),
+        "groups": f"{tables.requests['group'].nunique()}",
+        "processor": f"{machine.get('processor', '')}, {machine.get('cores')} cores{memory}",
+        "GPUs": ", ".join(machine.get("gpus") or ()),
+        "threads": manifest.get("threads"),
+        "system": machine.get("system"),
+        "commit": manifest.get("commit"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+    }
+
+
+def device_text(target: Mapping[str, Any], ranks: int) -> str | None:
+    """Return where the target was; null means what it means to ``Target.load``. None for a target without device."""
+    if target.get("device_map"):
+        return f"device map {target['device_map']}"
+    if target.get("tensor_parallel"):
+        return f"{ranks} ranks"
+    return target["device"] or "cpu" if "device" in target else None
+
+
+def _prompts(tables: Tables, arms: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """Return the first prompts with every arm's output in spans, and a note on how many are shown."""
+    every = list(dict.fromkeys(tables.requests["request"]))
+    shown: list[dict[str, Any]] = []
+    letters = 0
+    for request in every[:MAX_PROMPTS]:
+        of_request = (one[one["request"] == request] for one in (tables.steps, tables.requests))
+        rows = Tables(tables.rounds, *of_request)
+        letters += int(rows.requests["text"].str.len().sum())
+        if shown and letters > MAX_LETTERS:
+            break
+        shown.append(_prompt(rows, arms))
+    if len(shown) == len(every):
+        return shown, f"All {len(every)} prompts."
+    return shown, f"The first {len(shown)} of {len(every)} prompts; the others are in requests.parquet."
+
+
+def _prompt(tables: Tables, arms: list[str]) -> dict[str, Any]:
+    """Return one prompt with its outputs; ``tables`` holds the rows of its request."""
+    first = tables.requests.iloc[0]
+    outputs = []
+    for number_of_arm, arm in enumerate(arms):
+        rows = tables.requests[tables.requests["arm"] == arm].sort_values("sequence")
+        steps = metrics.decode_steps(tables.steps, arm)
+        for row in rows.to_dict("records"):
+            spans = frames.spans(tables, row["request"], arm, row["sequence"])
+            outputs.append({"arm": number_of_arm, "about": _about(row, steps, len(rows)), "spans": _marked(spans)})
+    about = ", ".join(str(first[name]) for name in ("workload", "source") if first[name])
+    prompt = str(first["prompt"])
+    end = "\n".join(prompt.split("\n")[-MAX_PROMPT_LINES:])[-MAX_PROMPT_LETTERS:]
+    return {
+        "name": first["name"],
+        "about": about,
+        "end": prompt if len(end) == len(prompt) else f"…\n{end}",
+        "outputs": outputs,
+    }
+
+
+def _about(row: Mapping[str, Any], steps: Any, sequences: int) -> str:
+    """Return the facts of one output."""
+    steps = steps[steps["sequence"] == row["sequence"]]
+    fork = f"Sequence {row['sequence']}{'' if row['kept'] else ', not kept'}: " if sequences > 1 else ""
+    parts = [
+        f"{fork}{len(row['tokens'])} tokens",
+        f"{len(steps)} steps after the prefill, tau {metrics.tau_pooled(steps):.2f}" if len(steps) else "",
+        f"finished: {FINISHES.get(row['finish'], row['finish'])}" if row["finish"] else "",
+        f"violates its constraint after {row['violated']} tokens" if row["violated"] >= 0 else "",
+        row["error"],
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _marked(spans: list[frames.Span]) -> list[tuple[str, str]]:
+    """Return CSS class and text of each span; one that begins a step and is not shaded is marked 's'."""
+    marked, last = [], -1
+    for span in spans:
+        begins = span.round != last and span.round > 0
+        marked.append((MARKS.get(span.kind, "s" if begins else ""), span.text))
+        last = span.round
+    return marked

@@ -1,0 +1,121 @@
+"""The page about a sweep, from the summaries of its runs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
+
+from spec_lab.analysis import figures
+from spec_lab.analysis.metrics import sweeps
+from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
+from spec_lab.analysis.text import COLUMNS, losslessness
+from spec_lab.results import sweep
+
+MAX_UNFINISHED = 200
+
+FIGURES = (
+    "speedup", "speedup_low", "speedup_high", "tau_pooled", "expected_tau", "tokens_per_second",
+    "baseline_tokens_per_second", "nodes_per_step", "draft_token_rate", "overhead", "repeated_8gram_share", "requests",
+)  # fmt: skip
+"""Columns of the table of rows."""
+
+
+def page(folder: Path) -> str:
+    """Return the page's text; writes the figures to ``figures/`` as well.
+
+    Raises:
+        ValueError: files that are not readable.
+    """
+    runs, table = sweep.runs(folder), sweep.collect(folder)
+    keys = list(dict.fromkeys(sweep.key(one) for run in runs for one in run.overrides))
+    if not len(table):
+        table = pd.DataFrame(columns=["run", "arm"])
+    keys = [key for key in keys if key in table]
+    varied = sweeps.varied(table, keys)
+    count, unfinished = Counter(run.state for run in runs), [run for run in runs if run.state != "done"]
+    experiments = sorted(set(table["experiment"].dropna())) if "experiment" in table else []
+    of = f" of {', '.join(experiments)}" if experiments else ""
+    content = Page(
+        title=f"Sweep: {folder.resolve().name}",
+        lead=f"{len(runs)} runs{of}; varied: {', '.join(varied) or 'nothing'}",
+        warnings=_warnings(runs, table),
+        drawn=figures.sweep_figures(table, keys),
+        facts=_facts(table, keys, varied),
+    )
+    note = f"The first {MAX_UNFINISHED} of {len(unfinished)}." if len(unfinished) > MAX_UNFINISHED else ""
+    return render(
+        "sweep",
+        content,
+        folder,
+        states={state: count[state] for state in ("done", "running", "failed", "waiting") if count[state]},
+        unfinished=_unfinished(unfinished[:MAX_UNFINISHED]),
+        unfinished_note=note,
+        rows=_rows(folder, table, varied),
+        tau_speedup=[figures.file_name("tau_speedup", name) for name in sweeps.tau_and_speedup(table, keys)[1]],
+        by_option={key: figures.file_name("by", key) for key in sweeps.numeric(table, keys)},
+        max_rows=figures.MAX_ROWS,
+    )
+
+
+def _unfinished(runs: Sequence[sweep.Run]) -> DataTable:
+    rows = [
+        [
+            Cell(run.folder.name),
+            Cell(run.state, badge=run.state),
+            Cell(f"{run.groups}/{run.of or '?'}"),
+            Cell(run.error),
+        ]
+        for run in runs
+    ]
+    return DataTable([(name, False) for name in ("run", "state", "groups", "error")], rows)
+
+
+def _rows(folder: Path, table: pd.DataFrame, varied: Sequence[str]) -> DataTable:
+    """Return the table of all arms of all finished runs."""
+    rows = sweeps.over_sweep(table, varied)
+    others = table[~table["run"].isin(rows["run"])]  # baselines alone, and tasks without arms
+    parts = [one for one in (rows, others) if len(one)]
+    rows = pd.concat(parts, ignore_index=True) if parts else table
+    names = [name for name in FIGURES if name in rows and rows[name].notna().any()]
+    state = "lossless" in rows and bool(rows["lossless"].notna().any())
+    columns = [(name, False) for name in ("arm", *varied, *["losslessness"] * state)]
+    columns += [(COLUMNS[name].heading.removesuffix(" [95 %]"), True) for name in names] + [("run", False)]
+    reports = {name for name in rows["run"].unique() if os.path.isfile(folder / str(name) / "report.html")}
+    cells = []
+    for row in rows.to_dict("records"):
+        one = [Cell(_text(row[name])) for name in ("arm", *varied)] + [Cell(losslessness(row)[0])] * state
+        one += [figure_cell(name, row[name]) for name in names]
+        link = f"{quote(str(row['run']))}/report.html" if row["run"] in reports else ""
+        cells.append([*one, Cell(_text(row["run"]), link=link)])
+    return DataTable(columns, cells, searchable=True)
+
+
+def _text(value: Any) -> str:
+    return "" if pd.isna(value) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _warnings(runs: Sequence[sweep.Run], table: pd.DataFrame) -> list[str]:
+    warnings = [
+        f"The runs differ in {name} ({', '.join(value[:16] for value in values)}): compare their figures with care."
+        for name, values in sweep.mixed(runs).items()
+    ]
+    if "code" in table and (failed := table.loc[table["code"].fillna(0) != 0, "run"].nunique()):
+        warnings.append(f"{failed} runs ended with an exit code other than 0.")
+    return warnings
+
+
+def _facts(table: pd.DataFrame, keys: Sequence[str], varied: Sequence[str]) -> dict[str, str]:
+    """Return what all finished runs share."""
+    shared = {key: f"{table[key].iloc[0]}" for key in keys if key not in varied and len(table)}
+    for name in ("target_name", "constraint_name", "temperature", "batch_size", "commit"):
+        if name in table and table[name].notna().all() and table[name].nunique() == 1:
+            shared.setdefault(name, f"{table[name].iloc[0]}")
+    if "job_seconds" in table:
+        shared["time of all runs"] = f"{table.drop_duplicates('run')['job_seconds'].sum() / 60:.1f} minutes"
+    return {name: short_path(value) for name, value in shared.items()}

@@ -1,0 +1,92 @@
+"""Figures as text, for the terminal and for pages: headings, formats, intervals, states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a figure is shown.
+
+    Args:
+        heading: its heading.
+        form: the format of its numbers.
+        scale: its factor, such as 1000 to show seconds as milliseconds.
+    """
+
+    heading: str
+    form: str = ".2f"
+    scale: float = 1.0
+
+    def text(self, value: Mapping[str, float | None] | float | None) -> str:
+        """Return a value, or an interval, as text."""
+        if isinstance(value, Mapping):
+            return interval(value, self.form)
+        return "" if value is None else number(self.scale * value, self.form)
+
+
+COLUMNS = {
+    "tokens_per_second": Column("tokens/s", ".1f"),
+    "baseline_tokens_per_second": Column("baseline tokens/s", ".1f"),
+    "speedup": Column("speed-up [95 %]"),
+    "speedup_low": Column("95 % from"),
+    "speedup_high": Column("95 % to"),
+    "speedup_with_prefill": Column("speed-up with prefill [95 %]"),
+    "speedup_mean_of_groups": Column("mean of group speed-ups [95 %]"),
+    "speedup_geometric_mean": Column("speed-up, geometric mean"),
+    "time_to_first_token": Column("TTFT ms", ".1f", 1e3),
+    "time_per_output_token": Column("TPOT ms", ".2f", 1e3),
+    "tau_pooled": Column("tau"),
+    "tau_pooled_raw": Column("untruncated tau"),
+    "expected_tau": Column("expected tau"),
+    "draft_token_rate": Column("acceptance rate", ".1%"),
+    "nodes_per_step": Column("nodes per step", ".1f"),
+    "overhead": Column("overhead", ".1%"),
+    "repeated_8gram_share": Column("repeated 8-grams", ".1%"),
+    "identical_outputs": Column("identical outputs", ".1%"),
+    "requests": Column("prompts", ".0f"),
+}
+"""The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """Return a number as text; nothing for None, NaN and infinities."""
+    return "" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def interval(value: Mapping[str, float | None], form: str = ".2f") -> str:
+    """Return a mean with its bounds, such as "1.50 [1.25, 1.75]"; the mean alone where it has none."""
+    mean, low, high = (number(value[end], form) for end in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]" if low else mean
+
+
+def table(title: str) -> Table:
+    """Return an empty table for the terminal."""
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
+
+
+def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
+    """Return whether an arm preserves the target distribution, in a word or two, and why; nothing where unknown.
+
+    Args:
+        arm: its ``lossless``, ``certified``, ``certificate`` and ``verifier`` in ``summary.json``; each may be missing.
+    """
+    lossless, certified, certificate = arm.get("lossless"), arm.get("certified"), arm.get("certificate") or {}
+    if lossless is None or lossless != lossless:
+        return "", ""
+    if not lossless:
+        return "lossy", f"verifier '{arm.get('verifier')}' does not preserve the target distribution"
+    if certificate.get("failure"):
+        return "NOT lossless", f"verifier '{arm.get('verifier')}' is declared lossless, but: {certificate['failure']}"
+    if isinstance(certified, str) or certified is True:
+        return "lossless", f"certified by enumeration ({certified})" if isinstance(certified, str) else "certified"
+    missing = "; ".join(certificate.get("missing", ()))
+    why = f"declared lossless, not enumerated ({missing}); +experiment=certify tests it by samples" if missing else ""
+    return "not certified", why

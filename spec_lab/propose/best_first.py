@@ -1,0 +1,165 @@
+"""Best-first growth of draft trees: each draft forward expands the likeliest nodes that are not expanded yet.
+
+Source: EAGLE-2 (2406.16858, section 4.1) grows levels of top-k nodes; OPT-Tree (2406.17276) and DySpec (2410.11744)
+grow by the product of draft probabilities along the path. Here ``width`` nodes are expanded at a time; ``width`` = 1 is
+strict best-first growth.
+
+Where to grow next may depend on everything drawn so far, since every drawn node stays and siblings are verified in the
+order in which they were drawn; so token and traversal verification stay exact for sampled nodes as for deterministic
+ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Drawn, Shape
+from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
+from spec_lab.core.randomness import Draws, Key, Purpose
+
+Expand = Callable[[Shape, np.ndarray, np.ndarray], Tensor]
+"""Draft logits ``[n, V]`` after the nodes ``rows`` ``[n]`` of a forest that holds ``token`` ``[M]`` so far."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How large trees grow.
+
+    Args:
+        nodes: most nodes below each root.
+        children: drawn below each expanded node.
+        depth: most levels.
+        width: nodes of each tree that one draft forward expands.
+    """
+
+    nodes: int
+    children: int = 2
+    depth: int = 8
+    width: int = 4
+
+
+@dataclass
+class BestFirst:
+    """A forest that grows best first.
+
+    Args:
+        budget: how large.
+        drawn: how siblings are drawn: "iid", "without" (replacement) or "point" (the likeliest).
+        draws: where sampled children come from.
+        keys: ``[B]`` (request, branch, step) of each tree.
+        samplings: ``[B]`` the draft's sampling parameters.
+        depths: ``[B]`` most levels of each tree, at most the budget's; 0 where nothing is drafted.
+    """
+
+    budget: Budget
+    drawn: Drawn
+    draws: Draws
+    keys: Sequence[tuple[int, int, int]]
+    samplings: Sequence[Sampling]
+    depths: Sequence[int]
+    parent: list[int] = field(default_factory=list)
+    token: list[int] = field(default_factory=list)
+    _score: list[float] = field(default_factory=list)  # of each row, log probability of its path
+    _tree: list[int] = field(default_factory=list)  # of each row
+    _depth: list[int] = field(default_factory=list)
+    _place: list[int] = field(default_factory=list)  # of each row, its number in its own tree, 0 for the root
+    _nodes: list[int] = field(default_factory=list)  # of each tree
+    _q: list[Tensor] = field(default_factory=list)
+    _q_row: dict[int, int] = field(default_factory=dict)
+
+    def grow(self, roots: Tensor, expand: Expand) -> Draft:
+        """Draw the forest.
+
+        Args:
+            roots: ``[B]`` draft logits after each root, in the order of trees with a depth above 0.
+            expand: computes the logits after further nodes.
+        """
+        count = len(self.keys)
+        self._score, self._tree, self._depth = [0.0] * count, list(range(count)), [0] * count
+        self._place, self._nodes = [0] * count, [0] * count
+        frontier: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # heaps of (-score, row)
+        chosen = [tree for tree, depth in enumerate(self.depths) if depth]
+        logits = roots
+        while chosen:
+            for row in self._draw(chosen, logits):
+                heapq.heappush(frontier[self._tree[row]], (-self._score[row], row))
+            chosen = []
+            for tree, heap in enumerate(frontier):
+                left = self.budget.nodes - self._nodes[tree]
+                for _ in range(min(self.budget.width, left // self.budget.children)):
+                    while heap and self._depth[heap[0][1]] >= min(self.depths[tree], self.budget.depth):
+                        heapq.heappop(heap)
+                    if heap:
+                        chosen.append(heapq.heappop(heap)[1])
+            chosen.sort(key=lambda row: (self._tree[row], row))
+            if chosen:
+                logits = expand(self._shape(), np.array(chosen), np.array(self.token))
+        return self._draft(logits)
+
+    def _shape(self) -> Shape:
+        return Shape(len(self.keys), np.array(self.parent, dtype=np.int64))
+
+    def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
+        """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; returns their rows."""
+        trees = [self._tree[row] for row in rows]
+        q = logits_to_probs(logits, [self.samplings[tree] for tree in trees])
+        k, new = self.budget.children, []
+        if self.drawn == "point":
+            # Scores are draft probabilities at temperature 1, whatever the request's.
+            q = logits_to_probs(logits, [Sampling(1.0)])
+            tokens = likeliest(q, k).tolist()
+        else:
+            for row in rows:
+                self._q_row[row] = len(self._q_row)
+            self._q.append(q)
+            tokens = self._sample(rows, q, k)
+        for place, row in enumerate(rows):
+            for token in tokens[place]:
+                mass = float(q[place, token])
+                if mass <= 0.0:
+                    continue  # beyond the support of q
+                new.append(len(self.keys) + len(self.parent))
+                self.parent.append(row)
+                self.token.append(token)
+                self._score.append(self._score[row] + float(np.log(mass)))
+                tree = self._tree[row]
+                self._tree.append(tree)
+                self._depth.append(self._depth[row] + 1)
+                self._nodes[tree] += 1
+                self._place.append(self._nodes[tree])
+        return new
+
+    def _sample(self, rows: Sequence[int], q: Tensor, k: int) -> list[list[int]]:
+        """``k`` children of each row, keyed by the row's place in its own tree and the child's rank."""
+        tokens: list[list[int]] = [[] for _ in rows]
+        left = q.clone()
+        for rank in range(k):
+            alive = [place for place in range(len(rows)) if float(left[place].sum()) > 0.0]
+            if not alive:
+                break
+            keys = []
+            for place in alive:
+                key, own = self.keys[self._tree[rows[place]]], self._place[rows[place]]
+                keys.append(Key(*key, Purpose.DRAFT, own * k + rank))
+            picked = self.draws.pick(left[alive], keys).tolist()
+            for place, token in zip(alive, picked, strict=True):
+                tokens[place].append(token)
+                if self.drawn == "without":
+                    left[place, token] = 0.0
+        return tokens
+
+    def _draft(self, like: Tensor) -> Draft:
+        shape, token = self._shape(), torch.tensor(self.token, dtype=torch.long, device=like.device)
+        if self.drawn == "point":
+            return Draft(shape, token)
+        q_row = np.full(shape.rows, -1, dtype=np.int64)
+        for row, place in self._q_row.items():
+            q_row[row] = place
+        nothing = torch.empty(0, like.shape[-1], device=like.device)
+        return Draft(shape, token, self.drawn, torch.cat(self._q) if self._q else nothing, q_row)

@@ -1,0 +1,57 @@
+"""Hidden states of the target that a proposer has observed, for one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Features:
+    """Hidden states of consecutive computed positions, up to ``end``.
+
+    Args:
+        parts: one after another, each ``[n, H]``; never written to.
+        end: the position after the last of them.
+    """
+
+    parts: list[Tensor] = field(default_factory=list)
+    end: int = 0
+
+    @property
+    def start(self) -> int:
+        """The first position that is known."""
+        return self.end - sum(map(len, self.parts))
+
+    def add(self, start: int, hidden: Tensor) -> None:
+        """Add the states ``[n, H]`` of the positions from ``start`` on; earlier ones that do not join are dropped."""
+        self.rewind(start)
+        if self.end < start:
+            self.parts.clear()
+        if len(hidden):
+            self.parts.append(hidden)
+            self.end = start + len(hidden)
+
+    def rewind(self, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        while self.end > length and self.parts:
+            last = self.parts.pop()
+            self.end -= len(last)
+            if self.end < length:
+                self.parts.append(last[: length - self.end])
+                self.end = length
+        self.end = min(self.end, length)
+
+    def last(self, length: int) -> Tensor | None:
+        """The state ``[H]`` of the last of ``length`` computed positions; None where it was not observed."""
+        return self.parts[-1][-1] if self.parts and self.end == length else None
+
+    def since(self, position: int) -> Tensor:
+        """The states ``[n, H]`` of all positions from ``position`` on, which must be known."""
+        return torch.cat(self.parts)[position - self.start :]
+
+    def copy(self) -> Features:
+        """An independent copy."""
+        return Features(list(self.parts), self.end)

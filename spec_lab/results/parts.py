@@ -1,0 +1,141 @@
+"""Tables of rows that are written part by part, so that a kill keeps every finished unit of work.
+
+Each unit (a group of prompts, one prompt, one timed place) leaves one parquet file per table in ``parts/``, renamed
+into place once whole. At the end ``gather`` joins the parts into one file per table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spec_lab.core.files import Unreadable, own_folder, refuse_link, replacing
+
+Rows = list[dict[str, Any]]
+
+Columns = Mapping[str, tuple[pa.DataType, str]]
+"""The type and the meaning of every column."""
+
+
+class Parts:
+    """The tables of one run, in its directory.
+
+    Args:
+        out: the directory.
+        tables: the columns of each table, an ``id`` among them.
+        unit: the column that names the unit of work a row belongs to. A unit is finished once its rows of the last
+            table are on disk: these are written last and read first. None: there is one table only.
+    """
+
+    def __init__(self, out: Path, tables: Mapping[str, Columns], unit: str | None = None) -> None:
+        self.out, self.unit = out, unit
+        self.schemas = {name: schema(columns) for name, columns in tables.items()}
+
+    def write(self, part: str, rows: Mapping[str, Rows]) -> None:
+        """Write a finished unit's rows, one file per table that has any.
+
+        Raises:
+            OSError: a file cannot be written; nothing of it is left behind.
+            Unreadable: ``parts`` is a symlink.
+        """
+        folder = own_folder(self.out / "parts")
+        for name, one in self.schemas.items():
+            if rows[name]:
+                _write(pa.Table.from_pylist(rows[name], schema=one), folder / f"{name}-{part}.parquet")
+
+    def load(self) -> dict[str, pd.DataFrame]:
+        """Return the rows of the finished units, whether the run goes on, was killed or is done.
+
+        Of rows with the same id the last one stays.
+
+        Raises:
+            Unreadable: a file is not a table or has other columns; ``parts`` is a symlink.
+        """
+        refuse_link(self.out / "parts")
+        frames = {}
+        for name in reversed(self.schemas):  # whatever unit the last table finishes has its other rows on disk
+            frame = pa.concat_tables(self._pieces(name)).to_pandas()
+            frames[name] = frame.drop_duplicates("id", keep="last", ignore_index=True)
+        if self.unit is not None:
+            *others, last = self.schemas
+            for name in others:
+                kept = frames[name][self.unit].isin(frames[last][self.unit])
+                frames[name] = frames[name][kept].reset_index(drop=True)
+        return {name: frames[name] for name in self.schemas}
+
+    def gather(self) -> dict[str, pd.DataFrame]:
+        """Join all parts into one file per table, remove them, and return the tables."""
+        frames = self.load()
+        for name, frame in frames.items():
+            table = pa.Table.from_pandas(frame, schema=self.schemas[name], preserve_index=False)
+            _write(table, self.out / f"{name}.parquet")
+        for name in self.schemas:
+            for file in [*self._files(name), *self.out.glob(f".{name}.parquet.*.tmp")]:  # of a write that was killed
+                file.unlink()
+        for file in self.out.glob("parts/.*.tmp"):
+            file.unlink()
+        if (self.out / "parts").is_dir():
+            (self.out / "parts").rmdir()
+        return frames
+
+    def _files(self, name: str) -> list[Path]:
+        return sorted((self.out / "parts").glob(f"{name}-*.parquet"))
+
+    def _pieces(self, name: str) -> list[pa.Table]:
+        """All files of a table, the oldest first. The run may write and gather parts meanwhile."""
+        parts = []
+        for file in self._files(name):
+            with suppress(FileNotFoundError):  # gathered meanwhile
+                parts.append(self._read(file))
+        whole = self.out / f"{name}.parquet"  # read after the parts: it holds those that are gone
+        return [self._read(one) for one in [whole] if one.exists()] + parts or [self.schemas[name].empty_table()]
+
+    def _read(self, file: Path) -> pa.Table:
+        name, _, part = file.stem.partition("-")
+        try:
+            if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for whoever writes into it
+                raise ValueError("no regular file")
+            return _fitted(pq.read_table(file, partitioning=None), self.schemas[name])
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:
+            known = f"all parts of {self.unit} {int(part)} (parts/*-{part}.parquet)" if part.isdecimal() else "it"
+            what = known if part else "the run's directory"
+            why = " ".join(str(error).split())
+            raise Unreadable(f"{file} is not a readable table ({why}); remove {what} and run again") from error
+
+
+def schema(columns: Columns) -> pa.Schema:
+    """Columns of these types, with their meanings as metadata."""
+    return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in columns.items()])
+
+
+def _fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+    """The wanted columns of the table, with their types.
+
+    Raises:
+        pa.ArrowException, ValueError: it lacks one, or has something else in it.
+    """
+    if missing := [name for name in wanted.names if name not in table.column_names]:
+        raise ValueError(f"it has no column {', '.join(missing)}")
+    table = table.select(wanted.names).cast(wanted)
+    for field in wanted:
+        pieces = table[field.name].chunks
+        if pa.types.is_list(field.type):
+            pieces = [*pieces, *(one.flatten() for one in pieces)]
+        if not pa.types.is_floating(field.type) and any(one.null_count for one in pieces):
+            raise ValueError(f"column {field.name} has rows without a value")
+    table.validate(full=True)
+    return table
+
+
+def _write(table: pa.Table, file: Path) -> None:
+    with replacing(file) as stream:
+        pq.write_table(table, stream)
