@@ -37,11 +37,7 @@ State = Literal["done", "running", "failed", "waiting"]
 Known = TypeVar("Known")
 
 PLACES = ("output_dir", "tracker", "retry")
-<<<<<<< HEAD
-"""Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
-=======
 """Options about where results go and retries: they do not make it another run."""
->>>>>>> h/middle
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: the run has not ended, and the same command resumes it."""

@@ -528,11 +528,7 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
 def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
     code, _, errors = cli(word, "nowhere")
     assert code == 1
-<<<<<<< HEAD
-    assert errors.startswith("spec_lab: nowhere does not exist") and "output_dir=" in errors and errors.count("\n") == 1
-=======
     assert errors.startswith("spec_lab: nowhere does not exist;") and "--multirun" in errors
->>>>>>> h/middle
 
 
 def test_unknown_commands_are_refused_with_those_there_are(cli):
