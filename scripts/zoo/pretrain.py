@@ -19,9 +19,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spec_lab.train.fast import cross_entropy
 from spec_lab.train.tokens import Batches
 from spec_lab.train.trainer import Plan, Trainer, schedule
+
+from .kernels import cross_entropy
 
 log = logging.getLogger(__name__)
 

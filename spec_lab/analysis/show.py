@@ -30,6 +30,7 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         console: where it is printed.
         verbose: print every column; a console of ``WIDE`` columns or more does so anyway.
     """
+    summary = by_proposer(summary)
     verbose = verbose or console.width >= WIDE
     wide = console.width >= WIDE
     console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
@@ -41,6 +42,19 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         console.print(_depths(summary, verbose, console.width))
     console.print(_phases(summary, verbose))
     console.print("\n".join(_notes(summary, verbose)), highlight=False)
+
+
+def by_proposer(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary with its main arm called by its proposer's name, where no other arm has that name."""
+    arms = summary["arms"]
+    name = str(arms.get("speculative", {}).get("proposer", "speculative"))
+    name = "speculative" if name in arms else name
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name if arm == "speculative" else arm: value for arm, value in values.items()}
+
+    against = {peer: renamed(values) for peer, values in (summary["against"] or {}).items()}
+    return {**summary, "arms": renamed(arms), "against": against}
 
 
 def chosen_trees(now: Mapping[str, Arm], begun: Mapping[str, Arm]) -> list[str]:

@@ -43,6 +43,9 @@ NEEDS = {
 """What an object must have to be a part of the run."""
 
 
+DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
+"""Tasks that decode with every proposer and the one verifier."""
+
 RENAMED = {
     "out": "output_dir",
     "beside": "arms",
@@ -260,10 +263,7 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
     from spec_lab.core.draft import Drawn
     from spec_lab.verify.verdict import misfit
 
-    if OmegaConf.select(config, "task._target_") not in (
-        "spec_lab.tasks.benchmark.run",
-        "spec_lab.tasks.stream.stream",
-    ):
+    if OmegaConf.select(config, "task._target_") not in DECODING:
         return
     arms = [f"arms.{name}" for name in config.arms] if OmegaConf.is_dict(config.get("arms")) else []
     for part in ("proposer", *arms):

@@ -33,7 +33,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     given = _parser()[0].parse_args(arguments)
     try:
         return COMMANDS[given.command](given, console)
-    except (OSError, ValueError, sweep.Held) as error:
+    except (OSError, ValueError, sweep.Locked) as error:
         return _refuse(error)
 
 
@@ -74,7 +74,7 @@ def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
         try:
             with sweep.reading(folder):
                 code = max(code, what(folder))
-        except (OSError, ValueError, sweep.Held) as error:
+        except (OSError, ValueError, sweep.Locked) as error:
             code = _refuse(error)
     return code
 

@@ -42,7 +42,7 @@ def alone(config: DictConfig) -> None:
     try:
         with sweep.holding(out):
             code = carry_out(config, out)
-    except (Refused, OSError, ValueError, sweep.Held, OmegaConfBaseException) as error:
+    except (Refused, OSError, ValueError, sweep.Locked, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
         said = without_values(config, reason(error))
@@ -92,7 +92,7 @@ def one_of_many(config: DictConfig) -> None:
             if code == sweep.INTERRUPTED:
                 sys.exit(code)
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
-    except sweep.Held:
+    except sweep.Locked:
         say("skipped: locked by another process")
 
 

@@ -75,8 +75,10 @@ class Shape:
     _devices: dict[torch.device, DeviceShape] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = np.arange(self.roots, self.rows)
-        if self.parent.ndim != 1 or (self.parent < 0).any() or (self.parent >= own).any():
+        if self.parent.ndim != 1 or (
+            len(self.parent)
+            and (self.parent.min() < 0 or (self.parent - np.arange(len(self.parent))).max() >= self.roots)
+        ):
             raise ValueError("every node's parent must be an earlier row: a root or a node listed before it")
 
     @property
@@ -167,6 +169,8 @@ class Shape:
     @cached_property
     def trees(self) -> list[np.ndarray]:
         """For each root the rows of its tree: the root, then its nodes in order."""
+        if self.roots == 1:
+            return [self.grid[0]]
         return [rows[:size] for rows, size in zip(self.grid, self._size.tolist(), strict=True)]
 
     @cached_property
@@ -217,7 +221,7 @@ class Shape:
             point: ``[M]`` bool, which nodes are points; None for none.
         """
         last = self.rank + 1 == self.count[self.parent]
-        key = 4 * step + 2 * last + (0 if point is None else point)
+        key = step * 4 + last * 2 if point is None else step * 4 + last * 2 + point
         order = np.argsort(key, kind="stable")
         ends = [0, *np.bincount(key, minlength=4).cumsum().tolist()]
         ends += ends[-1:] * (-(len(ends) - 1) % 4)
@@ -233,13 +237,13 @@ class Shape:
         """Each row's place in a visit of its tree from the leaves up, from 0: children before their parent, siblings
         and what is below them in the order drawn.
         """
-        size = np.zeros(self.rows + 1, dtype=np.int64)
-        size[:-1] = np.bincount(self.lineage[self.lineage >= 0], minlength=self.rows)  # of the subtree below each row
-        sizes = size[self.table]
+        size = np.bincount(self.lineage.ravel() + 1, minlength=self.rows + 1)  # of the subtree of each row, from 1
+        size[0] = 0
+        sizes = size[self.table + 1]
         earlier = np.zeros(self.rows + 1, dtype=np.int64)  # rows below earlier siblings
         earlier[self.table] = np.cumsum(sizes, axis=1) - sizes
         earlier[-1] = 0
-        visit: np.ndarray = earlier[self.lineage].sum(1) + size[:-1] - 1
+        visit: np.ndarray = earlier[self.lineage].sum(1) + size[1:] - 1
         return visit
 
     @cached_property

@@ -1,21 +1,21 @@
-"""Checks of the scalar arguments that configs give; every message names the option."""
+"""Validation of scalar options; every message names the option."""
 
 from __future__ import annotations
 
 from typing import Any
 
-HOTTEST = 1e6
-"""The highest temperature. Far below it every distribution is uniform; far above it float32 overflows."""
+MAX_TEMPERATURE = 1e6
+"""Maximum temperature. Far below it every distribution is uniform already; far above it float32 overflows."""
 
 
 def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int | None = None) -> int:
-    """Return ``value``, if it is a whole number from ``least`` to ``most``.
+    """Return ``value`` if it is a whole number from ``least`` to ``most``.
 
     Args:
         name: the option, for the message.
         value: as given.
         least: the lower bound.
-        otherwise: what else may be given, for the message.
+        otherwise: which other values are allowed, for the message.
         most: the upper bound; None for none.
 
     Raises:
@@ -31,19 +31,19 @@ def whole(name: str, value: Any, least: int = 1, otherwise: str = "", most: int 
 def brief(value: Any) -> str:
     """Return ``repr(value)`` for a message; a long one is shortened."""
     if isinstance(value, int) and not -(10**40) < value < 10**40:
-        return f"a number of {value.bit_length()} bits"  # Python writes none of more than 4300 digits
+        return f"a number of {value.bit_length()} bits"  # Python refuses to print more than 4300 digits
     try:
-        said = repr(value)
-    except ValueError:  # such a number somewhere within
-        return f"a {type(value).__name__} with a number that is too long to write"
-    return said if len(said) <= 100 else f"{said[:97]}..."
+        text = repr(value)
+    except ValueError:  # a number of that size inside
+        return f"a {type(value).__name__} with a number that is too long to print"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """``value`` itself, if it is among ``allowed``.
+    """Return ``value`` if it is among ``allowed``.
 
     Raises:
-        ValueError: it is not; names the option and what it may be.
+        ValueError: it is not; names the option and the allowed values.
     """
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {brief(value)}")
@@ -51,20 +51,22 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def temperature_or_none(name: str, value: Any) -> float | None:
-    """``value`` as a float, if it is a number from 0 to ``HOTTEST``, or None.
+    """Return ``value`` as a float if it is a number from 0 to ``MAX_TEMPERATURE``, or None.
 
     Raises:
         ValueError: it is neither; names the option.
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= HOTTEST:
-        raise ValueError(f"{name} must be null or a number of at least 0 and at most {HOTTEST:g}, not {brief(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"{name} must be null or a number of at least 0 and at most {MAX_TEMPERATURE:g}, not {brief(value)}"
+        )
     return float(value)
 
 
 def share(name: str, value: Any) -> float:
-    """``value`` as a float, if it is a number between 0 and 1.
+    """Return ``value`` as a float if it is a number between 0 and 1.
 
     Raises:
         ValueError: it is not; names the option.
@@ -75,7 +77,7 @@ def share(name: str, value: Any) -> float:
 
 
 def file_name(option: str, value: Any) -> str:
-    """``value`` itself, if it can name a folder: a text of 1 to 100 characters in one line, without slashes.
+    """Return ``value`` if it can name a folder: a text of 1 to 100 printable characters without slashes.
 
     Raises:
         ValueError: it is not; names the option.
@@ -88,16 +90,16 @@ def file_name(option: str, value: Any) -> str:
     return value
 
 
-MOST_STRINGS = 10_000
-"""Most texts in a list."""
+MAX_STRINGS = 10_000
+"""Maximum number of texts in a list."""
 
-MOST_CHARACTERS = 100_000
-"""Most characters of a list's texts together."""
+MAX_CHARACTERS = 100_000
+"""Maximum number of characters of a list's texts in total."""
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
-    """``value`` as a tuple, if it is a list of texts that are not empty: at most ``MOST_STRINGS`` of them, with at most
-    ``MOST_CHARACTERS`` together.
+    """Return ``value`` as a tuple if it is a list of non-empty texts, at most ``MAX_STRINGS`` of them, with at most
+    ``MAX_CHARACTERS`` in total.
 
     Raises:
         ValueError: it is not; names the option.
@@ -114,8 +116,8 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
         except UnicodeEncodeError:
             raise ValueError(f"{name}[{place}] {brief(one)} has a lone surrogate, which no text can hold") from None
     for what, number, most in (
-        ("texts", len(value), MOST_STRINGS),
-        ("characters", sum(map(len, value)), MOST_CHARACTERS),
+        ("texts", len(value), MAX_STRINGS),
+        ("characters", sum(map(len, value)), MAX_CHARACTERS),
     ):
         if number > most:
             raise ValueError(f"{name} has {number} {what}, at most {most} are possible: shorten the list")

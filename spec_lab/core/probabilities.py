@@ -1,8 +1,8 @@
 """From logits to the probabilities that are sampled.
 
-The same ``law`` warps the target, a draft model and the autoregressive baseline, once, in this order:
+The same ``logits_to_probs`` serves the target, a draft model and the autoregressive baseline, once, in this order:
 repetition penalty, constraint mask, temperature, top-k, top-p, min-p (the order of transformers, the mask before the
-temperature). Temperature 0 is the one-hot law of the arg max.
+temperature). Temperature 0 is one-hot at the arg max.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.options import HOTTEST, brief
+from spec_lab.core.options import MAX_TEMPERATURE, brief
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 kind = "a whole number" if whole else "a number"
                 raise ValueError(f"sampling.{name} must be {kind}, not {brief(value)}")
-        if not 0 <= self.temperature <= HOTTEST:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"sampling.temperature must be 0 or more and at most {HOTTEST:g}, not {brief(self.temperature)}"
+                f"sampling.temperature must be 0 or more and at most {MAX_TEMPERATURE:g}, not {brief(self.temperature)}"
             )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"sampling.top_k must be 0 (off) or more and at most {2**31 - 1}, not {brief(self.top_k)}")
@@ -77,14 +77,16 @@ def logits_to_probs(
     mask: Tensor | None = None,  # [R, V] bool
     scratch: Tensor | None = None,  # [>= R, V]
 ) -> Tensor:
-    """The law sampled at each row, ``[R, V]`` float32 (float64 for float64 logits); rows sum to 1.
+    """Return the distribution sampled at each row, ``[R, V]`` float32 (float64 for float64 logits); rows sum to 1.
+
+    Nothing is read back from the logits' device.
 
     Args:
         logits: raw logits; -inf is no mass. Some of each row are finite, none is NaN or +inf.
         sampling: parameters of each row; a single one serves all rows.
         seen: tokens that occur in the row's history; needed where a repetition penalty is set.
-        mask: tokens that a constraint allows. A row that allows none with a finite logit is dead: its law is all zero,
-            never NaN.
+        mask: tokens that a constraint allows. A row that allows none with a finite logit is dead: its probabilities are
+            all zero, never NaN.
         scratch: memory for the result, of its dtype; the result is then a view of it and lives until the next use. The
             logits may stand there already, and are then overwritten.
             (Fresh megabytes cost more than the arithmetic: every page of them faults.)
@@ -124,7 +126,7 @@ def logits_to_probs(
 
 
 def probs_dtype(logits: Tensor) -> torch.dtype:
-    """Laws are float32, float64 where the logits are."""
+    """Probabilities are float32, float64 where the logits are."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
@@ -153,12 +155,12 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
 FEW = 6
 
 
-def one_hot_(token: Tensor, law: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
-    """The law that gives ``token`` with certainty, written over ``law``."""
-    if law.device.type == "cpu":  # NumPy writes a few numbers three times as fast
-        law.zero_().numpy()[np.arange(len(law)), token.numpy()] = 1.0
-        return law
-    return law.zero_().scatter_(-1, token[:, None], 1.0)
+def one_hot_(token: Tensor, p: Tensor) -> Tensor:  # [R], [R, V] -> [R, V]
+    """The distribution that is certain of ``token``, written over ``p``."""
+    if p.device.type == "cpu":  # NumPy writes a few numbers three times as fast
+        p.zero_().numpy()[np.arange(len(p)), token.numpy()] = 1.0
+        return p
+    return p.zero_().scatter_(-1, token[:, None], 1.0)
 
 
 def _column(values: list[float], like: Tensor) -> Tensor:  # [R or 1, 1]
@@ -173,7 +175,7 @@ def _softmax_(x: Tensor, rows: list[Sampling]) -> Tensor:
         x.div_(_column(temperatures, x))
     p = torch.softmax(x, -1, out=x)
     if p.shape[-1] > WIDE and p.dtype == torch.float32 and p.device.type == "cpu":
-        p.div_(p.sum(-1, keepdim=True))  # softmax adds up less well than sum: at 131072 tokens its law is off by 1e-5
+        p.div_(p.sum(-1, keepdim=True))  # softmax adds up less well than sum: at 131072 tokens its total is off by 1e-5
     return p
 
 
@@ -183,8 +185,9 @@ WIDE = 2**14
 def _truncate(p: Tensor, rows: list[Sampling]) -> Tensor:
     """Top-k, then top-p of what is left, then min-p; renormalised."""
     if any(s.top_k for s in rows):
-        k = torch.tensor([min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows], device=p.device)
-        kth = p.topk(int(k.max()), -1).values.gather(-1, (k - 1)[:, None].expand(len(p), 1))
+        sizes = [min(s.top_k or p.shape[-1], p.shape[-1]) for s in rows]
+        k = torch.tensor(sizes, device=p.device)
+        kth = p.topk(max(sizes), -1).values.gather(-1, (k - 1)[:, None].expand(len(p), 1))
         p = torch.where(p >= kth, p, 0.0)
         p = p / p.sum(-1, keepdim=True)
     if any(s.top_p < 1 for s in rows):

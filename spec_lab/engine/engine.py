@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
+from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches
+from spec_lab.engine.proposer import Proposer, branches, draws_of
 from spec_lab.engine.request import Ended, Request, without_name
+from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Chunk, Memory, Parts, StepInfo, settle, step
 from spec_lab.models.target import Target
@@ -79,7 +82,7 @@ class Engine:
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        check_pair(self.proposer.name, self.proposer.drawn, self.verifier, branches(self.proposer))
+        check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
         self._waiting: deque[Request | SequenceState] = deque()
@@ -92,9 +95,12 @@ class Engine:
         """Queue a request; it is admitted by the next step that has room for it.
 
         Raises:
-            ValueError: a prompt that does not fit the target's context, or the KV cache by itself.
+            ValueError: a prompt that does not fit the target's context, or the KV cache by itself; stop strings without
+                the bytes of the tokens.
         """
         request.check_fits(self.target.context, self.target.vocabulary)
+        if self.pieces is None and (request.stop_strings or self.listen):
+            raise ValueError(f"request '{request.name}' needs text, but the bytes of the tokens are not known")
         most = self.limits.max_kv_tokens
         if most is not None and (needed := self._tokens(request)) > most:
             raise ValueError(
@@ -114,6 +120,7 @@ class Engine:
     def _end(self, waiting: Request | SequenceState) -> bool:
         if isinstance(waiting, SequenceState):  # preempted before; a request that never started leaves no sequence
             waiting.finish = "aborted"
+            _end_text(waiting)
         return True
 
     def has_unfinished(self) -> bool:
@@ -190,18 +197,24 @@ class Engine:
                 self._open(first)
 
     def _open(self, request: Request) -> None:
-        sequence = SequenceState(
-            request, self.target.lm.open(self._tokens(request)), list(request.tokens), born=len(request.tokens)
-        )
+        kv, state = self._begin(request)
+        sequence = SequenceState(request, kv, list(request.tokens), state=state, born=len(request.tokens))
         self._live.append(sequence)
         self.sequences.append(sequence)
-        if request.stop_strings or self.listen:
-            if self.pieces is None:
-                raise ValueError(f"request '{request.name}' needs text, but the bytes of the tokens are not known")
+        if self.pieces is not None and (request.stop_strings or self.listen):
             rules = Rules(request.stop, request.stop_strings, request.banned_strings, request.min_new_tokens)
             sequence.stream = Stream(self.pieces, rules, request.healed)
-        sequence.state = self.proposer.init(request)
         self._constrain(sequence)
+
+    def _begin(self, request: Request) -> tuple[KVSequence, Any]:
+        """A KV cache and a proposer's state for a sequence of the request, both of them or neither."""
+        kv = self.target.lm.open(self._tokens(request))
+        try:
+            with attributed("proposer", self.proposer):
+                return kv, self.proposer.init(request)
+        except BaseException:
+            kv.close()
+            raise
 
     def _constrain(self, sequence: SequenceState) -> None:
         """The constraint starts at the end of the prompt; what it does at once is done."""
@@ -228,8 +241,7 @@ class Engine:
 
     def _reopen(self, sequence: SequenceState) -> None:
         """Admit a preempted sequence again: all its tokens are pending."""
-        sequence.kv = self.target.lm.open(self._tokens(sequence.request))
-        sequence.state = self.proposer.init(sequence.request)
+        sequence.kv, sequence.state = self._begin(sequence.request)
         self._live.append(sequence)
 
     def _tokens(self, request: Request) -> int:
@@ -271,8 +283,7 @@ class Engine:
         if not over:
             return
         for sequence in over:
-            if sequence.stream is not None and not sequence.stream.finished:
-                sequence.events += sequence.stream.end(str(sequence.finish))
+            _end_text(sequence)
             self._free(sequence)
         self._live = [one for one in self._live if one.finish is None]
         left = {id(one.request) for one in self._live}
@@ -311,6 +322,12 @@ class Engine:
             f"{without_name(sequence.request, why)}; "
             f"it ends with the {len(sequence.emitted)} tokens emitted so far"
         )
+
+
+def _end_text(sequence: SequenceState) -> None:
+    """Release the text that was held back."""
+    if sequence.stream is not None and not sequence.stream.finished:
+        sequence.events += sequence.stream.end(str(sequence.finish))
 
 
 def _id(waiting: Request | SequenceState) -> int:

@@ -40,8 +40,8 @@ class Observation:
         tokens: ``[n + 1]`` the tokens from ``start`` on: the last one follows the n computed ones. ``[n]`` where the
             sequence ended with a computed token.
         hidden: ``[n, layers * H]`` the hidden states that the proposer requires, layers in the order asked for.
-        rows: ``[r]`` the tokens of the computed tree: its root, then its nodes in order, rejected ones too. Empty for a
-            part of a prompt.
+        rows: ``[r]`` the tokens of the computed tree: its root, its nodes in order, rejected ones too, and the
+            rows that are computed only. Empty for a part of a prompt.
         logits: ``[r, V]`` raw logits of these rows, where required.
         top_k: ``[r, k]`` their likeliest tokens, the likeliest first, where required.
         accepted: nodes of the accepted path that were kept, numbered within the tree from 0.
@@ -149,6 +149,21 @@ class Branching(Protocol):
     def branches(self) -> bool:
         """Whether its drafts may be trees; False: they are chains."""
         ...
+
+
+@runtime_checkable
+class DrawsSeveralWays(Protocol):
+    """A proposer whose nodes are drawn in several ways, perhaps below one parent."""
+
+    @property
+    def draws(self) -> frozenset[Drawn]:
+        """All of them; ``drawn`` is the one that is sampled."""
+        ...
+
+
+def draws_of(proposer: Proposer) -> frozenset[Drawn]:
+    """The ways in which the proposer draws nodes."""
+    return proposer.draws if isinstance(proposer, DrawsSeveralWays) else frozenset({proposer.drawn})
 
 
 def branches(proposer: Proposer) -> bool | None:

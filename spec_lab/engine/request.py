@@ -34,7 +34,8 @@ class Request:
         stop: tokens that end the text; the one that stops it is kept.
         constraint: the request's own pattern, schema or grammar; empty: the constraint's.
         stop_strings: strings that end the text, which then ends before them; their tokens are kept.
-        min_new_tokens: before that many no stop string ends the text. (Stop tokens are a constraint's: ``AtLeast``.)
+        min_new_tokens: before that many no stop string ends the text. (For stop tokens the constraint ``MinNewTokens``
+            does that.)
         banned_strings: those that a constraint removes; text that may become one is held back.
         healed: what token healing removed from the prompt's end, which the output begins with; no part of its text.
         logprobs: whether each token's log-probability is needed: under the model's own distribution, temperature 1,

@@ -128,7 +128,9 @@ class StepInfo:
 
     def slim(self) -> StepInfo:
         """The step without its draft distributions, which would fill the memory (V numbers for every node)."""
-        return self if self.draft.q is None else replace(self, draft=Draft(self.draft.shape, self.draft.token))
+        if self.draft.q is None:
+            return self
+        return replace(self, draft=Draft(self.draft.shape, self.draft.token, computed_only=self.draft.computed_only))
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, of the module calls inside propose and target, of masks, and of the whole step.
@@ -156,13 +158,14 @@ class StepInfo:
             "live": len(self.sequences),
             "nodes": self.draft.shape.nodes,
             "cells": self.attended,
+            "computed_only": int(self.draft.computed_only_nodes.sum()),
             "prefill_chunks": len(self.chunks),
             **self.seconds(),
         }
 
     def rows(self) -> list[dict[str, Any]]:
         """Columns of ``steps``, for each sequence."""
-        shape, rows = self.draft.shape, []
+        shape, rows, extra = self.draft.shape, [], self.draft.computed_only_nodes
         for tree, (sequence, got) in enumerate(zip(self.sequences, self.committed, strict=True)):
             own, stop = shape.trees[tree], got.path[-1] if got.path else tree
             broken = sequence in self.errors and not got.tokens
@@ -173,6 +176,7 @@ class StepInfo:
                     "pending": self.pending[tree],
                     "forced": got.forced,
                     "nodes": len(own) - 1,
+                    "computed_only": int(extra[tree]),
                     "legal": got.legal,
                     "depth": int(shape.depth[own].max()),
                     "path": list(shape.ranks(stop)),
@@ -244,7 +248,9 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     # 3. The target's forward.
     with clock.phase("target"):
         parts_of_prompts = [(one.kv, one.pending[:count]) for one, count in chunks]
-        output: Output = lm.run(lm.prepare([one.kv for one in sequences], pending, draft, parts_of_prompts))
+        forest = computed_forest(draft)
+        output: Output = lm.run(lm.prepare([one.kv for one in sequences], pending, forest, parts_of_prompts))
+        raw = output.logits[: draft.shape.rows]
     with clock.phase("wait"):
         if isinstance(found, Future):
             found = found.result()
@@ -256,8 +262,8 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     errors = dict(draft.broken)
     allowed, silent = None, None
     with clock.phase("probabilities"):
-        memory = parts.memory.like(output.logits)
-        logits, without = finite(memory[: len(output.logits)].copy_(output.logits))
+        memory = parts.memory.like(raw)
+        logits, without = finite(memory[: len(raw)].copy_(raw))
         for tree in set(draft.shape.root[without].tolist()):
             broken[tree], errors[tree] = "nan", "the target's logits are NaN or infinite"
         if found is not None:
@@ -288,7 +294,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     with clock.phase("commit"):
         logprobs = None
         if any(one.request.logprobs for one in sequences):
-            logprobs = _logprobs(output.logits, allowed, draft, row, token)
+            logprobs = _logprobs(raw, allowed, draft, row, token)
         applied = None if constraint is None else constraint.applied
         decision = Decision(draft, row, token, masks, logprobs, broken)
         committed = parts.commit(sequences, decision, applied, target.context)
@@ -296,7 +302,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         # 7. The proposer learns what was computed; then constraints act: forks and removed tokens.
         fine = [tree for tree in range(len(sequences)) if tree not in broken]
         observed = [
-            _observation(parts, sequences[n], n, draft, committed[n], output, computed[n], context[n]) for n in fine
+            _observation(parts, sequences[n], n, forest, committed[n], output, computed[n], context[n]) for n in fine
         ]
         observed += [_chunk(parts, one, count, output, len(sequences) + n) for n, (one, count) in enumerate(chunks)]
         with attributed("proposer", parts.proposer):
@@ -328,6 +334,11 @@ def _only_chunks(parts: Parts, chunks: Sequence[Chunk]) -> StepInfo:
         [], draft, [], [], [], [], nothing, nothing, "draft", nothing, output.attended, list(chunks), {}, clock, began,
         clock.mark(), clock.take(),
     )  # fmt: skip
+
+
+def computed_forest(draft: Draft) -> Draft:
+    """The forest of all rows that the target computes: the draft's, then those that are computed only."""
+    return draft if draft.computed_only is None else Draft(draft.computed_shape, draft.computed_token)
 
 
 def propose(parts: Parts, batch: Batch) -> Draft:

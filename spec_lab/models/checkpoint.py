@@ -5,8 +5,8 @@ A checkpoint is untrusted input. Its weights are read from safetensors only: ``m
 chooses no code: fields that select an attention or experts implementation, kernels, remote code or a data type are
 ignored, and fields that select another loader are refused by name.
 
-Bounds: a JSON file of a checkpoint has at most 64 MiB (``files.MOST_BYTES``) and a tokenizer file at most 256 MiB; JSON
-is nested at most 64 levels deep (``files.MOST_DEPTH``); a config names at most 1024 layers or experts, and no more
+Bounds: a JSON file of a checkpoint has at most 64 MiB (``files.MAX_BYTES``) and a tokenizer file at most 256 MiB; JSON
+is nested at most 64 levels deep (``files.MAX_DEPTH``); a config names at most 1024 layers or experts, and no more
 layers than the checkpoint has tensors. Every file that is read must be a regular file; a symbolic link to one is
 allowed, since the hub's cache and many users link weights. Files that are not read are not checked.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from spec_lab.core.files import MOST_BYTES, read_json
+from spec_lab.core.files import MAX_BYTES, read_json
 from spec_lab.core.options import brief
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,14 +37,14 @@ VOCABULARIES = {
     "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "sentencepiece.bpe.model",
     "sentencepiece.model", "spiece.model", "spm.model", "tiktoken.model", "tekken.json",
 }  # fmt: skip
-"""Those that may have ``MOST_TOKENIZER`` bytes: each holds a whole vocabulary."""
+"""Those that may have ``MAX_TOKENIZER`` bytes: each holds a whole vocabulary."""
 TEMPLATES = "additional_chat_templates"
 """Folder of chat templates, which transformers reads with the tokenizer."""
-MOST_TOKENIZER = 256 * 2**20
+MAX_TOKENIZER = 256 * 2**20
 """Largest file of a vocabulary, in bytes."""
-MOST_LAYERS = 1024
+MAX_LAYERS = 1024
 """Most layers or experts that a config may name."""
-MOST_WHOLE = 2**53
+MAX_WHOLE = 2**53
 """Largest whole number in a config."""
 
 IGNORED = {
@@ -90,7 +90,7 @@ def check_files(folder: Path) -> None:
             continue
         if not file.is_file():
             raise ValueError(f"{file} is not a regular file: a checkpoint holds files only; remove it")
-        most = MOST_TOKENIZER if file.name in VOCABULARIES else MOST_BYTES
+        most = MAX_TOKENIZER if file.name in VOCABULARIES else MAX_BYTES
         if (size := file.stat().st_size) > most:
             raise ValueError(f"{file} has {size} bytes, more than the {most} that are read of such a file")
     if (folder / "adapter_config.json").exists():
@@ -261,10 +261,10 @@ def _check_values(file: Path, name: str, value: Any) -> None:
             _check_values(file, key, one)
     elif isinstance(value, float) and not math.isfinite(value) and not (name in UNBOUNDED and math.isinf(value)):
         raise ValueError(f"{file}: {name} must be a finite number, not {value}")
-    elif isinstance(value, int) and abs(value) > MOST_WHOLE:
+    elif isinstance(value, int) and abs(value) > MAX_WHOLE:
         raise ValueError(f"{file}: {name} is {brief(value)}, too large a number")
-    elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MOST_LAYERS and value != -1:
-        raise ValueError(f"{file}: {name} must lie between 0 and {MOST_LAYERS}, not {value}")
+    elif COUNTS.search(name) and isinstance(value, int) and not 0 <= value <= MAX_LAYERS and value != -1:
+        raise ValueError(f"{file}: {name} must lie between 0 and {MAX_LAYERS}, not {value}")
 
 
 def one_line(error: Exception) -> str:

@@ -19,16 +19,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
-from spec_lab.core.faults import PartError
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
-from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
-from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
-from spec_lab.text.prompts import digest
+from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Match
 
 
@@ -55,21 +52,14 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
-    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
-    facts = manifest(config, settings.seed, *made)
     recorder, size = Recorder(settings.output_dir), settings.batch_size
-    facts |= {"overrides": settings.overrides, "groups": -(-len(requests) // size)}
-    facts["parts"] = _named(lab, next(iter(arms.values())))
-    own = facts
-    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
-    before = lab.target.lm.forwards
-    for line in show.chosen_trees(lab.facts(), facts["proposers"]):
-        console.print(line, soft_wrap=True, highlight=False)
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
-    finished = recorder.finished()
-    todo = {number: group for number, group in groups.items() if number not in finished}
-    try:
-        lab.tracker.start(settings.name, facts, settings.output_dir)
+
+    def work(facts: Mapping[str, Any]) -> Done:
+        for line in show.chosen_trees(lab.facts(), facts["proposers"]):
+            console.print(line, soft_wrap=True, highlight=False)
+        finished = recorder.finished()
+        todo = {number: group for number, group in groups.items() if number not in finished}
         _warm_up(arms, requests[:size], settings.warmup if todo else 0)
         with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="group", disable=one_of_several()) as bar:
             for number, group in todo.items():
@@ -79,31 +69,19 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 lab.tracker.group(number, seen)
                 bar.set_postfix({name: f"{value:.3g}" for name, value in seen.items()})
         tables = recorder.gather()
-        summary = _summary(lab, settings, arms, tables, config)
-        write_json(settings.output_dir / "summary.json", summary)
-        drawn = [] if many else _draw(tables, settings.output_dir / "figures")
-        lab.tracker.finish(summary, drawn, tables)
-    except KeyboardInterrupt:
-        done = recorder.gather().requests["group"].nunique()
-        print(
-            f"\nInterrupted: the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}; "
-            f"run the same command with output_dir={config.get('output_dir', settings.output_dir)} to go on.",
-            file=sys.stderr,
+        return Done(
+            _summary(lab, settings, arms, tables, config),
+            lambda: [] if many else _draw(tables, settings.output_dir / "figures"),
+            lambda found: show.show(found, console),
+            tables,
         )
-        return INTERRUPTED
-    except Exception as error:
-        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
-        if isinstance(error, PartError) and (done := len(recorder.finished())):
-            raise PartError(
-                f"{error}; the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}, and the "
-                f"same command with output_dir={config.get('output_dir', settings.output_dir)} resumes there"
-            ) from error
-        raise
-    finally:
-        lab.tracker.close()
-    show.show(summary, console)
-    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
-    return 0
+
+    def left() -> tuple[int, str]:
+        done = len(recorder.finished())
+        return done, f"the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}"
+
+    named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
+    return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
 
 
 def one_of_several() -> bool | None:
@@ -167,7 +145,7 @@ def _summary(
         name: _parts(arms[name], [name, *made_of]) | metrics.summarise(tables, name) for name in metrics.arms(tables)
     }
     main = next(iter(each.values()))
-    summary = {
+    return {
         "schema_version": metrics.SCHEMA_VERSION,
         "experiment": settings.name,
         "target": lab.target.name,
@@ -183,7 +161,6 @@ def _summary(
         "against": metrics.speedups_over_peers(tables),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
-    return finite(summary)
 
 
 def _named(lab: Lab, main: Arm) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches
+from spec_lab.propose import Null, Proposer, branches, draws_of
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
@@ -171,7 +171,7 @@ def listening(lab: Lab, settings: Settings) -> Engine:
             f"the constraint '{lab.binding.constraint.name}' is over {lab.binding.constraint.vocabulary} tokens, the "
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
-    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
+    check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)

@@ -26,7 +26,7 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches
+from spec_lab.propose import Null, Proposer, branches, draws_of
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.text.detokenizer import Rules, plain
@@ -201,7 +201,7 @@ class Lab:
         if isinstance(self.proposer, Null):
             del proposers["speculative"]
         for name, proposer in proposers.items():
-            check_pair(proposer.name, proposer.drawn, self.verifier, branches(proposer))
+            check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
             getattr(proposer, "check", lambda _: None)(self.sampling)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(

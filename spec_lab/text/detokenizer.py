@@ -1,9 +1,8 @@
-"""Streaming text: tokens are pushed in, events come out; no model and no loop is known here.
+"""The detokenizer: tokens are pushed in, text events come out. It knows neither a model nor a decoding loop.
 
-Every event says what has become certain. Text is held back as long as a later token could change it: an unfinished
-UTF-8 character, the possible beginning of a stop string, everything while a banned string has begun. Strings are
-compared as UTF-8 bytes: they match across any token borders, and U+FFFD in a string matches a genuine one only, not the
-sign for broken bytes.
+Text is held back as long as a later token could change it: an unfinished UTF-8 character, the possible beginning of a
+stop string, and all text while a banned string may have begun. Strings are compared as UTF-8 bytes: they match across
+token borders, and U+FFFD in a string matches a genuine U+FFFD only, not the replacement of invalid bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from spec_lab.text.strings import Place, Strings, Watcher, check_strings
 
 @dataclass(frozen=True)
 class Text:
-    """Text that stays, whatever comes.
+    """Emitted text: no later token changes it.
 
     Args:
-        text: what comes next; empty where only tokens without text were completed.
-        tokens: tokens completed by it: all their bytes are out.
+        text: the text; empty where only tokens without text were completed.
+        tokens: number of tokens that it completes: all of their bytes are emitted.
         logprobs: of these tokens.
     """
 
@@ -38,14 +37,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held back from now on, in place of what was; an unfinished character shows as nothing."""
+    """The held-back text, in place of what was held back before; without an unfinished character."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """A banned string came. The driver must drop its last ``tokens``; the stream has. ``ban`` must not come there."""
+    """A banned string was completed. Stream and caller remove the last ``tokens``; ``ban`` is then banned there."""
 
     tokens: int
     ban: int
@@ -53,7 +52,7 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The driver took back what was certain: the last ``text`` and completed ``tokens`` given no longer hold."""
+    """The caller removed tokens whose text was emitted: the last ``text`` and completed ``tokens`` are withdrawn."""
 
     text: str
     tokens: int
@@ -61,12 +60,12 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end.
+    """The end of the text.
 
     Args:
-        reason: "stop", "stop_string", "length", or what the driver passed.
+        reason: "stop", "stop_string", "length", or the reason that the caller gave.
         text: the stop string.
-        tokens: tokens that belong to no text: the stop token, or those of the stop string and after.
+        tokens: number of tokens without emitted text: the stop token, or the tokens of the stop string and after it.
         logprobs: of these tokens.
     """
 
@@ -81,20 +80,20 @@ Event = Text | Held | Rewind | Withdrawn | Finish
 
 @dataclass(frozen=True)
 class Rules:
-    """When a text ends, and what must not be in it.
+    """When a text ends, and which strings are banned.
 
-    The text is cut where the first stop string begins: the earliest beginning of all matches, not the first to be
-    complete, and at equal beginnings the shortest. Where a stop string lies inside another, the end thus waits until
-    the outer one is complete or impossible. Of a stop string and a banned string the one that is complete first
-    decides; the stop string if both are at once.
+    The text is cut where the first stop string begins: the match that begins earliest, not the one that is complete
+    first; the shortest of those that begin at the same place. If a stop string lies inside another, the end waits until
+    the outer one is complete or impossible. Of a stop string and a banned string, the one that is complete first takes
+    effect; the stop string if both are complete at once.
 
     Args:
-        stop_tokens: end the text and are no part of it.
-        stop_strings: end the text and are no part of it.
-        banned_strings: are taken back as soon as they are complete.
-        min_tokens: the first so many tokens end nothing: among them stop tokens are masked (and without effect or text
-            if pushed all the same), and a stop string completed by one of them is text like any other.
-        max_tokens: most tokens; None for no limit.
+        stop_tokens: tokens that end the text and are not part of it.
+        stop_strings: strings that end the text and are not part of it.
+        banned_strings: strings that are removed as soon as they are complete.
+        min_tokens: number of tokens that do not end the text: among them stop tokens are masked (and have neither
+            effect nor text if they are pushed), and a stop string that one of them completes is ordinary text.
+        max_tokens: maximum number of tokens; None for no limit.
     """
 
     stop_tokens: frozenset[int] = frozenset()
@@ -115,18 +114,18 @@ class Rules:
 
     @cached_property
     def stops(self) -> Strings:
-        """The stop strings, ready to be looked for."""
+        """The stop strings as an automaton."""
         return Strings(self.stop_strings)
 
     @cached_property
     def banned(self) -> Strings:
-        """The banned strings, ready to be looked for."""
+        """The banned strings as an automaton."""
         return Strings(self.banned_strings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A stop string that is complete: where it begins, where the first complete one ended, and which it is."""
+    """A complete stop string: where it begins, where the first complete one ended, and the string."""
 
     begin: int
     first: int
@@ -135,7 +134,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Step:
-    """What is known after a token; ``released`` bytes, ``parts`` of text and ``completed`` tokens are out."""
+    """The state after a token; ``released`` bytes, ``parts`` of text and ``completed`` tokens are emitted."""
 
     before: _Step | None
     place: Place
@@ -148,12 +147,13 @@ class _Step:
 
 
 class Stream:
-    """The text of one sequence, as it grows.
+    """The text of one sequence while it is generated.
 
     Args:
-        pieces: the bytes of every token, none of special ones.
-        rules: when it ends, and what must not be in it.
-        healed: bytes that token healing took off the prompt's end. The first tokens repeat them; they are no text.
+        pieces: the bytes of every token; empty for special tokens.
+        rules: when the text ends, and which strings are banned.
+        healed: bytes that token healing removed from the prompt's end. The first tokens repeat them; they are not part
+            of the text.
     """
 
     def __init__(self, pieces: Sequence[bytes], rules: Rules, healed: bytes = b"") -> None:
@@ -161,7 +161,7 @@ class Stream:
         if beyond:
             raise ValueError(f"stop tokens {beyond} do not exist: there are {len(pieces)} pieces")
         self.rules = rules
-        self.finished: str | None = None  # why it ended; None while it grows
+        self.finished: str | None = None  # the finish reason; None before the end
         self._watcher = Watcher(pieces, rules.banned, healed, rules.stop_tokens)
         self._last = _Step(None, self._watcher.place)
         self._open: list[_Step] = []  # tokens not yet completed
@@ -170,17 +170,17 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """Everything released so far."""
+        """The text emitted so far."""
         return "".join(self._parts)
 
     @property
     def count(self) -> int:
-        """How many tokens came and were not taken back."""
+        """Number of tokens, without removed ones."""
         return self._last.place.count
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that came and were not taken back."""
+        """The tokens, without removed ones."""
         found, place = [], self._last.place
         while place.before is not None:
             found.append(place.token)
@@ -189,24 +189,24 @@ class Stream:
 
     @property
     def held(self) -> str:
-        """What is held back now; an unfinished character shows as nothing."""
+        """The held-back text, without an unfinished character."""
         return self._shown
 
     @property
     def completed(self) -> int:
-        """How many tokens the released text has completed."""
+        """Number of tokens that the emitted text completes."""
         return self._last.completed
 
     @property
     def bans(self) -> frozenset[int]:
-        """Tokens that must not come next. Where nothing else may come, it is for the driver to ``end``."""
+        """Tokens that are banned next. If no other token is allowed, the caller must ``end`` the stream."""
         return self._watcher.bans
 
     def push(self, token: int, logprob: float = math.nan) -> list[Event]:
-        """``token`` comes next.
+        """Append ``token``; return the events that follow.
 
         Raises:
-            ValueError: the stream has finished; no such token; a banned one; bytes other than the healed ones.
+            ValueError: the stream has finished; an unknown or banned token; a token that does not repeat healed bytes.
         """
         self._check_growing()
         last, rules = self._last, self.rules
@@ -215,7 +215,7 @@ class Stream:
         node, cut, sure = self._look(place)
         if match is not None and (cut is None or match.end < cut.first):
             self._watcher.rewind(match.tokens, match.ban)
-            self._back(match.tokens - 1)  # withdraws nothing: all text has waited since the string began
+            self._back(match.tokens - 1)  # withdraws nothing: all text is held back since the string began
             return [Rewind(match.tokens, match.ban), *self._hold()]
         self._last = replace(last, before=last, place=place, logprob=logprob, node=node, cut=cut)
         if token in rules.stop_tokens and last.place.count >= rules.min_tokens:
@@ -224,23 +224,23 @@ class Stream:
         if sure or place.count == rules.max_tokens:
             return self._finish("length")
         if cut is None and self._watcher.begun:
-            return self._hold()  # tokens may have to go, and what they proved of the text before them goes with them
+            return self._hold()  # its tokens may be removed, and with them what they decided about the text before them
         end = max(place.end, 0)
-        begin = end - rules.stops.live[node]  # of what could grow into a stop string
-        # Strings begin with a whole character: before one, what is unfinished stays so.
+        begin = end - rules.stops.live[node]  # of what may become a stop string
+        # Strings begin with a whole character, so an unfinished character before one is final.
         return [*self._release(begin, final=begin < end), *self._hold()]
 
     def push_logits(self, row: Tensor, sampler: Callable[[Tensor], int]) -> list[Event]:
-        """The next token is drawn from logits, with -inf where a token is banned or must not yet stop the text.
+        """Draw the next token from logits that are -inf where a token is banned or may not yet end the text.
 
         The token's log-probability is that of the softmax of these logits.
 
         Args:
-            row: ``[V]``, left as it is.
-            sampler: chooses a token from the masked row. All of it is -inf where everything is banned.
+            row: ``[V]``; it is not changed.
+            sampler: returns a token for the masked row, which is all -inf if every token is banned.
 
         Raises:
-            ValueError: as ``push``; a row of another width than the pieces; a masked token was chosen.
+            ValueError: as ``push``; the row's width is not V; the sampler returned a masked token.
         """
         self._check_growing()
         if row.shape != (len(self._watcher.pieces),):
@@ -256,19 +256,19 @@ class Stream:
         return self.push(token, float(torch.log_softmax(masked.double(), -1)[token]))
 
     def rewind(self, count: int) -> list[Event]:
-        """The driver took back its last ``count`` tokens. The stream is then as it was before they came.
+        """Remove the last ``count`` tokens; the stream is then as it was before them.
 
         Raises:
-            ValueError: the stream has finished; there are not so many tokens.
+            ValueError: the stream has finished, or has fewer tokens.
         """
         self._check_growing()
         self._watcher.rewind(count)
         return [*self._back(count), *self._hold()]
 
     def end(self, reason: str) -> list[Event]:
-        """No more tokens come: what is held is released, an unfinished character as U+FFFD.
+        """End the text: held-back text is emitted, an unfinished character as U+FFFD.
 
-        Where a stop string was complete and only waited for another around it, that is the reason.
+        If a complete stop string was only waiting for a longer one around it, the finish reason is "stop_string".
 
         Raises:
             ValueError: the stream has finished.
@@ -277,7 +277,7 @@ class Stream:
         return self._finish(reason)
 
     def fork(self) -> Stream:
-        """An independent copy."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other._watcher, other._open, other._parts = self._watcher.fork(), self._open.copy(), self._parts.copy()
         return other
@@ -287,7 +287,11 @@ class Stream:
             raise ValueError(f"the stream has finished ({self.finished}): begin another, or fork before the end")
 
     def _look(self, place: Place) -> tuple[int, _Cut | None, bool]:
-        """Read the token's bytes: the node, the complete stop string that begins first, whether none can before it."""
+        """Read the token's bytes.
+
+        Returns:
+            The automaton's node, the complete stop string that begins first, and whether no other can begin before it.
+        """
         strings, node, cut = self.rules.stops, self._last.node, self._last.cut
         if not strings.strings:
             return node, cut, False
@@ -303,7 +307,7 @@ class Stream:
         return node, cut, False
 
     def _waiting(self) -> bytes:
-        """Bytes of text not yet released."""
+        """Return the bytes of text that are not emitted yet."""
         if not self._open:
             return b""
         return b"".join(step.place.piece for step in self._open)[
@@ -311,11 +315,12 @@ class Stream:
         ]
 
     def _release(self, upto: int, final: bool, closing: bool = False) -> list[Event]:
-        """Let text out up to this byte.
+        """Emit the text up to a byte.
 
         Args:
-            final: whether a character unfinished there stays so.
-            closing: whether a token begun before it counts as completed.
+            upto: the byte.
+            final: whether a character that is unfinished there stays unfinished.
+            closing: whether a token that begins before the byte counts as completed.
         """
         last = self._last
         text, pending = _decode(self._waiting()[: upto - last.released], final)
@@ -364,14 +369,14 @@ class Stream:
 
 
 def _decode(data: bytes, final: bool) -> tuple[str, int]:
-    """The text of the bytes, and how many of the last ones wait for the rest of their character."""
+    """Return the text of the bytes, and the number of last bytes that are an unfinished character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(data, final)
     return text, len(decoder.getstate()[0])
 
 
 def plain(pieces: Sequence[bytes], tokens: Sequence[int], rules: Rules, healed: bytes = b"") -> str:
-    """The text of all tokens at once: the readable way, and the oracle of ``Stream`` where no banned string came."""
+    """Return the text of all tokens at once: the readable way, and the oracle of ``Stream`` without banned strings."""
     data, ends = b"", []
     for place, token in enumerate(tokens[: rules.max_tokens]):
         if token not in rules.stop_tokens:

@@ -1,7 +1,7 @@
-"""Prompts: from files to token ids. Every refusal names the file and the line, or the prompt.
+"""Prompts: from files to token ids. Every error names the file and the line, or the prompt.
 
-Files are untrusted. Bounds: a prompt has at most 10 million characters, a line of a file at most 64 MiB, and a file at
-most 1 GiB; a file must be a regular file (no pipe or device).
+Files are untrusted input. Bounds: a prompt has at most 10 million characters, a line of a file at most 64 MiB, and a
+file at most 1 GiB; a file must be a regular file (no pipe or device).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from spec_lab.core.options import whole
 
-MOST_CHARACTERS = 10_000_000
-"""Longest prompt, in characters. (A tokenizer takes about 2 s and 250 MB for each million.)"""
-MOST_LINE = 64 * 2**20
-"""Longest line of a file of prompts, in bytes."""
-MOST_FILE = 2**30
-"""Largest file of prompts, in bytes."""
+MAX_CHARACTERS = 10_000_000
+"""Maximum length of a prompt, in characters. (A tokenizer needs about 2 s and 250 MB per million.)"""
+MAX_LINE = 64 * 2**20
+"""Maximum length of a line of a prompts file, in bytes."""
+MAX_FILE = 2**30
+"""Maximum size of a prompts file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Prompt:
 
     Args:
         name: unique in its file; the given id, or the file's stem and the line's number.
-        text: what the model continues.
-        workload: what kind of text, e.g. "code"; empty where unknown.
-        source: where it comes from; empty where unknown.
-        constraint: the prompt's own pattern, schema or grammar, for constraints that read one; empty for none.
+        text: the text that the model continues.
+        workload: the kind of text, such as "code"; empty if unknown.
+        source: where it comes from; empty if unknown.
+        constraint: the prompt's own pattern, schema or grammar (``PerRequestSource``); empty for none.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Prompt:
 
 
 def jsonl(path: str, limit: int | None = None) -> list[Prompt]:
-    """Read prompts from a file with one JSON object a line.
+    """Read prompts from a file with one JSON object per line.
 
     Args:
         path: the file, a regular file of at most 1 GiB, in lines of at most 64 MiB. Each object has ``prompt`` (or
-            ``text``, at most 10 million characters) and, if you like, ``id``, ``workload``, ``source`` and
-            ``constraint`` (text, or a JSON schema as it is); null is as good as absent.
-        limit: take the first so many; None takes all.
+            ``text``, at most 10 million characters) and optionally ``id``, ``workload``, ``source`` and
+            ``constraint`` (text, or a JSON schema as an object); null means absent.
+        limit: number of prompts to read, from the first; None reads all.
 
     Raises:
-        OSError: no such file, or not readable.
+        OSError: the file does not exist, or is not readable.
         ValueError: a malformed line, a missing or empty prompt, an id used twice, no prompts at all, a bad limit, a
             pipe or a device, or a bound exceeded.
     """
@@ -89,14 +89,14 @@ def spec_bench(path: str, limit: int | None = None) -> list[Prompt]:
 
 
 def mixed(path: str, limit: int | None = None) -> list[Prompt]:
-    """Read every ``.jsonl`` file of a folder; all prompts in one order that mixes them, the same each time.
+    """Read every ``.jsonl`` file of a folder; the prompts are shuffled in one fixed order.
 
     Args:
-        path: the folder. A prompt without a workload has its file's stem; names that two files share begin with it.
-        limit: take the first so many; None takes all.
+        path: the folder. The workload defaults to the file's stem, which also precedes names that two files share.
+        limit: number of prompts to return, from the first; None returns all.
 
     Raises:
-        OSError, ValueError: no such folder, or no such file in it; else as ``jsonl``.
+        OSError, ValueError: no such folder, or no such file in it; otherwise as ``jsonl``.
     """
     if limit is not None:
         whole("prompts.limit", limit, otherwise=", or null for all")
@@ -116,18 +116,18 @@ def mixed(path: str, limit: int | None = None) -> list[Prompt]:
 def encode(
     prompts: Sequence[Prompt], tokenizer: Any, context: int, longest: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Token ids of each prompt.
+    """Return the token ids of each prompt.
 
     Args:
         prompts: the texts.
         tokenizer: the target's.
-        context: most tokens of a sequence.
-        longest: most tokens of a prompt: of a longer one the middle is left out, as LongBench (2308.14508) does; None
-            leaves nothing out.
+        context: maximum number of tokens of a sequence.
+        longest: maximum number of tokens of a prompt. The middle of a longer one is removed, as LongBench (2308.14508)
+            does; None removes nothing.
 
     Raises:
-        ValueError: a prompt that is no text, has more than 10 million characters or no tokens, or leaves no room in the
-            ``context`` (tokens); named.
+        ValueError: a prompt that is not text, has more than 10 million characters or no tokens, or fills the
+            ``context``; names the prompt.
     """
     encoded = []
     for prompt in prompts:
@@ -143,14 +143,14 @@ def encode(
         if len(tokens) >= context:
             raise ValueError(
                 f"prompt '{prompt.name}' has {len(tokens)} tokens and the context holds {context}, "
-                "one of them to be emitted: shorten it, set max_prompt_tokens, or take a target with a longer context"
+                "one of them for the output: shorten it, set max_prompt_tokens, or choose a target with more context"
             )
         encoded.append(tokens)
     return encoded
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 over the prompts' names, texts and constraints, in order."""
+    """Return the SHA-256 over the prompts' names, texts and constraints, in order."""
     state = hashlib.sha256()
     for prompt in prompts:
         own = [prompt.constraint] if prompt.constraint else []
@@ -159,7 +159,7 @@ def digest(prompts: Sequence[Prompt]) -> str:
 
 
 def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """("file:line", line, object) of each line that is not blank, up to ``limit`` of them."""
+    """Yield ("file:line", line, object) of each line that is not blank, up to ``limit`` of them."""
     if limit is not None:
         whole("prompts.limit", limit, otherwise=", or null for all")
     if not isinstance(path, str) or not path:
@@ -168,15 +168,15 @@ def _records(path: str, limit: int | None) -> Iterator[tuple[str, int, dict[str,
         kind = "is a directory" if Path(path).is_dir() else "is no regular file"
         kind = kind if Path(path).exists() else "does not exist"
         raise FileNotFoundError(f"prompts file {path} {kind}; set prompts.path to a JSONL file")
-    if (size := Path(path).stat().st_size) > MOST_FILE:
-        raise ValueError(f"prompts file {path} has {size} bytes, more than {MOST_FILE}; split it")
+    if (size := Path(path).stat().st_size) > MAX_FILE:
+        raise ValueError(f"prompts file {path} has {size} bytes, more than {MAX_FILE}; split it")
     count = 0
     with open(path, "rb") as stream:
-        for number, raw in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), start=1):
+        for number, raw in enumerate(iter(lambda: stream.readline(MAX_LINE + 1), b""), start=1):
             if limit is not None and count == limit:
                 return
-            if len(raw) > MOST_LINE:
-                raise ValueError(f"{path}:{number}: the line is longer than {MOST_LINE} bytes; shorten the prompt")
+            if len(raw) > MAX_LINE:
+                raise ValueError(f"{path}:{number}: the line is longer than {MAX_LINE} bytes; shorten the prompt")
             if raw.strip():
                 count += 1
                 where = f"{path}:{number}"
@@ -212,25 +212,25 @@ def _text(record: dict[str, Any], key: str, where: str, named: str) -> str:
 
 
 def _fitting(text: Any, where: str, named: str) -> str:
-    """``text``, unless it is too long, or no text at all."""
+    """Return ``text`` unless it is too long, or is not text."""
     if not isinstance(text, str):
         raise ValueError(f"{where}: {named} must be text, not {type(text).__name__}")
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise ValueError(
-            f"{where}: {named} has {len(text)} characters, more than the {MOST_CHARACTERS} that a prompt may have; "
+            f"{where}: {named} has {len(text)} characters, more than the {MAX_CHARACTERS} that a prompt may have; "
             "shorten it"
         )
     return _whole(text, where, named)
 
 
 def _word(record: dict[str, Any], key: str, where: str) -> str:
-    """A field that may be absent or null, as text; then empty."""
+    """Return a field as text; empty if it is absent or null."""
     value = record.get(key)
     return "" if value is None else _whole(str(value), where, f"'{key}'")
 
 
 def _whole(text: str, where: str, named: str) -> str:
-    """``text``, unless JSON's escapes left half a character in it."""
+    """Return ``text`` unless JSON's escapes left half of a surrogate pair in it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -240,7 +240,7 @@ def _whole(text: str, where: str, named: str) -> str:
 
 
 def _checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:
-    """The prompts, given by line, if there are any and no two share a name."""
+    """Return the prompts, given by line, if there are any and their names are unique."""
     if not prompts:
         raise ValueError(f"{path}: the file holds no prompts; it needs one JSON object a line")
     seen: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Finding strings in a text that comes token by token, and may go back again.
+"""Find strings in a text that grows token by token and may be rewound.
 
-Strings are compared as UTF-8 bytes, so they match across any token borders, and U+FFFD in a string matches a genuine
-one only, not the sign for broken bytes.
+Strings are compared as UTF-8 bytes: they match across token borders, and U+FFFD in a string matches a genuine U+FFFD
+only, not the replacement of invalid bytes.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-MOST_STRINGS, LONGEST, IN_ALL = 256, 4096, 65536  # strings; bytes of one, of all together
+MAX_STRINGS, MAX_LENGTH, MAX_TOTAL = 256, 4096, 65536  # strings; bytes of one, of all together
 
 
 def check_strings(what: str, strings: tuple[str, ...]) -> None:
-    """Refuse strings that cannot be looked for.
+    """Refuse strings that cannot be searched for.
 
     Raises:
-        ValueError: not several strings, too many, too long, an empty one or one that no text can hold; names it.
+        ValueError: not a sequence of strings; too many or too long strings; an empty one; a lone surrogate. Names it.
     """
     if isinstance(strings, str):
-        raise ValueError(f"{what} must be several strings, not the one string {strings!r}: put it in a tuple")
-    if len(strings) > MOST_STRINGS:
-        raise ValueError(f"{what} holds {len(strings)} strings; at most {MOST_STRINGS} are looked for")
+        raise ValueError(f"{what} must be several strings, not the one string {strings!r}: put it in a list")
+    if len(strings) > MAX_STRINGS:
+        raise ValueError(f"{what} holds {len(strings)} strings; the maximum is {MAX_STRINGS}")
     total = 0
     for place, string in enumerate(strings):
         if not string:
-            raise ValueError(f"{what}[{place}] is empty, which is found everywhere: leave it out")
+            raise ValueError(f"{what}[{place}] is empty, which matches everywhere: leave it out")
         try:
             size = len(string.encode())
         except UnicodeEncodeError:
             raise ValueError(f"{what}[{place}] {string!r} has a lone surrogate, which no text can hold") from None
         total += size
-        if size > LONGEST:
-            raise ValueError(f"{what}[{place}] has {size} bytes; at most {LONGEST} are looked for")
-    if total > IN_ALL:
-        raise ValueError(f"{what} has {total} bytes in all; at most {IN_ALL} are looked for")
+        if size > MAX_LENGTH:
+            raise ValueError(f"{what}[{place}] has {size} bytes; the maximum is {MAX_LENGTH}")
+    if total > MAX_TOTAL:
+        raise ValueError(f"{what} has {total} bytes in all; the maximum is {MAX_TOTAL}")
 
 
 class Strings:
-    """An automaton (Aho and Corasick's) over bytes that finds strings; it can be shared.
+    """An Aho-Corasick automaton over bytes that finds strings (Aho and Corasick, CACM 1975); it can be shared.
 
-    A node stands for the longest end of what was read that begins some string; node 0 for none. For each node:
-    ``depth``, the length of that end; ``live``, the length of the longest end that can still grow into a string;
-    ``longest`` and ``shortest``, the index of the longest and the shortest string that ends here, -1 for none.
+    A node stands for the longest suffix of the bytes read that is a prefix of some string; node 0 for none. For each
+    node: ``depth``, the length of that suffix; ``live``, the length of the longest suffix that may still become a
+    string; ``longest`` and ``shortest``, the index of the longest and shortest string that ends here, -1 for none.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -61,13 +61,13 @@ class Strings:
                     own.append(-1)
             own[node] = index
         self.longest, self.shortest = own, own.copy()
-        self.live, self._shorter = self.depth.copy(), self.depth.copy()  # _shorter: the next shorter end, as a node
+        self.live, self._shorter = self.depth.copy(), self.depth.copy()  # _shorter: the node of the next shorter suffix
         inner = {edge >> 8 for edge in self._next}
         nodes = [0]
         edges: dict[int, list[tuple[int, int]]] = {}
         for edge, child in self._next.items():
             edges.setdefault(edge >> 8, []).append((edge & 255, child))
-        for node in nodes:  # grows: shallow nodes first
+        for node in nodes:  # grows while it is read: breadth first
             for byte, child in edges.get(node, ()):
                 nodes.append(child)
                 self.depth[child] = self.depth[node] + 1
@@ -77,7 +77,7 @@ class Strings:
                 self.shortest[child] = self.shortest[shorter] if self.shortest[shorter] >= 0 else self.shortest[child]
 
     def step(self, node: int, byte: int) -> int:
-        """The node after one more byte."""
+        """Return the node after one more byte."""
         while (found := self._next.get(node << 8 | byte)) is None:
             if not node:
                 return 0
@@ -87,12 +87,12 @@ class Strings:
 
 @dataclass(frozen=True)
 class Match:
-    """A string that came.
+    """A string that was found.
 
     Args:
-        tokens: to take back, so that the token in which the string began is the last of them.
-        ban: that token.
-        end: where in the text's bytes the string ends.
+        tokens: number of last tokens from the one in which the string began.
+        ban: the token in which it began.
+        end: byte of the text after the string.
         text: the string.
     """
 
@@ -104,17 +104,17 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Place:
-    """A place between tokens; it never changes, so forks share what lies before.
+    """A position between tokens; it is immutable, so forks share earlier positions.
 
     Args:
-        before: the place one token earlier; None at the beginning.
-        count: tokens so far.
-        token: the one just before.
+        before: the position one token earlier; None at the beginning.
+        count: number of tokens so far.
+        token: the last token.
         piece: its bytes of text.
-        start: bytes of text before it, counted below 0 through healed ones.
-        end: bytes of text after it.
+        start: byte of the text where it begins; negative within healed bytes.
+        end: byte of the text after it.
         node: of the automaton.
-        bans: tokens that must not come next.
+        bans: tokens that are banned next.
     """
 
     before: Place | None
@@ -128,13 +128,13 @@ class Place:
 
 
 class Watcher:
-    """Follows tokens and tells when one of some strings is complete, and in which token it began.
+    """Follows tokens and reports when a string is complete, and in which token it began.
 
     Args:
         pieces: the bytes of every token.
-        strings: what to look for.
-        healed: bytes that the tokens repeat first and that are no text.
-        silent: tokens whose bytes are no text.
+        strings: the strings to find.
+        healed: bytes that the first tokens repeat; they are not part of the text.
+        silent: tokens whose bytes are not part of the text.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class Watcher:
         self.place = Place(None, 0, -1, b"", -len(healed), -len(healed))
 
     def push(self, token: int) -> Match | None:
-        """``token`` comes next. The first string to be complete, of several at once the shortest; None for none.
+        """Append ``token``; return the string that it completes first (the shortest of several), None for none.
 
-        The token counts as come, match or not: it is for the caller to ``rewind``.
+        The token stays after a match: the caller may ``rewind``.
 
         Raises:
-            ValueError: no such token; a token banned here; bytes other than the healed ones. Nothing has changed then.
+            ValueError: an unknown token, a banned one, or one that does not repeat healed bytes; nothing changes then.
         """
         last, strings = self.place, self.strings
         if not 0 <= token < len(self.pieces):
@@ -179,15 +179,15 @@ class Watcher:
         return Match(self.place.count - first.count + 1, first.token, at, strings.strings[found])
 
     def rewind(self, count: int, ban: int | None = None) -> None:
-        """The last ``count`` tokens are taken back, and ``ban`` must not come there.
+        """Remove the last ``count`` tokens, and ban ``ban`` there.
 
-        Bans of a place add up and are forgotten when a rewind goes before it.
+        Bans of a position accumulate, and are forgotten by a rewind to an earlier position.
 
         Raises:
-            ValueError: there are not so many tokens.
+            ValueError: there are fewer tokens.
         """
         if not 0 <= count <= self.place.count:
-            raise ValueError(f"cannot take back {count} tokens of {self.place.count}")
+            raise ValueError(f"cannot remove {count} tokens of {self.place.count}")
         for _ in range(count):
             assert self.place.before is not None
             self.place = self.place.before
@@ -195,21 +195,21 @@ class Watcher:
             self.place = replace(self.place, bans=self.place.bans | {ban})
 
     def fork(self) -> Watcher:
-        """An independent copy, at no cost."""
+        """Return an independent copy."""
         return copy.copy(self)
 
     @property
     def bans(self) -> frozenset[int]:
-        """Tokens that must not come next."""
+        """Tokens that are banned next."""
         return self.place.bans
 
     @property
     def begun(self) -> bool:
-        """Whether the text ends with the beginning of a string, so that tokens that came may have to go."""
+        """Whether the text ends with a prefix of a string, so that its last tokens may have to be removed."""
         return self.strings.live[self.place.node] > 0
 
     def _holding(self, at: int) -> Place:
-        """The place just after the token that holds this byte of the text."""
+        """Return the position after the token that holds a byte of the text."""
         place = self.place
         while place.start > at or place.end <= at:
             assert place.before is not None

@@ -1,4 +1,4 @@
-"""Verifiers: pure laws over a draft. See ``verdict`` for the contract."""
+"""Verifiers: pure functions of a draft and target probabilities. See ``verdict`` for the contract."""
 
 from spec_lab.verify.cascade import Cascade
 from spec_lab.verify.gumbel import Gumbel, match_probability

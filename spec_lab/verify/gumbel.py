@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import argmax
+from spec_lab.verify.arrays import Array, rows_of, view
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import Array, Siblings, rows_of, view
+from spec_lab.verify.siblings import Siblings
 from spec_lab.verify.verdict import Verdict
 
 RACED: frozenset[Drawn] = frozenset({"gumbel"})
@@ -55,7 +56,7 @@ class Gumbel:
             raise ValueError("siblings drawn in one race repeat a token")
         inner = shape.count > 0
         y: Array = inner * (UNKNOWN - NOBODY) + NOBODY  # the winner of each row; nobody races at a leaf
-        end: Array = arrays.index(np.arange(shape.roots))  # of each tree's path
+        end: Array = arrays.range(shape.roots)  # of each tree's path
         racing = end
         for _ in range(draft.shape.lineage.shape[1] - 1):
             y[racing] = best = arrays.where(inner[racing], winners(siblings, racing), NOBODY)

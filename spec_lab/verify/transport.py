@@ -1,6 +1,6 @@
 """The optimal-transport bound: how often any verifier at all can emit a drafted token.
 
-A verifier sees n siblings drawn from q and emits one token whose law is p. Over all joint laws of drafts and token
+A verifier sees n siblings drawn from q and emits one token distributed as p. Over all joint distributions of both
 
     alpha* = max P(the token is one of the drafts) = 1 - max over sets H of [P(all drafts lie in H) - p(H)]
 
@@ -22,27 +22,27 @@ CHUNK = 2**18  # numbers in one temporary of the quadrature; fits a cache
 
 
 def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarray:
-    """The largest acceptance of ``count`` siblings drawn from q by any verifier that emits with law p: ``[n]`` float64.
+    """The largest acceptance of ``count`` siblings drawn from q by any verifier that emits from p: ``[n]`` float64.
 
     Drawn ``iid`` P(all drafts lie in H) = q(H)^count. Drawn ``without`` replacement at most q's support is drafted;
-    ``gumbel`` is the same law of drafts, and the bound covers verifiers that share its noise. Of ``point`` drafts
+    ``gumbel`` drafts are distributed alike, and the bound covers verifiers that share the noise. Of ``point`` drafts
     there is nothing to compute: they are given, and p(drafts) is reached.
 
     Args:
-        p: ``[n, V]``, laws of the target; a dead row (all zero) accepts nothing.
-        q: ``[n, V]``, laws of the draft; of a row of zeros nothing is drafted.
+        p: ``[n, V]``, target probabilities; a dead row (all zero) accepts nothing.
+        q: ``[n, V]``, draft probabilities; of a row of zeros nothing is drafted.
         count: siblings drawn. None: nothing is accepted.
 
     Raises:
-        ValueError: laws that do not fit each other or are negative or NaN; a negative count; drawn ``point``.
+        ValueError: p and q of different shapes, negative or NaN; a negative count; drawn ``point``.
     """
     if drawn == "point":
         raise ValueError("point drafts are not random: what can be accepted of them is p(drafts)")
     if p.ndim != 2 or p.shape != q.shape:
-        raise ValueError(f"laws of shapes {tuple(p.shape)} and {tuple(q.shape)} do not fit each other")
+        raise ValueError(f"p and q must have equal shapes (got {tuple(p.shape)} and {tuple(q.shape)})")
     if count < 0:
         raise ValueError(f"{count} siblings cannot be drawn")
-    target, draft = _laws(p), _laws(q)
+    target, draft = _normalised(p), _normalised(q)
     draft[draft < TINY] = 0.0
     support = (draft > 0).sum(-1)
     if count == 0 or not support.any():
@@ -76,7 +76,7 @@ def all_inside(q: np.ndarray, count: int) -> np.ndarray:
     q leaves little, and what is drawn next depends on that little alone.
 
     Args:
-        q: ``[n, V]`` float64, laws with more than ``count`` tokens in their support.
+        q: ``[n, V]`` float64, distributions with more than ``count`` tokens in their support.
         count: at least 2.
     """
     outside = np.zeros_like(q)
@@ -98,31 +98,31 @@ def all_inside(q: np.ndarray, count: int) -> np.ndarray:
 def _missed(q: np.ndarray, outside: np.ndarray, count: int) -> np.ndarray:  # [n, V]
     """P(some, but fewer than ``count`` tokens of H ring before the first outside).
 
-    The trapezoidal rule in log t: all rates of a law, however far apart, are covered alike, and the integrand is
-    analytic where Re t > 0, so few points are enough. The law of N_H(t), cut at ``count``, grows token by token.
+    The trapezoidal rule in log t: all rates, however far apart, are covered alike, and the integrand is analytic where
+    Re t > 0, so few points are enough. The distribution of N_H(t), cut at ``count``, grows token by token.
     """
     # until count tokens have rung the others do so at a rate of at least `slowest`; that time is over at the end
     slowest = np.sort(q, -1)[:, : 1 - count].sum(-1).min()
     end = np.log(50.0 + 5.0 * count) - np.log(slowest)
     t = np.exp(np.arange(START, end + STEP, STEP))
-    law = np.zeros((count, len(q), len(t)))  # [k, n, T]: P(N_H(t) = k)
-    law[0] = 1.0
+    chance = np.zeros((count, len(q), len(t)))  # [k, n, T]: P(N_H(t) = k)
+    chance[0] = 1.0
     missed = np.empty_like(q)
     for j in range(q.shape[-1]):
         silent = np.multiply.outer(-q[:, j], t)
         rung = -np.expm1(silent)
-        new = law[:-1] * rung
-        law *= np.exp(silent)
-        law[1:] += new
+        new = chance[:-1] * rung
+        chance *= np.exp(silent)
+        chance[1:] += new
         c = outside[:, j]
-        missed[:, j] = c * STEP * np.einsum("knt,nt,t->n", law[1:], np.exp(np.multiply.outer(-c, t)), t)
+        missed[:, j] = c * STEP * np.einsum("knt,nt,t->n", chance[1:], np.exp(np.multiply.outer(-c, t)), t)
     return missed
 
 
-def _laws(x: Tensor) -> np.ndarray:  # [n, V]
+def _normalised(x: Tensor) -> np.ndarray:  # [n, V]
     """``x`` in float64, rows summing to 1 where they are not all zero."""
-    law = x.detach().cpu().double().numpy()
-    if not (law >= 0).all():
-        raise ValueError("a law has a negative entry or NaN")
-    mass = law.sum(-1, keepdims=True)
-    return law / np.where(mass > 0, mass, 1.0)
+    mass = x.detach().cpu().double().numpy()
+    if not (mass >= 0).all():
+        raise ValueError("a distribution has a negative entry or NaN")
+    total = mass.sum(-1, keepdims=True)
+    return mass / np.where(total > 0, total, 1.0)

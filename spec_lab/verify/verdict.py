@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.verify.siblings import CHUNK, Array, Arrays, parts, rows_of
+from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +233,7 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
         ValueError: the sum of a distribution is zero or not finite, on the CPU; see ``Choice.token``.
     """
     arrays = Arrays.like(p)
-    row = arrays.index(np.arange(shape.roots))
+    row = arrays.range(shape.roots)
     if shape.nodes:
         grid = arrays.shape(shape).grid
         stop = arrays.tensor(in_trees(verdict.stop, grid))

@@ -504,7 +504,7 @@ def test_refusals_say_what_and_where(kind, source, why):
 def test_sources_may_be_left_to_requests_or_stand_in_files(tmp_path):
     constraint = automaton.regex(toy())
     assert named(constraint.start(request(constraint="b"))) == {b"b"}
-    with pytest.raises(ConstraintError, match="request 'seven' brings no regex"):
+    with pytest.raises(ConstraintError, match="request 'seven' has no regex"):
         constraint.start(request())
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(NULL))

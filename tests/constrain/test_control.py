@@ -110,17 +110,17 @@ def test_forks_share_the_cells_of_their_past_and_nothing_moves(target):
             break
         used = set()
         for one in live:
-            for place, slot in enumerate(one.path.slots.tolist()):
-                key = cells.keys[0][one.path.span][0, :, slot].clone()
+            for place, slot in enumerate(one.kv.slots.tolist()):
+                key = cells.keys[0][one.kv.span][0, :, slot].clone()
                 text = tuple(one.tokens[: place + 1])
                 assert torch.equal(key, before.setdefault((slot, text), key))
                 used.add(slot)
         if len(live) == 3:
-            first = cells.references[live[0].path.span]
+            first = cells.references[live[0].kv.span]
             past = len(PROMPTS[0])
-            assert all(one.path.slots[:past].tolist() == live[0].path.slots[:past].tolist() for one in live)
-            assert (first[live[0].path.slots[:past]] == 3).all()
-            assert len(used) == (first > 0).sum() < sum(len(one.path) for one in live)
+            assert all(one.kv.slots[:past].tolist() == live[0].kv.slots[:past].tolist() for one in live)
+            assert (first[live[0].kv.slots[:past]] == 3).all()
+            assert len(used) == (first > 0).sum() < sum(len(one.kv) for one in live)
             shared += 1
     assert shared and len(group.sequences) == 3
     assert not cells.references.any()
@@ -128,9 +128,9 @@ def test_forks_share_the_cells_of_their_past_and_nothing_moves(target):
 
 def test_forks_at_the_start_compute_the_prompt_once(target):
     group = play(target, lambda r: at(0, [Branch(), Branch()]), Null())
-    rounds = list(group)
-    assert [len(r.sequences) for r in rounds[:2]] == [1, 2]
-    assert [p for r in rounds for p, is_prompt in zip(r.pending, r.prefill, strict=True) if is_prompt] == [
+    steps = list(group)
+    assert [len(r.sequences) for r in steps[:2]] == [1, 2]
+    assert [p for r in steps for p, is_prompt in zip(r.pending, r.prefill, strict=True) if is_prompt] == [
         len(PROMPTS[0])
     ]
 
@@ -139,8 +139,8 @@ def test_forks_after_a_forced_beginning_compute_the_prompt_once(target):
     script = at(0, [Branch(allow=None, ff=((7,),))], at(1, [Branch(), Branch()]))
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
     group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
-    rounds = list(group)
-    assert sum(sum(r.prefill) for r in rounds) == 1
+    steps = list(group)
+    assert sum(sum(r.prefill) for r in steps) == 1
     assert [s.emitted[0] for s in group.sequences] == [7, 7]
     assert not target.lm.cells.references.any()
 
@@ -214,8 +214,8 @@ BAD = {
     "returns nothing": (at(3, None), "step must return a list of Branch, not None"),
     "is no branch": (at(2, [(0, "any", ())]), "step must return a list of Branch"),
     "names a token that is none": (at(2, [Branch(allow={3, 61})]), "token 61"),
-    "takes back the prompt": (at(3, [Branch(4)]), "takes back 4 tokens; 3 have been emitted"),
-    "takes back the prompt in a fork": (at(3, [Branch(), Branch(9)]), "takes back 9 tokens; 3 have been emitted"),
+    "takes back the prompt": (at(3, [Branch(4)]), "removes 4 tokens, but 3 have been emitted"),
+    "takes back the prompt in a fork": (at(3, [Branch(), Branch(9)]), "removes 9 tokens, but 3 have been emitted"),
     "forks without end": (lambda events: [Branch(), Branch()], "made more than 256 forks of the request"),
     "puts nothing": (lambda events: [Branch(allow=None, ff=((),))] if len(events) == 3 else GO, "an empty list"),
     "allows a word": (at(1, [Branch(allow="all")]), "allow='all'"),

@@ -461,7 +461,7 @@ def test_a_bad_source_of_one_request_names_it():
     grammar = regex(toy(), limits={"source_characters": 10})
     for source, message in {
         "(a": "request 'one': its regex: .*unclosed group",
-        "": "request 'one' brings no regex of its own, and the constraint has none",
+        "": "request 'one' has no regex of its own",
         "a" * 11: "request 'one': its regex: the source has 11 characters, the limit is 10",
     }.items():
         with pytest.raises(ConstraintError, match=message):
@@ -490,8 +490,8 @@ def test_masks_are_not_to_be_written_to():
     [
         (lambda v: regex(v, "(a"), "constraint.regex: .*unclosed group"),
         (lambda v: regex(v, "(?=a)b"), "constraint.regex: .*look-ahead"),
-        (lambda v: regex(v, "a[^\\x00-\\x{10FFFF}]"), "constraint.regex: the tokens of this vocabulary spell no text"),
-        (lambda v: regex(v, "a\ud800"), "constraint.regex: character 1 of the source is half a surrogate"),
+        (lambda v: regex(v, "a[^\\x00-\\x{10FFFF}]"), "constraint.regex: no text in the tokens of this vocabulary"),
+        (lambda v: regex(v, "a\ud800"), "constraint.regex: character 1 of the source is half of a surrogate"),
         (lambda v: regex(v, 7), "constraint.pattern must be text, not 7"),
         (lambda v: regex(v, "a" * 100_001), "100001 characters, the limit is 100000"),
         (lambda v: regex(v, "a", prompt="no"), "constraint.prompt must be true or false"),
@@ -502,20 +502,20 @@ def test_masks_are_not_to_be_written_to():
         (lambda v: regex(v, "(ab)*", limits={"step_lexer_fuel": 1}), "constraint.regex: lexer error"),
         (lambda v: json_schema(v, '{"type": "strin"}'), "constraint.json_schema: Invalid type: strin"),
         (lambda v: json_schema(v, '{"type": "string",}'), "not JSON: .*line 1 column 19"),
-        (lambda v: json_schema(v, "[]"), "a JSON schema is an object, true or false, not '\\[\\]'"),
+        (lambda v: json_schema(v, "[]"), "a JSON schema must be an object, true or false, not '\\[\\]'"),
         (lambda v: json_schema(v, '{"contains": {}}'), 'Unimplemented keys: \\["contains"\\]'),
         (lambda v: json_schema(v, '{"$ref": "http://other"}'), "http://other"),
-        (lambda v: json_schema(v, '{"$ref": "#"}'), "spell no text"),
+        (lambda v: json_schema(v, '{"$ref": "#"}'), "no text"),
         (lambda v: json_schema(v, "{}", whitespace_pattern="(("), "unclosed group"),
         (lambda v: json_schema(v, "{}", path="x"), "give constraint.schema or constraint.path, not both"),
         (lambda v: json_schema(v, path="nowhere.json"), "constraint.path=nowhere.json cannot be read: .*No such file"),
         (lambda v: lark(v, "start: foo"), 'constraint.lark: .*unknown name: "foo"'),
-        (lambda v: lark(v, "start: start"), "spell no text"),
+        (lambda v: lark(v, "start: start"), "no text"),
         (lambda v: lark(v, "x: x", path="x"), "give constraint.grammar or constraint.path, not both"),
         (lambda v: choice(v, []), "choices must be a list of one or more strings"),
-        (lambda v: choice(v, ["a", "b", "a"]), "the choice 'a' is there twice"),
+        (lambda v: choice(v, ["a", "b", "a"]), "the choice 'a' occurs twice"),
         (lambda v: choice(v, ["a", 1]), "choice 1 is 1, not a string: put it in quotes"),
-        (lambda v: choice(v, ["\ud800"]), "half a surrogate"),
+        (lambda v: choice(v, ["\ud800"]), "half of a surrogate"),
         (lambda v: choice(v).start(request("a or b")), "request 'one': its choice: not JSON"),
         (lambda v: choice(v).start(request('{"a": 1}')), "request 'one': its choice: choices must be a list"),
         (lambda v: Grammar(v, "gbnf", "a"), "constraint.kind must be one of regex, json_schema, lark, choice"),
@@ -569,9 +569,9 @@ def test_bounds_of_integers_are_enforced_up_to_the_largest_that_may_be_given():
 def test_the_schema_true_allows_all_json_and_false_nothing():
     everything = json_schema(bundled(), "true")
     assert accepts(everything, '[1, {"a": null}]') and not accepts(everything, "[1")
-    with pytest.raises(ValueError, match="constraint.json_schema: the schema false allows no text"):
+    with pytest.raises(ValueError, match="constraint.json_schema: the schema false matches no text"):
         json_schema(bundled(), "false")
-    with pytest.raises(ConstraintError, match="request 'one': .*false allows no text"):
+    with pytest.raises(ConstraintError, match="request 'one': .*false matches no text"):
         json_schema(bundled()).start(request("false"))
 
 

@@ -71,8 +71,8 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, a
 
     def decode(some, binding):
         group = fixed_group(target, Repeat(3), Token(), some, CounterDraws(0), binding)
-        rounds = list(group)
-        return group, rounds
+        steps = list(group)
+        return group, steps
 
     free, _ = decode(requests, None)
     group, _ = decode(requests, AppliedConstraint(Breaks(), placement, async_masks=async_masks))

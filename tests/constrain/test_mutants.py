@@ -10,7 +10,7 @@ import pytest
 import spec_lab.constrain.applied
 import spec_lab.engine.commit
 import spec_lab.engine.step
-from spec_lab.constrain.applied import Guide, StepConstraint
+from spec_lab.constrain.applied import DraftTreeMasks, StepConstraint
 from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
 from spec_lab.tasks.certify.constrained import bound, examine
 from spec_lab.tasks.certify.enumerate import Reused
@@ -51,15 +51,15 @@ def _first_allowed(state):
     return None if mask is None else next((token for token in range(5) if allows(mask, token)), None)
 
 
-def _same_stream(batch, sequence, number, fork=spec_lab.engine.commit.fork):
-    return replace(fork(batch, sequence, number), lineage=sequence.lineage)
+def _same_stream(sequence, number, fork_state, fork=spec_lab.engine.commit.fork):
+    return replace(fork(sequence, number, fork_state), lineage=sequence.lineage)
 
 
-def _one_less(batch, sequence, count, rewind=spec_lab.engine.commit.rewind):
-    return rewind(batch, sequence, max(count - 1, 0))
+def _one_less(sequence, count, remove=spec_lab.engine.commit.remove):
+    return remove(sequence, max(count - 1, 0))
 
 
-def _never_a_b(self, shape, rows, token, call=Guide.__call__):
+def _never_a_b(self, shape, rows, token, call=DraftTreeMasks.__call__):
     """The draft may not draw "b" anywhere, and anything else where nothing is left of that."""
     allowed = call(self, shape, rows, token)
     allowed[:, 1] = False
@@ -75,7 +75,7 @@ MUTANTS = {
     ),
     "forced means first allowed": lambda: mock.patch.object(spec_lab.engine.commit, "forced_token", _first_allowed),
     "forks share their noise": lambda: mock.patch.object(spec_lab.engine.commit, "fork", _same_stream),
-    "a token too few is taken back": lambda: mock.patch.object(spec_lab.engine.commit, "rewind", _one_less),
+    "a token too few is removed": lambda: mock.patch.object(spec_lab.engine.commit, "remove", _one_less),
 }
 
 
@@ -103,5 +103,5 @@ def test_every_fault_is_found(name):
 
 def test_what_the_draft_alone_does_wrong_changes_no_law():
     """Masks on the draft are a help: however wrong they are, the output's law stays."""
-    with mock.patch.object(Guide, "__call__", _never_a_b):
+    with mock.patch.object(DraftTreeMasks, "__call__", _never_a_b):
         assert found() == []

@@ -89,7 +89,7 @@ def test_whether_forks_are_too_many_does_not_depend_on_drafts(monkeypatch):
     target = tiny_target()
     request = Request(0, "r", (1, 2), max_new_tokens=5)
     for most, broken in ((3, False), (2, True)):
-        monkeypatch.setattr(commit, "MOST_FORKS", most)
+        monkeypatch.setattr(commit, "MAX_FORKS", most)
         for proposer in (Null(), Repeat(3)):
             binding = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
             group = fixed_group(target, proposer, Token(), [request], CounterDraws(0), binding)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import MOST_FORESTS, ComputedOnly, Draft, Shape, chain, empty, forest, tree
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "published_trees.json").read_text())
 
@@ -48,6 +48,52 @@ def test_all_that_is_derived_follows_from_the_parents(shape):
         assert shape.children[row].tolist() == family
         assert [shape.rank[c - shape.roots] for c in family] == list(range(len(family)))
         assert shape.ranks(row) == tuple(shape.rank[r - shape.roots] for r in shape.path(row))
+
+
+def visited(shape: Shape, row: int) -> list[int]:
+    """The rows from ``row`` down, children before their parent, siblings in drawing order."""
+    return [*(one for child in shape.children[row] for one in visited(shape, int(child))), row]
+
+
+@given(shapes())
+def test_what_verifiers_read_follows_from_the_parents(shape):
+    for row in range(shape.rows):
+        line = above(shape, row)
+        assert shape.lineage[row].tolist() == line + [-1] * (shape.lineage.shape[1] - len(line))
+        assert [one for one in shape.table[row].tolist() if one >= 0] == shape.children[row].tolist()
+        assert shape.count[row] == len(shape.children[row])
+    assert shape.expanded.tolist() == [row for row in range(shape.rows) if len(shape.children[row])]
+    assert shape.branches == any(len(children) > 1 for children in shape.children)
+    for root in range(shape.roots):
+        order = visited(shape, root)
+        assert [shape.visit[row] for row in order] == list(range(len(order)))
+    turn = np.full(shape.rows, -1)  # of roots
+    for row in range(shape.roots, shape.rows):
+        turn[row] = turn[shape.parent[row - shape.roots]] + 1 + shape.rank[row - shape.roots]
+    assert shape.turn.tolist() == turn[shape.roots :].tolist()
+
+
+@given(shapes(), st.data())
+def test_a_schedule_puts_nodes_into_steps_and_parts(shape, data):
+    point = np.array(data.draw(st.lists(st.booleans(), min_size=shape.nodes, max_size=shape.nodes)), dtype=bool)
+    marked = data.draw(st.booleans())
+    for step, one in ((shape.rank, shape.by_rank), (shape.turn, shape.by_turn)):
+        nodes, parents, steps, last, sampled = shape.schedule(step, point) if marked else one
+        is_point = point if marked else np.zeros(shape.nodes, dtype=bool)
+        assert parents.tolist() == shape.parent[nodes].tolist() and sorted(nodes.tolist()) == list(range(shape.nodes))
+        assert [start for start, *_ in steps] == [0, *(end for *_, end in steps)][: len(steps)]
+        final = shape.rank + 1 == shape.count[shape.parent] if shape.nodes else np.zeros(0, dtype=bool)
+        for number, (start, a, b, c, end) in enumerate(steps):
+            assert sorted(nodes[start:end]) == np.flatnonzero(step == number).tolist()
+            for part, is_last, points in (
+                (nodes[start:a], 0, 0),
+                (nodes[a:b], 0, 1),
+                (nodes[b:c], 1, 0),
+                (nodes[c:end], 1, 1),
+            ):
+                assert (final[part] == is_last).all() and (is_point[part] == points).all()
+        assert sorted(nodes[last].tolist()) == np.flatnonzero(final).tolist()
+        assert not is_point[nodes[last[:sampled]]].any() and is_point[nodes[last[sampled:]]].all()
 
 
 @given(shapes())
@@ -106,6 +152,15 @@ def test_a_chain_is_one_path():
     assert choices(chain(3)) == {(0,), (0, 0), (0, 0, 0)}
 
 
+def test_the_first_tree_of_a_forest_forgets_forests_when_there_are_many():
+    first = Shape(1, np.array([0, 0]))
+    kept = forest((first, chain(2)))
+    assert forest((first, chain(2))) is kept
+    for _ in range(200):
+        forest((first, Shape(1, np.array([0]))))
+    assert len(first._forests) <= MOST_FORESTS
+
+
 def test_static_shapes_are_shared():
     assert chain(3) is chain(3) and tree(((0,), (1,))) is tree(((0,), (1,)))
     assert forest((chain(2), chain(3))) is forest((chain(2), chain(3)))
@@ -143,13 +198,20 @@ def drafts(draw: st.DrawFn) -> Draft:
     shape = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     token = torch.from_numpy(rng.integers(0, 5, shape.nodes))
-    drawn = draw(st.sampled_from(["iid", "without", "point"]))
+    drawn = draw(st.sampled_from(["iid", "without", "point", "each"]))
+    extra = None
+    if draw(st.booleans()):
+        above = [draw(st.integers(0, shape.rows + x - 1)) for x in range(draw(st.integers(1, 5)))]
+        extra = ComputedOnly(np.array(above), torch.from_numpy(rng.integers(0, 5, len(above))))
     if drawn == "point":
-        return Draft(shape, token)
+        return Draft(shape, token, computed_only=extra)
+    if drawn == "each":
+        drawn = rng.integers(0, 3, shape.nodes).astype(np.int8)
     expanded = rng.permutation(np.unique(shape.parent)).astype(np.int64)
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
-    return Draft(shape, token, drawn, torch.from_numpy(rng.dirichlet(np.ones(5), len(expanded)).reshape(-1, 5)), q_row)
+    q = torch.from_numpy(rng.dirichlet(np.ones(5), len(expanded)).reshape(-1, 5))
+    return Draft(shape, token, drawn, q, q_row, computed_only=extra)
 
 
 @settings(max_examples=150)
@@ -159,9 +221,9 @@ def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
     depth = data.draw(st.lists(st.integers(0, 4), min_size=shape.roots, max_size=shape.roots))
     less = draft.cut(depth)
     wanted = [n for n in range(shape.nodes) if shape.depth[n + shape.roots] <= depth[shape.root[n + shape.roots]]]
-    if len(wanted) == shape.nodes:
+    if (draft.computed_shape.depth <= np.array(depth)[draft.computed_shape.root]).all():
         assert less is draft
-    assert less.token.tolist() == draft.token[wanted].tolist() and less.drawn == draft.drawn
+    assert less.token.tolist() == draft.token[wanted].tolist() and less.codes.tolist() == draft.codes[wanted].tolist()
     assert less.shape.roots == shape.roots
     for new, old in enumerate(wanted):
         assert less.shape.ranks(new + shape.roots) == shape.ranks(old + shape.roots)
@@ -170,6 +232,34 @@ def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
         assert less.q is draft.q
         for new, old in enumerate(wanted):
             assert less.q_row[less.shape.parent[new]] == draft.q_row[shape.parent[old]]
+
+
+@settings(max_examples=150)
+@given(drafts(), st.data())
+def test_rows_that_are_only_computed_stay_where_what_is_above_them_stays(draft, data):
+    shape, whole = draft.shape, draft.computed_shape
+    assert whole.parent[: shape.nodes].tolist() == shape.parent.tolist()
+    assert draft.computed_token[: shape.nodes].tolist() == draft.token.tolist()
+    marked = np.array(data.draw(st.lists(st.booleans(), min_size=shape.rows, max_size=shape.rows)))
+    less, both = draft.keep(marked)
+    extra = list(range(shape.rows, whole.rows))
+    stays = [row for row in extra if all(marked[r] for r in above(whole, row) if shape.roots <= r < shape.rows)]
+    old = [*both, *stays]
+    assert less.computed_shape.rows == len(old) and less.shape.rows == len(both)
+    for row in range(less.shape.rows, less.computed_shape.rows):
+        assert less.computed_token[row - shape.roots] == draft.computed_token[old[row] - shape.roots]
+        assert old[less.computed_shape.parent[row - shape.roots]] == whole.parent[old[row] - shape.roots]
+    assert draft.acceptable_nodes.tolist() == [len(rows) - 1 for rows in shape.trees]
+    counted = draft.acceptable_nodes + draft.computed_only_nodes
+    assert counted.tolist() == [len(rows) - 1 for rows in whole.trees]
+
+
+@given(drafts(), st.data())
+def test_rows_that_are_only_computed_are_cut_by_depth_too(draft, data):
+    depth = data.draw(st.lists(st.integers(0, 4), min_size=draft.shape.roots, max_size=draft.shape.roots))
+    less = draft.cut(depth).computed_shape
+    assert (less.depth <= np.array(depth)[less.root]).all()
+    assert less.nodes == (draft.computed_shape.depth <= np.array(depth)[draft.computed_shape.root]).sum() - less.roots
 
 
 def test_the_empty_draft_has_heads_and_no_nodes():

@@ -84,8 +84,11 @@ def test_what_was_raised_from_a_part_s_error_is_known():
 
 
 MODULE = """
-class Faulty:
-    name, drawn, wants_hidden, nodes = "faulty", "point", False, 1
+from spec_lab.engine.proposer import Lifecycle
+
+
+class Faulty(Lifecycle):
+    name, drawn, nodes = "faulty", "point", 1
 
     def __init__(self, target): ...
 
@@ -94,8 +97,6 @@ class Faulty:
 
     def inner(self):
         return {}["lost"]
-
-    def close(self, sequence): ...
 """
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from spec_lab.constrain.controllers import candidates, template
-from spec_lab.core.options import MOST_CHARACTERS, MOST_STRINGS, strings, whole
+from spec_lab.core.options import MAX_CHARACTERS, MAX_STRINGS, strings, whole
+from spec_lab.engine.proposer import Lifecycle
 from spec_lab.tasks.lab import MOST_NODES, Lab
 from spec_lab.verify import Lenient, Relaxed
 from tests.constrain.parts import toy
@@ -23,8 +24,8 @@ def test_a_whole_number_may_have_an_upper_bound():
 
 
 def test_lists_of_texts_are_bounded():
-    assert len(strings("x", ["a"] * MOST_STRINGS)) == MOST_STRINGS
-    for value in (["a"] * (MOST_STRINGS + 1), ["a" * (MOST_CHARACTERS + 1)]):
+    assert len(strings("x", ["a"] * MAX_STRINGS)) == MAX_STRINGS
+    for value in (["a"] * (MAX_STRINGS + 1), ["a" * (MAX_CHARACTERS + 1)]):
         with pytest.raises(ValueError, match="^x has .* at most") as error:
             strings("x", value)
         assert len(str(error.value)) < 200
@@ -49,8 +50,8 @@ def test_the_nodes_of_a_step_are_bounded(tmp_path):
         wide.arms(replace(settings(tmp_path), batch_size=17))
 
 
-class Many:
-    name, drawn, nodes, wants_hidden = "many", "point", 1024, False
+class Many(Lifecycle):
+    name, drawn, nodes = "many", "point", 1024
 
 
 @pytest.mark.parametrize(

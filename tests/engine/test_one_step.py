@@ -21,6 +21,7 @@ RUNS = {
 PROBABILITIES = {
     "engine/step.py",
     "propose/growth.py",  # a draft model's own q
+    "propose/best_first.py",
     "propose/forced.py",
     "tasks/certify/worlds.py",  # what the outputs of steps are compared with: exact distributions of a table,
     "tasks/certify/constrained.py",

@@ -5,19 +5,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from spec_lab.constrain.lengths import AtLeast
-from spec_lab.constrain.together import Together
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.banned import Banned
-from spec_lab.constrain.control import Controlled
+from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.control import ControllerConstraint
 from spec_lab.constrain.engines.grammar import regex
+from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.engine.engine import Limits
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Limits, fixed_group
+from spec_lab.engine.request import Request
 from spec_lab.propose.best_first import Budget
 from spec_lab.tasks.certify.constrained import PIECES, Forking
-from spec_lab.verify import Token, Traversal
-from tests.extension.enumerated import decoded, distance, model, wanted
+from spec_lab.tasks.certify.worlds import PROMPT
+from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
+from tests.extension.enumerated import SAMPLING, decoded, distance, model, wanted
 
 EXACT = 1e-12
 PACKAGE = Path(__file__).parent / "package"
@@ -48,7 +51,17 @@ def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
 
-PROPOSERS = {"features": features, "feature_trees": feature_trees, "recycling": recycling}
+def lookahead(target):
+    return part("lookahead", "Lookahead")(window=2, depth=2)
+
+
+def union(target):
+    return part("union", "Union")(depth=2)
+
+
+PROPOSERS = {
+    "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead, "union": union
+}  # fmt: skip
 
 
 def constraints() -> dict[str, AppliedConstraint | None]:
@@ -57,8 +70,10 @@ def constraints() -> dict[str, AppliedConstraint | None]:
     return {
         "none": None,
         "grammar": AppliedConstraint(grammar, "both", fast_forward=True),
-        "forks": AppliedConstraint(Controlled(lambda _: Forking(), vocabulary.size, "a controller that forks")),
-        "backtracking": AppliedConstraint(Together([Banned(("bb", "ca"), PIECES), AtLeast(2, vocabulary.size)])),
+        "forks": AppliedConstraint(
+            ControllerConstraint(lambda _: Forking(), vocabulary.size, "a controller that forks")
+        ),
+        "backtracking": AppliedConstraint(Combined([Banned(("bb", "ca"), PIECES), MinNewTokens(2, vocabulary.size)])),
     }
 
 
@@ -87,3 +102,19 @@ def test_a_request_has_its_distribution_whatever_comes_and_goes_beside_it(propos
     found, seen = decoded(target, PROPOSERS[proposer](target), Token(), 3, None, LIMITS[limits])
     assert distance(found, wanted(target, 3)) < EXACT
     assert seen["drafted"] > 0 and seen["accepted"] > 0
+
+
+def test_rows_that_are_computed_only_are_observed_and_counted_apart():
+    target = model()
+    request = Request(0, "request", PROMPT, SAMPLING, 8, frozenset())
+    engine = fixed_group(target, lookahead(target), Token(), [request], CounterDraws(0))
+    rows = [row for info in engine for row in info.rows()]
+    assert [row["computed_only"] for row in rows] == [2] * len(rows)
+    assert all(row["nodes"] <= 2 for row in rows) and any(row["nodes"] for row in rows)
+
+
+@pytest.mark.parametrize("verifier", [KSeq(), Gumbel()])
+def test_a_mixture_of_ways_of_drawing_is_refused_by_verifiers_that_do_not_support_it(verifier):
+    target = model()
+    with pytest.raises(Misfit, match=rf"(?s){verifier.name}.*union"):
+        fixed_group(target, union(target), verifier, [], CounterDraws(0))

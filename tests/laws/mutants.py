@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 import spec_lab.engine.commit
-import spec_lab.engine.sequence
 import spec_lab.propose.growth
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.engine.sequence import Batch
+from spec_lab.engine.proposer import Observation, Requires
+from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify import exact
 from spec_lab.tasks.certify.certificate import Control, prove
@@ -91,8 +92,24 @@ class Around:
     def propose(self, batch: Batch) -> Draft:
         return self.change(batch, self.inner.propose)
 
-    def close(self, sequence: Any) -> None:
-        self.inner.close(sequence)
+    @property
+    def requires(self) -> Requires:
+        return self.inner.requires if self.inner else Requires()
+
+    def init(self, request: Request) -> Any:
+        return self.inner.init(request)
+
+    def observe(self, observed: Sequence[Observation]) -> None:
+        self.inner.observe(observed)
+
+    def fork(self, state: Any) -> Any:
+        return self.inner.fork(state)
+
+    def rewind(self, state: Any, length: int) -> None:
+        self.inner.rewind(state, length)
+
+    def close(self, state: Any) -> None:
+        self.inner.close(state)
 
 
 class Inverse:
@@ -135,7 +152,7 @@ def inverse() -> Iterator[None]:
 
 
 class Absolute(Siblings):
-    excess = edited(Siblings.excess, "                x.clamp_min_(0.0)", "                x.abs_()")
+    excess = edited(Siblings.excess, "x.relu_()", "x.abs_()")
 
 
 RESIDUAL_IS_ABSOLUTE = edited(
@@ -340,20 +357,18 @@ def shared(purpose: Purpose) -> AbstractContextManager[Any]:
 
 
 def standing_still() -> AbstractContextManager[Any]:
-    """A round number that stands still: each step gets the uniforms of the first."""
-    return mock.patch.object(
-        spec_lab.engine.sequence.SequenceState, "key", property(lambda s: (s.request.id, s.branch, 0))
-    )
+    """A step number that never changes: each step gets the uniforms of the first."""
+    return mock.patch.object(SequenceState, "key", property(lambda s: (s.request.id, s.branch, 0)))
 
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
     """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
     right = spec_lab.engine.commit._commit
 
-    def late(batch: Any, tree: int, sequence: Any, *rest: Any) -> Any:
+    def late(sequence: Any, *rest: Any) -> Any:
         asked, before = sequence.request, len(sequence.tokens)
         sequence.request = replace(asked, stop=frozenset())
-        done = right(batch, tree, sequence, *rest)
+        done = right(sequence, *rest)
         sequence.request = asked
         if asked.stop.intersection(sequence.tokens[before:][first:]):
             sequence.finish = "stop"

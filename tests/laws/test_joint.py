@@ -103,9 +103,9 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
         if text[-1] in STOP:
             row = got.path[-1] if got.path else head
             bonus = not len(shape.children[row])
-            cut = got.emitted_kept
+            cut = got.count(kept=True)
             places[
-                "inside" if cut < got.accepted else "end" if cut == got.accepted else "bonus" if bonus else "residual"
+                "inside" if cut < len(got.path) else "end" if cut == len(got.path) else "bonus" if bonus else "residual"
             ] += 1
         assert not STOP.intersection(text[:-1])
     assert set(places) == {"inside", "end", "bonus", "residual"}
@@ -116,7 +116,9 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
 def test_a_length_limit_cuts_inside_a_path(verifier):
     parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
     outcomes = list(decoded(parts, verifier, tokens=3))
-    assert any(got.accepted_kept < got.accepted for _, (_, rounds) in outcomes for _, _, got in rounds)
+    assert any(
+        got.count(accepted=True, kept=True) < len(got.path) for _, (_, rounds) in outcomes for _, _, got in rounds
+    )
     texts = [(probability, text) for probability, (text, _) in outcomes]
     assert {len(text) for _, text in texts} == {3}
     assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
@@ -225,7 +227,7 @@ def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
         )
         for done in group:
             deepest = np.array(done.draft.shape.depth)
-            assert [got.accepted for got in done.committed] == [int(deepest[t].max()) for t in done.draft.shape.trees]
+            assert [len(got.path) for got in done.committed] == [int(deepest[t].max()) for t in done.draft.shape.trees]
 
 
 def test_a_draft_that_reads_ahead_is_seen():

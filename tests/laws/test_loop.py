@@ -126,10 +126,10 @@ def test_a_stop_token_ends_the_text_and_leaves_its_law(target, draft, tree):
 
 
 def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
-    right = spec_lab.engine.step.law
+    right = spec_lab.engine.step.logits_to_probs
 
     def bare(logits, samplings, seen=None, mask=None, **more):
         return right(logits, [Sampling(s.temperature) for s in samplings], None, mask, **more)
 
-    monkeypatch.setattr(spec_lab.engine.step, "law", bare)
+    monkeypatch.setattr(spec_lab.engine.step, "logits_to_probs", bare)
     assert distance(target, draft, "1", "iid", Token(), WARPED) > 1e-3

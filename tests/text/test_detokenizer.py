@@ -491,7 +491,7 @@ def test_more_tokens_than_came_cannot_be_taken_back():
     stream = Stream([b"a"], Rules())
     stream.push(0)
     for count in (2, -1):
-        with pytest.raises(ValueError, match=f"cannot take back {count} tokens of 1"):
+        with pytest.raises(ValueError, match=f"cannot remove {count} tokens of 1"):
             stream.rewind(count)
     assert stream.text == "a"
 
@@ -501,11 +501,11 @@ def test_more_tokens_than_came_cannot_be_taken_back():
     [
         ({"stop_strings": ("a", "")}, r"stop_strings\[1\] is empty"),
         ({"banned_strings": ("",)}, r"banned_strings\[0\] is empty"),
-        ({"stop_strings": "ab"}, "put it in a tuple"),
+        ({"stop_strings": "ab"}, "put it in a list"),
         ({"stop_strings": ("\ud800",)}, "lone surrogate"),
-        ({"stop_strings": ("a",) * 257}, "at most 256"),
-        ({"stop_strings": ("€" * 1366,)}, "4098 bytes; at most 4096"),
-        ({"banned_strings": ("a" * 4096,) * 17}, "at most 65536"),
+        ({"stop_strings": ("a",) * 257}, "the maximum is 256"),
+        ({"stop_strings": ("€" * 1366,)}, "4098 bytes; the maximum is 4096"),
+        ({"banned_strings": ("a" * 4096,) * 17}, "the maximum is 65536"),
         ({"min_tokens": -1}, "0 or more"),
         ({"max_tokens": 0}, "at least min_tokens and 1"),
         ({"min_tokens": 3, "max_tokens": 2}, "max_tokens"),

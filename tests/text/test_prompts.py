@@ -182,7 +182,7 @@ def test_a_nul_is_a_character(tmp_path):
 
 
 def test_a_prompt_has_a_bounded_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "MOST_CHARACTERS", 10)
+    monkeypatch.setattr(text, "MAX_CHARACTERS", 10)
     assert text.jsonl(write(tmp_path, '{"prompt": "0123456789"}'))
     with pytest.raises(ValueError, match=r"prompts.jsonl:1: .*has 11 characters, more than the 10"):
         text.jsonl(write(tmp_path, '{"prompt": "0123456789x"}'))
@@ -208,11 +208,11 @@ def test_only_text_that_is_unicode_is_encoded():
 
 def test_lines_and_files_have_a_bounded_length(tmp_path, monkeypatch):
     path = write(tmp_path, '{"prompt": "x"}\n{"prompt": "' + "y" * 100 + '"}\n')
-    monkeypatch.setattr(text, "MOST_LINE", 50)
+    monkeypatch.setattr(text, "MAX_LINE", 50)
     assert len(text.jsonl(path, limit=1)) == 1
     with pytest.raises(ValueError, match=r"prompts.jsonl:2: the line is longer than 50 bytes"):
         text.jsonl(path)
-    monkeypatch.setattr(text, "MOST_FILE", 100)
+    monkeypatch.setattr(text, "MAX_FILE", 100)
     with pytest.raises(ValueError, match=r"prompts.jsonl has 131 bytes, more than 100"):
         text.jsonl(path)
 

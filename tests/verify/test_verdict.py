@@ -6,9 +6,25 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import chain, forest, tree
+from spec_lab.core.draft import ComputedOnly, Draft, chain, forest, tree
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.verify import Token, Verdict, check_pair, choose
+from spec_lab.verify import (
+    Cascade,
+    Gumbel,
+    KSeq,
+    Lenient,
+    Match,
+    Misfit,
+    Relaxed,
+    Token,
+    Traversal,
+    Typical,
+    Verdict,
+    check_draft,
+    check_pair,
+    choose,
+    misfit,
+)
 from tests.laws.tabular import explore
 
 SHAPE = forest((chain(1), chain(0), tree(((0,), (1,), (0, 0)))))  # trees of 2, 1 and 4 rows
@@ -51,10 +67,65 @@ def test_expected_accepted_weighs_depths_by_where_the_path_ends():
     np.testing.assert_allclose(STATED.expected_accepted(SHAPE), [0.7, 0.0, 0.4 + 2 * 0.5], rtol=1e-15)
 
 
-def test_a_draft_that_a_verifier_cannot_judge_is_refused_by_name():
+def test_a_draft_that_a_verifier_does_not_support_is_refused_by_name():
     class Narrow(Token):
         accepts = frozenset({"without", "iid"})
 
     check_pair("chain", "iid", Narrow())
-    with pytest.raises(ValueError, match="'token' supports drafts drawn iid, without; proposer 'ngram' draws 'point'"):
-        check_pair("ngram", "point", Narrow())
+    check_pair("chain", frozenset({"iid", "without"}), Narrow())
+    for draws in ("point", frozenset({"point", "iid"})):
+        with pytest.raises(
+            Misfit, match="'token' supports drafts drawn iid, without; proposer 'ngram' draws .*'point'"
+        ):
+            check_pair("ngram", draws, Narrow())
+
+
+EVERY = [Token(), Traversal(), Match(), Lenient(0.5), Typical(), Relaxed(), KSeq(), Gumbel(), Cascade()]
+
+
+@pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
+def test_points_beside_sampled_nodes_are_for_some_verifiers_only(verifier):
+    mixed = frozenset({"point", "without"})
+    shape, q, q_row = tree(((0,), (1,))), torch.full((1, 3), 1 / 3), np.array([0, -1, -1])
+    draft = Draft(shape, torch.tensor([0, 1]), np.array([0, 2], dtype=np.int8), q, q_row)
+    if verifier.name in ("kseq", "gumbel", "cascade"):
+        with pytest.raises(Misfit, match=f"'{verifier.name}' supports .*; proposer 'union' draws 'point', 'without'"):
+            check_pair("union", mixed, verifier)
+        with pytest.raises(
+            Misfit, match=f"'{verifier.name}' supports .*; proposer 'union' has drafted nodes drawn 'point'"
+        ):
+            check_draft("union", verifier, draft)
+    else:
+        check_pair("union", mixed, verifier)
+        check_draft("union", verifier, draft)
+        assert verifier(draft, q.expand(3, 3)).stop.sum() == pytest.approx(1.0)
+
+
+def test_a_verifier_that_does_not_declare_mixtures_gets_none():
+    class Plain:
+        name, accepts, lossless = "plain", frozenset({"iid", "without", "point"}), True
+
+    assert misfit("union", frozenset({"point", "iid"}), Plain()) is not None
+    assert misfit("union", frozenset({"point"}), Plain()) is None and misfit("chain", "iid", Plain()) is None
+    assert "several ways" in str(misfit("union", frozenset({"point", "iid"}), Plain()))
+
+
+@pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
+def test_rows_that_are_only_computed_change_no_verdict(verifier):
+    """They are no rows of the draft's shape: p has none of theirs, and no path ends there."""
+    way = sorted(verifier.accepts)[0]
+    shape = forest((tree(((0,), (1,), (0, 0))), chain(2)))
+    expanded, generator = np.unique(shape.parent), torch.Generator().manual_seed(0)
+    q = torch.rand(len(expanded), 6, generator=generator).softmax(-1)
+    q_row = np.full(shape.rows, -1)
+    q_row[expanded] = np.arange(len(expanded))
+    noise = torch.rand(len(expanded), 6, generator=generator).double() if way == "gumbel" else None
+    sampled = (None, None) if way == "point" else (q, q_row)
+    window = ComputedOnly(np.array([0, shape.rows, 3]), torch.tensor([1, 1, 1]))
+    token, p = torch.tensor([0, 1, 2, 3, 4]), torch.rand(shape.rows, 6, generator=generator).softmax(-1)
+    bare = Draft(shape, token, way, *sampled, noise)
+    draft = Draft(shape, token, way, *sampled, noise, computed_only=window)
+    assert draft.computed_only_nodes.tolist() == [3, 0] and draft.acceptable_nodes.tolist() == [3, 2]
+    assert verifier(draft, p).stop.tolist() == verifier(bare, p).stop.tolist()
+    rows = np.arange(shape.rows)
+    assert torch.equal(verifier(draft, p).residual(rows), verifier(bare, p).residual(rows))

@@ -47,34 +47,26 @@ def as_frame(comparison: Comparison) -> pd.DataFrame:
     ``unit``, ``units``, ``paired``, ``verdict``, ``why``; ``identical_outputs`` belongs to the pair.
     """
     folders = {run.label: str(run.folder) for run in comparison.runs}
-    rows = [
-        {
+    rows = []
+    for pair in comparison.pairs:
+        runs = {
             "reference": pair.reference,
             "other": pair.other,
             "reference_folder": folders[pair.reference],
             "other_folder": folders[pair.other],
             "reference_arm": pair.arms[0],
             "other_arm": pair.arms[1],
-            "figure": one.figure,
-            "reference_value": one.reference,
-            "other_value": one.other,
-            "change": one.interval.mean,
-            "relative": one.relative,
-            "low": one.interval.low,
-            "high": one.interval.high,
-            "simultaneous_low": one.simultaneous.low,
-            "simultaneous_high": one.simultaneous.high,
-            "smallest": one.smallest,
-            "unit": one.unit,
-            "units": min(one.units),
-            "paired": one.paired,
-            "verdict": one.verdict,
-            "why": one.why,
-            "identical_outputs": pair.identical,
         }
-        for pair in comparison.pairs
-        for one in pair.changes
-    ]
+        for one in pair.changes:
+            values = {"figure": one.figure, "reference_value": one.reference, "other_value": one.other}
+            changes = {"change": one.interval.mean, "relative": one.relative, "smallest": one.smallest}
+            bounds = {"low": one.interval.low, "high": one.interval.high}
+            _, low, high = one.simultaneous
+            bounds |= {"simultaneous_low": low, "simultaneous_high": high}
+            tests = {"unit": one.unit, "units": min(one.units), "paired": one.paired, "verdict": one.verdict}
+            rows.append(
+                runs | values | changes | bounds | tests | {"why": one.why, "identical_outputs": pair.identical}
+            )
     return pd.DataFrame(rows)
 
 

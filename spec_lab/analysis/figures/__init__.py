@@ -113,7 +113,7 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     width = round(figure.get_figwidth() * 96)
     label = "; ".join(axes.get_title(loc="left") for axes in figure.axes)  # for screen readers
-    style = f"max-width:{width}px;min-width:{round(0.72 * width)}px"
+    style = f"width:{width}px;max-width:100%;min-width:{round(0.72 * width)}px"
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}" style="{style}"', 1)
 
 

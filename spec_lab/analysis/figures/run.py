@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -45,14 +46,15 @@ def acceptance(tables: Tables) -> Figure | None:
 
 @rc_context(STYLE)
 def throughput(tables: Tables) -> Figure | None:
-    """Draw each group's decode speed against the baseline's, and the speed-up (ratio of sums) with its interval."""
+    """Draw each group's decode speed against the baseline's, and the speed-up (ratio of sums) with its interval.
+
+    None without a baseline.
+    """
     frame, means = frames.throughput(tables), frames.speedups(tables).set_index("arm")
-    if not len(frame):
-        return None
     colour = style.colours(metrics.arms(tables))
     others = [arm for arm in frame["arm"].unique() if arm != "baseline"]
     if not others or frame["baseline"].isna().all():
-        return _without_baseline(frame, colour)
+        return None
     names = list(style.short(others).values())
     figure, (left, right) = style.panels(
         2, 7.2, max(2.7, 0.42 * len(others) + 0.4), between=style.text_width(names) + 0.35
@@ -84,38 +86,19 @@ def throughput(tables: Tables) -> Figure | None:
     return figure
 
 
-def _without_baseline(frame: pd.DataFrame, colour: Mapping[str, str]) -> Figure:
-    """Draw the speed of each group, where there is no baseline to compare with."""
-    arms = list(frame["arm"].unique())
-    names = style.short(arms)
-    figure, (axes,) = style.panels(1, 6.0, 2.7, right=style.text_width(names.values()) + 0.6)
-    for arm in arms:
-        groups = frame[frame["arm"] == arm]
-        axes.plot(groups["group"], groups["tokens_per_second"], "o", ms=4, color=colour[arm], label=names[arm])
-    axes.set(xlabel="group of prompts", ylabel="tokens/s", title="Decode speed of each group", ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    style.legend_right(axes)
-    return figure
-
-
 @rc_context(STYLE)
 def phases(tables: Tables) -> Figure | None:
     """Draw decode time by phase: milliseconds per emitted token, one bar per arm."""
     frame = frames.time_by_phase(tables)
     if not len(frame):
         return None
-    arms = list(frame["arm"].unique())
-    figure, axes = style.bars(arms, "Decode time by phase", "milliseconds per emitted token", right=2.0, bottom=1.35)
-    end = np.zeros(len(arms))
-    for phase, colour in style.PHASES.items():
-        width = frame[frame["phase"] == phase]["ms_per_token"].to_numpy()
-        if width.max() > 0:
-            axes.barh(range(len(arms)), width, left=end, color=colour, label=metrics.PHASES[phase], height=0.62)
-            end = end + width
-    for place, (total, share) in enumerate(zip(end, frame.drop_duplicates("arm")["overhead"], strict=True)):
-        style.beside(axes, f"{total:.2f} ms, overhead {share:.1%}", total, place)
-    axes.set_xlim(0, end.max() * 1.01)
-    style.legend_below(axes, len(arms), 4)
+    widths = frame.pivot(index="arm", columns="phase", values="ms_per_token").loc[frame["arm"].unique()]
+    widths = widths[[phase for phase in style.PHASES if widths[phase].max() > 0]]
+    parts = {phase: (metrics.PHASES[phase], colour) for phase, colour in style.PHASES.items()}
+    shares = frame.drop_duplicates("arm")["overhead"]
+    texts = [f"{ms:.2f} ms, overhead {share:.1%}" for ms, share in zip(widths.sum(axis=1), shares, strict=True)]
+    figure, axes = style.stacked_bars(widths, parts, texts, right=2.0, bottom=1.35)
+    axes.set(title="Decode time by phase", xlabel="milliseconds per emitted token")
     return figure
 
 
@@ -125,26 +108,19 @@ def tokens(tables: Tables) -> Figure | None:
     frame = frames.tokens_per_step(tables)
     if not len(frame):
         return None
-    arms, last = list(frame["arm"].unique()), len(style.SEQUENCE) - 1
-    figure, axes = style.bars(arms, "Tokens emitted per step", "share of steps", right=0.9, bottom=1.0)
-    shares = frame.assign(shown=frame["tokens"].clip(upper=last)).pivot_table(
-        index="arm", columns="shown", values="share", aggfunc="sum", fill_value=0.0
-    )
-    end = np.zeros(len(arms))
-    for count, values in shares.loc[arms].items():
-        width, label = values.to_numpy(), f"{count} or more" if count == last else str(count)
-        axes.barh(range(len(arms)), width, left=end, color=style.SEQUENCE[count], height=0.66, edgecolor="white",
-                  linewidth=0.6, label=label)  # fmt: skip
-        for place in np.flatnonzero(width > 0.06).tolist():
-            ink, middle = "white" if count > 3 else "#222222", float(end[place] + width[place] / 2)
-            axes.text(middle, place, f"{width[place]:.0%}", color=ink, fontsize=8, ha="center", va="center")
-        end = end + width
-    for place, tau in enumerate(frame.drop_duplicates("arm")["tau"]):
-        style.beside(axes, f"tau {tau:.2f}", 1.0, place)
-    axes.set_xlim(0, 1)
+    last = len(style.SEQUENCE) - 1
+    frame["count"] = frame["tokens"].clip(upper=last)
+    shares = frame.pivot_table(index="arm", columns="count", values="share", aggfunc="sum", fill_value=0.0)
+    labels = [*map(str, range(last)), f"{last} or more"]
+    texts = [f"tau {tau:.2f}" for tau in frame.drop_duplicates("arm")["tau"]]
+    parts = dict(enumerate(zip(labels, style.SEQUENCE, strict=True)))
+    figure, axes = style.stacked_bars(shares.loc[frame["arm"].unique()], parts, texts, right=0.9, bottom=1.1)
+    axes.set(title="Tokens emitted per step", xlabel="share of steps")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.grid(visible=False)
-    style.legend_below(axes, len(arms), 8)
+    for count, bars in zip(shares, axes.containers, strict=True):
+        assert isinstance(bars, BarContainer)
+        shown = [f"{bar.get_width():.0%}" if bar.get_width() > 0.06 else "" for bar in bars]
+        axes.bar_label(bars, shown, label_type="center", color="white" if count > 3 else "#222222", fontsize=8)
     return figure
 
 

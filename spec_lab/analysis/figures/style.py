@@ -7,8 +7,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from spec_lab.core.terminal import visible
 
@@ -37,6 +39,8 @@ PHASES = {
     "between": "#8a8a8a",
 }
 """Colour of each phase (``metrics.PHASES``), in stacking order."""
+
+DASHES = ("-", "--", ":", "-.")
 
 SEQUENCE = ("#dfe5ea", "#b9d3ea", "#8fb8dc", "#629bcb", "#3d7fb8", "#22639c", "#114a7d", "#06315c")
 """Colours of 0, 1, 2, ... tokens; the last one stands for all larger numbers."""
@@ -139,12 +143,29 @@ def panels(
     return figure, list(axes)
 
 
-def bars(arms: Sequence[str], title: str, xlabel: str, right: float, bottom: float) -> tuple[Figure, Axes]:
-    """Return a figure with one row for each arm, for horizontal bars."""
-    names = list(short(arms).values())
-    figure, (axes,) = panels(1, 6.0, ROW * len(arms) + 0.2, left=text_width(names) + 0.1, right=right, bottom=bottom)
-    axes.set(xlabel=xlabel, title=title)
+def stacked_bars(
+    widths: pd.DataFrame, parts: Mapping[Any, tuple[str, str]], texts: Sequence[str], **margins: float
+) -> tuple[Figure, Axes]:
+    """Return a figure with one stacked bar for each arm.
+
+    Args:
+        widths: the widths, a row for each arm and a column for each part, in stacking order.
+        parts: label and colour of each part.
+        texts: a text behind each bar.
+        margins: in inches, as in ``panels``.
+    """
+    names, height = list(short(widths.index).values()), ROW * len(widths) + 0.2
+    figure, (axes,) = panels(1, 6.0, height, left=text_width(names) + 0.1, **margins)
+    ends = widths.cumsum(axis=1)
+    for part, width in widths.items():
+        label, colour = parts[part]
+        axes.barh(range(len(names)), width, left=ends[part] - width, color=colour, height=0.64, edgecolor="white",
+                  linewidth=0.4, label=label)  # fmt: skip
+    for place, (end, text) in enumerate(zip(ends.iloc[:, -1], texts, strict=True)):
+        axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
     rows(axes, names)
+    axes.set_xlim(0, ends.iloc[:, -1].max() * 1.01)
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.5 / height), ncols=4, fontsize=8, columnspacing=1.2)
     return figure, axes
 
 
@@ -155,26 +176,17 @@ def rows(axes: Axes, names: Sequence[str], size: float = 9) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def beside(axes: Axes, text: str, x: float, place: float) -> None:
-    """Write a text to the right of a point."""
-    axes.annotate(text, (x, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
+def legend_right(axes: Axes, lines: Sequence[Line2D] | None = None) -> None:
+    """Put the legend to the right of the axes, of all labelled lines or the ones given."""
+    options = {} if lines is None else {"handles": lines}
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=8.5, **options)
 
 
-def legend_below(axes: Axes, arms: int, columns: int) -> None:
-    """Put the legend of bars below the x axis."""
-    below = -0.5 / (ROW * arms + 0.2)
-    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, below), ncols=columns, fontsize=8, columnspacing=1.2)
-
-
-def legend_right(axes: Axes) -> None:
-    """Put the legend to the right of the axes."""
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=8.5)
-
-
-def curve(axes: Axes, x: Any, value: Any, low: Any, high: Any, colour: str, label: str) -> None:
-    """Draw a line with markers and its band."""
-    axes.plot(x, value, "o-", ms=4, color=colour, label=label)
+def curve(axes: Axes, x: Any, value: Any, low: Any, high: Any, colour: str, label: str, dash: str = "-") -> Line2D:
+    """Draw a line with markers and its band; returns the line."""
+    (line,) = axes.plot(x, value, "o", linestyle=dash, ms=4, color=colour, label=label)
     axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    return line
 
 
 def interval_mark(axes: Axes, mean: float, low: float, high: float, place: float, colour: str) -> str:
@@ -190,8 +202,6 @@ def one_line(axes: Axes, axis: str = "x") -> None:
     (axes.axvline if axis == "x" else axes.axhline)(1.0, color=GREY, linestyle="--", linewidth=1)
 
 
-def option_colours(categories: Sequence[str], arms: Mapping[str, str]) -> dict[str, str]:
-    """Return a colour for each category: the arms' colours if all are arms, else ``COLOURS`` in order."""
-    if set(categories) <= set(arms):
-        return {name: arms[name] for name in categories}
+def option_colours(categories: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each value of an option."""
     return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(categories)}

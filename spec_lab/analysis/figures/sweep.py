@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from spec_lab.analysis.figures import style
 from spec_lab.analysis.figures.style import STYLE
@@ -63,7 +65,10 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
     present = set(categories[by])
     words = [word for word in categories[by].cat.categories if word in present]
     names = style.short(words, 40)
-    colour = style.option_colours(words, style.colours(sweeps.compared_arms(table)))
+    colour = style.option_colours(words)
+    if by in ("arm", "proposer"):
+        proposers = {word: word.removeprefix("proposer=") for word in words}
+        colour = {word: style.colours(proposers.values())[name] for word, name in proposers.items()}
     figure, (axes,) = style.panels(1, 4.4, 3.2, right=style.text_width(names.values()) + 0.5)
     style.one_line(axes, "y")
     for word in words:
@@ -79,25 +84,34 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
 def lines(table: pd.DataFrame, keys: Sequence[str], key: str) -> Figure | None:
     """Draw tau and speed-up against a numeric option, with 95 % bands; a line for each setting of the other options.
 
+    Lines have the colours of their arms where there are several, and differ in their dashes.
+
     Runs that differ only in the seed are one point; its band is the mean of their bounds (``sweeps.by_option``).
     """
     frame = sweeps.by_option(table, keys, key, list(VALUES))
     values = [name for name in VALUES if (frame["what"] == name).any()]
     if not values:
         return None
-    names = style.short(frame["line"], 40)
-    colour = style.option_colours(list(names), style.colours(sweeps.compared_arms(table)))
+    lines_of = frame.drop_duplicates("line")[["line", "arm"]].to_numpy().tolist()
+    names, colour = style.short(frame["line"], 40), style.colours(sweeps.compared_arms(table))
+    options = style.option_colours(list(names))
+    several_arms = len({arm for _, arm in lines_of}) > 1 or len(lines_of) == 1
     right = style.text_width(names.values()) + 0.5 if len(names) > 1 else 0.2
     figure, axes = style.panels(len(values), 3.7 * len(values), 2.9, right=right, between=0.65)
+    drawn: dict[str, Line2D] = {}
     for panel, value in zip(axes, values, strict=True):
-        for line, points in frame[frame["what"] == value].groupby("line", sort=False):
-            style.curve(panel, points["x"], points["value"], points["low"], points["high"], colour[line], names[line])
+        used = Counter[str]()
+        for line, arm in lines_of:
+            points = frame[(frame["what"] == value) & (frame["line"] == line)]
+            ink, dash = (
+                (colour[arm], style.DASHES[used[arm] % len(style.DASHES)]) if several_arms else (options[line], "-")
+            )
+            used[arm] += 1
+            x, value_at, low, high = (points[name] for name in ("x", "value", "low", "high"))
+            drawn[names[line]] = style.curve(panel, x, value_at, low, high, ink, names[line], dash)
         panel.set(xlabel=visible(key), title=VALUES[value])
         if value == "speedup":
             style.one_line(panel, "y")
     if len(names) > 1:
-        for line, name in names.items():  # every line has its entry, whichever panel it is in
-            axes[-1].plot([], [], "o-", ms=4, color=colour[line], label=name)
-        handles = dict(zip(*reversed(axes[-1].get_legend_handles_labels()), strict=True))
-        axes[-1].legend(handles.values(), handles, loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=8.5)
+        style.legend_right(axes[-1], list(drawn.values()))
     return figure

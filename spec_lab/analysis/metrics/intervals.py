@@ -57,20 +57,16 @@ def cluster_intervals(
     resamples: int = 9999,
 ) -> dict[str, Interval]:
     """Return ``cluster_interval`` of several ratios over the same rows and the same draws, by name."""
-    tops, bottoms = (_within(clusters, [pair[side] for pair in terms.values()]) for side in (0, 1))
-    count = len(tops)
-    means = _over(tops.sum(0), bottoms.sum(0))
-    low_high = np.full((2, len(means)), np.nan)
-    if count >= 2:
-        draws = resampled(count, resamples)
-        low_high = quantiles(_over(draws @ tops, draws @ bottoms), level)
-    return {name: Interval(*row) for name, row in zip(terms, np.vstack([means, low_high]).T.tolist(), strict=True)}
+    sums = {name: _within(clusters, pair) for name, pair in terms.items()}
+    return {name: bootstrap(one, lambda totals: _over(*totals.T), level, resamples) for name, one in sums.items()}
 
 
 def bootstrap(
     sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], level: float = 0.95, resamples: int = 9999
 ) -> Interval:
-    """Return a function of sums over clusters with its percentile bootstrap interval; NaN over no cluster.
+    """Return a function of sums over clusters with its percentile bootstrap interval.
+
+    NaN bounds with fewer than two clusters, NaN over none.
 
     Args:
         sums: what each cluster adds to each sum, ``[clusters, K]``.

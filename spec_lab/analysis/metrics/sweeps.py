@@ -78,7 +78,7 @@ def by_option(
     values: Sequence[str] = ("tau_pooled", "speedup"),
     max_lines: int = 8,
 ) -> pd.DataFrame:
-    """Return ``values`` against a numeric ``key``: what (the value's name), line, x, value, low, high, runs.
+    """Return ``values`` against a numeric ``key``: what (the value's name), arm, line, x, value, low, high, runs.
 
     One line for each combination of arm and the other varied options. Runs that differ only in the seed are one point,
     their mean, with the means of the runs' 95 % bounds (``<value>_low``, ``<value>_high``); NaN where a run has none.
@@ -95,10 +95,10 @@ def by_option(
     frame = frame.assign(line=names, x=_numbers(frame[key]))
     rows = []
     for what in (value for value in values if value in frame):
-        for (line, x), runs in frame[frame[what].notna()].groupby(["line", "x"], sort=True):
+        for (arm, line, x), runs in frame[frame[what].notna()].groupby(["arm", "line", "x"]):
             means = runs.reindex(columns=[what, f"{what}_low", f"{what}_high"]).mean(skipna=False)
-            rows.append((what, line, float(x), *means.tolist(), len(runs)))
-    lines = pd.DataFrame(rows, columns=["what", "line", "x", "value", "low", "high", "runs"])
+            rows.append((what, arm, line, float(x), *means.tolist(), len(runs)))
+    lines = pd.DataFrame(rows, columns=["what", "arm", "line", "x", "value", "low", "high", "runs"])
     if len(lines):
         lines = lines[lines.groupby(["what", "line"])["x"].transform("size") > 1]
     mean = lines.groupby(["what", "line"])["value"].mean().reset_index()

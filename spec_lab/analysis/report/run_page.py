@@ -76,7 +76,6 @@ def page(folder: Path) -> str:
         content,
         folder,
         arms=_arms(figures_of, states, manifest, _temperature(manifest, summary)),
-        compared=len(frames.speedups(tables)) > 0,
         noise=any(one["expected_kind"] == "noise" for one in figures_of.values()),
         explanations=[
             (arm, why)

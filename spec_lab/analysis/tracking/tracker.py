@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import client
@@ -94,10 +94,6 @@ class Wandb:
         self._reset()
         self._manifest, self._out = manifest, out
         self._run = client.begin(out, manifest, self.project, self.entity, self.mode)
-
-    def resolved_mode(self) -> Literal["online", "offline", "disabled"]:
-        """Return the mode that is used for "auto"."""
-        return client.resolved_mode(self.mode)
 
     def group(self, number: int, figures: Mapping[str, float]) -> None:
         """See ``Tracker``."""

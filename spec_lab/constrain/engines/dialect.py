@@ -1,4 +1,4 @@
-"""Sources in the words of xgrammar: what it would misread is written otherwise, or refused by name."""
+"""Sources in xgrammar's dialect: what it would misread is rewritten, or refused by name."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _NEGATED = {".": r"\n", r"\D": r"\d", r"\W": r"\w", r"\S": r"\s"}
 
 
 def pattern_for(pattern: str, quoted: bool = False) -> str:
-    """The pattern in words that the engine reads as Python and Rust do.
+    """Return the pattern rewritten so that the engine reads it as Python and Rust do.
 
-    Its own dot takes line feeds too, and all that it negates outside of a class takes halves of surrogate pairs.
+    The engine's dot also matches line feeds, and its negations outside of a class match halves of surrogate pairs.
 
     Args:
         pattern: a regular expression.
-        quoted: it stands for the inside of a JSON string, where the engine escapes nothing.
+        quoted: whether it describes the inside of a JSON string, where the engine escapes nothing.
 
     Raises:
-        ValueError: it would be misread; names the character.
+        ValueError: the engine would misread it; names the character.
     """
-    given, opened = [], -1  # where the class began that is open
+    given, opened = [], -1  # where the current class began
     for match in _PIECE.finditer(pattern):
         piece, at = match[0], match.start()
         code, inside, first, bad = piece[1:2], opened >= 0, at == opened, False
         if piece[0] == "\\":
-            if code in "xuU" and len(piece) > 2:  # the engine goes on for up to eight hexadecimal digits
+            if code in "xuU" and len(piece) > 2:  # the engine reads up to eight hexadecimal digits
                 piece = f"\\U{int(piece[2:], 16):08x}"
             else:
                 bad = code.isalnum() and code not in "dDwWsSnrtvf"
@@ -56,7 +56,7 @@ def pattern_for(pattern: str, quoted: bool = False) -> str:
 
 
 def either(choices: Any) -> str:
-    """A grammar of these strings and no others.
+    """Return a grammar of these strings and no others.
 
     Raises:
         ValueError: not a list of one or more strings.
@@ -67,12 +67,14 @@ def either(choices: Any) -> str:
     return "root ::= " + " | ".join(f'"{one}"' for one in spelt)
 
 
-_BESIDE = set("$comment $defs $id $schema default definitions deprecated description examples readOnly title".split())
+_ANNOTATIONS = set(
+    "$comment $defs $id $schema default definitions deprecated description examples readOnly title".split()
+)
 _BOUNDS = set("minimum maximum exclusiveMinimum exclusiveMaximum".split())
 _KEYWORDS: Mapping[str, set[str]] = {
     "integer": _BOUNDS | {"multipleOf"},
     "number": _BOUNDS,
-    "string": {"pattern", "format"},  # lengths let raw control characters in
+    "string": {"pattern", "format"},  # with lengths the engine allows raw control characters
     "array": set("items prefixItems minItems maxItems".split()),
     "object": set("properties required additionalProperties minProperties maxProperties".split()),
 }
@@ -80,14 +82,14 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list:
 
 
 def check_exact(schema: Any, where: str = "#") -> None:
-    """Check that the engine takes a schema for what it says; that it is a schema the engine checks itself.
+    """Refuse a schema of which the engine would misread a part. The engine itself checks that it is a schema.
 
     Raises:
-        ValueError: it would misread a part; names it.
+        ValueError: names that part.
     """
     if not isinstance(schema, dict):
         return
-    keys = set(schema) - _BESIDE
+    keys = set(schema) - _ANNOTATIONS
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else list(types)
     alone = next((key for key in ("$ref", "enum", "const", "anyOf", "allOf") if key in keys), "")
@@ -105,13 +107,13 @@ def check_exact(schema: Any, where: str = "#") -> None:
     elif not keys - known:
         known -= {"required"} if set(schema.get("required", [])) - set(schema.get("properties", {})) else set()
         others = schema.get("additionalProperties", False) is not False and schema.get("properties")
-        known -= {"additionalProperties"} if others else set()  # they may spell a property's name in escapes
+        known -= {"additionalProperties"} if others else set()  # they may write a property's name with escapes
         known -= {"format"} if "pattern" in keys else set()
         known -= {"multipleOf"} if keys & _BOUNDS or schema.get("multipleOf", 1) not in range(1, 1025) else set()
     if keys - known:
         raise ValueError(
-            f"xgrammar would misread {', '.join(sorted(keys - known))} at {where} of the schema: write it in another "
-            "way, use engine=llguidance, or let it with lenient=true"
+            f"xgrammar would misread {', '.join(sorted(keys - known))} at {where} of the schema: write it "
+            "differently, use constraint.engine=llguidance, or allow it with constraint.lenient=true"
         )
     if "pattern" in keys:
         pattern_for(schema["pattern"], quoted=True)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-from spec_lab.constrain.engines.source import MOST_THREADS, as_text, check_numbers, missing, read_source, shown
-from spec_lab.constrain.engines.tree_masks import NOWHERE, GrammarState, brief, masks
+from spec_lab.constrain.engines.source import MAX_THREADS, as_text, check_numbers, missing, read_source, shown
+from spec_lab.constrain.engines.tree_masks import DEAD_END, GrammarState, brief, masks
 from spec_lab.constrain.protocol import ConstraintError, Masks, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
@@ -30,27 +30,27 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
-"""What a grammar may cost to compile and in each step: its length, and llguidance's ``LLParserLimits``."""
+"""Limits of a grammar: the length of its source, and llguidance's ``LLParserLimits`` for compiling and each step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """A constraint that follows a grammar.
+    """A constraint by a grammar, from the text's first token to the end token.
 
-    A grammar rules a text from its first token to the end token, which the mask allows wherever the text may end.
+    The mask allows the end token wherever the text may end.
 
     Args:
         tokens: the vocabulary.
         kind: "regex", "json_schema", "lark" or "choice".
         source: the pattern, the schema as JSON, the grammar, or the choices as a JSON list; None: each request brings
-            its own. One that a request brings always goes before.
+            its own. A source that a request brings takes precedence.
         prompt: the text begins with the request's prompt, instead of after it.
         schema_options: llguidance's ``JsonCompileOptions`` for schemas.
-        limits: in place of some of ``LIMITS``.
-        threads: at most 64; more than one computes the masks of several chains in parallel; see ``walk.masks``.
+        limits: values that replace some of ``LIMITS``.
+        threads: at most 64; with more than one, the masks of several chains are computed in parallel.
 
     Raises:
-        ValueError: the source does not compile, or no text follows it; an option out of range. Names the option.
+        ValueError: the source does not compile, or no text matches it; an option out of range. Names the option.
     """
 
     tokens: Vocabulary
@@ -65,7 +65,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
-        whole("constraint.threads", self.threads, most=MOST_THREADS)
+        whole("constraint.threads", self.threads, most=MAX_THREADS)
         if not isinstance(self.prompt, bool):
             raise ValueError(f"constraint.prompt must be true or false, not {self.prompt!r}")
         for name, value in self.limits.items():
@@ -94,7 +94,7 @@ class Grammar:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep: the source itself where it is short, its hash where it is not."""
+        """See ``Described``. The source itself if it is short, otherwise its hash."""
         return {
             "kind": self.kind,
             **shown(self.source),
@@ -104,7 +104,7 @@ class Grammar:
         }
 
     def start(self, request: Request) -> GrammarState:
-        """The state where the request's output begins. Each request has an engine of its own.
+        """Return the state after the prompt. Each request has a matcher of its own.
 
         Raises:
             ConstraintError: the request's own source does not compile, or it has none and the constraint neither; its
@@ -122,7 +122,7 @@ class Grammar:
         return GrammarState(matcher, self.vocabulary, request.name)
 
     def masks(self, states: Sequence[GrammarState | None], shape: Shape, token: np.ndarray) -> Masks:
-        """``masks_by_forking`` of states that this constraint started, faster. Other tokens than V has are illegal."""
+        """See ``TreeMasks``. Tokens of V or more are illegal."""
         return masks(states, shape, token, self.vocabulary, frozenset(self.tokens.ends), self._pool)
 
     @cached_property
@@ -134,10 +134,10 @@ class Grammar:
         return LIMITS | dict(self.limits)
 
     def _matcher(self, source: str) -> LLMatcher:
-        """A new engine at the beginning of the text.
+        """Return a new matcher at the beginning of the text.
 
         Raises:
-            ValueError: the source does not compile, or no text follows it.
+            ValueError: the source does not compile, or no text matches it.
         """
         limits = dict(self._limits)
         longest = limits.pop("source_characters")
@@ -155,18 +155,18 @@ class Grammar:
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             error = matcher.get_error()
-            if error.startswith(NOWHERE):
-                raise ValueError("the tokens of this vocabulary spell no text that follows it")
+            if error.startswith(DEAD_END):
+                raise ValueError("no text in the tokens of this vocabulary matches it")
             raise ValueError(brief(error))
         return matcher
 
     def _read(self, matcher: LLMatcher, request: Request) -> None:
-        """Take the prompt, in whatever tokens it comes.
+        """Consume the prompt, however it is split into tokens.
 
         Raises:
-            ConstraintError: it leaves the grammar.
+            ConstraintError: the prompt does not follow the grammar.
         """
-        trial = matcher.deep_copy()  # it stays where the prompt left the grammar
+        trial = matcher.deep_copy()  # it stops where the prompt leaves the grammar
         fit = trial.try_consume_tokens(list(request.tokens))
         if trial.is_error() or (fit == len(request.tokens) and not matcher.consume_tokens(list(request.tokens))):
             raise ConstraintError(
@@ -181,15 +181,15 @@ class Grammar:
 
 
 def compiled(kind: str, source: str, schema_options: Mapping[str, Any]) -> str:
-    """The source as the engine takes it. The engine finds most errors only when it starts.
+    """Return the source in the engine's own form. The engine finds most errors only when a matcher is made.
 
     Raises:
-        ValueError: not the text of such a source.
+        ValueError: the source is not of this kind.
     """
     try:
         source.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} of the source is half a surrogate pair, which is no text") from None
+        raise ValueError(f"character {error.start} of the source is half of a surrogate pair") from None
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
     if kind == "lark":
@@ -201,15 +201,15 @@ def compiled(kind: str, source: str, schema_options: Mapping[str, Any]) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     except RecursionError:
-        raise ValueError("not JSON that can be read: it is nested too deeply") from None
+        raise ValueError("not readable JSON: it is nested too deeply") from None
     if kind == "choice":
         return LLMatcher.grammar_from_regex(_either(value))
     if value is False:
-        raise ValueError("the schema false allows no text")
-    if value is True:  # the engine applies its options to objects only
+        raise ValueError("the schema false matches no text")
+    if value is True:  # the engine applies its options to schemas that are objects only
         source, value = "{}", {}
     elif not isinstance(value, dict):
-        raise ValueError(f"a JSON schema is an object, true or false, not {source[:40]!r}")
+        raise ValueError(f"a JSON schema must be an object, true or false, not {source[:40]!r}")
     options = dict(schema_options)
     if options.pop("lines", False):
         return LLMatcher.grammar_from_lark(_json_lines(value, options))
@@ -221,10 +221,10 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separato
 
 
 def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """A Lark grammar of one JSON value, and of several as JSON Lines; ``options`` are those of the first value.
+    """Return a Lark grammar of one JSON value, or of several as JSON Lines; ``options`` apply to the first value.
 
     Raises:
-        ValueError: the schema's own options are no object.
+        ValueError: the schema's own options are not an object.
     """
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict):
@@ -235,7 +235,7 @@ def _json_lines(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _either(choices: Any) -> str:
-    """A regex of these strings and no others; one lexeme, since grammars of many rules are slow to compile.
+    """Return a regex of these strings and no others: one lexeme, since grammars of many rules compile slowly.
 
     Raises:
         ValueError: not a list of one or more different strings.
@@ -247,7 +247,7 @@ def _either(choices: Any) -> str:
             raise ValueError(f"choice {place} is {one!r}, not a string: put it in quotes")
     if len(set(choices)) < len(choices):
         twice = next(one for place, one in enumerate(choices) if one in choices[:place])
-        raise ValueError(f"the choice {twice[:60]!r} is there twice")
+        raise ValueError(f"the choice {twice[:60]!r} occurs twice")
     return "|".join("".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in one) for one in choices)
 
 
@@ -258,9 +258,9 @@ def regex(
     limits: Mapping[str, int] | None = None,
     threads: int = 1,
 ) -> Grammar:
-    """All of the text matches ``pattern``, in the syntax of Rust's regex crate.
+    """The whole text matches ``pattern``, in the syntax of Rust's regex crate.
 
-    Without a pattern each request brings its own; so it is with the other kinds. See ``Grammar`` for the options.
+    Without a pattern each request brings its own; the same holds for the other kinds. See ``Grammar`` for the options.
     """
     return Grammar(vocabulary, "regex", as_text("pattern", pattern), prompt, {}, limits or {}, threads)
 
@@ -279,16 +279,16 @@ def json_schema(
     limits: Mapping[str, int] | None = None,
     threads: int = 1,
 ) -> Grammar:
-    """The text is JSON of a schema, given as JSON or as a file.
+    """The text is JSON that fits a schema, given as JSON or as a file.
 
     Args:
-        vocabulary: see ``Grammar``, as of the options not named here.
+        vocabulary: see ``Grammar``, also for the options that are not described here.
         whitespace_flexible: white space may stand wherever JSON allows it; False: nowhere.
         whitespace_pattern: a regex of the white space allowed.
         item_separator: a regex between items, otherwise a comma.
         key_separator: a regex between key and value, otherwise a colon.
-        lenient: ignore what the engine does not know of in a schema, instead of refusing it.
-        lines: allow further values of the schema after the first, each on one line, and a last line feed.
+        lenient: ignore parts of a schema that the engine does not support, instead of refusing the schema.
+        lines: allow further values of the schema after the first, each on one line, and a final line feed.
 
     Raises:
         ValueError: both schema and path; a file that cannot be read; otherwise as ``Grammar``.
@@ -330,6 +330,6 @@ def choice(
     limits: Mapping[str, int] | None = None,
     threads: int = 1,
 ) -> Grammar:
-    """The text is one of ``choices``, to the letter."""
+    """The text is exactly one of ``choices``."""
     source = None if choices is None else json.dumps(list(choices), ensure_ascii=False)
     return Grammar(vocabulary, "choice", source, prompt, {}, limits or {}, threads)

@@ -1,4 +1,4 @@
-"""What a grammar is compiled from, for every engine: given as it is, in a file, or brought by a request."""
+"""The source of a grammar, for every engine: an option's value, a file, or a request's own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
 from spec_lab.engine.request import Request
 
-SHORT = 200
-"""Characters of a source that a record holds as it is."""
-MOST_SOURCE = 16 * 2**20
-"""Largest file of a pattern, schema or grammar, in bytes."""
+MAX_RECORDED = 200
+"""Maximum characters of a source that the manifest holds as it is; of a longer one it holds the hash."""
+MAX_SOURCE = 16 * 2**20
+"""Maximum size of a file with a pattern, schema or grammar, in bytes."""
 
-MOST_THREADS = 64
-"""Largest ``constraint.threads``, for every engine."""
+MAX_THREADS = 64
+"""Maximum ``constraint.threads``, for every engine."""
 
 EXACT = 2**53
-"""Largest whole number up to which every whole number is a double: llguidance reads the numbers of a schema as such."""
+"""Every whole number up to this one is exact as a double, as which llguidance reads the numbers of a schema."""
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -30,7 +30,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 
 def as_text(name: str, value: Any) -> str | None:
-    """``value``, if it is text or None.
+    """Return ``value`` if it is text or None.
 
     Raises:
         ValueError: it is neither; names the option.
@@ -41,10 +41,10 @@ def as_text(name: str, value: Any) -> str | None:
 
 
 def read_source(name: str, value: Any, path: str | None) -> Any:
-    """``value``, or what the file at ``path`` holds: a regular file of at most 16 MiB, in UTF-8.
+    """Return ``value``, or the contents of the file at ``path``: a regular file of at most 16 MiB, in UTF-8.
 
     Raises:
-        ValueError: both are given; the file cannot be read. Names the option.
+        ValueError: both are given, or the file cannot be read; names the option.
     """
     if value is not None and path is not None:
         raise ValueError(f"give constraint.{name} or constraint.path, not both")
@@ -53,40 +53,40 @@ def read_source(name: str, value: Any, path: str | None) -> Any:
     if not isinstance(path, str) or not path:
         raise ValueError(f"constraint.path must name a file, not {path!r}")
     try:
-        return read_text(Path(path), MOST_SOURCE)
+        return read_text(Path(path), MAX_SOURCE)
     except (OSError, ValueError) as error:
         raise ValueError(f"constraint.path={path} cannot be read: {error}") from None
 
 
 def shown(source: Any) -> dict[str, Any]:
-    """What a record should keep: the source itself where it is short, its hash where it is not."""
-    said = source if source is None or isinstance(source, str) else json.dumps(source, sort_keys=True)
-    if said is not None and len(said) > SHORT:
-        return {"source_sha256": sha256(said.encode("utf-8", "surrogatepass")).hexdigest()}
-    return {"source": said}
+    """Return what the manifest records of a source: the source itself if it is short, otherwise its hash."""
+    text = source if source is None or isinstance(source, str) else json.dumps(source, sort_keys=True)
+    if text is not None and len(text) > MAX_RECORDED:
+        return {"source_sha256": sha256(text.encode("utf-8", "surrogatepass")).hexdigest()}
+    return {"source": text}
 
 
 def missing(kind: str, request: Request) -> ConstraintError:
-    """The error of a request that brings no source where it must."""
-    return ConstraintError(f"request '{request.name}' brings no {kind} of its own, and the constraint has none")
+    """Return the error of a request without a source where the constraint has none either."""
+    return ConstraintError(f"request '{request.name}' has no {kind} of its own, and the constraint has none either")
 
 
 def check_numbers(schema: Any) -> None:
-    """Check that an engine which reads numbers as doubles takes those of a JSON schema for what they are.
+    """Refuse numbers of a JSON schema that an engine which reads numbers as doubles would not enforce exactly.
 
     Raises:
-        ValueError: a bound beyond ``EXACT``, or a constant that is no double; names its place.
+        ValueError: a bound beyond ``EXACT``, or a constant that is not a double; names its path.
     """
     for where, number in _rounded(schema, "#"):
         raise ValueError(
             f"{number} at {where} of the schema would not be enforced exactly, because llguidance reads numbers as "
             f"doubles, which are exact up to 2**53 = {EXACT}: use a smaller number, leave it out, or use "
-            "constraint.engine=xgrammar, which takes bounds of 64 bits"
+            "constraint.engine=xgrammar, which supports bounds of 64 bits"
         )
 
 
 def _rounded(schema: Any, where: str) -> Iterator[tuple[str, int | float]]:
-    """Numbers of a schema that are not what they seem as doubles, each after its place."""
+    """Yield the numbers of a schema that are not exact as doubles, each with its path."""
     if isinstance(schema, list):
         for place, one in enumerate(schema):
             yield from _rounded(one, f"{where}/{place}")

@@ -1,9 +1,9 @@
-"""The states of a grammar, and the masks of a forest of them.
+"""The state of an llguidance grammar, and the token masks of draft forests.
 
-llguidance never raises: after every call its error must be asked for, since the mask of a matcher in error lets the
-text end. Nor can a matcher be trusted after it has rolled back: some sequences of consuming and rolling back leave it
-with other masks than a new matcher has after the same tokens, for the rest of the text. So nothing here rolls back. A
-draft is followed by copies, and a state's own matcher reads committed tokens only.
+llguidance does not raise errors: its error state must be read after every call, since the mask of a matcher in error
+allows the end of the text. Its rollback is not used either: some sequences of consuming and rolling back leave a
+matcher with other masks than a new matcher has after the same tokens, for the rest of the text. Draft tokens are
+consumed by copies of the matcher; a state's own matcher consumes committed tokens only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from copy import copy
 from ctypes import addressof, c_char
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -20,18 +19,18 @@ from llguidance import LLExecutor, LLMatcher
 from spec_lab.constrain.protocol import ConstraintError, Continuation, Masks, full_mask, width
 from spec_lab.core.draft import Shape
 
-NOWHERE = "NoExtensionBias"
-"""How the engine's error begins where no token may come and the text may not end either."""
+DEAD_END = "NoExtensionBias"
+"""How the engine's error begins where no token is allowed and the text may not end either."""
 
 
 class GrammarState:
-    """What a grammar knows after one path of tokens.
+    """A grammar's state after the tokens of one sequence. See ``ConstraintState``.
 
-    After the end of a text only ends come, unless the grammar itself goes on there. Where no token may come and the
-    text may not end either, the mask is empty. Where the mask forces one spelling, ``advance`` takes others as well.
+    After the end of a text only end tokens are allowed, unless the grammar continues there. At a dead end the mask is
+    empty. Where the mask forces one spelling, ``advance`` accepts other spellings as well.
 
     Args:
-        matcher: the engine's state, owned by this one.
+        matcher: the engine's state; not shared.
         vocabulary: V.
         request: its name, for messages.
     """
@@ -42,20 +41,20 @@ class GrammarState:
 
     @property
     def known(self) -> bool:
-        """Whether the mask is at hand."""
+        """Whether the mask is computed already."""
         return self._mask is not None
 
     def fork(self) -> GrammarState:
-        """An independent copy."""
+        """See ``ConstraintState``."""
         other = copy(self)
         other.matcher = self.matcher.deep_copy()
         return other
 
     def advance(self, token: int) -> None:
-        """``token`` comes next.
+        """Consume ``token``.
 
         Raises:
-            ConstraintError: the engine refuses it, or broke.
+            ConstraintError: the engine refuses the token, or reports an error.
         """
         if not 0 <= token < self.vocabulary:
             raise ConstraintError(
@@ -66,17 +65,17 @@ class GrammarState:
             raise ConstraintError(f"request '{self.request}': {brief(self.matcher.get_error())}")
 
     def mask(self) -> np.ndarray:  # [W] uint32
-        """What may come next; not to be written to.
+        """Return the allowed tokens; a read-only array.
 
         Raises:
-            ConstraintError: the engine broke, at one of its limits for instance.
+            ConstraintError: the engine reports an error, for instance at one of its limits.
         """
         if self._mask is None:
             mask = np.zeros(width(self.vocabulary), dtype=np.uint32)
             self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if self.matcher.is_error():
                 error = self.matcher.get_error()
-                if not error.startswith(NOWHERE):
+                if not error.startswith(DEAD_END):
                     raise ConstraintError(f"request '{self.request}': {brief(error)}")
                 mask[:] = 0
             mask.flags.writeable = False
@@ -84,12 +83,12 @@ class GrammarState:
         return self._mask
 
     def action(self) -> tuple[Continuation, ...] | None:
-        """None: a grammar only says what may come."""
+        """Return None: a grammar has no actions."""
         return None
 
 
 def brief(error: str) -> str:
-    """What the engine says, without its state, the grammar and its stack."""
+    """Return the engine's error message without its state, the grammar and its backtrace."""
     for rest in ("<state>", "<grammar>", "<backtrace>"):
         error = error.partition(rest)[0]
     error = " ".join(error.split())
@@ -104,47 +103,47 @@ def masks(
     ends: frozenset[int],
     pool: LLExecutor | None = None,
 ) -> Masks:
-    """The masks of a forest, as ``masks_by_forking`` gives them, faster.
+    """Return the masks of a forest, equal to ``masks_by_forking`` and faster.
 
-    Each tree is followed by copies of its root's matcher, one for each leaf, since a node's last child uses the node's
-    own copy. With a pool, the engine computes all chains together.
+    Each tree is computed with copies of its root's matcher, one per leaf: a node's last child uses the node's own copy.
+    With a pool, the engine computes all chains in parallel.
 
     Args:
-        states: ``[B]`` at the roots, left as they are; None allows everything.
+        states: ``[B]`` at the roots; they are not changed. None allows every token.
         shape: the forest.
-        token: ``[M]`` its tokens.
+        token: ``[M]`` the nodes' tokens.
         vocabulary: V.
         ends: tokens that end a text.
-        pool: threads for chains; they pay off where masks are expensive.
+        pool: threads for chains; they help where masks are expensive.
 
     Raises:
-        ConstraintError: from a state at a root; names the request.
+        ConstraintError: at a root; names the request.
     """
-    assert len(states) == shape.roots and len(token) == shape.nodes, "a state for each head, a token for each node"
+    assert len(states) == shape.roots and len(token) == shape.nodes, "one state per root, one token per node"
     forest = _Forest(shape, _form(shape), token.tolist(), vocabulary)
     chains: list[tuple[int, GrammarState]] = []
-    for head, state in enumerate(states):
+    for root, state in enumerate(states):
         if state is None:
-            forest.open(head)
+            forest.open(root)
             continue
         assert state.vocabulary == vocabulary, "a state of another vocabulary"
-        if pool is not None and forest.form.chain[head] and forest.plain(head, ends):
-            chains.append((head, state))
+        if pool is not None and forest.form.chain[root] and forest.plain(root, ends):
+            chains.append((root, state))
         else:
-            forest.follow(head, state)
+            forest.follow(root, state)
     if pool is not None and chains:
-        forest.together(chains, pool)
+        forest.parallel(chains, pool)
     return Masks(forest.bits, np.frombuffer(forest.legal, dtype=bool), np.zeros(shape.rows, dtype=bool))
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A shape as walks want it.
+    """A forest's structure as lists, which are fast to walk.
 
     Args:
         children: of every row.
-        rows: of every tree, each after its parent.
-        chain: whether a tree is one path of one or more nodes, whose rows follow each other.
+        rows: of every tree, parents first.
+        chain: of every tree, whether it is one path of one or more nodes with consecutive rows.
     """
 
     children: list[list[int]]
@@ -152,22 +151,17 @@ class _Form:
     chain: list[bool]
 
 
-@lru_cache(maxsize=256)
 def _form(shape: Shape) -> _Form:
-    children: list[list[int]] = [[] for _ in range(shape.rows)]
-    rows: list[list[int]] = [[head] for head in range(shape.roots)]
-    for row, (parent, root) in enumerate(zip(shape.parent.tolist(), shape.root.tolist()[shape.roots :], strict=True)):
-        children[parent].append(row + shape.roots)
-        rows[root].append(row + shape.roots)
+    children, rows = [below.tolist() for below in shape.children], [tree.tolist() for tree in shape.trees]
     chain = [
-        len(one) > 1 and all(children[row] == [row + 1] for row in one[1:-1]) and children[one[0]] == [one[1]]
+        len(one) > 1 and children[one[0]] == [one[1]] and all(children[row] == [row + 1] for row in one[1:-1])
         for one in rows
     ]
     return _Form(children, rows, chain)
 
 
 class _Forest:
-    """The masks of a forest, filled in tree by tree."""
+    """The masks of a forest, computed tree by tree."""
 
     def __init__(self, shape: Shape, form: _Form, tokens: list[int], vocabulary: int) -> None:
         self.form, self.vocabulary = form, vocabulary
@@ -175,62 +169,62 @@ class _Forest:
         self.bits = np.zeros((shape.rows, width(vocabulary)), dtype=np.uint32)
         self.legal = bytearray(shape.rows)  # as bool
         self.stride = self.bits.shape[1] * 4
-        self.bytes = self.bits.data.cast("B")  # the same memory; single bytes are read faster so
+        self.bytes = self.bits.data.cast("B")  # the same memory, from which single bytes are read faster
         self.start = addressof(c_char.from_buffer(self.bytes))
 
-    def plain(self, head: int, ends: frozenset[int]) -> bool:
-        """Whether the tree has neither ends of the text nor tokens beyond the vocabulary."""
-        tokens = [self.token[row] for row in self.form.rows[head][1:]]
+    def plain(self, root: int, ends: frozenset[int]) -> bool:
+        """Return whether the tree has neither end tokens nor tokens beyond the vocabulary."""
+        tokens = [self.token[row] for row in self.form.rows[root][1:]]
         return ends.isdisjoint(tokens) and all(0 <= token < self.vocabulary for token in tokens)
 
     def allows(self, row: int, token: int) -> bool:
-        """Whether ``token`` may come after ``row``."""
+        """Return whether ``token`` is allowed after ``row``."""
         return 0 <= token < self.vocabulary and bool(self.bytes[row * self.stride + (token >> 3)] >> (token & 7) & 1)
 
-    def open(self, head: int) -> None:
-        """A tree without a constraint: all tokens but padding."""
-        all_tokens, self.legal[head] = full_mask(self.vocabulary), True
-        for row in self.form.rows[head]:
+    def open(self, root: int) -> None:
+        """Allow every token but padding in a tree without a constraint."""
+        all_tokens, self.legal[root] = full_mask(self.vocabulary), True
+        for row in self.form.rows[root]:
             if self.legal[row]:
                 self.bits[row] = all_tokens
                 for child in self.form.children[row]:
                     self.legal[child] = 0 <= self.token[child] < self.vocabulary
 
-    def follow(self, head: int, state: GrammarState) -> None:
-        """A tree, by copies of the state's matcher. Where one breaks nothing may come after its row."""
-        self.bits[head], self.legal[head] = state.mask(), True
-        children, at = self.form.children, {head: state.matcher}
-        for row in self.form.rows[head]:
+    def follow(self, root: int, state: GrammarState) -> None:
+        """Compute a tree with copies of the state's matcher. A row where a copy reports an error is a dead end."""
+        self.bits[root], self.legal[root] = state.mask(), True
+        children, at = self.form.children, {root: state.matcher}
+        for row in self.form.rows[root]:
             matcher = at.pop(row, None)
             if matcher is None:
                 continue
             drafted = [child for child in children[row] if self.allows(row, self.token[child])]
             for child in drafted:
-                own = matcher if child == drafted[-1] and row != head else matcher.deep_copy()
+                own = matcher if child == drafted[-1] and row != root else matcher.deep_copy()
                 self.legal[child] = True
                 if own.consume_token(self.token[child]):
                     own.unsafe_compute_mask_ptr(self.start + child * self.stride, self.stride)
-                if own.is_error():  # the engine's mask would let the text end
+                if own.is_error():  # the engine's mask would allow the end of the text
                     self.bits[child] = 0
                 elif children[child]:
                     at[child] = own
 
-    def together(self, chains: list[tuple[int, GrammarState]], pool: LLExecutor) -> None:
-        """Chains, in parallel, by one copy each: the engine's call for drafts rolls back inside.
+    def parallel(self, chains: list[tuple[int, GrammarState]], pool: LLExecutor) -> None:
+        """Compute chains in parallel with one copy each, since the engine's call for drafts rolls back.
 
         First the masks of the roots, then those below legal first tokens.
         """
         memory, asked = (self.start, self.stride, len(self.bits)), []
-        copies = [(head, state, state.matcher.deep_copy()) for head, state in chains]
-        if roots := [(matcher, head) for head, state, matcher in copies if not state.known]:
+        copies = [(root, state, state.matcher.deep_copy()) for root, state in chains]
+        if roots := [(matcher, root) for root, state, matcher in copies if not state.known]:
             pool.unsafe_compute_mask_ptr(roots, *memory)
         lone, longer = [], []
-        for head, state, matcher in copies:
+        for root, state, matcher in copies:
             if state.known or matcher.is_error():
-                self.bits[head] = state.mask()
-            self.legal[head] = True
-            first, *rest = self.form.rows[head][1:]
-            if not self.allows(head, self.token[first]):
+                self.bits[root] = state.mask()
+            self.legal[root] = True
+            first, *rest = self.form.rows[root][1:]
+            if not self.allows(root, self.token[first]):
                 continue
             matcher.consume_token(self.token[first])
             assert first + len(rest) < len(self.bits), "the engine checks the first row only"
@@ -238,18 +232,18 @@ class _Forest:
                 longer.append((matcher, first, self.token[first + 1 : first + 1 + len(rest)]))
             else:
                 lone.append((matcher, first))
-            asked.append((head, state, matcher))
+            asked.append((root, state, matcher))
         if lone:
             pool.unsafe_compute_mask_ptr(lone, *memory)
         if longer:
             pool.unsafe_compute_mask_ptr_with_draft_token(longer, *memory)
-        for head, state, matcher in asked:
-            parent, *nodes = self.form.rows[head]
-            if matcher.is_error():  # of a row that is not known, or only of rolling back
+        for root, state, matcher in asked:
+            parent, *nodes = self.form.rows[root]
+            if matcher.is_error():  # of one of the rows, or only of the rollback
                 self.bits[nodes] = 0
-                self.follow(head, state)
+                self.follow(root, state)
                 continue
-            for row in nodes:  # the engine goes on where the mask does not: at forced tokens
+            for row in nodes:  # where a token is forced, the engine accepts others than the mask allows
                 self.legal[row] = self.legal[parent] and self.allows(parent, self.token[row])
                 if not self.legal[row]:
                     self.bits[row] = 0

@@ -1,9 +1,9 @@
-r"""Constraints by grammar, compiled by xgrammar: an optional engine, fast on trees, slow to compile.
+r"""Grammars compiled by xgrammar: an optional engine that is fast on draft trees and slow to compile.
 
-xgrammar says on stderr what it ignores in a source, and goes on. Sources that it would misread are refused here, so
-that a text which it lets through is a text of the source, with two exceptions. It reads ``\d``, ``\w`` and ``\s`` as
-ASCII, and no-break spaces as white. In JSON strings, and for ``\D``, ``\W`` and ``\S`` within a class, it lets some
-bytes through that are no UTF-8.
+xgrammar prints on stderr which parts of a source it ignores, and continues. Sources that it would misread are refused
+here, so that every text it allows matches the source, with two exceptions. It reads ``\d``, ``\w`` and ``\s`` as ASCII,
+and no-break spaces as white space. In JSON strings, and for ``\D``, ``\W`` and ``\S`` within a class, it allows some
+bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import xgrammar
 
 from spec_lab.constrain.engines.dialect import check_exact, either, pattern_for
-from spec_lab.constrain.engines.source import MOST_THREADS, as_text, missing, read_source, shown
+from spec_lab.constrain.engines.source import MAX_THREADS, as_text, missing, read_source, shown
 from spec_lab.constrain.protocol import ConstraintError, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
@@ -29,75 +29,77 @@ from spec_lab.engine.request import Request
 
 KINDS = ("regex", "json_schema", "choice")
 
-CHARACTERS = 100_000
-"""Longest source."""
+MAX_CHARACTERS = 100_000
+"""Maximum length of a source."""
 
 CACHE = 1 << 28
-"""Bytes of compiled sources that a constraint keeps."""
+"""Bytes of compiled sources that a constraint caches."""
 
 
 class XGrammarState:
-    """What a grammar knows after one path of tokens.
+    """A grammar's state after the tokens of one sequence. See ``ConstraintState``.
 
     Args:
-        matcher: the engine's state, owned by this one.
+        matcher: the engine's state; not shared.
         vocabulary: V.
-        everything: ``[W]`` the mask that allows all tokens, and no padding.
+        every_token: ``[W]`` the mask that allows all tokens but padding.
         request: its name, for messages.
     """
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocabulary: int, everything: np.ndarray, request: str) -> None:
-        self.matcher, self.vocabulary, self.everything, self.request = matcher, vocabulary, everything, request
+    def __init__(
+        self, matcher: xgrammar.GrammarMatcher, vocabulary: int, every_token: np.ndarray, request: str
+    ) -> None:
+        self.matcher, self.vocabulary, self.every_token, self.request = matcher, vocabulary, every_token, request
         self.ended: bool = matcher.is_terminated()
         self._mask: np.ndarray | None = None
 
     def fork(self) -> XGrammarState:
-        """An independent copy."""
-        other = XGrammarState(self.matcher.fork(), self.vocabulary, self.everything, self.request)
+        """See ``ConstraintState``."""
+        other = XGrammarState(self.matcher.fork(), self.vocabulary, self.every_token, self.request)
         other._mask = self._mask
         return other
 
     def advance(self, token: int) -> None:
-        """``token`` comes next.
+        """Consume ``token``.
 
         Raises:
             ConstraintError: the mask does not allow it.
         """
         if self.ended or not 0 <= token < self.vocabulary or not self.matcher.accept_token(int(token)):
-            raise ConstraintError(f"request '{self.request}': token {token} may not come next")
+            raise ConstraintError(f"request '{self.request}': token {token} is not allowed next")
         self.ended, self._mask = self.matcher.is_terminated(), None
 
     def mask(self) -> np.ndarray:  # [W] uint32
-        """What may come next; not to be written to. Nothing after the end."""
+        """Return the allowed tokens; a read-only array. After the end no token is allowed."""
         if self._mask is None:
-            mask = np.zeros((1, len(self.everything)), dtype=np.int32)
+            mask = np.zeros((1, len(self.every_token)), dtype=np.int32)
             if not self.ended and not self.matcher.fill_next_token_bitmask(mask):
-                mask[0] = -1  # where all may come the engine may leave the row as it was
-            self._mask = mask[0].view(np.uint32) & self.everything  # it sets bits beyond the vocabulary
+                mask[0] = -1  # where every token is allowed, the engine may leave the row unchanged
+            self._mask = mask[0].view(np.uint32) & self.every_token  # it sets bits beyond the vocabulary
             self._mask.flags.writeable = False
         return self._mask
 
     def action(self) -> None:
-        """None: a grammar only says what may come."""
+        """Return None: a grammar has no actions."""
         return None
 
 
 @dataclass(frozen=True, eq=False)
 class XGrammar:
-    """A constraint that follows a grammar, from the text's first token to the end token.
+    """A constraint by a grammar, from the text's first token to the end token.
 
     Args:
         tokens: the vocabulary.
         kind: "regex", "json_schema" or "choice".
-        source: the pattern, the schema as JSON, or the choices as a JSON list; None: each request brings its own. One
-            that a request brings always goes before.
-        prompt: the text begins with the request's prompt, in which tokens without bytes count for nothing.
+        source: the pattern, the schema as JSON, or the choices as a JSON list; None: each request brings its own. A
+            source that a request brings takes precedence.
+        prompt: the text begins with the request's prompt, in which tokens without bytes are ignored.
         schema_options: of the engine's ``compile_json_schema``.
-        lenient: let the engine ignore what it does not know of in a schema, instead of refusing it.
+        lenient: let the engine ignore parts of a schema that it does not support, instead of refusing the schema.
         threads: to compile with, at most 64.
 
     Raises:
-        ValueError: the source does not compile, would be misread, or no text follows it; an option out of range.
+        ValueError: the source does not compile, would be misread, or matches no text; an option out of range.
     """
 
     tokens: Vocabulary
@@ -112,7 +114,7 @@ class XGrammar:
 
     def __post_init__(self) -> None:
         one_of("constraint.kind", self.kind, KINDS)
-        whole("constraint.threads", self.threads, most=MOST_THREADS)
+        whole("constraint.threads", self.threads, most=MAX_THREADS)
         for name, value in (("prompt", self.prompt), ("lenient", self.lenient)):
             if not isinstance(value, bool):
                 raise ValueError(f"constraint.{name} must be true or false, not {value!r}")
@@ -134,7 +136,7 @@ class XGrammar:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep: the source itself where it is short, its hash where it is not."""
+        """See ``Described``. The source itself if it is short, otherwise its hash."""
         return {
             "engine": "xgrammar",
             "version": version("xgrammar"),
@@ -146,7 +148,7 @@ class XGrammar:
         }
 
     def start(self, request: Request) -> XGrammarState:
-        """The state where the request's output begins.
+        """Return the state after the prompt.
 
         Raises:
             ConstraintError: the request's own source does not compile, or it has none and the constraint neither; its
@@ -166,25 +168,25 @@ class XGrammar:
                 raise ConstraintError(
                     f"request '{request.name}': the constrained text cannot begin with its prompt, {ending!r}"
                 )
-        return XGrammarState(matcher, self.vocabulary, self._everything, request.name)
+        return XGrammarState(matcher, self.vocabulary, self._every_token, request.name)
 
     def masks(self, states: Sequence[XGrammarState | None], shape: Shape, token: np.ndarray) -> Masks:
-        """``masks_by_forking`` of states that this constraint started, each tree walked by the engine."""
+        """See ``TreeMasks``. The engine traverses each tree."""
         bits = np.zeros((shape.rows, width(self.vocabulary)), dtype=np.uint32)
         known = (token >= 0) & (token < self.vocabulary)
         token = np.where(known, token, 0)
-        for head, (state, tree) in enumerate(zip(states, _trees(shape), strict=True)):
+        for root, (state, tree) in enumerate(zip(states, _trees(shape), strict=True)):
             if state is None:
-                bits[tree.rows] = self._everything
+                bits[tree.rows] = self._every_token
             elif state.ended or len(tree.rows) == 1:
-                bits[head] = state.mask()
+                bits[root] = state.mask()
             else:
                 own = bits if shape.roots == 1 else np.zeros((len(tree.rows), bits.shape[1]), dtype=np.uint32)
-                tokens = np.concatenate([[0], token[tree.rows[1:] - shape.roots]])  # the head's is not looked at
+                tokens = np.concatenate([[0], token[tree.rows[1:] - shape.roots]])  # the root's is not read
                 state.matcher.fork().traverse_draft_tree(tree.child, tree.sibling, tokens, own.view(np.int32))
                 if own is not bits:
                     bits[tree.rows] = own
-        bits &= self._everything
+        bits &= self._every_token
         fits = known & (bits[shape.parent, token >> 5] >> (token & 31).astype(np.uint32) & 1).astype(bool)
         legal = [True] * shape.roots
         for parent, fit in zip(shape.parent.tolist(), fits.tolist(), strict=True):
@@ -193,13 +195,13 @@ class XGrammar:
         return Masks(bits, np.array(legal), np.zeros(shape.rows, dtype=bool))
 
     @cached_property
-    def _everything(self) -> np.ndarray:  # [W]
+    def _every_token(self) -> np.ndarray:  # [W]
         return full_mask(self.vocabulary)
 
     @cached_property
     def _compiler(self) -> xgrammar.GrammarCompiler:
         info = xgrammar.TokenizerInfo(
-            self.tokens.bytes,  # one without bytes is special to the engine, which never allows it
+            self.tokens.bytes,  # the engine never allows tokens without bytes
             xgrammar.VocabType.RAW,
             vocab_size=self.vocabulary,
             stop_token_ids=list(self.tokens.ends),
@@ -207,9 +209,9 @@ class XGrammar:
         return xgrammar.GrammarCompiler(info, max_threads=self.threads, cache_limit_bytes=CACHE)
 
     def _matcher(self, source: str) -> xgrammar.GrammarMatcher:
-        """A new engine at the beginning of the text; its compiler keeps what it has compiled."""
-        if len(source) > CHARACTERS:
-            raise ValueError(f"the source has {len(source)} characters, the limit is {CHARACTERS}: shorten it")
+        """Return a new matcher at the beginning of the text; the compiler caches what it compiles."""
+        if len(source) > MAX_CHARACTERS:
+            raise ValueError(f"the source has {len(source)} characters, the limit is {MAX_CHARACTERS}: shorten it")
         try:
             source.encode()
             if self.kind == "regex":
@@ -221,27 +223,27 @@ class XGrammar:
                     check_exact(json.loads(source))
                 compiled = self._compiler.compile_json_schema(source, **self.schema_options)
         except UnicodeEncodeError as error:
-            raise ValueError(f"character {error.start} of the source is half a surrogate pair: no text") from None
+            raise ValueError(f"character {error.start} of the source is half of a surrogate pair") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error}") from None
         except RecursionError:
-            raise ValueError("not JSON that can be read: it is nested too deeply") from None
+            raise ValueError("not readable JSON: it is nested too deeply") from None
         except RuntimeError as error:
             raise ValueError(re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()[:300]) from None
         matcher = xgrammar.GrammarMatcher(compiled)
-        if not XGrammarState(matcher, self.vocabulary, self._everything, "").mask().any():
-            raise ValueError("the tokens of this vocabulary spell no text that follows it")
+        if not XGrammarState(matcher, self.vocabulary, self._every_token, "").mask().any():
+            raise ValueError("no text in the tokens of this vocabulary matches it")
         return matcher
 
 
 @dataclass(frozen=True)
 class _Tree:
-    """One tree of a forest as the engine wants it.
+    """One tree of a forest in the engine's form.
 
     Args:
-        rows: ``[n]`` of the forest, the head first.
-        child: ``[n]`` each one's first child, by its place among ``rows``; -1 for none.
-        sibling: ``[n]`` each one's next sibling.
+        rows: ``[n]`` of the forest, the root first.
+        child: ``[n]`` the index in ``rows`` of each row's first child; -1 for none.
+        sibling: ``[n]`` the index in ``rows`` of each row's next sibling; -1 for none.
     """
 
     rows: np.ndarray  # [n]
@@ -249,24 +251,23 @@ class _Tree:
     sibling: np.ndarray  # [n]
 
 
-@lru_cache(maxsize=256)
 def _trees(shape: Shape) -> list[_Tree]:
-    found = []
-    for rows in shape.trees:
-        place = {int(row): at for at, row in enumerate(rows)}
-        child, sibling = np.full(len(rows), -1, dtype=np.int64), np.full(len(rows), -1, dtype=np.int64)
-        for row, at in place.items():
-            below = [place[int(one)] for one in shape.children[row]]
-            child[at] = below[0] if below else -1
-            sibling[below[:-1]] = below[1:]
-        found.append(_Tree(rows, child, sibling))
-    return found
+    """Return the trees of a forest in the engine's form."""
+    node = np.argsort(shape.parent, kind="stable")  # grouped by parent, siblings in drawing order
+    row, parent = node + shape.roots, shape.parent[node]
+    same = parent[1:] == parent[:-1]
+    child, sibling = np.full((2, shape.rows), -1, dtype=np.int64)
+    sibling[row[:-1][same]] = row[1:][same]
+    first = np.concatenate([np.ones(min(1, len(row)), dtype=bool), ~same])
+    child[parent[first]] = row[first]
+    index = np.append(shape.places + 1, -1)  # of each row within its tree; last, of the row -1
+    return [_Tree(rows, index[child[rows]], index[sibling[rows]]) for rows in shape.trees]
 
 
 def regex(vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, threads: int = 1) -> XGrammar:
-    """All of the text matches ``pattern``, in the syntax that Python and Rust's regex crate share.
+    """The whole text matches ``pattern``, in the syntax that Python and Rust's regex crate share.
 
-    Without a pattern each request brings its own; so it is with the other kinds. See ``XGrammar`` for the options.
+    Without a pattern each request brings its own; the same holds for the other kinds. See ``XGrammar`` for the options.
     """
     return XGrammar(vocabulary, "regex", as_text("pattern", pattern) or None, prompt, threads=threads)
 
@@ -281,15 +282,14 @@ def json_schema(
     lenient: bool = False,
     threads: int = 1,
 ) -> XGrammar:
-    """The text is JSON of a schema, its properties in the order of the schema.
+    """The text is JSON that fits a schema, with its properties in the order of the schema.
 
     Args:
-        vocabulary: see ``XGrammar``, as of the options not named here.
-        schema: the schema, or
-        path: the file it stands in.
-        whitespace_flexible: white space may stand wherever JSON allows it inside the text; False: nowhere.
-        strict: no properties and items but those the schema speaks of; False: others too, and these may name a property
-            again.
+        vocabulary: see ``XGrammar``, also for the options that are not described here.
+        schema: the schema.
+        path: a file that holds the schema instead.
+        whitespace_flexible: white space is allowed wherever JSON allows it inside the text; False: nowhere.
+        strict: only properties and items that the schema names; False: others too, and these may repeat a property.
 
     Raises:
         ValueError: both schema and path; a file that cannot be read; otherwise as ``XGrammar``.
@@ -304,15 +304,15 @@ def json_schema(
 
 
 def choice(vocabulary: Vocabulary, choices: Sequence[str] = (), prompt: bool = False, threads: int = 1) -> XGrammar:
-    """The text is one of ``choices``, to the letter."""
+    """The text is exactly one of ``choices``."""
     listed = json.dumps(list(choices), ensure_ascii=False) if choices else None
     return XGrammar(vocabulary, "choice", listed, prompt, threads=threads)
 
 
 def lark(vocabulary: Vocabulary, grammar: str = "", path: str | None = None, prompt: bool = False) -> XGrammar:
-    """Not here.
+    """Refuse Lark grammars, which this engine does not support.
 
     Raises:
-        ValueError: always; says which engine reads Lark.
+        ValueError: always.
     """
-    raise ValueError("constraint.engine=xgrammar takes no Lark grammar: use engine=llguidance")
+    raise ValueError("constraint.engine=xgrammar does not support Lark grammars: use constraint.engine=llguidance")

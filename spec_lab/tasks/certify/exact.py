@@ -25,7 +25,7 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Parts, step
 from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
-from spec_lab.propose import Proposer, branches
+from spec_lab.propose import Proposer, branches, draws_of
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import Choices, depth_of, parse, width_of
 from spec_lab.tasks.certify.enumerate import side_by_side
@@ -256,7 +256,7 @@ def _judged(
 ) -> list[_Tree]:
     """``count`` drafts of one step, as one forest through the real target and verifier."""
     target, proposer, capture = parts.target, parts.proposer, Capture()
-    check_pair(proposer.name, proposer.drawn, verifier, branches(proposer))
+    check_pair(proposer.name, draws_of(proposer), verifier, branches(proposer))
     requests = [request_of(number, instance, sampling) for number in range(count)]
     lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
     own = Parts(target, proposer, capture, draws, None, choose_nothing, commit_nothing)

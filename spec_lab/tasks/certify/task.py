@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ from spec_lab.core.files import own_folder, replacing
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
-from spec_lab.propose import Proposer, branches
-from spec_lab.results.manifest import claim, manifest, unclaim, write_json
-from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.propose import Proposer, branches, draws_of
+from spec_lab.results.manifest import write_json
 from spec_lab.tasks.certify.certificate import Control, every, prove
 from spec_lab.tasks.certify.constrained import own
 from spec_lab.tasks.certify.enumerate import Reused
@@ -34,7 +33,7 @@ from spec_lab.tasks.certify.sampled import joint, scores
 from spec_lab.tasks.certify.show import show
 from spec_lab.tasks.certify.statistics import ALPHA, POWER, chi_square, holm
 from spec_lab.tasks.lab import Lab, Settings
-from spec_lab.text.prompts import digest
+from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Verifier, check_pair, misfit
 
 FAILED = 1
@@ -92,30 +91,12 @@ def certify(
     chosen, left_out = _pairs(lab)
     work = _Work(lab, settings, samples, tokens, mask_rows, PLAIN if lab.sampling.temperature == 0 else lab.sampling)
     work.check()
-    made = lab.weights(), digest(lab.prompts), ["certify"], lab.facts(), lab.parts(), lab.target.cache
-    facts = manifest(config, settings.seed, *made)
-    claim(settings.output_dir, facts | {"config_sha256": settings.config_sha256})
-    before = lab.target.lm.forwards
-    try:
-        return _certify(work, chosen, left_out, facts, console or Console())
-    except Exception as error:
-        unclaim(settings.output_dir, facts, error, decoded=lab.target.lm.forwards > before)
-        raise
-
-
-def _certify(
-    work: _Work,
-    chosen: Sequence[tuple[Proposer, Verifier]],
-    left_out: Sequence[str],
-    facts: Mapping[str, Any],
-    console: Console,
-) -> int:
-    """``certify``, once its directory is claimed."""
-    lab, settings, samples = work.lab, work.settings, work.samples
+    console = console or Console()
     pairs: list[Pair] = []
     broken: dict[str, str] = {}
-    lab.tracker.start(settings.name, facts, settings.output_dir)
-    try:
+
+    def done(facts: Mapping[str, Any]) -> Done:
+        out = settings.output_dir
         total = len(chosen) * work.parts + work.mask_rows // 1000
         with tqdm(total=total, desc=settings.name, unit="part", disable=None) as bar:
             bar.set_postfix_str("masks" if work.mask_rows else "")
@@ -129,31 +110,37 @@ def _certify(
                         raise
                     broken[f"{proposer.name} ({proposer.drawn}), {verifier.name}"] = str(error)
                     continue
-                write_json(
-                    settings.output_dir / "certificate.json", _facts(pairs, broken, left_out, work, walked, facts)
-                )
+                write_json(out / "certificate.json", _facts(pairs, broken, left_out, work, walked, facts))
                 lab.tracker.group(len(pairs) - 1, {f"{pairs[-1].name}: TV of texts": pairs[-1].distance})
             work.confirm(pairs)
         control = joint("iid", Control(), samples, settings.seed, work.sampling)
         found = _histogram(*control, settings.seed)
         certificate = _facts(pairs, broken, left_out, work, walked, facts, found)
-        write_json(settings.output_dir / "certificate.json", certificate)
-        folder = own_folder(settings.output_dir / "figures")
-        drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
-        figure = convergence(drawn, control)
-        with replacing(folder / "convergence.png") as stream:
-            figure.savefig(stream, bbox_inches="tight", dpi=150)
-        lab.tracker.finish(certificate, [folder / "convergence.png"])
-    except KeyboardInterrupt:
+        masks = None if walked is None else certificate["constraint"]["masks"]
+        return Done(
+            certificate,
+            lambda: _draw(pairs, control, out),
+            lambda _: show(pairs, broken, left_out, found, samples, masks, console),
+            code=FAILED if certificate["failed"] or found.p_value >= ALPHA else 0,
+        )
+
+    def left() -> tuple[int, str]:
         what = f"{len(pairs)} pairs of {len(chosen)}"
-        print(f"\nInterrupted: what is known of {what} is in {settings.output_dir}, unconfirmed.", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        lab.tracker.close()
-    masks = None if walked is None else certificate["constraint"]["masks"]
-    show(pairs, broken, left_out, found, samples, masks, console)
-    console.print(f"Certificate and figure: {settings.output_dir}", soft_wrap=True, highlight=False)
-    return FAILED if certificate["failed"] or found.p_value >= ALPHA else 0
+        return len(pairs), f"what is known of {what} is in {settings.output_dir}, unconfirmed"
+
+    task = Task(
+        lab, settings, config, ["certify"], done, left, summary="certificate.json", leaves="Certificate and figure"
+    )
+    return task.run(console)
+
+
+def _draw(pairs: Sequence[Pair], control: tuple[np.ndarray, np.ndarray], out: Path) -> list[Path]:
+    drawn = [(pair.verifier.name, pair.verifier.lossless, (pair.texts, pair.law)) for pair in pairs]
+    figure = convergence(drawn, control)
+    file = own_folder(out / "figures") / "convergence.png"
+    with replacing(file) as stream:
+        figure.savefig(stream, bbox_inches="tight", dpi=150)
+    return [file]
 
 
 def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
@@ -162,11 +149,11 @@ def _pairs(lab: Lab) -> tuple[list[tuple[Proposer, Verifier]], list[str]]:
     Raises:
         ValueError: the composed pair does not fit.
     """
-    check_pair(lab.proposer.name, lab.proposer.drawn, lab.verifier, branches(lab.proposer))
+    check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     proposers, verifiers = [lab.proposer, *lab.more_proposers.values()], [lab.verifier, *lab.verifiers.values()]
     verifiers = [one for number, one in enumerate(verifiers) if one not in verifiers[:number]]
     every = [(proposer, verifier) for proposer in proposers for verifier in verifiers]
-    unfit = [misfit(proposer.name, proposer.drawn, verifier, branches(proposer)) for proposer, verifier in every]
+    unfit = [misfit(proposer.name, draws_of(proposer), verifier, branches(proposer)) for proposer, verifier in every]
     fit = [pair for pair, why in zip(every, unfit, strict=True) if why is None]
     return fit, [f"{p.name} ({p.drawn}), {v.name}" for (p, v), why in zip(every, unfit, strict=True) if why]
 

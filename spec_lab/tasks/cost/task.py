@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -11,14 +10,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import whole
-from spec_lab.propose import branches
-from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
-from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.propose import branches, draws_of
 from spec_lab.tasks.cost import show
 from spec_lab.tasks.cost.tables import parts
 from spec_lab.tasks.cost.turns import Fixed, room, take_turns, texts
 from spec_lab.tasks.lab import Lab, Loop, Settings
-from spec_lab.text.prompts import digest, encode
+from spec_lab.tasks.shell import Done, Task
+from spec_lab.text.prompts import encode
 from spec_lab.verify import check_pair
 
 
@@ -72,17 +70,15 @@ def measure(
             f"tokens, of which the drafts of {rounds} rounds may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
-    made = lab.weights(), digest(lab.prompts), list(arms), lab.facts(), lab.parts(), lab.target.cache
-    facts = manifest(config, settings.seed, *made)
-    own = facts
-    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
-    before = lab.target.lm.forwards
     tables = parts(settings.output_dir)
-    finished = set(tables.load()["cost"][["turn", "batch", "context"]].itertuples(index=False, name=None))
     visits = list(product(range(turns), batches, contexts))
-    try:
-        lab.tracker.start(settings.name, facts, settings.output_dir)
-        todo = [visit for visit in visits if visit not in finished]
+
+    def finished() -> set[tuple[int, int, int]]:
+        return set(tables.load()["cost"][["turn", "batch", "context"]].itertuples(index=False, name=None))
+
+    def work(facts: Mapping[str, Any]) -> Done:
+        before = finished()
+        todo = [visit for visit in visits if visit not in before]
         for turn, batch, context in tqdm(todo, desc=settings.name, unit="place", disable=None):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
             rows = take_turns(arms, requests, turn, rounds)
@@ -92,25 +88,15 @@ def measure(
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
         summary |= {"turns": turns, "rounds": rounds, **show.summarise(frame)}
-        write_json(settings.output_dir / "summary.json", summary)
-        drawn = show.draw(frame, settings.output_dir / "figures")
-        lab.tracker.finish(finite(summary), drawn)
-    except KeyboardInterrupt:
-        done = len(tables.gather()["cost"][["turn", "batch", "context"]].drop_duplicates())
-        print(
-            f"\nInterrupted: {done} of {len(visits)} visits to a place are in {settings.output_dir}; "
-            f"run the same command with output_dir={settings.output_dir} to go on.",
-            file=sys.stderr,
+        return Done(
+            summary, lambda: show.draw(frame, settings.output_dir / "figures"), lambda found: show.tell(found, console)
         )
-        return INTERRUPTED
-    except Exception as error:
-        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
-        raise
-    finally:
-        lab.tracker.close()
-    show.tell(summary, console)
-    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
-    return 0
+
+    def left() -> tuple[int, str]:
+        done = len(finished())
+        return done, f"{done} of {len(visits)} visits to a place are in {settings.output_dir}"
+
+    return Task(lab, settings, config, arms, work, left, tables).run(console)
 
 
 def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]:
@@ -126,7 +112,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
         raise ValueError(f"an arm is called '{both.pop()}', as a fixed tree is; rename it under arms")
     arms = fixed | own
     for arm in arms.values():  # before anything is written
-        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
+        check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
     return arms
 
 

@@ -23,7 +23,7 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.engine.step import Memory, Parts, StepInfo, step
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, branches
+from spec_lab.propose import Null, branches, draws_of
 from spec_lab.results.writer import Rows
 from spec_lab.tasks.cost.tables import PARTS
 from spec_lab.tasks.lab import Loop
@@ -101,7 +101,7 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
         ValueError: a proposer whose way of drawing the verifier cannot judge; logits that are NaN or infinite.
     """
     for arm in arms.values():
-        check_pair(arm.proposer.name, arm.proposer.drawn, arm.verifier, branches(arm.proposer))
+        check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
     target, context = next(iter(arms.values())).target, len(requests[0].tokens)
     lm, memory = target.lm, Memory()
     parts = {

@@ -16,7 +16,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import CounterDraws, Draws
 from spec_lab.engine.request import Request, without_name
-from spec_lab.propose import Null, Proposer, branches
+from spec_lab.propose import Null, Proposer, branches, draws_of
 from spec_lab.results.parts import Rows
 from spec_lab.tasks.lab import Lab
 from spec_lab.tasks.verifier_study.walk import Drafted, sample, walk
@@ -57,7 +57,9 @@ def pairs(
     judges, left_out = {}, []
     for name, proposer in proposers.items():
         judges[name] = {
-            key: one for key, one in verifiers.items() if misfit(name, proposer.drawn, one, branches(proposer)) is None
+            key: one
+            for key, one in verifiers.items()
+            if misfit(name, draws_of(proposer), one, branches(proposer)) is None
         }
         left_out += [
             {"proposer": name, "drawn": proposer.drawn, "verifier": key} for key in verifiers if key not in judges[name]

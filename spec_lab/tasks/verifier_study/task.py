@@ -12,14 +12,13 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.core.options import whole
-from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
+from spec_lab.results.manifest import finite
 from spec_lab.results.parts import Rows
-from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled, show
 from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
 from spec_lab.tasks.verifier_study.tables import parts
-from spec_lab.text.prompts import digest
 
 
 def judge(
@@ -60,17 +59,15 @@ def judge(
     proposers, requests = proposers_of(lab), lab.requests(settings)
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
     judges, left_out = pairs(proposers, verifiers)
-    said = lab.facts()
-    made = lab.weights(), digest(lab.prompts), list(proposers), said, lab.parts(), lab.target.cache
-    facts = manifest(config, settings.seed, *made)
-    own = facts
-    facts = claim(settings.output_dir, own | {"config_sha256": settings.config_sha256})
-    before = lab.target.lm.forwards
+    facts = lab.facts()
     tables = parts(settings.output_dir)
-    finished = set(tables.load()["texts"]["request"])
-    todo = [one for one in requests if one.id not in finished]
-    try:
-        lab.tracker.start(settings.name, facts, settings.output_dir)
+
+    def finished() -> set[int]:
+        return set(tables.load()["texts"]["request"])
+
+    def work(_: Mapping[str, Any]) -> Done:
+        before = finished()
+        todo = [one for one in requests if one.id not in before]
         if todo and settings.warmup:
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
             of_prompt(lab, proposers, judges, short, settings.seed, every, repeats)
@@ -87,28 +84,20 @@ def judge(
             "temperature": lab.sampling.temperature,
             "every": every,
             "repeats": repeats,
-            **pooled.summarise(recorded, texts, list(verifiers), {name: said[name] for name in proposers}),
+            **pooled.summarise(recorded, texts, list(verifiers), {name: facts[name] for name in proposers}),
             "left_out": left_out,
         }
-        write_json(settings.output_dir / "summary.json", summary)
-        drawn = show.draw(finite(summary), settings.output_dir / "figures")
-        lab.tracker.finish(finite(summary), drawn)
-    except KeyboardInterrupt:
-        done = len(tables.gather()["texts"])
-        print(
-            f"\nInterrupted: the rows of {done} prompts of {len(requests)} are in {settings.output_dir}; "
-            f"run the same command with output_dir={settings.output_dir} to go on.",
-            file=sys.stderr,
+        return Done(
+            summary,
+            lambda: show.draw(finite(summary), settings.output_dir / "figures"),
+            lambda found: show.tell(found, console),
         )
-        return INTERRUPTED
-    except Exception as error:
-        unclaim(settings.output_dir, own, error, decoded=lab.target.lm.forwards > before)
-        raise
-    finally:
-        lab.tracker.close()
-    show.tell(finite(summary), console)
-    console.print(f"Rows, summary, manifest and figures: {settings.output_dir}", soft_wrap=True, highlight=False)
-    return 0
+
+    def left() -> tuple[int, str]:
+        done = len(finished())
+        return done, f"the rows of {done} prompts of {len(requests)} are in {settings.output_dir}"
+
+    return Task(lab, settings, config, proposers, work, left, tables).run(console)
 
 
 def _means(rows: Rows) -> dict[str, float]:

@@ -13,6 +13,7 @@ from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Purpose
 from spec_lab.propose import Null
+from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
@@ -46,6 +47,9 @@ PROPOSERS = {
     "tree iid": draft_model("2x1", confidence=0.5),
     "tree without": draft_model("2x1", "without"),
     "tree point": draft_model("2x1", "point", confidence=0.5),
+    "best first iid": draft_model(budget=Budget(3)),
+    "best first without": draft_model(drawn="without", budget=Budget(3, width=1)),
+    "best first point": draft_model(drawn="point", budget=Budget(3)),
     "Medusa": medusa(trunk=False),
     "Medusa with a trunk": medusa(trunk=True),
     "n-gram chain": Ngram(3, 3, 1),
@@ -90,7 +94,7 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
 def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
     mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in PROPOSERS.values()}
-    assert {name.replace("none.Null", "Null") for name in mine} == shipped
+    assert {name.replace("null.Null", "Null") for name in mine} == shipped
 
 
 def test_drafts_are_the_proposer_s_own():

@@ -8,12 +8,13 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.engine.proposer import Lifecycle  # it carries no state from step to step
+from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
-class Bigram:
+class Bigram(Lifecycle):
     """Drafts a chain of at most ``depth`` tokens below every sequence; a shorter one where nothing has followed."""
 
     depth: int
@@ -35,9 +36,6 @@ class Bigram:
         chains = [likely(sequence.tokens, self.depth) for sequence in batch.sequences]
         tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
         return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
-
-    def close(self, sequence: SequenceState) -> None:
-        """A sequence has ended; nothing is kept for it."""
 
 
 def likely(tokens: list[int], count: int) -> list[int]:

@@ -1,0 +1,285 @@
+"""``task=serve_trace``: a stream of requests with arrivals, served by continuous batching, for every arm.
+
+The stream is cut into segments. Every arm serves every segment, in turns, with an engine that starts empty; so a
+segment is the unit of pairing. Requests are added when their arrival time has come on the wall clock; queue time, time
+to first token and time per output token count from there. Latencies are read at the end of a step, as a server streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from rich.console import Console
+from tqdm import tqdm
+
+from spec_lab.analysis.metrics.intervals import cluster_interval
+from spec_lab.analysis.text import interval, number, table
+from spec_lab.core.files import Unreadable
+from spec_lab.core.options import one_of, whole
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.request import Request
+from spec_lab.results.parts import Parts
+from spec_lab.tasks.lab import Lab, Loop, Settings
+from spec_lab.tasks.shell import Done, Task
+
+_TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
+
+SERVED = {
+    "id": (_TEXT, "request/arm"),
+    "segment": (_WHOLE, "number of the segment of the stream, the unit of pairing"),
+    "arm": (_TEXT, "who drafted"),
+    "order": (_WHOLE, "the arm's place in its segment's order, from 0"),
+    "request": (_WHOLE, "number of the request in the stream"),
+    "prompt_tokens": (_WHOLE, "length of the prompt"),
+    "tokens": (_WHOLE, "emitted tokens"),
+    "finish": (_TEXT, "why it ended (engine.request.FINISHES)"),
+    "arrival": (_REAL, "seconds from the start of the segment, as all times here"),
+    "admitted": (_REAL, "start of the first step that computed a part of its prompt"),
+    "first_token": (_REAL, "end of the step that emitted its first token"),
+    "end": (_REAL, "end of its last step"),
+    "steps": (_WHOLE, "steps that sampled for it"),
+}
+"""One row for each request and arm."""
+
+PERCENTILES = (50, 90, 99)
+MAX_RATE = 1e6
+
+
+def serve(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    arrivals: str = "all",
+    rate: float = 4.0,
+    trace: str | None = None,
+    requests: int | None = None,
+    segment: int = 32,
+    max_prefill_tokens: int | None = 512,
+    max_kv_tokens: int | None = None,
+    ttft_bound: float = 1.0,
+    tpot_bound: float = 0.1,
+) -> int:
+    """Serve the prompts as a stream, with every arm; leave a row for each request, and a summary.
+
+    Args:
+        lab: the parts; proposers are the arms, and the baseline.
+        settings: the scalars; ``batch_size`` is the most requests decoded together.
+        config: the configuration, for the manifest.
+        console: where the final table goes; default standard output.
+        arrivals: "all" at once, "poisson" with ``rate``, or "file".
+        rate: requests a second, of Poisson arrivals.
+        trace: a text file with one arrival time a line, in seconds, rising.
+        requests: in the stream; the prompts are repeated as needed. None: each prompt once.
+        segment: requests of a segment.
+        max_prefill_tokens: most prompt tokens computed in one step; null for no limit.
+        max_kv_tokens: most tokens in the KV cache, drafts included; null for no limit.
+        ttft_bound, tpot_bound: seconds to the first token and for each further one within which a request counts as
+            goodput.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: an option that makes no sense, parts or prompts that do not fit, a directory that holds another run.
+        OSError: a directory that cannot be written, or a trace that cannot be read.
+    """
+    console = console or Console()
+    one_of("task.arrivals", arrivals, ("all", "poisson", "file"))
+    whole("task.segment", segment)
+    for name, value in (("task.rate", rate), ("task.ttft_bound", ttft_bound), ("task.tpot_bound", tpot_bound)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_RATE:
+            raise ValueError(f"{name} must be a number above 0 and at most {MAX_RATE:g} (got {value!r})")
+    limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
+    own = lab.requests(settings)
+    count = len(own) if requests is None else whole("task.requests", requests)
+    stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
+    times = arrival_times(arrivals, count, rate, trace, settings.seed)
+    arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
+    if "speculative" in arms and lab.proposer.name not in arms:
+        arms = {lab.proposer.name if name == "speculative" else name: arm for name, arm in arms.items()}
+    segments = {
+        number: range(start, min(start + segment, count)) for number, start in enumerate(range(0, count, segment))
+    }
+    tables = Parts(settings.output_dir, {"served": SERVED})
+
+    def finished() -> set[int]:
+        return set(tables.load()["served"]["segment"])
+
+    def work(facts: Mapping[str, Any]) -> Done:
+        before = finished()
+        todo = {number: rows for number, rows in segments.items() if number not in before}
+        if todo and settings.warmup:
+            for arm in arms.values():
+                short = replace(stream[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
+                serve_segment(arm, [short], [0.0], limits)
+        with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="segment", disable=None) as bar:
+            for number, places in todo.items():
+                names, shift = list(arms), number % len(arms)
+                rows = []
+                for order, name in enumerate(names[shift:] + names[:shift]):
+                    base = times[places[0]]
+                    due = [times[place] - base for place in places]
+                    served = serve_segment(arms[name], [stream[place] for place in places], due, limits)
+                    key = {"segment": number, "arm": name, "order": order}
+                    rows += [{"id": f"{row['request']}/{name}", **key, **row} for row in served]
+                    bar.update()
+                tables.write(f"{number:06d}", {"served": rows})
+        frame = tables.gather()["served"]
+        summary = {
+            "experiment": settings.name,
+            "target": lab.target.name,
+            "temperature": lab.sampling.temperature,
+            "arrivals": arrivals,
+            "rate": rate if arrivals == "poisson" else None,
+            "max_batch_size": settings.batch_size,
+            "segments": len(segments),
+            "arms": summarise(frame, list(arms), ttft_bound, tpot_bound),
+        }
+        return Done(summary, lambda: [], partial(tell, console=console))
+
+    def left() -> tuple[int, str]:
+        done = len(finished())
+        return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
+
+    return Task(lab, settings, config, arms, work, left, tables, leaves="Rows, summary and manifest").run(console)
+
+
+def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: int) -> list[float]:
+    """Seconds at which ``count`` requests arrive, rising.
+
+    Raises:
+        ValueError: no trace, or one that is too short, or not of rising numbers.
+        OSError: it cannot be read.
+    """
+    if kind == "all":
+        return [0.0] * count
+    if kind == "poisson":
+        return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
+    if trace is None:
+        raise ValueError("task.arrivals=file needs task.trace: a text file with one arrival time a line, in seconds")
+    try:
+        times = [float(line) for line in Path(trace).read_text(encoding="utf-8").split()[:count]]
+    except ValueError as error:
+        raise Unreadable(f"task.trace: {trace} must hold one number of seconds a line ({error})") from error
+    if len(times) < count or sorted(times) != times or not np.isfinite(times).all() or (times and times[0] < 0):
+        raise ValueError(
+            f"task.trace: {trace} must hold at least {count} arrival times, rising, from 0 (it has {len(times)})"
+        )
+    return times
+
+
+def serve_segment(
+    arm: Loop,
+    requests: Sequence[Request],
+    due: Sequence[float],
+    limits: Limits,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[dict[str, Any]]:
+    """Serve requests that arrive at the ``due`` seconds; returns a row for each, in their order."""
+    engine = Engine(
+        arm.target, arm.proposer, arm.verifier, CounterDraws(arm.seed), arm.binding, arm.pieces, limits=limits
+    )
+    rows: dict[int, dict[str, Any]] = {
+        one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at, "steps": 0}
+        for one, at in zip(requests, due, strict=True)
+    }
+    coming, start = list(zip(due, requests, strict=True)), clock()
+    try:
+        while coming or engine.has_unfinished():
+            now = clock() - start
+            while coming and coming[0][0] <= now:
+                engine.add(coming.pop(0)[1])
+            if not engine.has_unfinished():
+                sleep(coming[0][0] - now)
+                continue
+            began = clock() - start
+            info = engine.step()
+            arm.target.lm.clock.synchronise()
+            end = clock() - start
+            if info is None:
+                continue
+            for sequence in [*info.sequences, *(one for one, _ in info.chunks)]:
+                rows[sequence.request.id].setdefault("admitted", began)
+            for sequence in info.sequences:
+                row = rows[sequence.request.id]
+                row.setdefault("first_token", end)
+                row["end"] = end
+                row["steps"] += 1
+    finally:
+        engine.close()
+    for sequence in engine.sequences:
+        if not sequence.lineage:
+            row = rows[sequence.request.id]
+            row["tokens"], row["finish"] = len(sequence.emitted), sequence.finish or ""
+            for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
+                row.setdefault(name, row["arrival"])
+    return list(rows.values())
+
+
+def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float) -> dict[str, Any]:
+    """Throughput, latencies and goodput of every arm; the speed-up over the last arm, paired by segments.
+
+    Throughput is tokens over the seconds from the first arrival of a segment to its last token, summed over segments.
+    The speed-up is a ratio of sums, as everywhere: the last arm's seconds over this one's, for the same requests; where
+    outputs differ in length, seconds are taken for each emitted token. Its interval is a bootstrap over segments.
+    """
+    frame = frame.assign(
+        queue=frame["admitted"] - frame["arrival"],
+        ttft=frame["first_token"] - frame["arrival"],
+        tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
+    )
+    good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
+    each = frame.assign(good=good).groupby(["arm", "segment"])
+    spans = pd.DataFrame(
+        {
+            "seconds": each["end"].max() - each["arrival"].min(),
+            "tokens": each["tokens"].sum(),
+            "good": each["good"].sum(),
+        }
+    )
+    found: dict[str, Any] = {}
+    for arm in arms:
+        own, mine = frame[frame["arm"] == arm], spans.loc[arm]
+        base = spans.loc[arms[-1]].loc[mine.index]
+        top = (base["seconds"] / base["tokens"] * mine["tokens"]).to_numpy()
+        speedup = cluster_interval(top, mine["seconds"].to_numpy(), mine.index.to_numpy())
+        found[arm] = {
+            "requests": len(own),
+            "tokens": int(mine["tokens"].sum()),
+            "seconds": float(mine["seconds"].sum()),
+            "tokens_per_second": float(mine["tokens"].sum() / mine["seconds"].sum()),
+            "goodput": float(mine["good"].sum() / mine["seconds"].sum()),
+            "speedup": speedup._asdict(),
+            **{
+                name: {f"p{p}": float(np.percentile(own[name], p)) for p in PERCENTILES}
+                | {"mean": float(own[name].mean())}
+                for name in ("queue", "ttft", "tpot")
+            },
+        }
+    return found
+
+
+def tell(summary: Mapping[str, Any], console: Console) -> None:
+    """Print the arms: throughput, speed-up over the last one, goodput, and latencies in milliseconds."""
+    arms = summary["arms"]
+    shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
+    shown.add_column("arm", overflow="fold")
+    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99"):
+        shown.add_column(name, justify="right")
+    for arm, own in arms.items():
+        times = (number(1e3 * own[what][p], ".0f") for what in ("ttft", "tpot") for p in ("p50", "p99"))
+        rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
+        shown.add_row(arm, *rates, *times)
+    console.print(shown)

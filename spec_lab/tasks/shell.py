@@ -1,0 +1,108 @@
+"""What every task does around its own work: claim a directory, track the run, end well after Ctrl-C or an error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from spec_lab.core.faults import PartError
+from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
+from spec_lab.results.parts import Parts
+from spec_lab.results.sweep import INTERRUPTED
+from spec_lab.results.writer import Tables
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.text.prompts import digest
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a task has found.
+
+    Args:
+        summary: the contents of its summary file.
+        draw: draws the figures; returns their files.
+        tell: prints the result, given the summary as it reads from the file.
+        tables: the rows, for the tracker; None: the task has other ones.
+        code: the exit code.
+    """
+
+    summary: Mapping[str, Any]
+    draw: Callable[[], list[Path]]
+    tell: Callable[[dict[str, Any]], None]
+    tables: Tables | None = None
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task's work and what surrounds it.
+
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        config: the configuration, for the manifest.
+        arms: names of what is compared.
+        work: does the work in the claimed directory, given the contents of its manifest.
+        left: how many finished units of work are on disk, and a sentence that says so; asked after Ctrl-C and when a
+            part has failed.
+        parts: the tables of rows, gathered after Ctrl-C, from which the same command resumes; None: there are none,
+            and it does not.
+        more: what the manifest says besides.
+        summary: name of the summary file.
+        leaves: names what is in the directory at the end.
+    """
+
+    lab: Lab
+    settings: Settings
+    config: Mapping[str, Any]
+    arms: Iterable[str]
+    work: Callable[[dict[str, Any]], Done]
+    left: Callable[[], tuple[int, str]]
+    parts: Parts | None = None
+    more: Mapping[str, Any] | None = None
+    summary: str = "summary.json"
+    leaves: str = "Rows, summary, manifest and figures"
+
+    def run(self, console: Console) -> int:
+        """Do the work and return the exit code: the task's own, or 130 after Ctrl-C.
+
+        Raises:
+            ValueError: the directory holds another run, or the task refuses its options or parts.
+            PartError: a proposer, verifier or constraint of another package failed; says what is on disk.
+            OSError: the directory cannot be written.
+        """
+        lab, out = self.lab, self.settings.output_dir
+        made = lab.weights(), digest(lab.prompts), list(self.arms), lab.facts(), lab.parts(), lab.target.cache
+        own = manifest(self.config, self.settings.seed, *made) | dict(self.more or {})
+        facts = claim(out, own | {"config_sha256": self.settings.config_sha256})
+        before = lab.target.lm.forwards
+        resume = f"same command with output_dir={self.config.get('output_dir', out)}"
+        try:
+            lab.tracker.start(self.settings.name, facts, out)
+            done = self.work(facts)
+            summary = finite(done.summary)
+            write_json(out / self.summary, summary)
+            lab.tracker.finish(summary, done.draw(), done.tables)
+        except KeyboardInterrupt:
+            if self.parts is not None:
+                self.parts.gather()
+            how = "." if self.parts is None else f"; run the {resume} to resume."
+            print(f"\nInterrupted: {self.left()[1]}{how}", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            unclaim(out, own, error, decoded=lab.target.lm.forwards > before)
+            if isinstance(error, PartError) and self.parts is not None:
+                count, said = self.left()
+                if count:
+                    raise PartError(f"{error}; {said}, and the {resume} resumes there") from error
+            raise
+        finally:
+            lab.tracker.close()
+        done.tell(summary)
+        console.print(f"{self.leaves}: {out}", soft_wrap=True, highlight=False)
+        return done.code

@@ -1,0 +1,58 @@
+"""A union of two drafts under one root: what followed the last token before (a point), then a sampled token."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import WAYS, Draft, Drawn, Shape, forest
+from spec_lab.core.randomness import Key, Purpose
+from spec_lab.engine.proposer import Lifecycle
+from spec_lab.engine.sequence import Batch
+
+
+@dataclass(frozen=True)
+class Union(Lifecycle):
+    """Below each root an n-gram chain of points, and one child sampled from a fixed q without the first point's token.
+
+    Excluding the points from q accepts most (both orders and both q would be exact).
+
+    Args:
+        depth: of the n-gram chain.
+    """
+
+    depth: int = 2
+    name: str = "union"
+    drawn: Drawn = "iid"
+    draws: frozenset[Drawn] = frozenset({"point", "iid"})
+    branches: bool = True
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes below one root."""
+        return self.depth + 1
+
+    def propose(self, batch: Batch) -> Draft:
+        """The trees, side by side."""
+        v, shapes, tokens, codes, q, parents = batch.target.vocabulary, [], [], [], [], []
+        for room, one in zip(batch.room(), batch.sequences, strict=True):
+            text = one.tokens
+            place = next((n for n in range(len(text) - 2, -1, -1) if text[n] == text[-1]), None)
+            own = [] if place is None else text[place + 1 : place + 1 + min(self.depth, room)]
+            weights = torch.arange(1.0, v + 1.0, dtype=torch.float64)
+            if own:
+                weights[own[0]] = 0.0
+            tree = list(range(len(own)))  # a chain
+            if room > 0:
+                picked = int(batch.draws.pick((weights / weights.sum())[None], [Key(*one.key, Purpose.DRAFT)])[0])
+                tree, own = [*tree, 0], [*own, picked]
+                codes += [WAYS.index("point")] * (len(own) - 1) + [WAYS.index("iid")]
+                q.append(weights / weights.sum())
+            parents.append(room > 0)
+            shapes.append(Shape(1, np.array(tree, dtype=np.int64)))
+            tokens += own
+        shape = forest(tuple(shapes))
+        q_row = np.full(shape.rows, -1, dtype=np.int64)
+        q_row[np.flatnonzero(parents)] = np.arange(len(q))
+        stated = torch.stack(q) if q else torch.empty(0, v, dtype=torch.float64)
+        return Draft(shape, torch.tensor(tokens, dtype=torch.long), np.array(codes, dtype=np.int8), stated, q_row)
