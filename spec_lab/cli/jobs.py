@@ -57,8 +57,8 @@ def alone(config: DictConfig) -> None:
 
 
 def one_of_many(config: DictConfig) -> None:
-    """A run of a sweep: not done again where it is done, gone on with where it was stopped; a failure is noted in its
-    folder, and spares the others.
+    """Carry out a run of a sweep: a finished run is skipped, a stopped one resumed; a failure is recorded in the run's
+    folder and does not end the sweep.
     """
     facts = HydraConfig.get()
     out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
@@ -93,7 +93,7 @@ def one_of_many(config: DictConfig) -> None:
                 sys.exit(code)
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
     except sweep.Locked:
-        say("another process is at it; left to that one")
+        say("skipped: locked by another process")
 
 
 def before(config: DictConfig, out: Path) -> str:
