@@ -31,6 +31,7 @@ CERTIFY = ["task.samples=500", "task.tokens=12", "max_new_tokens=6"]
 TASKS = {
     "certify": ("certificate.json", CERTIFY),
     "certify_all": ("certificate.json", CERTIFY),
+    "serve_trace": ("summary.json", ["task.segment=2", "prompts.limit=3", "max_new_tokens=6"]),
     "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
 }
 """Experiments whose task is another one: what it leaves, and how to keep it short."""
