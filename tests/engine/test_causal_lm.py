@@ -254,7 +254,7 @@ def test_nodes_computed_level_by_level_have_the_logits_of_one_forward():
     shape = draft.shape
     for level in range(1, int(shape.depth.max()) + 1):
         rows = np.concatenate([tree[shape.depth[tree] == level] for tree in shape.trees])
-        logits = lm.extend(caches, shape, rows, draft.token[torch.from_numpy(rows - shape.roots)])
+        logits = lm.extend(caches, shape, rows, draft.token[torch.from_numpy(rows - shape.roots)]).logits
         for row, found in zip(rows.tolist(), logits, strict=True):
             path = [int(draft.token[at - shape.roots]) for at in shape.path(row)]
             expected = plain(lm.model, tokens[int(shape.root[row])] + path)
