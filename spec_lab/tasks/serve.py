@@ -104,6 +104,8 @@ def serve(
     for name, most in (("task.max_prefill_tokens", max_prefill_tokens), ("task.max_kv_tokens", max_kv_tokens)):
         if most is not None:
             whole(name, most, otherwise=", or null")
+    if lab.peers:
+        raise ValueError(f"peers decode one prompt at a time and serve no stream; leave out {[*lab.peers]}")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
     own = lab.requests(settings)
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
@@ -275,7 +277,8 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
     for arm in arms:
         own, mine = frame[frame["arm"] == arm], spans.loc[arm]
         base = spans.loc[arms[-1]].loc[mine.index]
-        top = (base["seconds"] / base["tokens"] * mine["tokens"]).to_numpy()
+        share = mine["tokens"].clip(lower=1) / base["tokens"].clip(lower=1)  # a constraint may end requests at once
+        top = (base["seconds"] * share).to_numpy()
         speedup = cluster_interval(top, mine["seconds"].to_numpy(), mine.index.to_numpy())
         found[arm] = {
             "requests": len(own),

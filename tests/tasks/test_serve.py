@@ -285,6 +285,13 @@ def test_where_outputs_differ_in_length_seconds_are_taken_for_each_token():
     assert found["draft"]["speedup"]["mean"] == pytest.approx((1.0 * 20 + 0.5 * 2) / 5.0)
 
 
+def test_a_segment_without_tokens_does_not_undo_the_others():
+    """A constraint may end every request of a segment before its first step."""
+    found = summarise(pair([(10.0, 10), (0.0, 0)], [(5.0, 10), (0.0, 0)]), ["draft", "baseline"], 1, 1)
+    assert found["draft"]["speedup"]["mean"] == pytest.approx(2.0)
+    assert found["draft"]["tokens_per_second"] == pytest.approx(2.0)
+
+
 # The task ----------------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +385,11 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
     with pytest.raises(ValueError, match=named):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_peers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="peers .*'theirs'"):
+        run(tmp_path / "out", parts=lab(peers={"theirs": None}))
 
 
 def test_the_experiment_is_one_command_and_a_finished_run_serves_nothing_again(tmp_path, monkeypatch):
