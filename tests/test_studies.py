@@ -290,7 +290,7 @@ def test_every_part_of_a_readme_has_marks_of_its_own(tmp_path):
 
 
 def test_figures_refuse_what_they_would_mix_up(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; a sweep is made by"):
+    with pytest.raises(ValueError, match="does not exist; a sweep is created by"):
         plots.swept(tmp_path / "none")
     with pytest.raises(ValueError, match="2 runs have {'arm': 'a'}: the sweep varied something else"):
         plots.row_where(pd.DataFrame({"arm": ["a", "a"]}), arm="a")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 @dataclass(frozen=True)
-class Column:
+class FigureFormat:
     """How a figure is shown.
 
     Args:
@@ -33,25 +33,25 @@ class Column:
 
 
 COLUMNS = {
-    "tokens_per_second": Column("tokens/s", ".1f"),
-    "baseline_tokens_per_second": Column("baseline tokens/s", ".1f"),
-    "speedup": Column("speed-up [95 %]"),
-    "speedup_low": Column("95 % from"),
-    "speedup_high": Column("95 % to"),
-    "speedup_with_prefill": Column("speed-up with prefill [95 %]"),
-    "speedup_mean_of_groups": Column("mean of group speed-ups [95 %]"),
-    "speedup_geometric_mean": Column("speed-up, geometric mean"),
-    "time_to_first_token": Column("TTFT ms", ".1f", 1e3),
-    "time_per_output_token": Column("TPOT ms", ".2f", 1e3),
-    "tau_pooled": Column("tau"),
-    "tau_pooled_raw": Column("untruncated tau"),
-    "expected_tau": Column("expected tau"),
-    "draft_token_rate": Column("acceptance rate", ".1%"),
-    "nodes_per_step": Column("nodes per step", ".1f"),
-    "overhead": Column("overhead", ".1%"),
-    "repeated_8gram_share": Column("repeated 8-grams", ".1%"),
-    "identical_outputs": Column("identical outputs", ".1%"),
-    "requests": Column("prompts", ".0f"),
+    "tokens_per_second": FigureFormat("tokens/s", ".1f"),
+    "baseline_tokens_per_second": FigureFormat("baseline tokens/s", ".1f"),
+    "speedup": FigureFormat("speed-up [95 %]"),
+    "speedup_low": FigureFormat("95 % from"),
+    "speedup_high": FigureFormat("95 % to"),
+    "speedup_with_prefill": FigureFormat("speed-up with prefill [95 %]"),
+    "speedup_mean_of_groups": FigureFormat("mean of group speed-ups [95 %]"),
+    "speedup_geometric_mean": FigureFormat("speed-up, geometric mean"),
+    "time_to_first_token": FigureFormat("TTFT ms", ".1f", 1e3),
+    "time_per_output_token": FigureFormat("TPOT ms", ".2f", 1e3),
+    "tau_pooled": FigureFormat("tau"),
+    "tau_pooled_raw": FigureFormat("untruncated tau"),
+    "expected_tau": FigureFormat("expected tau"),
+    "draft_token_rate": FigureFormat("acceptance rate", ".1%"),
+    "nodes_per_step": FigureFormat("nodes per step", ".1f"),
+    "overhead": FigureFormat("overhead", ".1%"),
+    "repeated_8gram_share": FigureFormat("repeated 8-grams", ".1%"),
+    "identical_outputs": FigureFormat("identical outputs", ".1%"),
+    "requests": FigureFormat("prompts", ".0f"),
 }
 """The figures of ``metrics.summarise`` that tables show, the same in the terminal and on pages."""
 

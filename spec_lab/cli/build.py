@@ -43,6 +43,9 @@ NEEDS = {
 """What an object must have to be a part of the run."""
 
 
+DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
+"""Tasks that decode with every proposer and the one verifier."""
+
 RENAMED = {
     "out": "output_dir",
     "beside": "arms",
@@ -62,11 +65,11 @@ def zoo(name: str) -> str:
 
 
 def conf() -> str:
-    """The folder of the configs: inside an installed package, beside the package in a checkout."""
+    """Return the folder of the configs: inside an installed package, next to the package in a checkout."""
     for folder in (PACKAGE / "conf", PACKAGE.parent / "conf"):
         if (folder / "config.yaml").is_file():
             return str(folder)
-    raise FileNotFoundError(f"no conf/config.yaml in {PACKAGE} or beside it: install spec_lab again")
+    raise FileNotFoundError(f"no conf/config.yaml in {PACKAGE} or next to it: install spec_lab again")
 
 
 class Refused(CompactHydraException):
@@ -80,7 +83,7 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def named_by(config: DictConfig, part: str) -> DictConfig:
+def part_config(config: DictConfig, part: str) -> DictConfig:
     """``config[part]``.
 
     Raises:
@@ -99,7 +102,7 @@ def task(config: DictConfig) -> Any:
     Raises:
         Refused: there is no such thing; an option it does not take; names it.
     """
-    named = named_by(config, "task")
+    named = part_config(config, "task")
     for key in sorted(OmegaConf.missing_keys(named)):
         raise Refused(f"spec_lab: {key} has no default: give {key}=... on the command line")
     try:
@@ -118,7 +121,7 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     Raises:
         Refused: what went wrong, with the part where it did; if a file is at fault, with the part's path.
     """
-    named = named_by(config, part)
+    named = part_config(config, part)
     try:
         made = instantiate(named, _partial_=True, _convert_="all")(**live)
         if made is None and part == "constraint":
@@ -134,10 +137,10 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
     return made
 
 
-def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
-    """What binds the output, and the bytes of the target's tokens; None where nothing does, or nobody needs them.
+def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
+    """Build the applied constraint and the bytes of the target's tokens; None where the run needs none.
 
-    ``config.constraint`` holds a constraint's own options beside those of ``AppliedConstraint``.
+    ``config.constraint`` holds a constraint's own options and those of ``AppliedConstraint``.
 
     Raises:
         Refused: as in ``build``; parts that do not go together.
@@ -146,8 +149,8 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
     from spec_lab.constrain.load import combine
     from spec_lab.constrain.vocabulary import Vocabulary
 
-    named = named_by(config, "constraint")
-    options = {key: named[key] for key in vars_of(AppliedConstraint) if key in named}
+    named = part_config(config, "constraint")
+    options = {key: named[key] for key in option_names(AppliedConstraint) if key in named}
     own = OmegaConf.masked_copy(named, [str(key) for key in named if key not in options])
     text = {"healing": settings.token_healing, "banned": settings.banned_strings, "at_least": settings.min_new_tokens}
     try:
@@ -160,7 +163,7 @@ def bind(config: DictConfig, settings: Any, target: Any) -> tuple[Any, Any]:
     return binding, vocabulary and vocabulary.bytes
 
 
-def vars_of(made: type) -> list[str]:
+def option_names(made: type) -> list[str]:
     """The names of a dataclass's options, without the parts it is given."""
     return [one.name for one in fields(made) if one.name != "constraint"]
 
@@ -196,7 +199,7 @@ def renamed(option: str) -> str:
 
 
 @cache
-def known() -> set[str]:
+def top_level_options() -> set[str]:
     """The top-level options: those of the default config."""
     return groups() | OmegaConf.load(Path(conf(), "config.yaml")).keys() - {"defaults", "hydra"}
 
@@ -216,7 +219,7 @@ def check_options(config: DictConfig) -> None:
     """
     from spec_lab.tasks.lab import Settings
 
-    options = known()
+    options = top_level_options()
     for key in map(str, config):
         if said := renamed(key):
             raise Refused(f"spec_lab: {said}")
@@ -233,7 +236,7 @@ def check_options(config: DictConfig) -> None:
 
 
 def check_torchrun(config: DictConfig) -> None:
-    """Refuse ranks of torchrun that nothing is split over, and peers beside ranks.
+    """Refuse ranks of torchrun that nothing is split over, and peers together with ranks.
 
     Raises:
         Refused: says so.
@@ -260,14 +263,11 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
     from spec_lab.core.draft import Drawn
     from spec_lab.verify.verdict import misfit
 
-    if OmegaConf.select(config, "task._target_") not in (
-        "spec_lab.tasks.benchmark.run",
-        "spec_lab.tasks.stream.stream",
-    ):
+    if OmegaConf.select(config, "task._target_") not in DECODING:
         return
     arms = [f"arms.{name}" for name in config.arms] if OmegaConf.is_dict(config.get("arms")) else []
     for part in ("proposer", *arms):
-        named = named_by(config, part)
+        named = part_config(config, part)
         target = str(named["_target_"])
         declared = _class_attributes(target.removesuffix(".load"))
         drawn = named.get("drawn", declared.get("drawn"))
@@ -287,7 +287,7 @@ def _class_attributes(path: str) -> Mapping[str, Any]:
     return vars(found) if isinstance(found, type) else {}
 
 
-def named_as_written(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
+def with_written_name(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
     """The target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
     if is_dataclass(target) and getattr(target, "name", None) == path != name:
@@ -312,7 +312,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     check_drawing(config, verifier)
     begun = with_trees(config, begun_trees(out, shown, identity))
     LOG.info("Loading target %s", shown["target"].get("path", ""))
-    target = named_as_written(
+    target = with_written_name(
         build(config, "target", cache=REUSED), OmegaConf.select(config, "target.path"), shown["target"]
     )
     LOG.info("Loading proposer")
@@ -320,7 +320,7 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
-    binding, pieces = bind(config, settings, target)
+    binding, pieces = apply_constraint(config, settings, target)
     lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, binding, pieces)
     return work, lab, settings, shown
 

@@ -33,7 +33,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     given = _parser()[0].parse_args(arguments)
     try:
         return COMMANDS[given.command](given, console)
-    except (OSError, ValueError, sweep.Held) as error:
+    except (OSError, ValueError, sweep.Locked) as error:
         return _refuse(error)
 
 
@@ -74,7 +74,7 @@ def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
         try:
             with sweep.reading(folder):
                 code = max(code, what(folder))
-        except (OSError, ValueError, sweep.Held) as error:
+        except (OSError, ValueError, sweep.Locked) as error:
             code = _refuse(error)
     return code
 
@@ -118,7 +118,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 def _state(given: argparse.Namespace, console: Console) -> int:
     """Where each run of a sweep stands: done, running, failed or waiting."""
     with sweep.reading(given.folder):
-        tell_sweep(given.folder, console, every=True)
+        print_sweep(given.folder, console, every=True)
         return _unreadable(given.folder)
 
 
@@ -175,7 +175,7 @@ def _report(given: argparse.Namespace, console: Console) -> int:
     from spec_lab.analysis.report import write
 
     def one(folder: Path) -> int:
-        _say(console, f"{write(folder)}, and figures beside it")
+        _say(console, f"{write(folder)}, and figures in the same folder")
         return 0 if sweep.is_run(folder) else _unreadable(folder)
 
     return _each(given.folders, one)
@@ -215,7 +215,7 @@ def _say(console: Console, what: str) -> None:
     console.print(visible(what), soft_wrap=True, highlight=False)
 
 
-def tell_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
+def print_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
     """Print where a sweep stands: how many runs are in which state; each one, or those that did not go well.
 
     Raises:
@@ -241,12 +241,12 @@ def tell_sweep(folder: Path, console: Console | None = None, every: bool = False
     for name, values in sweep.mixed(found).items():
         console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; their figures may not go together."))
     if count["waiting"]:
-        console.print("The same command goes on with those that wait.", highlight=False)
+        console.print("The same command resumes the waiting runs.", highlight=False)
     if count["failed"]:
-        console.print("retry=true tries those again that failed; tracebacks are in ended.json.", highlight=False)
+        console.print("retry=true runs the failed ones again; tracebacks are in ended.json.", highlight=False)
 
 
-def tell_results(folder: Path, console: Console | None = None) -> None:
+def print_results(folder: Path, console: Console | None = None) -> None:
     """Print the main figures of a sweep's runs that are done, each arm but the baseline; the first ``MOST`` of them.
 
     Raises:

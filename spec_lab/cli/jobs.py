@@ -42,7 +42,7 @@ def alone(config: DictConfig) -> None:
     try:
         with sweep.holding(out):
             code = carry_out(config, out)
-    except (Refused, OSError, ValueError, sweep.Held, OmegaConfBaseException) as error:
+    except (Refused, OSError, ValueError, sweep.Locked, OmegaConfBaseException) as error:
         with suppress(OSError):
             out.rmdir()  # Hydra made it
         said = without_values(config, reason(error))
@@ -57,8 +57,8 @@ def alone(config: DictConfig) -> None:
 
 
 def one_of_many(config: DictConfig) -> None:
-    """A run of a sweep: not done again where it is done, gone on with where it was stopped; a failure is noted in its
-    folder, and spares the others.
+    """Carry out a run of a sweep: a finished run is skipped, a stopped one resumed; a failure is recorded in the run's
+    folder and does not end the sweep.
     """
     facts = HydraConfig.get()
     out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
@@ -92,8 +92,8 @@ def one_of_many(config: DictConfig) -> None:
             if code == sweep.INTERRUPTED:
                 sys.exit(code)
             say(f"done in {time.perf_counter() - began:.1f} s" + f", exit code {code}" * bool(code))
-    except sweep.Held:
-        say("another process is at it; left to that one")
+    except sweep.Locked:
+        say("skipped: locked by another process")
 
 
 def before(config: DictConfig, out: Path) -> str:

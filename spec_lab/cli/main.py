@@ -20,14 +20,28 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from spec_lab.cli import interrupt
-from spec_lab.cli.build import PACKAGE, bind, build, conf, groups, known, reason, renamed, vars_of, zoo
+from spec_lab.cli.build import (
+    PACKAGE,
+    apply_constraint,
+    build,
+    conf,
+    groups,
+    option_names,
+    reason,
+    renamed,
+    top_level_options,
+    zoo,
+)
 from spec_lab.cli.jobs import job
 from spec_lab.cli.preflight import Preflight, check_workers
 from spec_lab.cli.redaction import as_given, moved, unquoted
 from spec_lab.models import ranks
 from spec_lab.results import sweep
 
-__all__ = ["Preflight", "bind", "build", "conf", "job", "known", "main", "vars_of", "zoo"]
+__all__ = [
+    "Preflight", "apply_constraint", "build", "conf", "job", "main", "option_names", "quote_prompt",
+    "top_level_options", "zoo",
+]  # fmt: skip
 
 OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
@@ -36,7 +50,7 @@ LONGEST_NAME = 200
 """Characters of the longest name of an option of a config group."""
 
 
-def literal(option: str) -> str:
+def quote_prompt(option: str) -> str:
     """Quote the text of ``task.prompt=TEXT``, since much code has a meaning in Hydra; return other options as given."""
     name, equals, text = option.partition("=")
     quoted = len(text) > 1 and text[0] in "\"'" and text[0] == text[-1]
@@ -131,7 +145,7 @@ def command_line() -> None:
         if not hydras_too:
             return
     if not {"-m", "--multirun"} & set(sys.argv):
-        sys.argv[1:] = [literal(option) for option in sys.argv[1:]]
+        sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"
         from spec_lab.cli.commands import command
 

@@ -1,4 +1,4 @@
-"""What happens before and after the jobs: an output directory is tried, a sweep is noted and summed up."""
+"""Checks before the first run, and the summary after the last one."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ MOST_WORKERS = 1024
 """Most processes of ``hydra/launcher=joblib``."""
 
 SUBDIR = "${folder_name:${hydra:overrides.task}}"
-"""What ``conf/config.yaml`` says of a run's folder."""
+"""``hydra.sweep.subdir`` in ``conf/config.yaml``."""
 
 
 class Preflight(Callback):
-    """Refuses an output directory that cannot be written, before Hydra itself trips over it."""
+    """Checks the output directory and a sweep's options before Hydra uses them."""
 
     def __init__(self) -> None:
         self.made: list[Path] = []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Before a single run."""
+        """Check the name and the output directory of a single run."""
         check_name(config.get("name"))
         self.made = check_writable(config.get("output_dir"))
 
     def on_run_end(self, **_: Any) -> None:
-        """After a single run: one that wrote nothing leaves no directory behind."""
+        """Remove the output directory of a single run that wrote nothing."""
         for folder in self.made:
             with suppress(OSError):
                 folder.rmdir()
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Before a sweep: what it is asked for is noted."""
+        """Check a sweep's options and record its runs in ``sweep.json``."""
         check_sweeper(config)
         check_name(config.get("name"))
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
@@ -78,9 +78,9 @@ class Preflight(Callback):
         except (OSError, ValueError) as error:
             raise SystemExit(f"spec_lab: {reason(error)}") from error
         blank(config)
-        atexit.register(go_on, out)
+        atexit.register(print_resume_hint, out)
         if str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
-            interrupt.change(interrupt.Leave(f"Interrupted.\n{_how_to_go_on(out)}"))
+            interrupt.change(interrupt.Leave(f"Interrupted.\n{_resume_hint(out)}"))
         else:  # other launchers end their workers, or say what becomes of their jobs
             interrupt.change(interrupt.Raise())
             if interrupt.raises() and str(config.hydra.launcher["_target_"]).endswith(".JoblibLauncher"):
@@ -90,17 +90,17 @@ class Preflight(Callback):
                 interrupt.keep_from_workers()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """After a sweep: where each of its runs stands; exit code 1 unless all that were asked for went well."""
-        from spec_lab.cli.commands import tell_results, tell_sweep
+        """Print the state and the results of a sweep; exit with 1 unless every requested run ended with 0."""
+        from spec_lab.cli.commands import print_results, print_sweep
 
-        atexit.unregister(go_on)
+        atexit.unregister(print_resume_hint)
         out, code = Path(config.hydra.sweep.dir), 1
         try:
             names = {sweep.folder_name(one) for one in asked(config)}
             mine = [one for one in sweep.runs(out) if one.folder.name in names or not names]
             code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
-            tell_results(out)
-            tell_sweep(out)
+            print_results(out)
+            print_sweep(out)
             search.print_best(config)
         except Exception as error:  # Hydra would only warn, and leave with 0
             code = 1
@@ -145,17 +145,17 @@ def check_workers(values: Iterable[Any]) -> None:
             )
 
 
-def go_on(out: Path) -> None:
-    """Said where a sweep's command ends before the sweep: by Ctrl-C, by a worker that was killed."""
-    print(_how_to_go_on(out), file=sys.stderr)
+def print_resume_hint(out: Path) -> None:
+    """Print how to resume a sweep whose command ended early: by Ctrl-C, or because a worker was killed."""
+    print(_resume_hint(out), file=sys.stderr)
 
 
-def _how_to_go_on(out: Path) -> str:
+def _resume_hint(out: Path) -> str:
     return f"The sweep in {out} is not finished; the same command with output_dir={out} resumes it."
 
 
 def asked(config: DictConfig) -> list[list[str]]:
-    """The overrides of each run that a sweep's command asks for; none where the sweeper finds them as it goes."""
+    """Return the overrides of each run that a sweep's command requests; none of a search, which chooses them later."""
     if not str(config.hydra.sweeper["_target_"]).endswith(".BasicSweeper"):
         return []
     params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=False)
@@ -196,7 +196,7 @@ def check_name(given: Any) -> None:
 
 
 def check_writable(out: Any) -> list[Path]:
-    """Leave with exit code 1 unless ``out`` can be made and written to. What is made to find out is removed again.
+    """Leave with exit code 1 unless ``out`` can be made and written to. Folders made by the check are removed again.
 
     Returns:
         The folders that are missing, the innermost first.

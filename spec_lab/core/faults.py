@@ -1,4 +1,4 @@
-"""Errors raised inside a part that a user may have written: which part raised, and where in its code."""
+"""Errors raised inside a part, which a user may have written: which part raised, and where in its code."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 
+from spec_lab.core.protocols import Named
+
 
 class PartError(ValueError):
-    """A part raised an error. The message names the part, the error, and file and line in the part's own package."""
+    """A part raised an error. The message names the part, the error, and the file and line in the part's package."""
 
 
 class Passing(Exception):
-    """An error that comes out of a part's code and is not the part's, such as one of the draws it was given."""
+    """An error that a part's code passes on and did not cause, such as one of its random draws."""
 
 
 @contextmanager
 def attributed(kind: str, part: object) -> Iterator[None]:
-    """Errors raised inside become a ``PartError``.
+    """Turn errors raised inside the block into a ``PartError``.
 
     Args:
         kind: of part, such as "proposer".
         part: what is called inside.
 
     Raises:
-        PartError: an error was raised inside. Those that are ``Passing`` or ``PartError`` already stay as they are.
+        PartError: an error was raised inside. ``Passing`` and ``PartError`` are not changed.
     """
     try:
         yield
     except (PartError, Passing):
         raise
     except Exception as error:
-        name = getattr(part, "name", type(part).__name__)
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise PartError(f"{kind} '{name}' raised {said}{place(error, part)}") from error
+        name = part.name if isinstance(part, Named) else type(part).__name__
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise PartError(f"{kind} '{name}' raised {message}{place(error, part)}") from error
 
 
 def of_a_part(error: BaseException | None) -> bool:
-    """Whether an error is a ``PartError``, or was raised from one."""
+    """Return whether an error is a ``PartError``, or was raised from one."""
     while error is not None:
         if isinstance(error, PartError):
             return True
@@ -46,7 +48,7 @@ def of_a_part(error: BaseException | None) -> bool:
 
 
 def place(error: BaseException, part: object) -> str:
-    """`` (file:line, in function)`` of the innermost frame of the part's own package; empty where there is none."""
+    """Return `` (file:line, in function)`` of the innermost frame in the part's package; empty if there is none."""
     package = type(part).__module__.partition(".")[0]
     own = [(frame, line) for frame, line in walk_tb(error.__traceback__) if _package(frame.f_globals) == package]
     if not own:

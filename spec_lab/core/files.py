@@ -1,4 +1,4 @@
-"""Files of runs: written whole or not at all, and read without trust in what they hold."""
+"""Files of runs: written atomically, and read as untrusted input."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 MAX_BYTES = 64 * 2**20
-"""Size of the largest text file that is read: 64 MiB."""
+"""Maximum size of a text file that is read: 64 MiB."""
 
 MAX_DEPTH = 64
-"""Deepest nesting of lists and mappings in a JSON file that is read."""
+"""Maximum nesting of lists and mappings in a JSON file that is read."""
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Unreadable(ValueError):
-    """A file of a run that does not hold what it must; the message names the file."""
+    """A file of a run with invalid contents; the message names the file."""
 
 
 # Writing -----------------------------------------------------------------------------------------------------------
@@ -31,10 +31,10 @@ class Unreadable(ValueError):
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Open a stream whose contents take the place of ``file`` once the block ends without an error.
+    """Open a stream whose contents replace ``file`` when the block ends without an error.
 
-    The temporary file is created anew beside ``file`` under a random name, and removed after an error. A symlink called
-    ``file`` is replaced, never followed.
+    A temporary file with a random name is created in the same folder, and removed after an error. If ``file`` is a
+    symlink, it is replaced, not followed.
 
     Raises:
         OSError: it cannot be written; names ``file``.
@@ -56,13 +56,13 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def named(error: OSError, file: Path, parts: Iterable[Path] = ()) -> OSError:
-    """The same error about ``file``, in place of no file or of its temporary ``parts``; of a full disk, what to do."""
+    """Return the error about ``file`` instead of none or temporary ``parts``; with advice if the disk is full."""
     known = {None, *map(str, parts)}
     if error.errno is None or (error.filename if error.filename is None else str(error.filename)) not in known:
         return error
     hint = ""
     if error.errno in NO_SPACE:
-        hint = "; nothing of it was left half written: free some space, then give the same command again "
+        hint = "; no partial file was left: free some space, then run the same command again "
         hint += "(a sweep's with retry=true)"
     return OSError(error.errno, f"{error.strerror or os.strerror(error.errno)}{hint}", str(file))
 
@@ -72,7 +72,7 @@ def write_text(file: Path, text: str, errors: str = "strict") -> None:
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
-        ValueError: a lone surrogate in ``text``, unless ``errors`` says what becomes of it.
+        ValueError: a lone surrogate in ``text``, unless ``errors`` handles it.
     """
     data = text.encode("utf-8", errors)
     with replacing(file) as stream:
@@ -80,7 +80,7 @@ def write_text(file: Path, text: str, errors: str = "strict") -> None:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write a mapping, renamed into place once whole; what JSON does not know is written as text.
+    """Write a mapping atomically; values that JSON cannot hold are written as text.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
@@ -90,7 +90,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make a folder inside a run's directory, or find that it is there; returns it.
+    """Make a folder inside a run's directory unless it exists; return it.
 
     Raises:
         OSError: it cannot be made.
@@ -102,7 +102,7 @@ def own_folder(folder: Path) -> Path:
 
 
 def refuse_link(folder: Path) -> None:
-    """Refuse a folder inside a run's directory that is a symlink: files elsewhere would be written or removed.
+    """Refuse a folder inside a run's directory that is a symlink: files outside would be written or removed.
 
     Raises:
         Unreadable: it is one.
@@ -119,11 +119,11 @@ def read_text(file: Path, most: int = MAX_BYTES) -> str:
 
     Args:
         file: the file, or a symlink to one.
-        most: size of the largest file that is read, in bytes.
+        most: maximum size of the file, in bytes.
 
     Raises:
-        OSError: it is not there, or cannot be opened.
-        ValueError: it is no regular file (a pipe, a device, a folder), is larger, or is not UTF-8; names it.
+        OSError: it does not exist, or cannot be opened.
+        ValueError: it is not a regular file (but a pipe, device or folder), is larger, or is not UTF-8; names it.
     """
     if stat.S_ISDIR(os.stat(file).st_mode):
         raise Unreadable(f"{file} is not readable (it is a folder)")
@@ -141,16 +141,16 @@ def read_text(file: Path, most: int = MAX_BYTES) -> str:
 
 
 def read_json(file: Path, most: int = MAX_BYTES, any_number: bool = False) -> dict[str, Any] | None:
-    """What a file holds; None where there is none.
+    """Return the mapping in a JSON file; None if there is no file.
 
     Args:
         file: the file.
         most: as in ``read_text``.
-        any_number: also allow NaN, infinities and whole numbers of more than 64 bits (of up to 1000 digits), which
-            checkpoints hold: a tokenizer without a longest text writes 10**30 for it.
+        any_number: also allow NaN, infinities and whole numbers of more than 64 bits (up to 1000 digits), which
+            checkpoints hold: a tokenizer without a maximum length writes 10**30 for it.
 
     Raises:
-        ValueError: it is no mapping in JSON, is nested deeper than ``MAX_DEPTH``, or holds NaN, an infinity, a whole
+        ValueError: it is not a JSON mapping, is nested deeper than ``MAX_DEPTH``, or holds NaN, an infinity, a whole
             number of more than 64 bits or a lone surrogate; names it.
         OSError: it cannot be opened.
     """
@@ -196,7 +196,7 @@ def _long(digits: str) -> int:
 
 
 def _check(value: Any) -> None:
-    """Refuse what is nested too deep and texts that cannot be written again."""
+    """Refuse too deep nesting and texts that cannot be written as UTF-8."""
     left: list[tuple[Any, int]] = [(value, 1)]
     while left:
         one, depth = left.pop()
@@ -211,18 +211,18 @@ def _check(value: Any) -> None:
 
 
 def expect(value: Any, shape: Any, name: str) -> None:
-    """Check what was read from a file against a shape.
+    """Check a value that was read from a file against a shape.
 
     Args:
-        value: what was read.
+        value: the value.
         shape: a type, or a tuple of types and None, one of which it must have (a bool is no int, an int is a float);
             ``(None, shape)`` with one of the following shapes; a set of values that it may be; ``[shape]`` for a list
-            of such; ``{"key": shape}`` for a mapping that has these keys, with ``"?key"`` for one that it may lack;
+            of such; ``{"key": shape}`` for a mapping that has these keys, with ``"?key"`` for an optional one;
             ``{str: shape}`` for a mapping of any keys to such.
         name: what the value is called.
 
     Raises:
-        ValueError: it has another; names the place.
+        ValueError: it has another shape; names the place.
     """
     if isinstance(shape, list):
         _of(value, (list,), name)

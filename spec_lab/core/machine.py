@@ -1,4 +1,4 @@
-"""What timings depend on: the processor, its cores, and what other processes do with them."""
+"""What timings depend on: the processor, its cores, and their use by other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAT = Path("/proc/stat")
 
 
 def processor() -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
@@ -23,7 +23,7 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -31,13 +31,13 @@ def cores() -> int:
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of processor time that were used up to a moment.
+    """Seconds of processor time used up to a moment.
 
     Args:
         wall: the moment, in seconds of a monotonic clock.
-        machine: of all processes on all cores, time stolen by the hypervisor included; None where not known. Processes
-            of low priority (nice) are left out, as they give way, unless this one is of low priority itself.
-        own: of this process.
+        machine: by all processes on all cores, time stolen by the hypervisor included; None if not known. Processes of
+            low priority (nice) are not counted, since they yield, unless this process has low priority itself.
+        own: by this process.
     """
 
     wall: float
@@ -46,15 +46,15 @@ class Usage:
 
     @staticmethod
     def now() -> Usage:
-        """Usage up to now. Only Linux tells what all processes have used."""
+        """Return the usage up to now. Only Linux reports that of all processes."""
         own = os.times()
         return Usage(time.monotonic(), _machine_seconds(), own.user + own.system)
 
 
 def other_load(start: Usage, end: Usage) -> float | None:
-    """Cores that other processes kept busy on average between two moments; None where it is not known.
+    """Return how many cores other processes used on average between two moments; None if not known.
 
-    The load average of the last minute would count what this process itself did before ``start``.
+    The load average of the last minute would include what this process did before ``start``.
     """
     if start.machine is None or end.machine is None or end.wall <= start.wall:
         return None
@@ -62,7 +62,7 @@ def other_load(start: Usage, end: Usage) -> float | None:
 
 
 def _machine_seconds() -> float | None:
-    """See ``Usage.machine``."""
+    """Return ``Usage.machine``."""
     try:
         first = STAT.read_text().split("\n", 1)[0]
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first.split()[1:9])

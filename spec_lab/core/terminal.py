@@ -1,4 +1,4 @@
-"""Texts of unknown origin, for a terminal or a page."""
+"""Untrusted text on a terminal or a page."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ UNSEEN = re.compile("[\u0080-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f
 
 
 def visible(text: object) -> str:
-    """The text with control characters as pictures, and those that turn, hide or break a line as <U+...>.
+    """Return the text with control characters as symbols, and invisible and direction-changing ones as <U+...>.
 
-    So a page or a terminal shows what is there, and no text can disturb what stands beside it.
+    A page or a terminal then shows every character, and no text can change how other text is displayed.
     """
     return UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", str(text).translate(CONTROLS))

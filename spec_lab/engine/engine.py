@@ -85,6 +85,7 @@ class Engine:
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
+        self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
         self._logprobs = self.applied is not None and getattr(self.applied.constraint, "reads_logprobs", False)
@@ -95,10 +96,12 @@ class Engine:
         """Queue a request; it is admitted by the next step that has room for it.
 
         Raises:
-            ValueError: a prompt that does not fit the target's context, or the KV cache by itself; stop strings without
-                the bytes of the tokens.
+            ValueError: a prompt that does not fit the target's context, or the KV cache by itself; an id that was added
+                before; stop strings without the bytes of the tokens.
         """
         request.check_fits(self.target.context, self.target.vocabulary)
+        if request.id in self._ids:
+            raise ValueError(f"request '{request.name}' has the id {request.id} of another one, which keys its choices")
         if self.pieces is None and (request.stop_strings or self.listen):
             raise ValueError(f"request '{request.name}' needs text, but the bytes of the tokens are not known")
         most = self.limits.max_kv_tokens
@@ -107,6 +110,7 @@ class Engine:
                 f"request '{request.name}' may need {needed} tokens of KV cache, max_kv_tokens is {most}: raise it, "
                 "shorten the prompt or ask for fewer new tokens"
             )
+        self._ids.add(request.id)
         self._waiting.append(replace(request, logprobs=True) if self._logprobs else request)
 
     def abort(self, id: int) -> None:

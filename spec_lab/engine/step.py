@@ -22,7 +22,7 @@ from spec_lab.core.clock import Clock, Mark, Span
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
-from spec_lab.core.probabilities import logits_to_probs, one_hot_, probs_dtype
+from spec_lab.core.probabilities import argmax, logits_to_probs, one_hot_, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer
@@ -276,19 +276,28 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
         if masks is not None and on_target:
             allowed = open_mask(masks, logits.shape[-1], logits.device)
-        p = logits_to_probs(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
+        plain = not draft.shape.nodes and allowed is None and seen is None and parts.choose is choose
+        greedy = plain and all(one.temperature == 0 for one in samplings)
+        if not greedy:
+            p = logits_to_probs(logits, by_row(samplings, draft.shape.root), seen, allowed, scratch=memory)
         if masks is not None and on_target:
             silent = _silent(draft, p, masks)
 
     # 5. Verify: the distribution of where the accepted paths end; sample it.
     with clock.phase("verify"):
-        with attributed("verifier", parts.verifier):
-            verdict = parts.verifier(draft, p)
-            keys = [one.key for one in sequences]
-            row, token, empty = parts.choose(verdict, draft.shape, p, parts.draws, keys).on_host()
-        if silent is not None:
-            token = np.where(silent[row], -1, token)
-        expected, expected_emitted = _expected(verdict, draft.shape, masks if on_target else None, silent)
+        if greedy:  # p is one-hot and nothing was drafted: every verifier emits the arg max
+            count, given = len(sequences), "draft"
+            row, token, empty = np.arange(count), argmax(logits).cpu().numpy(), np.zeros(count, dtype=bool)
+            expected, expected_emitted = np.zeros(count), np.ones(count)
+        else:
+            with attributed("verifier", parts.verifier):
+                verdict = parts.verifier(draft, p)
+                keys = [one.key for one in sequences]
+                row, token, empty = parts.choose(verdict, draft.shape, p, parts.draws, keys).on_host()
+            if silent is not None:
+                token = np.where(silent[row], -1, token)
+            expected, expected_emitted = _expected(verdict, draft.shape, masks if on_target else None, silent)
+            given = verdict.given
 
     # 6. Commit: tokens, KV cache, constraint states.
     with clock.phase("commit"):
@@ -316,7 +325,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
                 errors[tree] = got.error
     return StepInfo(
         sequences, draft, committed, context, [len(tokens) for tokens in pending], prefill, expected, expected_emitted,
-        verdict.given, empty, output.attended, list(chunks), {sequences[tree]: why for tree, why in errors.items()},
+        given, empty, output.attended, list(chunks), {sequences[tree]: why for tree, why in errors.items()},
         clock, began, clock.mark(), clock.take(), seconds + (0.0 if found is None else found.seconds), seconds,
     )  # fmt: skip
 
@@ -366,11 +375,15 @@ def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
     if parts.constraint is None:
         return
     proposer = parts.proposer
-    rewound = act(
-        sequence, parts.constraint.applied, parts.target.context, done, parts.made, lambda one: proposer.fork(one.state)
-    )
+
+    def fork_state(one: SequenceState) -> object:
+        with attributed("proposer", proposer):
+            return proposer.fork(one.state)
+
+    rewound = act(sequence, parts.constraint.applied, parts.target.context, done, parts.made, fork_state)
     for one, length in rewound.items():
-        proposer.rewind(one.state, length)
+        with attributed("proposer", proposer):
+            proposer.rewind(one.state, length)
 
 
 def _check_tokens(draft: Draft, vocabulary: int) -> None:

@@ -1,10 +1,10 @@
-"""Several processes of torchrun as one: the first rank runs the command, the others lend it their part of a model.
+"""Tensor parallelism over the ranks of torchrun: rank 0 runs the command, the others compute their part of the model.
 
-Only the first rank reads options, draws numbers, times, writes and prints. The others ``follow``: they load their own
-shards of the models that the first one loads, and repeat each of its calls in step, with cells of their own for their
-own heads. So there is nothing on which ranks could decide differently, and nobody reads the other ranks' logits.
+Only rank 0 reads options, draws random numbers, measures, writes and prints. The others ``follow``: they load their own
+shards of the models that rank 0 loads and repeat each of its calls, with KV cells for their own attention heads. So
+ranks cannot decide differently, and the other ranks' logits are not read.
 
-What is told goes through gloo, on the CPU, as safetensors; what the models' layers exchange is transformers' business.
+Calls are broadcast with gloo, on the CPU, as safetensors; transformers does the communication inside the layers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from spec_lab.engine.kv_cache import Cells
 from spec_lab.models.ranks import rank
 
 IDLE = timedelta(days=7)
-"""How long the others wait for the first rank's next call."""
+"""How long the other ranks wait for rank 0's next call."""
 
 GRACE = timedelta(seconds=10)
-"""How long a rank that failed waits for the others to fail of the same."""
+"""How long a failed rank waits for the others to fail with the same error."""
 
 
 @cache
 def join() -> Link:
-    """Meet the other ranks, once in a process. When the first one ends in step, it lets the others end."""
+    """Connect to the other ranks, once per process. When rank 0 ends between calls, it tells the others to end."""
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=IDLE)
     link = Link()
     if rank() == 0:
@@ -49,13 +49,13 @@ def join() -> Link:
 
 
 def follow(shards: Callable[..., Any]) -> None:
-    """Serve the first rank until it ends. An interruption is its to answer: Ctrl-C ends it, and with it this process.
+    """Serve rank 0 until it ends. Only rank 0 handles Ctrl-C, and this process ends with it.
 
     Args:
         shards: loads this rank's shards of a model, given what the first rank gave to ``Link.load``.
 
     Raises:
-        SystemExit: with code 1: the first rank died, or this one failed of what the first one did not.
+        SystemExit: with code 1: rank 0 died, or this rank failed with an error that rank 0 did not have.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = join()
@@ -65,7 +65,7 @@ def follow(shards: Callable[..., Any]) -> None:
 
 
 class Link:
-    """One rank's end of what the first rank tells the others."""
+    """One rank's end of the connection between rank 0 and the others."""
 
     def __init__(self) -> None:
         self.words = dist.new_group(backend="gloo", timeout=IDLE)
@@ -77,10 +77,10 @@ class Link:
         self._gone: list[int] = []  # numbers of models and cells that the first rank has dropped
         self._things: dict[int, Any] = {}  # on the others: models and cells by the first rank's numbers
 
-    # The first rank --------------------------------------------------------------------------------------------------
+    # Rank 0 -----------------------------------------------------------------------------------------------------------
 
     def load(self, shards: Callable[..., Any], **how: Any) -> Any:
-        """The first rank's shards of a model, every rank having loaded its own; to be called on this rank alone.
+        """Load every rank's shards of a model, and return those of rank 0. Call it on rank 0 only.
 
         Args:
             shards: called with ``how`` here; ``follow`` was given the others'.
@@ -95,13 +95,13 @@ class Link:
         return model
 
     def leave(self) -> None:
-        """Let the others end, unless they are inside a call: then they end as their connection does. Once is enough."""
+        """Tell the others to end, unless they are inside a call; then they end with their connection."""
         if self.in_step and dist.is_initialized():
             self._tell({"do": "end"}, {})
             dist.destroy_process_group()
 
     def _led(self, model: nn.Module, number: int, part: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        """``own``, the forward of a part of the model, with every rank joining in."""
+        """``own``, the forward of a part of the model, run on every rank."""
         watched = weakref.proxy(model)
 
         def forward(*given: Any, **named: Any) -> Any:
@@ -122,7 +122,7 @@ class Link:
         return forward
 
     def _packed(self, pack: Pack) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What other ranks need to build the pack over their cells."""
+        """Return what other ranks need to build the pack over their cells."""
         pieces, tensors = [], {}
         for place, piece in enumerate(pack.pieces):
             slots = [piece.slots.start, piece.slots.stop] if isinstance(piece.slots, slice) else None
@@ -148,10 +148,10 @@ class Link:
     # The others ------------------------------------------------------------------------------------------------------
 
     def repeat(self, shards: Callable[..., Any]) -> bool:
-        """Do what the first rank does next, if it does anything. Errors as in ``follow``."""
+        """Repeat rank 0's next call; return False once it has ended. Errors as in ``follow``."""
         try:
             what, tensors = self._hear()
-        except RuntimeError:  # the first rank is dead, and has said of what
+        except RuntimeError:  # rank 0 died, and has printed its error
             sys.exit(1)
         if what["do"] == "end":
             return False
@@ -160,11 +160,11 @@ class Link:
         try:
             with self._step():
                 if what["do"] == "load":
-                    gc.collect()  # models that are split hold themselves in cycles
+                    gc.collect()  # split models are part of reference cycles
                     self._things[what["number"]] = shards(**what["how"])
                 else:
                     self._call(what, tensors)
-        except Exception:  # the first rank fails of it as well, and answers
+        except Exception:  # rank 0 fails with the same error and handles it
             pass
         return True
 
@@ -197,10 +197,10 @@ class Link:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """What every rank does. If it fails on all ranks, they go on; if on some, these end, and torchrun the rest.
+        """Run a call on every rank. If it fails on all, they continue; if on some, those end, torchrun ends the rest.
 
         Raises:
-            RuntimeError: an interruption has ended an earlier step half-way.
+            RuntimeError: an interruption ended an earlier call half-way.
         """
         if not self.in_step:
             raise RuntimeError("the ranks are out of step since a call was interrupted: start the command again")
@@ -213,7 +213,7 @@ class Link:
             except RuntimeError:
                 said = " ".join(str(error).split()) or type(error).__name__
                 if rank() and isinstance(error, RuntimeError) and "by peer" in said:
-                    sys.exit(1)  # gloo lost another rank, which has said why it ended
+                    sys.exit(1)  # gloo lost another rank, which has printed why it ended
                 raise SystemExit(f"spec_lab: rank {rank()}, and not every rank, failed: {said}") from error
             self.in_step = True
             raise
@@ -239,5 +239,5 @@ class Link:
 
 
 def _parts(model: Any) -> dict[str, Any]:
-    """The modules that somebody calls: the model and, on hidden states of their own, heads its embeddings."""
+    """Return the modules that are called: the model and, by Medusa heads, its LM head and its embedding."""
     return {"": model, "out": model.get_output_embeddings(), "in": model.get_input_embeddings()}

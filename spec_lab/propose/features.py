@@ -31,7 +31,7 @@ class Features:
         if self.end < start:
             self.parts.clear()
         if len(hidden):
-            self.parts.append(hidden)
+            self.parts.append(hidden.clone())  # a view would keep the rejected nodes' states as well
             self.end = start + len(hidden)
 
     def rewind(self, length: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run was: configuration, code, versions, weights, prompts and machine."""
+"""The manifest of a run: configuration, code, versions, weights, prompts and machine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from spec_lab.results.sweep import PLACES
 PACKAGES = ("spec-lab", "torch", "transformers", "numpy", "hydra-core", "tokenizers", "safetensors")
 MEDUSA = "spec_lab.propose.medusa.Medusa.load"
 MEASURING = ("recalibrate", "cache")
-"""Options of ``MEDUSA`` that say only how a tree is chosen when a run begins. The chosen tree itself is compared."""
+"""Options of ``MEDUSA`` that only choose the tree when a run begins. The chosen tree itself is compared."""
 
 JOBS = ("ended.json", "queued.json")
-"""Files of a run's directory that are no results: what a sweep notes of its jobs."""
+"""Files of a run's directory that are not results: a sweep's records of its jobs."""
 SHAPE = {
     "config": {
         "?name": str,
@@ -59,7 +59,7 @@ SHAPE = {
     "?files_sha256": {str: str},
     "?began": str,
 }
-"""What ``manifest.json`` has, as far as it is read."""
+"""The shape of the part of ``manifest.json`` that is read."""
 
 
 def manifest(
@@ -72,18 +72,19 @@ def manifest(
     parts: Iterable[Any] = (),
     cache: ProcessCache | None = None,
 ) -> dict[str, Any]:
-    """The contents of ``manifest.json``.
+    """Return the contents of ``manifest.json``.
 
     Args:
         config: the configuration; values of keys that look like secrets are blanked.
         seed: the run's.
-        weights: SHA-256 of the weights of each part that has some; empty for weights from the hub, since transformers
-            does not tell which commit it has loaded: use a local folder where that matters.
+        weights: SHA-256 of the weights of each part; empty for weights from the hub, since transformers does not report
+            which commit it loaded: use a local folder if that matters.
         prompts: SHA-256 of the prompts.
         arms: names of the run's arms.
-        proposers: what each arm's proposer says of itself.
-        parts: the objects that decode; the code of those from other packages is noted (``sources``), and this
-            package's own where no commit tells it.
+        proposers: the facts of each arm's proposer (``Described``).
+        parts: the objects that decode; the code of those from other packages is recorded (``sources``), and this
+            package's own if there is no commit.
+        cache: what this process has hashed before; None starts with nothing.
     """
     made_of = {key: value for key, value in config.items() if key not in PLACES}
     head = commit(Path(__file__).resolve().parent)
@@ -108,13 +109,13 @@ def manifest(
 
 
 def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``manifest.json`` into ``out``, or find that ``out`` already holds a part of this very run.
+    """Write ``manifest.json`` into ``out``, or find that ``out`` already holds part of the same run.
 
     Returns:
-        What ``manifest.json`` says: of a run that is gone on with, what it said when the run began.
+        The contents of ``manifest.json``; for a resumed run, those from when it began.
 
     Raises:
-        ValueError: it holds another run; says what differs. It holds rows and no manifest.
+        ValueError: it holds another run (the message says what differs), or rows without a manifest.
         OSError: it cannot be written.
     """
     facts = _as_read(facts)
@@ -163,10 +164,10 @@ def unclaim(out: Path, facts: Mapping[str, Any], error: Exception, decoded: bool
 
 
 def begun(out: Path) -> dict[str, Any] | None:
-    """The manifest of the run that ``out`` holds, or None where it holds none.
+    """Return the manifest of the run in ``out``; None if there is none.
 
     Raises:
-        ValueError: the file is no manifest.
+        ValueError: the file is not a manifest.
     """
     file = out / "manifest.json"
     try:
@@ -179,10 +180,10 @@ def begun(out: Path) -> dict[str, Any] | None:
 
 
 def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:
-    """The draft trees of the run that ``out`` holds, by arm; empty unless it was begun with this configuration.
+    """Return the draft trees of the run in ``out``, by arm; empty unless it began with this configuration.
 
-    A tree that is chosen by timing may come out differently the next time. A run that is gone on with must decode with
-    the one it began with.
+    A tree that is chosen by timing may come out differently the next time. A resumed run must decode with
+    the tree that it began with.
 
     Raises:
         ValueError: as ``begun``.
@@ -196,7 +197,7 @@ def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -
 
 
 def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree for two runs to be one: whatever may change a token or a second."""
+    """Return what must agree for a run to be resumed: everything that may change a token or a timing."""
     proposers = facts["proposers"].items()
     return {
         "config": _configuration(facts["config"]),
@@ -211,11 +212,12 @@ def _identity(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: ProcessCache) -> bool:
-    """Whether code of other packages, and files that their options name, are those of a manifest, as far as it knows.
+    """Return whether code of other packages, and files that their options name, are those that a manifest records.
 
     Args:
-        facts: the manifest; an older one, or none, does not know of code.
+        facts: the manifest; an older one records no code.
         config: the resolved configuration.
+        cache: what this process has hashed before.
     """
     if "code" not in facts:
         return True
@@ -227,13 +229,13 @@ def same_code(facts: Mapping[str, Any], config: Mapping[str, Any], cache: Proces
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a resolved configuration; see ``_configuration``."""
+    """Return the SHA-256 of a resolved configuration; see ``_configuration``."""
     plain = json.dumps(_configuration(_as_read(without_secrets(config))), sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without ``PLACES`` and without ``MEASURING`` of Medusa proposers: what must agree."""
+    """Return the configuration without ``PLACES`` and without ``MEASURING`` of Medusa proposers: what must agree."""
     kept = {key: value for key, value in config.items() if key not in PLACES}
     if "proposer" in kept:
         kept["proposer"] = _without_measuring(kept["proposer"])
@@ -243,14 +245,14 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_measuring(proposer: Any) -> Any:
-    """The options of a proposer without ``MEASURING``, if it is Medusa."""
+    """Return the options of a proposer without ``MEASURING``, if it is Medusa."""
     if not isinstance(proposer, Mapping) or proposer.get("_target_") != MEDUSA:
         return proposer
     return {key: value for key, value in proposer.items() if key not in MEASURING}
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """Where two trees differ, in words."""
+    """Return where two trees of values differ, in words."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         inner = [(key, f"{name}.{key}" if name else str(key)) for key in {**there, **here}]
         return [found for key, path in inner for found in _differences(there.get(key), here.get(key), path)]
@@ -263,12 +265,12 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def _as_read(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tree as it reads back from JSON."""
+    """Return the same tree as it is read back from JSON."""
     return json.loads(json.dumps(finite(value), default=str))
 
 
 def finite(value: Any) -> Any:
-    """The same tree with NaN and infinities as None, as JSON wants it."""
+    """Return the same tree with NaN and infinities as None, as JSON requires."""
     if isinstance(value, Mapping):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -277,7 +279,7 @@ def finite(value: Any) -> Any:
 
 
 def commit(folder: Path) -> str | None:
-    """The git commit that holds ``folder``; None outside a repository.
+    """Return the git commit that contains ``folder``; None outside a repository.
 
     Where tracked files differ from it, "+" and eight digits of the SHA-256 of ``git diff HEAD`` follow.
     """
@@ -288,7 +290,7 @@ def commit(folder: Path) -> str | None:
         ).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", str(folder / "__init__.py"))  # not merely inside somebody's repository
+        git("ls-files", "--error-unmatch", str(folder / "__init__.py"))  # not merely inside another repository
         head = git("rev-parse", "HEAD").decode()
         if not git("status", "--porcelain", "--untracked-files=no"):
             return head
@@ -298,7 +300,7 @@ def commit(folder: Path) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory in GiB, operating system, GPUs."""
+    """Return processor, cores, memory in GiB, operating system and GPUs."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {

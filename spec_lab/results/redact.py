@@ -1,4 +1,4 @@
-"""Finds and blanks secrets: values of keys such as ``api_key`` or ``passwords``, and passwords in URLs."""
+"""Find and blank secrets: values of keys such as ``api_key`` or ``passwords``, and passwords in URLs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL_TOKEN = re.compile(rf"(^|[_-])({VOCABULARY})[_-]token$", re.IGNORECASE)
 """Keys that name a token of a vocabulary."""
 
 INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-"""What begins an interpolation of OmegaConf; after an odd number of backslashes it is plain text."""
+"""The beginning of an interpolation of OmegaConf; after an odd number of backslashes it is plain text."""
 _WHOLE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
 URL_PASSWORD = re.compile(rf"(://(?:{_WHOLE}|(?!\$\{{)[^/\s:@])*):(?!{_WHOLE}@[^@/\s]*(?:[/\s]|\Z))[^/\s]+@")
 """A URL up to the last "@" before its path. A password that is one interpolation does not match."""
@@ -33,13 +33,13 @@ _NUMBER_OR_BOOL = re.compile(r"[+-]?\d+(\.\d+)?|true|false", re.IGNORECASE)
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key of a config looks like one that holds a secret."""
+    """Return whether a key of a config looks like that of a secret."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key)
     return SECRET.search(name) is not None and SPECIAL_TOKEN.search(name) is None
 
 
 def is_secret_value(key: str, value: Any) -> bool:
-    """Whether ``value`` under ``key`` is a secret.
+    """Return whether ``value`` under ``key`` is a secret.
 
     Texts are, and numbers except under ``..._token``, which may be the id of a token. A text with an interpolation such
     as ``Bearer ${oc.env:NAME}`` is not: it names the variable that holds the secret.
@@ -71,8 +71,8 @@ def replace_secrets(
 
     Args:
         value: a tree of mappings, lists and scalars.
-        replace: called with a scalar, its key and its path; returns what takes its place.
-        key: what ``value`` stands under; each entry of a list stands under the list's.
+        replace: called with a scalar, its key and its path; returns the replacement.
+        key: of ``value``; each entry of a list has the list's key.
         path: of ``value``, with dots.
         plain: returns the text, number or bool that a key or a scalar of the tree stands for.
     """
@@ -90,7 +90,7 @@ def replace_secrets(
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """The same tree with secrets blanked; arguments as of ``replace_secrets``."""
+    """Return the same tree with secrets blanked; arguments as in ``replace_secrets``."""
     return replace_secrets(value, _blank, key)
 
 
@@ -110,7 +110,7 @@ def key_of(option: str) -> str:
 
 
 def redacted(override: str) -> str:
-    """``override``, an option and its value as on the command line, with secrets blanked."""
+    """Return ``override``, an option and its value as on the command line, with secrets blanked."""
     option, equals, value = override.partition("=")
     key = key_of(option)
     if not equals:
@@ -121,7 +121,7 @@ def redacted(override: str) -> str:
 
 
 def _redacted_tree(text: str, key: str) -> str:
-    """A value that is written in Hydra's grammar, with secrets blanked; ``key`` is what it stands under."""
+    """Return a value in Hydra's grammar with secrets blanked; ``key`` is the value's key."""
     written, above = "", []
     in_mapping, outer, inner = False, key, key
     for piece in _PIECE.findall(text):

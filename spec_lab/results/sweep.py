@@ -1,11 +1,11 @@
-"""A sweep is a directory: ``sweep.json`` names every run that was asked of it, and each run has a folder.
+"""A sweep is a directory: ``sweep.json`` lists its runs, and each run has a folder.
 
-What a run's folder holds says where the run stands, so that a kill at any moment leaves nothing to mend:
+The files in a run's folder say its state, so that nothing needs repair after a kill at any moment:
 
-- ``.lock``, held by a living process: running (the kernel lets go of it when the process dies);
+- ``.lock``, held by a process: running (the kernel releases the lock when the process dies);
 - ``ended.json``: done, or failed with its traceback;
-- ``queued.json``: its last job on a cluster, and what became of that where the job cannot have said so itself;
-- neither: waiting, perhaps with the rows of some finished groups, from which it goes on.
+- ``queued.json``: its last job on a cluster, and how that job ended if it could not record so itself;
+- neither: waiting, possibly with the rows of finished groups, from which it is resumed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from spec_lab.core.files import Unreadable, expect, read_json, write_json
 from spec_lab.results.redact import redacted
 
-if TYPE_CHECKING:  # tables are for those who read them: composing a run imports nothing heavy
+if TYPE_CHECKING:  # only readers of tables need pandas: composing a run imports nothing heavy
     import pandas as pd
 
 State = Literal["done", "running", "failed", "waiting"]
@@ -37,18 +37,18 @@ State = Literal["done", "running", "failed", "waiting"]
 Known = TypeVar("Known")
 
 PLACES = ("output_dir", "tracker", "retry")
-"""Options that say where results go, whether to try again, or what a search looks at: they do not make another run."""
+"""Options about where results go and retries: they do not make it another run."""
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: the run has not ended, and the same command goes on."""
+"""Exit code after Ctrl-C: the run has not ended, and the same command resumes it."""
 
 BY_DEPTH = ("survival", "conditional", "eagle_alpha", "vllm_per_position_acceptance")
 """Figures that are lists, one value for each depth from 1."""
 
-MAX_NAME = 120  # letters of a folder's name
+MAX_NAME = 120  # characters of a folder's name
 
 NAME = r"(?!\.+$)[\w.,=+@~-]{1,255}"
-"""What ``folder_name`` makes: one folder, inside the sweep's."""
+"""What ``folder_name`` returns: the name of one folder inside the sweep's."""
 
 ENDED = {
     "state": {"done", "failed"},
@@ -75,7 +75,7 @@ BEGUN = {
     "?code": {str: {}},
     "?files_sha256": {str: str},
 }
-"""The shape of what is read here of ``manifest.json``."""
+"""The shape of the part of ``manifest.json`` that is read here."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,14 @@ class Run:
     """One run of a sweep.
 
     Args:
-        folder: where its files are.
-        overrides: what the command line says of it, without ``PLACES``.
-        state: where it stands.
-        groups: finished groups on disk.
-        of: how many it will have; None while it is not known.
+        folder: of its files.
+        overrides: its options on the command line, without ``PLACES``.
+        state: done, running, failed or waiting.
+        groups: number of finished groups on disk.
+        of: number of groups in total; None while it is not known.
         code: exit code of a run that is done.
-        error: what a failed run failed of, in one line; what became of the job of one that waits on a cluster, or that
-            was lost there; else empty.
-        seconds: that the process which ended it spent on it; None of a run that has not ended.
+        error: one line: the error of a failed run, or the cluster job of a waiting one and how it ended; else empty.
+        seconds: time that the process which ended the run spent on it; None for a run that has not ended.
         unreadable: which of its files is not readable, and why; empty for none.
     """
 
@@ -110,18 +109,18 @@ class Run:
 
 
 def own(overrides: Iterable[str]) -> tuple[str, ...]:
-    """The overrides that make a run what it is, sorted, with secrets blanked."""
+    """Return the overrides that identify a run, sorted, with secrets blanked."""
     kept = (redacted(one) for one in overrides if key(one).partition(".")[0].partition("@")[0] not in PLACES)
     return tuple(sorted(kept, key=lambda one: one.lstrip("+")))
 
 
 def key(override: str) -> str:
-    """What an override sets: the part before "=", without leading "+"."""
+    """Return the option that an override sets: the part before "=", without leading "+"."""
     return override.partition("=")[0].lstrip("+")
 
 
 def folder_name(overrides: Iterable[str]) -> str:
-    """The folder of the run with these overrides: no slashes, not too long, different for different ones."""
+    """Return the folder name of a run: no slashes, bounded length, different for different overrides."""
     text = ",".join(one.lstrip("+") for one in own(overrides)) or "default"
     plain = sub(r"[^\w.,=+@~-]", "_", text, flags=ASCII)
     if len(plain) <= MAX_NAME and plain == text:
@@ -130,10 +129,10 @@ def folder_name(overrides: Iterable[str]) -> str:
 
 
 def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
-    """Add runs, each given by its overrides, to what was asked of the sweep.
+    """Add runs, each given by its overrides, to ``sweep.json``.
 
     Raises:
-        ValueError: ``sweep.json`` is no list of runs.
+        ValueError: ``sweep.json`` is not a list of runs.
         OSError: it cannot be written.
     """
     sweep.mkdir(parents=True, exist_ok=True)
@@ -143,36 +142,36 @@ def plan(sweep: Path, jobs: Iterable[Sequence[str]]) -> None:
 
 
 def _asked(sweep: Path) -> dict[str, tuple[str, ...]]:
-    """The overrides of each run that was asked of the sweep, by folder."""
+    """Return the overrides of each run in ``sweep.json``, by folder."""
     file = sweep / "sweep.json"
     try:
         found = read_json(file) or {"runs": []}
         expect(found, {"runs": [{"folder": str, "overrides": [str]}]}, "")
         if bad := [one["folder"] for one in found["runs"] if not fullmatch(NAME, one["folder"], flags=ASCII)]:
-            raise ValueError(f"{bad[0]!r} is no name of a run's folder")
+            raise ValueError(f"{bad[0]!r} is not the name of a run's folder")
     except ValueError as error:
-        raise Unreadable(f"{file} is no list of runs ({error}); remove it and sweep again") from error
+        raise Unreadable(f"{file} is not a list of runs ({error}); remove it and sweep again") from error
     return {one["folder"]: tuple(one["overrides"]) for one in found["runs"]}
 
 
 def is_sweep(folder: Path) -> bool:
-    """Whether the folder holds a sweep."""
+    """Return whether the folder holds a sweep."""
     return (folder / "sweep.json").is_file()
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds a run, in whatever state."""
+    """Return whether the folder holds a run, in any state."""
     return (folder / "manifest.json").is_file()
 
 
 def labels(asked: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What tells each run from the others, by folder: its overrides that not all have."""
+    """Return the overrides of each run that not all runs share, by folder."""
     shared = set.intersection(*(set(one) for one in asked.values())) if len(asked) > 1 else set()
     return {name: " ".join(one for one in given if one not in shared) or name for name, given in asked.items()}
 
 
 def place(folder: Path) -> str:
-    """Which run of its sweep the one in ``folder`` is, in words, such as "2 of 6, proposer.depth=5"."""
+    """Return which run of its sweep the one in ``folder`` is, such as "2 of 6, proposer.depth=5"."""
     asked = _asked(folder.parent)
     if folder.name not in asked:
         return folder.name
@@ -182,75 +181,75 @@ def place(folder: Path) -> str:
 # One run -----------------------------------------------------------------------------------------------------------
 
 
-class Held(Exception):
-    """Another process is at this run."""
+class Locked(Exception):
+    """The run is locked by another process."""
 
 
 def file_lock(file: Path) -> FileLock:
-    """A lock on the file; refused is what is no file of its own, whose target would be opened.
+    """Return a lock on the file; a symlink is refused, since its target would be opened.
 
     Raises:
         OSError: it is a symlink, or no regular file.
     """
     with suppress(FileNotFoundError):
         if not S_ISREG(os.lstat(file).st_mode):
-            raise OSError(EINVAL, "is not a regular file, so it is no lock; remove it", str(file))
+            raise OSError(EINVAL, "is not a regular file, so it cannot be a lock; remove it", str(file))
     return FileLock(file)
 
 
 @contextmanager
 def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
-    """While inside, this process and no other is at the run in ``folder``.
+    """Lock the run in ``folder`` for this process.
 
     Args:
         folder: the run's.
-        patience: seconds to wait for whoever only looks (``runs`` does).
+        patience: seconds to wait for processes that hold the lock briefly (``runs`` does).
 
     Raises:
-        Held: another process is.
+        Locked: another process holds the lock.
     """
     lock = file_lock(folder / ".lock")
     try:
         lock.acquire(timeout=patience)
     except Timeout as error:
-        raise Held(f"another process is at the run in {folder}") from error
+        raise Locked(f"the run in {folder} is locked by another process") from error
     try:
         yield
     finally:
         with suppress(OSError):
-            os.unlink(folder / ".lock")  # while it is held: whoever waits for this file sees that it is gone
+            os.unlink(folder / ".lock")  # while it is locked, so that a waiting process sees that it is gone
         lock.release()
 
 
 def begin(folder: Path) -> None:
-    """Forget how the run ended before, and what became of its last job on a cluster."""
+    """Remove the record of how the run ended before, and of how its last job on a cluster ended."""
     (folder / "ended.json").unlink(missing_ok=True)
     if (known := queued(folder)) and known["lost"]:
         write_json(folder / "queued.json", known | {"lost": ""})
 
 
 def queue(folder: Path, engine: str, job: str) -> None:
-    """Note that an engine (Slurm, Ray) has taken the run on, as the job that it calls so."""
+    """Record that a launcher (Slurm, Ray) has queued the run, and the name of its job."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "queued.json", {"engine": engine, "job": job, "lost": "", "at": _now()})
 
 
 def lose(folder: Path, engine: str, why: str) -> None:
-    """Note what became of the run's job, which cannot say so itself: it was cancelled, killed, ran out of time."""
+    """Record how the run's job ended where it cannot do so itself: cancelled, killed, out of time."""
     folder.mkdir(parents=True, exist_ok=True)
     known = queued(folder) or {"engine": engine, "job": ""}
     write_json(folder / "queued.json", known | {"lost": why, "at": _now()})
 
 
 def queued(folder: Path) -> dict[str, Any] | None:
-    """What is known of the run's last job on a cluster: engine, job, lost (why; or empty); None if there was none."""
-    with suppress(ValueError):  # cut short: of no use, and no harm
+    """Return the record of the run's last cluster job: engine, job, lost (why; or empty); None if there was none."""
+    with suppress(ValueError):  # an incomplete file is ignored
         return _queued(folder)
     return None
 
 
 def _queued(folder: Path) -> dict[str, Any] | None:
-    """As ``queued``.
+    """Return what ``queued`` returns.
 
     Raises:
         Unreadable: the file is not what ``queue`` writes.
@@ -259,10 +258,10 @@ def _queued(folder: Path) -> dict[str, Any] | None:
 
 
 def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable") -> dict[str, Any] | None:
-    """What a JSON file holds; None where there is none.
+    """Return what a JSON file holds; None if there is no file.
 
     Raises:
-        Unreadable: it holds something of another shape; names the file, in the words of ``what``.
+        Unreadable: its contents have another shape; names the file, with ``what`` as the reason.
     """
     try:
         if (found := read_json(file)) is not None:
@@ -277,7 +276,7 @@ def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable")
 
 
 def end(folder: Path, overrides: Sequence[str], config: str, code: int, seconds: float) -> None:
-    """Note that the run is done; ``config`` identifies its configuration."""
+    """Record that the run is done; ``config`` identifies its configuration."""
     facts = {"state": "done", "code": code, "config_sha256": config, "error": "", "traceback": ""}
     write_json(folder / "ended.json", facts | _when(overrides, seconds))
 
@@ -286,12 +285,12 @@ def fail(
     folder: Path,
     overrides: Sequence[str],
     error: BaseException,
-    said: str,
+    message: str,
     seconds: float,
     redact: Callable[[str], str] = str,
 ) -> None:
-    """Note that the run failed; ``said`` is the error in one line; ``redact`` takes secrets out of the traceback."""
-    facts = {"state": "failed", "code": 1, "config_sha256": "", "error": said}
+    """Record that the run failed, with the error in one line; ``redact`` removes secrets from the traceback."""
+    facts = {"state": "failed", "code": 1, "config_sha256": "", "error": message}
     trace = redact("".join(traceback.format_exception(error)))
     write_json(folder / "ended.json", facts | {"traceback": trace} | _when(overrides, seconds))
 
@@ -309,21 +308,19 @@ def _now() -> str:
 
 
 def ended(folder: Path) -> dict[str, Any] | None:
-    """What is known of how the run ended; None of one that has not. One whose files are not readable has failed of
-    that.
-    """
+    """Return the record of how the run ended; None if it has not. A run with unreadable files counts as failed."""
     try:
         facts = _shaped(folder / "ended.json", ENDED, "does not say how the run ended")
         if facts is not None and facts["state"] == "done":
             list(_rows(folder)), _provenance(folder)
         return facts
     except Unreadable as error:
-        said = str(error)
-        return {"state": "failed", "code": 1, "config_sha256": "", "error": said, "unreadable": said}
+        message = str(error)
+        return {"state": "failed", "code": 1, "config_sha256": "", "error": message, "unreadable": message}
 
 
 def _running(folder: Path) -> bool:
-    """Whether a running process holds its lock.
+    """Return whether a process holds the run's lock.
 
     Raises:
         Unreadable: its lock cannot be opened.
@@ -342,18 +339,18 @@ def _running(folder: Path) -> bool:
 
 @contextmanager
 def reading(*folders: Path) -> Iterator[None]:
-    """Name the folders in whatever their files make go wrong; HYDRA_FULL_ERROR=1 lets it through, with its traceback.
+    """Name the folders in errors that their files cause; with HYDRA_FULL_ERROR=1 errors pass with their traceback.
 
     Raises:
-        Unreadable: in place of any error but OSError, ``Held``, and a ValueError that names one of the folders.
+        Unreadable: in place of any error but OSError, ``Locked``, and a ValueError that names one of the folders.
     """
     try:
         yield
-    except (OSError, Unreadable, Held):
+    except (OSError, Unreadable, Locked):
         raise
     except Exception as error:
-        said = isinstance(error, ValueError) and any(str(one) in str(error) for one in folders)
-        if said or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        named = isinstance(error, ValueError) and any(str(one) in str(error) for one in folders)
+        if named or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         raise Unreadable(f"the files in {' or '.join(map(str, folders))} are not those of a run ({what})") from error
@@ -363,51 +360,53 @@ def reading(*folders: Path) -> Iterator[None]:
 
 
 def runs(sweep: Path) -> list[Run]:
-    """Every run asked of the sweep, in the order in which they were asked for.
+    """Return every run of the sweep in the order of ``sweep.json``.
 
     Raises:
-        ValueError: the folder holds no sweep, or a ``sweep.json`` that is no list of runs.
+        ValueError: the folder holds no sweep, or a ``sweep.json`` that is not a list of runs.
     """
     if not is_sweep(sweep):
         what = "holds a single run" if is_run(sweep) else "holds no sweep" if sweep.is_dir() else "does not exist"
-        raise ValueError(f"{sweep} {what}; a sweep is made by --multirun with output_dir=DIR and has a sweep.json")
+        raise ValueError(f"{sweep} {what}; a sweep is created by --multirun with output_dir=DIR and has a sweep.json")
     asked = _asked(sweep)
     others = (one for one in sorted(sweep.iterdir()) if one.name not in asked and one.is_dir())
-    found = [one for one in others if is_run(one) or (one / "ended.json").is_file()]  # a sweeper that plans as it goes
+    found = [
+        one for one in others if is_run(one) or (one / "ended.json").is_file()
+    ]  # from a sweeper that plans while it runs
     return [look(sweep / name, given) for name, given in asked.items()] + [look(one) for one in found]
 
 
 def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
-    """Where the run in ``folder`` stands."""
-    spoilt: list[str] = []
+    """Return the state of the run in ``folder``."""
+    broken_files: list[str] = []
 
     def known(of: Callable[[Path], Known], otherwise: Known) -> Known:
         try:
             return of(folder)
         except Unreadable as error:
-            spoilt.append(str(error))
+            broken_files.append(str(error))
             return otherwise
 
-    running = known(_running, False)  # asked first: a run that ends meanwhile is seen as ended
+    running = known(_running, False)  # read first: a run that ends meanwhile counts as ended
     how = ended(folder)
     if how is not None and "unreadable" in how:
-        spoilt.append(how["unreadable"])
+        broken_files.append(how["unreadable"])
     begun: dict[str, Any] = known(_begun, {})
     job = "" if how or running else known(_on_cluster, "")
     groups = begun.get("groups")
     done = groups or 0 if how and how["state"] == "done" else known(_groups, 0)
     given = overrides or tuple((how or {}).get("overrides", ())) or own(begun.get("overrides") or ())
     state: State = how["state"] if how else "running" if running else "waiting"
-    error = how["error"] if how else "; ".join([*spoilt, *([job] if job else [])])
+    error = how["error"] if how else "; ".join([*broken_files, *([job] if job else [])])
     code, seconds = (how["code"], how.get("seconds")) if how else (0, None)
-    return Run(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(spoilt)))
+    return Run(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(broken_files)))
 
 
 def _begun(folder: Path) -> dict[str, Any]:
-    """What the manifest says, as far as a sweep needs it; empty where there is none.
+    """Return what a sweep reads of the manifest; empty if there is none.
 
     Raises:
-        Unreadable: it is not readable.
+        Unreadable: the file is not readable.
     """
     return _shaped(folder / "manifest.json", BEGUN) or {}
 
@@ -421,26 +420,28 @@ def _on_cluster(folder: Path) -> str:
 
 
 def _groups(folder: Path) -> int:
-    """Groups of prompts whose rows are on disk."""
+    """Return the number of groups of prompts whose rows are on disk."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = (one.stem.partition("-")[2] for one in folder.glob("parts/requests-*.parquet"))
     found = {int(one) for one in names if one.isdecimal()}
     file = folder / "requests.parquet"
-    with suppress(pa.ArrowException, OSError, KeyError):  # one that is no table is named by who reads its rows
+    with suppress(
+        pa.ArrowException, OSError, KeyError
+    ):  # a file that is not a table is reported by the reader of its rows
         if file.is_file():
             found |= set(pq.read_table(file, columns=["group"], partitioning=None)["group"].to_pylist())
     return len(found)
 
 
 def collect(sweep: Path) -> pd.DataFrame:
-    """One row for each arm of each run that is done.
+    """Return a table with one row for each arm of each run that is done.
 
-    Columns: ``run`` (its folder), ``arm``; one for each option that the sweep sets anywhere, named as on the command
-    line, numbers as numbers; ``proposer_name``, ``verifier_name`` and the other figures of ``summary.json``, flat
-    (``speedup``, ``speedup_low``, ``phase_law``, ``survival@2``, ...); ``PROVENANCE``; ``job_seconds``, of the process
-    that ended the run.
+    Columns: ``run`` (its folder), ``arm``; one for each option that any run of the sweep sets, named as on the command
+    line, numbers as numbers; ``proposer_name``, ``verifier_name`` and the other figures of ``summary.json``, flattened
+    (``speedup``, ``speedup_low``, ``phase_law``, ``survival@2``, ...); ``PROVENANCE``; ``job_seconds``, the time of
+    the process that ended the run.
 
     Raises:
         ValueError: as in ``runs``.
@@ -451,7 +452,7 @@ def collect(sweep: Path) -> pd.DataFrame:
     for run in runs(sweep):
         if run.state == "done":
             options = {key(one): _value(one.partition("=")[2]) for one in run.overrides}
-            with suppress(Unreadable):  # since ``runs`` has looked
+            with suppress(Unreadable):  # since ``runs`` has read it
                 facts = _provenance(run.folder) | {"job_seconds": run.seconds, "code": run.code}
                 rows += [options | figures | facts | {"run": run.folder.name} for figures in _rows(run.folder)]
     table = pd.DataFrame(rows)
@@ -459,16 +460,16 @@ def collect(sweep: Path) -> pd.DataFrame:
         table.insert(0, "run", table.pop("run"))
         table.insert(1, "arm", table.pop("arm"))
     for name in table:
-        if table[name].dtype == object and f"?{name}" in NUMBERS:  # no run has a number there
+        if table[name].dtype == object and f"?{name}" in NUMBERS:  # no run has a number in this column
             table[name] = table[name].astype(float)
         elif table[name].dtype == object and len({type(one) for one in table[name].dropna()}) > 1:
-            # A number here and a text there fit no file's column.
+            # A column of numbers and texts cannot be written to a file.
             table[name] = table[name].map(str, na_action="ignore")
     return table
 
 
 def left_behind(folder: Path) -> dict[str, Any]:
-    """The figures that a run has left: ``summary.json``, or ``certificate.json``; empty where it has neither.
+    """Return the figures of a run: ``summary.json``, or ``certificate.json``; empty if there is neither.
 
     Raises:
         ValueError: it is not readable.
@@ -477,10 +478,10 @@ def left_behind(folder: Path) -> dict[str, Any]:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    """The figures of each arm of a run that is done, without nesting.
+    """Return the figures of each arm of a run that is done, flattened.
 
     Raises:
-        Unreadable: its files are not readable, or have something else where a figure must be.
+        Unreadable: its files are not readable, or a figure is not a number.
     """
     name = "summary.json" if os.path.lexists(folder / "summary.json") else "certificate.json"
     try:
@@ -505,11 +506,11 @@ NUMBERS = tuple(
     )
     for end in ("", "_low", "_high")
 )  # fmt: skip
-"""Figures that are compared, drawn and sorted, so that they must be numbers where a run has them."""
+"""Figures that are compared, plotted and sorted: they must be numbers if a run has them."""
 
 
 PROVENANCE = ("commit", "prompts_sha256", "weights_sha256", "processor", "gpus", "threads")
-"""Columns that say what a run's figures depend on beside its options."""
+"""Columns on which a run's figures depend besides its options."""
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
@@ -522,15 +523,15 @@ def _provenance(folder: Path) -> dict[str, Any]:
 
 
 def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
-    """Where runs that are done depend on what they should share, by name with the values: commit, processor and GPUs;
-    threads and prompts among runs with the same options for them.
+    """Return what finished runs should share and do not, by name with the values: commit, processor and GPUs; threads
+    and prompts among runs with the same options for them.
     """
     values: dict[tuple[str, tuple[str, ...]], set[str]] = {}
     for one in found:
         if one.state == "done":
             try:
                 known = _provenance(one.folder)
-            except Unreadable:  # since ``found`` was looked up
+            except Unreadable:  # since ``found`` was read
                 continue
             for name, group in (
                 ("commit", ""),
@@ -545,9 +546,9 @@ def mixed(found: Iterable[Run]) -> dict[str, list[str]]:
 
 
 def _arms(summary: Mapping[str, Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """Each arm's figures, beside what all arms share; of a summary without arms, the summary's own."""
+    """Yield each arm's figures with those that all arms share; of a summary without arms, the summary's own."""
     shared = {name: value for name, value in summary.items() if not isinstance(value, dict | list)}
-    found = summary.get("arms")  # a task without arms may call a list so
+    found = summary.get("arms")  # a task without arms may use the name for a list
     arms: dict[str | None, dict[str, Any]] = found if isinstance(found, dict) and found else {None: {}}
     for arm, figures in arms.items():
         both = shared | figures if arm else shared
@@ -557,7 +558,7 @@ def _arms(summary: Mapping[str, Any]) -> Iterator[tuple[str | None, dict[str, An
 
 
 def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The figures without nesting."""
+    """Yield the figures without nesting."""
     for name, value in figures.items():
         if name == "intervals":
             for inner, bounds in value.items():
@@ -574,7 +575,7 @@ def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """An option's value: a number if it is one, None for null."""
+    """Return an option's value: a number if it is one, None for null."""
     if text == "null":
         return None
     for kind in (int, float):

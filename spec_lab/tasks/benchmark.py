@@ -60,8 +60,12 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
             console.print(line, soft_wrap=True, highlight=False)
         finished = recorder.finished()
         todo = {number: group for number, group in groups.items() if number not in finished}
-        _warm_up(arms, requests[:size], settings.warmup if todo else 0)
-        with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="group", disable=one_of_several()) as bar:
+        total = sum(map(len, todo.values())) * len(arms)
+        with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
+            if todo and settings.warmup:
+                bar.set_postfix_str("warming up")
+                _warm_up(arms, requests[:size], settings.warmup)
+                bar.set_postfix_str("")
             for number, group in todo.items():
                 rows = _decode_group(lab, settings, arms, number, group, bar)
                 recorder.write(number, *rows)
@@ -93,10 +97,9 @@ def one_of_several() -> bool | None:
 
 def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) -> None:
     """Let every arm decode a little, unmeasured: memory is allocated and code paths are chosen on first use."""
-    if tokens:
-        short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
-        for arm in arms.values():
-            arm.decode(short)
+    short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
+    for arm in arms.values():
+        arm.decode(short)
 
 
 def _decode_group(
@@ -116,7 +119,7 @@ def _decode_group(
             requests.append(writer.request_row(outcome, prompt, *shown, settings.seed, number, name, order))
             if outcome.error:
                 bar.write(f"{name}: {outcome.error}", file=sys.stderr)
-        bar.update()
+        bar.update(len(group))
     return rounds, steps, requests
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.options import one_of, share
-from spec_lab.verify.siblings import CHUNK, Siblings, check_rows, parts, view
+from spec_lab.verify.arrays import CHUNK, parts, view
+from spec_lab.verify.siblings import Siblings, check_rows
 from spec_lab.verify.token import Token
 from spec_lab.verify.verdict import Verdict
 

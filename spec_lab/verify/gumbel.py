@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import argmax
+from spec_lab.verify.arrays import Array, rows_of, view
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import Array, Siblings, rows_of, view
+from spec_lab.verify.siblings import Siblings
 from spec_lab.verify.verdict import Verdict
 
 RACED: frozenset[Drawn] = frozenset({"gumbel"})

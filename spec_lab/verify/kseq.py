@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
+from spec_lab.verify.arrays import Array, Arrays, parts, view
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import TINY, Array, Arrays, Siblings, parts, view
+from spec_lab.verify.siblings import TINY, Siblings
 from spec_lab.verify.verdict import Verdict
 
 CHUNK = 2**16  # numbers in one temporary of a sum: several of them stay in a cache

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
-from spec_lab.verify.siblings import EVERY_DRAW, Array, Arrays, Siblings, check_rows, rows_of, view, zeroed_
+from spec_lab.verify.arrays import Array, Arrays, rows_of, view, zeroed_
+from spec_lab.verify.siblings import EVERY_DRAW, Siblings, check_rows
 from spec_lab.verify.verdict import Verdict
 
 ANY_DRAW: frozenset[Drawn] = EVERY_DRAW | {"gumbel"}  # its choices are fresh: a race's noise is left alone

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import DeviceShape, Draft, Shape
+from spec_lab.verify.arrays import CHUNK, Array, parts, view
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import CHUNK, Array, Siblings, parts, view
+from spec_lab.verify.siblings import Siblings
 from spec_lab.verify.verdict import Verdict
 
 

@@ -17,8 +17,7 @@ whether a later q_r covers it or not, and a rejected point changes nothing else.
 and a row's state is theta, S, a: three numbers. Rejecting a point takes its own mass off S; rejecting a sampled sibling
 needs one sum of (p - theta q)+ over the vocabulary.
 
-Numbers per row and per node (not per token) are NumPy arrays where p is on the CPU and tensors on p's device elsewhere:
-``Arrays`` has the few operations whose spelling differs. On a device nothing is read back.
+Numbers per row and per node are arrays as in ``arrays``: NumPy on the CPU, tensors elsewhere.
 """
 
 from __future__ import annotations
@@ -26,92 +25,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WITHOUT, DeviceShape, Draft, Drawn, Schedule, Shape, upload
+from spec_lab.core.draft import POINT, WITHOUT, Draft, Drawn, Schedule, upload
+from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of, view, zeroed_
 
 EVERY_DRAW: frozenset[Drawn] = frozenset({"iid", "without", "point"})
 LARGE = 1e30  # largest theta for float32: 1 / Z, what a peaked q leaves to be drawn without replacement, may be more
 HUGE = 1e307  # bounds theta: times a probability of zero it must stay zero
 TINY = 1e-307  # under a division: 0 / 0 = 0
-
-CHUNK = 2**19
-"""Numbers per token worked on at a time: they stay in a processor's cache, and their memory is used again. (Megabytes
-asked for afresh cost more than the arithmetic: every page of them faults.)"""
-
-Array = Any
-"""A NumPy array where p is on the CPU, else a tensor on p's device."""
-
-
-def on_host(x: Tensor) -> bool:
-    """Whether numbers per row are kept in NumPy, whose calls cost a third of torch's. There is nothing to wait for."""
-    return x.device.type == "cpu"
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """Float64 arrays of numbers per row or node: NumPy on the CPU, torch elsewhere.
-
-    Args:
-        device: where tensors live; None for NumPy.
-    """
-
-    device: torch.device | None
-
-    @staticmethod
-    def like(x: Tensor) -> Arrays:
-        """Those that go with ``x``."""
-        return Arrays(None if on_host(x) else x.device)
-
-    def full(self, size: int | tuple[int, ...], value: float) -> Array:
-        """A float64 array of one value."""
-        if self.device is None:
-            return np.full(size, value)
-        return torch.full((size,) if isinstance(size, int) else size, value, dtype=torch.float64, device=self.device)
-
-    def where(self, condition: Array, x: Array, y: Array) -> Array:
-        """``x`` where the condition holds, else ``y``."""
-        return np.where(condition, x, y) if self.device is None else torch.where(condition, x, y)
-
-    def at_least(self, x: Array, least: float) -> Array:
-        """``x``, but at least ``least``."""
-        return np.maximum(x, least) if self.device is None else x.clamp_min(least)
-
-    def at_most(self, x: Array, most: float) -> Array:
-        """``x``, but at most ``most``."""
-        return np.minimum(x, most) if self.device is None else x.clamp_max(most)
-
-    def range(self, count: int) -> Array:
-        """0, 1, .. as int64."""
-        return np.arange(count) if self.device is None else torch.arange(count, device=self.device)
-
-    def read(self, x: Tensor) -> Array:
-        """A tensor on p's device as an array."""
-        return x.numpy() if self.device is None else x
-
-    def tensor(self, x: Array) -> Tensor:
-        """An array as a tensor on p's device."""
-        return torch.from_numpy(x) if self.device is None else x
-
-    def index(self, rows: Array) -> Array:
-        """Rows given as a NumPy array or a tensor, as an array."""
-        if self.device is None:
-            return rows.numpy() if isinstance(rows, Tensor) else rows
-        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device)
-
-    def shape(self, shape: Shape) -> Shape | DeviceShape:
-        """A forest's index arrays."""
-        return shape if self.device is None else shape.on(self.device)
-
-
-def parts(rows: int, p: Tensor, chunk: int) -> list[slice]:
-    """The parts of ``rows`` rows as wide as p's that hold ``chunk`` numbers each; eight times as many on a GPU."""
-    size = max(1, (chunk if on_host(p) else 8 * chunk) // p.shape[-1])
-    return [slice(start, start + size) for start in range(0, rows, size)]
 
 
 def check_rows(draft: Draft, p: Tensor) -> None:
@@ -438,27 +363,3 @@ def recursive_rejection(draft: Draft, p: Tensor, lenience: float = 1.0) -> tuple
             rows = m[later]
             s[rows] = siblings.left_after(nodes[later], rows, theta[rows], s_m[later], weight[later], sampled - start)
     return siblings.first_accepted(accept), lambda rows: siblings.remainder(rows, theta)
-
-
-def zeroed_(x: Tensor, tokens: Array, arrays: Arrays) -> Tensor:
-    """``x`` ``[n, V]`` with 0 at ``tokens`` ``[n, K]``, where those are not -1. In place; x has no negative entry."""
-    if arrays.device is None:
-        rows, ranks = np.nonzero(tokens >= 0)
-        x.numpy()[rows, tokens[rows, ranks]] = 0.0  # NumPy writes a few numbers faster
-        return x
-    least = torch.where(tokens >= 0, 0.0, torch.inf).to(x.dtype)
-    return x.scatter_reduce_(1, tokens.clamp_min(0), least, "amin")
-
-
-def rows_of(x: Tensor, rows: Array) -> Tensor:
-    """A copy of ``x[rows]``. NumPy copies a few rows in a third of torch's time."""
-    if isinstance(rows, Tensor):
-        return x.index_select(0, rows)
-    return torch.from_numpy(x.numpy().take(rows, 0))
-
-
-def view(x: Tensor, rows: Array) -> Tensor:
-    """``x[rows]``, not to be written to."""
-    if isinstance(rows, np.ndarray) and len(rows) == 1:
-        return x.narrow(0, int(rows[0]), 1)
-    return rows_of(x, rows)

@@ -39,7 +39,7 @@ def transport_bound(p: Tensor, q: Tensor, count: int, drawn: Drawn) -> np.ndarra
     if drawn == "point":
         raise ValueError("point drafts are not random: what can be accepted of them is p(drafts)")
     if p.ndim != 2 or p.shape != q.shape:
-        raise ValueError(f"p has shape {tuple(p.shape)} and q {tuple(q.shape)}; they must be equal")
+        raise ValueError(f"p and q must have equal shapes (got {tuple(p.shape)} and {tuple(q.shape)})")
     if count < 0:
         raise ValueError(f"{count} siblings cannot be drawn")
     target, draft = _normalised(p), _normalised(q)

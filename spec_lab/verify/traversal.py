@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from spec_lab.core.draft import Draft
+from spec_lab.verify.arrays import Array
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import EVERY_DRAW, HUGE, TINY, Array, Siblings
+from spec_lab.verify.siblings import EVERY_DRAW, HUGE, TINY, Siblings
 from spec_lab.verify.verdict import Verdict
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws, Key, Purpose
-from spec_lab.verify.siblings import CHUNK, Array, Arrays, parts, rows_of
+from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,7 +117,7 @@ def test_at_temperature_0_every_arm_with_other_outputs_than_the_baseline_is_name
     assert "longer 98.5%" in words(shown(summary))
     main = next(iter(summary["arms"]))
     summary["arms"][main]["identical_outputs"] = 0.5
-    assert f"{main} 50.0%, longer 98.5%" in words(shown(summary))
+    assert f"{summary['arms'][main]['proposer']} 50.0%, longer 98.5%" in words(shown(summary))
     assert "identical" not in shown(summary | {"temperature": 1.0})
 
 

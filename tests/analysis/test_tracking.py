@@ -241,7 +241,7 @@ def test_what_cannot_be_tracked_is_refused_by_name(tracked, tmp_path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(ValueError, match="disabled"):
         track(out)
-    with sweep.holding(out), pytest.raises(sweep.Held, match="another process is at the run"):
+    with sweep.holding(out), pytest.raises(sweep.Locked, match="locked by another process"):
         track(out, mode="offline")
     (out / "summary.json").write_text("{")
     with pytest.raises(ValueError, match=r"summary\.json is not readable"):

@@ -97,7 +97,7 @@ def test_a_view_is_not_written_through_a_link(given):
 def test_a_lock_that_is_a_link_or_no_file_is_refused_and_spares_the_others(given, call):
     link(given / "seed=1" / ".lock", given)
     (given / "seed=2" / ".lock").mkdir()
-    with pytest.raises(OSError, match="is not a regular file, so it is no lock"), sweep.holding(given / "seed=1"):
+    with pytest.raises(OSError, match="is not a regular file, so it cannot be a lock"), sweep.holding(given / "seed=1"):
         pass
     assert [bool(one.unreadable) for one in sweep.runs(given)] == [True, True, False]
     assert mine(given) == [("file", "mine")]
@@ -174,7 +174,7 @@ def test_a_name_that_is_no_run_s_folder_is_refused(given, call, name):
     (given / "sweep.json").write_text(json.dumps({"runs": [{"folder": name, "overrides": []}]}))
     for what in ("state", "collect", "report"):
         code, said, errors = call(what, given)
-        assert code == 1 and "sweep.json is no list of runs" in errors and "\x1b" not in said + errors
+        assert code == 1 and "sweep.json is not a list of runs" in errors and "\x1b" not in said + errors
 
 
 def test_control_characters_reach_no_terminal(given, call):
@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeyp
     full.left = 4  # the first group's three tables, and one of the second's
     with monkeypatch.context() as patch:
         patch.setattr("spec_lab.results.parts.pq.write_table", full)
-        with pytest.raises(OSError, match=r"free some space, then give the same command again.*steps-000001\.parquet"):
+        with pytest.raises(OSError, match=r"free some space, then run the same command again.*steps-000001\.parquet"):
             run(lab(TEXTS[:2]), settings(tmp_path, batch_size=1), {"name": "toy"})
     assert Recorder(tmp_path).finished() == {0}
     assert not list(tmp_path.rglob(".*"))

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import COMMANDS
-from spec_lab.cli.main import conf, known, vars_of, zoo
+from spec_lab.cli.main import conf, option_names, top_level_options, zoo
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import QUICK, prove
 from tests import checkpoints
@@ -31,6 +31,7 @@ CERTIFY = ["task.samples=500", "task.tokens=12", "max_new_tokens=6"]
 TASKS = {
     "certify": ("certificate.json", CERTIFY),
     "certify_all": ("certificate.json", CERTIFY),
+    "serve_trace": ("summary.json", ["task.segment=2", "prompts.limit=3", "max_new_tokens=6"]),
     "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
 }
 """Experiments whose task is another one: what it leaves, and how to keep it short."""
@@ -70,7 +71,7 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
         file.parent.name, ()
     )
     if file.parent.name == "constraint":
-        config = {key: value for key, value in config.items() if key not in vars_of(AppliedConstraint)}
+        config = {key: value for key, value in config.items() if key not in option_names(AppliedConstraint)}
         assert all(not value for value in config.values() if isinstance(value, dict | list)), "filled by the user"
     elif file.parent.name != "task":
         assert all(not isinstance(value, dict | list) for value in config.values()), "arguments are scalars"
@@ -81,7 +82,7 @@ def test_every_constraint_says_how_it_binds():
     for file in (file for file in options() if file.parent.name == "constraint"):
         named = set(OmegaConf.load(file).keys())
         acts = file.stem.startswith("controller_")  # a constraint that acts computes its masks serially
-        assert set(vars_of(AppliedConstraint)) - ({"async_masks"} if acts else set()) <= named, file
+        assert set(option_names(AppliedConstraint)) - ({"async_masks"} if acts else set()) <= named, file
 
 
 GIVEN_BY_USERS = {
@@ -396,7 +397,7 @@ def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, t
 
 
 def test_the_known_options_are_those_of_the_default_config(cli):
-    assert known() == set(OmegaConf.create(cli("--cfg", "job")[1]))
+    assert top_level_options() == set(OmegaConf.create(cli("--cfg", "job")[1]))
 
 
 def test_a_value_without_default_is_asked_for(cli, tiny):
@@ -423,7 +424,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("proposer=null", "proposer cannot be null: name a file of conf/proposer"),
         ("sampling=null", "sampling cannot be null: name a file of conf/sampling"),
         ("tracker=null", "tracker cannot be null: name a file of conf/tracker"),
-        ("proposer=3", "proposer=3 is not an option of conf/proposer; the options are draft_chain, "),
+        ("proposer=3", "proposer=3 is not an option of conf/proposer; the options are "),
         ("verifier=true", "verifier=true is not an option of conf/verifier; the options are cascade, "),
         ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
         ("tracker=" + "x" * 5000, "is not an option of conf/tracker; the options are files, wandb"),

@@ -105,7 +105,7 @@ def _each_in_a_fork(folder: Path) -> None:
 
 def _sweep(options: list[str], order: list[str]) -> None:
     """A sweep by the basic launcher, in this process; what each run leaves the process like is noted."""
-    from spec_lab.cli import main
+    from spec_lab.cli import jobs, main
 
     said = os.open("said.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
@@ -113,13 +113,13 @@ def _sweep(options: list[str], order: list[str]) -> None:
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-    notes, plain = [{what: look() for what, look in LEFT.items()}], main.jobs.one_of_many
+    notes, plain = [{what: look() for what, look in LEFT.items()}], jobs.one_of_many
 
     def one_of_many(config):
         plain(config)
         notes.append({what: look() for what, look in LEFT.items()})
 
-    main.jobs.one_of_many = one_of_many
+    jobs.one_of_many = one_of_many
     sys.argv = ["spec-lab", *options, f"+experiment={','.join(order)}"]
     with suppress(SystemExit):
         main.main()

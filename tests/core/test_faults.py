@@ -11,6 +11,7 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.faults import PartError, Passing, attributed, of_a_part
 from spec_lab.engine.step import propose
+from spec_lab.verify import Match
 from tests import checkpoints
 
 
@@ -63,7 +64,8 @@ def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault
 
     target = SimpleNamespace(vocabulary=5)
     with pytest.raises(PartError, match=f"proposer 'beyond' raised .* the token {token}, but the target has 5 tokens"):
-        propose(Beyond(), SimpleNamespace(sequences=[None], target=target, room=lambda: [2]))
+        parts = SimpleNamespace(proposer=Beyond(), verifier=Match())
+        propose(parts, SimpleNamespace(sequences=[None], target=target, room=lambda: [2]))
 
 
 @pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])

@@ -72,7 +72,7 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path, number):
         with replacing(file):
             raise OSError(number, os.strerror(number))
 
-    with pytest.raises(OSError, match=r"free some space, then give the same command again .*a\.txt'") as found:
+    with pytest.raises(OSError, match=r"free some space, then run the same command again .*a\.txt'") as found:
         full()
     assert found.value.errno == number and found.value.filename == str(file)
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]

@@ -1,7 +1,6 @@
 """The engine: continuous batching changes no request's tokens, and proposers observe every computed position once."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.constrain.control import Branch, Controlled
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
@@ -34,6 +33,12 @@ LAYERS = (-1, 1)
 @pytest.fixture
 def target():
     return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def memo():
+    """The target's likeliest tokens, and what requests get alone: the same for every test."""
+    return {}
 
 
 def wanted(sampling=COLD, new=NEW):
@@ -84,13 +89,26 @@ LIMITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=lambda one: "-".join(map(str, vars(one).values())))
-@pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "temperature_1"])
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_every_request_gets_the_tokens_that_it_gets_alone(target, name, sampling, limits):
+def cases():
+    """All combinations but those in which Medusa at temperature 1 begins to draft elsewhere.
+
+    What it drafts depends on which positions were computed before the step, and so do the tokens that are sampled; only
+    their distribution is the same.
+    """
+    for name in PROPOSERS:
+        for kind, sampling in (("greedy", COLD), ("temperature_1", WARM)):
+            for limits in LIMITS:
+                if name != "medusa" or sampling == COLD or {limits.max_prefill_tokens, limits.max_kv_tokens} == {None}:
+                    yield pytest.param(name, sampling, limits, id=f"{name}-{kind}-{called(limits)}")
+
+
+def called(limits):
+    return "-".join(map(str, vars(limits).values()))
+
+
+@pytest.mark.parametrize(("name", "sampling", "limits"), list(cases()))
+def test_every_request_gets_the_tokens_that_it_gets_alone(target, memo, name, sampling, limits):
     make, verifier = PROPOSERS[name]
-    if name == "medusa" and sampling.temperature and (limits.max_prefill_tokens or limits.max_kv_tokens):
-        pytest.skip("a draft from hidden states depends on which positions were computed before; exact in distribution")
     proposer, requests = make(target), wanted(sampling)
     if limits.max_kv_tokens:
         limits = replace(limits, max_kv_tokens=room_for(requests, proposer.nodes, limits.max_kv_tokens))
@@ -100,7 +118,9 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(target, name, sampling
         assert live and len(live) <= (limits.max_batch_size or len(requests))
         computed = sum(count for _, count in step.chunks) + sum(count for count in step.pending if count > 1)
         assert computed <= (limits.max_prefill_tokens or computed)
-    assert outputs(engine) == alone(target, proposer, requests, verifier)
+    if (name, sampling) not in memo:
+        memo[name, sampling] = alone(target, proposer, requests, verifier)
+    assert outputs(engine) == memo[name, sampling]
 
 
 @pytest.mark.parametrize("prefill", [None, 2])
@@ -109,12 +129,12 @@ def test_requests_added_while_others_decode_get_the_tokens_that_they_get_alone(t
     make, verifier = PROPOSERS[name]
     proposer, requests = make(target), wanted(WARM)
     engine = Engine(target, proposer, verifier, CounterDraws(0), limits=Limits(3, prefill))
+    steps = []
     for one in requests:
         engine.add(one)
-        engine.step()
-        engine.step()
-    together = Counter(len({one.request.id for one in step.sequences}) for step in engine)
-    assert max(together) > 1
+        steps += [engine.step(), engine.step()]
+    steps += engine
+    assert max(len({one.request.id for one in step.sequences}) for step in steps if step) > 1
     assert outputs(engine) == alone(target, proposer, requests, verifier)
 
 
@@ -284,8 +304,9 @@ class Guess:
     drawn = "point"
     nodes = SHAPE.nodes
 
-    def __init__(self, target, requires=None):
-        self.target, self.known, self.log, self.made, self.longest = target, {}, "", 0, 0
+    def __init__(self, target, requires=None, known=None):
+        self.target, self.log, self.made, self.longest = target, "", 0, 0
+        self.known = {} if known is None else known
         self.requires = Requires(hidden=LAYERS) if requires is None else requires
         self.accepted = 0
 
@@ -377,19 +398,19 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     "limits",
     [Limits(), Limits(2, 1), Limits(None, 3), Limits(3, 4, TIGHT), Limits(None, None, TIGHT)],
-    ids=lambda one: "-".join(map(str, vars(one).values())),
+    ids=called,
 )
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "temperature_1"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_committed_position_is_observed_once_with_its_hidden_state(target, script, sampling, limits):
+def test_every_committed_position_is_observed_once_with_its_hidden_state(target, memo, script, sampling, limits):
     """In chunks, after removed tokens, in forks and after preemptions; and no request's tokens change."""
     requests, applied = wanted(sampling), None
     if SCRIPTS[script] is not None:
-        constraint = Controlled(lambda request: Scripted(SCRIPTS[script]), VOCABULARY, "scripted")
+        constraint = ControllerConstraint(lambda request: Scripted(SCRIPTS[script]), VOCABULARY, "scripted")
         applied = AppliedConstraint(constraint, fast_forward="forced" in script)
     if limits.max_kv_tokens:
         limits = replace(limits, max_kv_tokens=room_for(requests, SHAPE.nodes, limits.max_kv_tokens))
-    proposer = Guess(target)
+    proposer = Guess(target, known=memo)
     engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=limits)
     run(engine, requests)
     assert not engine.errors
@@ -400,7 +421,9 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
         assert proposer.log.count("i") > len(requests), "something was preempted"
     if sampling == COLD:
         assert proposer.accepted > 10
-    assert outputs(engine) == alone(target, Guess(target), requests, applied=applied)
+    if (script, sampling) not in memo:
+        memo[script, sampling] = alone(target, Guess(target, known=memo), requests, applied=applied)
+    assert outputs(engine) == memo[script, sampling]
 
 
 def test_hidden_states_that_nobody_requires_are_not_computed(target):

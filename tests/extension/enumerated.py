@@ -25,7 +25,7 @@ from tests.tiny import tiny_target
 
 V = 5
 SAMPLING = Sampling(1.0, top_k=2)  # two tokens have mass at every place, which bounds what there is to enumerate
-MATES = [Request(1000 + n, f"mate {n}", PROMPT[: 3 + 2 * n], Sampling(1.0), 4 + n, END) for n in range(3)]
+MATES = [Request(1000 + n, f"mate {n}", PROMPT[: 3 + 2 * n], Sampling(1.0), 2 + n, END) for n in range(3)]
 
 
 def model(**changes: Any) -> Target:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from spec_lab.cli.main import conf, known
+from spec_lab.cli.main import conf, top_level_options
 from tests import checkpoints
 
 JUNK = [
@@ -51,7 +51,7 @@ GIVEN = {"regex": ['constraint.pattern="a+"'], "json_schema": ["constraint.schem
 def leaves(group: str = "", name: str = "") -> list[tuple[str, str, str]]:
     """Each option that a file of a config group states, or the default config where none is named."""
     if not group:
-        return [(key, "", "") for key in sorted(known())]
+        return [(key, "", "") for key in sorted(top_level_options())]
     config = OmegaConf.load(Path(conf(), group, f"{name}.yaml"))
     return [(f"{group}.{key}", group, name) for key in config]
 

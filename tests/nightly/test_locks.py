@@ -29,7 +29,7 @@ def take_turns(folder: Path, seconds: float, found) -> None:
                     continue
                 time.sleep(0.0002)
                 os.unlink(folder / "inside")
-        except sweep.Held:
+        except sweep.Locked:
             time.sleep(0.0001)
     found.put((times, both))
 

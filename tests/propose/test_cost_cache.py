@@ -266,7 +266,7 @@ def test_the_same_command_chooses_the_same_tree_and_computes_nothing(chosen, mon
     def forward(*_):
         raise AssertionError("nothing is computed")
 
-    monkeypatch.setattr(target.lm, "forward", forward)
+    monkeypatch.setattr(target.lm, "run", forward)
     second = chosen(target, loaded)
     assert (quiet.calls, loaded.calls) == (1, 0)
     assert second.choices == first.choices == parse("0 1 0.0 1.0")

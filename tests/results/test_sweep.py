@@ -97,12 +97,12 @@ def test_plans_at_once_lose_nothing(tmp_path):
 def test_a_list_of_runs_that_is_none_is_named(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     for call in (lambda: sweep.runs(tmp_path), lambda: sweep.plan(tmp_path, [["seed=1"]])):
-        with pytest.raises(ValueError, match=r"sweep\.json is no list of runs .*; remove it and sweep again"):
+        with pytest.raises(ValueError, match=r"sweep\.json is not a list of runs .*; remove it and sweep again"):
             call()
 
 
 def test_what_is_no_sweep_is_refused_as_what_it_is(tmp_path):
-    with pytest.raises(ValueError, match="nowhere does not exist; a sweep is made by --multirun"):
+    with pytest.raises(ValueError, match="nowhere does not exist; a sweep is created by --multirun"):
         sweep.runs(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds no sweep"):
         sweep.collect(tmp_path)
@@ -155,7 +155,7 @@ def test_a_run_is_running_while_a_living_process_holds_it_and_waits_once_that_is
     try:
         assert holder.stdout.readline() == b"held\n"
         assert stands(one).state == "running"
-        with pytest.raises(sweep.Held, match="another process is at the run in"), sweep.holding(one, patience=0.05):
+        with pytest.raises(sweep.Locked, match="locked by another process"), sweep.holding(one, patience=0.05):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -472,7 +472,7 @@ def test_a_failed_run_spares_the_others_and_is_tried_again_on_request_only(cli, 
     assert code == 1
     assert "failed: prompts file later.jsonl does not exist" in errors
     assert "swept: 1 done, 1 failed" in said
-    assert "retry=true tries those again that failed" in said
+    assert "retry=true" in said
     assert decoded == [0, 1]
     failed, done = sweep.runs(tmp_path / "swept")
     assert (failed.state, done.state) == ("failed", "done")
@@ -513,7 +513,7 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
     assert told["prompts.limit=2"] == ["waiting", "1/2"]
     assert told["prompts.limit=3"][:1] == ["running"]
     assert summed.startswith("1 done, 1 running, 1 failed, 1 waiting")
-    assert "The same command goes on with those that wait." in summed
+    assert "The same command resumes" in summed
 
     code, said, errors = cli("collect", "swept")
     assert code == 0, errors
@@ -528,10 +528,7 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
 def test_commands_refuse_what_is_no_sweep_in_one_line(cli, word):
     code, _, errors = cli(word, "nowhere")
     assert code == 1
-    assert (
-        errors
-        == "spec_lab: nowhere does not exist; a sweep is made by --multirun with output_dir=DIR and has a sweep.json\n"
-    )
+    assert errors.startswith("spec_lab: nowhere does not exist;") and "--multirun" in errors
 
 
 def test_unknown_commands_are_refused_with_those_there_are(cli):
@@ -550,7 +547,7 @@ def test_a_run_that_another_process_is_at_is_left_to_it(cli, tiny, tmp_path, dec
     with sweep.holding(first):
         code, said, errors = cli(*some)
     assert code == 1, "not all that was asked for is done"
-    assert "another process is at it; left to that one" in errors
+    assert "locked by another process" in errors
     assert "1 done, 1 running" in said
     assert not decoded
 

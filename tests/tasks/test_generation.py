@@ -13,7 +13,7 @@ from rich.console import Console
 
 import spec_lab
 from spec_lab.analysis.tracking import Files
-from spec_lab.cli.main import literal
+from spec_lab.cli.main import quote_prompt
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.constrain.load import regex
@@ -353,7 +353,7 @@ def test_a_prompt_means_what_it_says(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
-    value = OverridesParser.create().parse_override(literal(f"task.prompt={text}")).value()
+    value = OverridesParser.create().parse_override(quote_prompt(f"task.prompt={text}")).value()
     config = OmegaConf.create({"task": {"prompt": value}})
     assert OmegaConf.to_container(config, resolve=True)["task"]["prompt"] == text
 
@@ -366,7 +366,7 @@ def test_options_other_than_the_prompt_are_left_to_hydra():
         "task.prompt='a \"b\"'",
         "task.prompt=null",
     ):
-        assert literal(option) == option
+        assert quote_prompt(option) == option
 
 
 @pytest.mark.parametrize(

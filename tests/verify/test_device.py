@@ -27,8 +27,8 @@ from spec_lab.verify import (
     Token,
     Traversal,
     Typical,
+    arrays,
     choose,
-    siblings,
 )
 from tests.verify.test_gumbel import races
 from tests.verify.test_twins import drafts
@@ -51,7 +51,7 @@ def cases(verifier) -> st.SearchStrategy[tuple[Draft, torch.Tensor]]:
 def on_device(verifier, draft: Draft, p: torch.Tensor, rows: np.ndarray):
     """What the code for devices computes, on tensors of the CPU: stop, residual at ``rows``, expected, a choice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(siblings, "on_host", lambda x: False)
+        patch.setattr(arrays, "on_host", lambda x: False)
         verdict = verifier(draft, p)
         assert isinstance(verdict.stop, torch.Tensor)
         who = [(head, 0, 0) for head in range(draft.shape.roots)]

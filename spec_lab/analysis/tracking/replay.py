@@ -30,7 +30,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
 
     Raises:
         ValueError: there is no run, or none of its groups is finished; its files are not readable.
-        sweep.Held: the run is still running.
+        sweep.Locked: the run is still running.
         OSError: Weights & Biases cannot be reached, or fails.
     """
     folder = Path(folder)
@@ -63,7 +63,7 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
     """Track a run, or every run of a sweep; yields a line for each, also for those that could not be shown.
 
     Raises:
-        ValueError, sweep.Held, OSError: as ``track``, for a run; OSError also for a sweep.
+        ValueError, sweep.Locked, OSError: as ``track``, for a run; OSError also for a sweep.
         Unreadable: for a sweep, after all lines: the files of some runs are not readable.
     """
     folder = Path(folder)
@@ -76,7 +76,7 @@ def track_all(folder: Path, project: str = "spec_lab", entity: str | None = None
             with sweep.reading(run.folder):
                 where = track(run.folder, project, entity, mode)
             yield f"{run.folder}: {where}"
-        except (ValueError, sweep.Held) as error:
+        except (ValueError, sweep.Locked) as error:
             yield f"{run.folder}: not shown: {error}"
             unreadable += [run.folder.name] * isinstance(error, Unreadable)
     if unreadable:

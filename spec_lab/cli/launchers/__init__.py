@@ -2,7 +2,7 @@
 
 An engine (Slurm, Ray) places, runs and restarts jobs; nothing here schedules. A job is one run of the sweep, as on one
 machine, and what it leaves in its folder says how it ended. What it cannot say itself (it was cancelled, killed, or ran
-out of time) is noted there by the launcher: such a run waits, and the same command goes on with it.
+out of time) is recorded there by the launcher: such a run is waiting, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Common:
 
 @dataclass(frozen=True)
 class Job:
-    """One run, for whichever process carries it out: as often as it is called, it goes on from what there is."""
+    """One run, for whichever process carries it out: each call resumes from its finished groups."""
 
     common: Common
     overrides: tuple[str, ...]
@@ -154,7 +154,7 @@ def launch(
             ended[n] = one
             if one.error is None and sweep.ended(folders[n]) is None:
                 sweep.lose(folders[n], engine, lost := one.lost or "its job ended without a result")
-                _say(out, f"{sweep.place(folders[n])}: lost ({lost}); the same command goes on with it")
+                _say(out, f"{sweep.place(folders[n])}: lost ({lost}); the same command resumes it")
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
 

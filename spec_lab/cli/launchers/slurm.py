@@ -108,7 +108,7 @@ class Slurm:
             yield from self._ended(waiting)
         except KeyboardInterrupt:
             arrays = " ".join(sorted({job.job_id.partition("_")[0] for job in waiting.values()}))
-            print(f"\n{len(waiting)} jobs go on in Slurm; scancel {arrays} ends them.", file=sys.stderr)
+            print(f"\n{len(waiting)} jobs keep running in Slurm; scancel {arrays} ends them.", file=sys.stderr)
             raise
 
     def _job(self, id: str) -> submitit.Job[Any]:
@@ -177,7 +177,7 @@ class _Again:
         return self.job()
 
     def checkpoint(self) -> Any:
-        """What to start again: the job goes on from its finished groups."""
+        """Return what to start again: the job resumes from its finished groups."""
         return submitit.helpers.DelayedSubmission(self)
 
 

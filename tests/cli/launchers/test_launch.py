@@ -63,7 +63,7 @@ def test_a_job_that_is_lost_spares_the_others_and_is_said_with_what_became_of_it
     code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
     assert "swept: 3 runs, of which 0 ended before, 0 are queued already: 3 go to slurm" in errors
-    assert "lost (CANCELLED by 1000, on n1); the same command goes on with it" in errors
+    assert "lost (CANCELLED by 1000, on n1); the same command resumes it" in errors
     assert "swept: 2 done, 1 waiting" in said
     assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
     second = Scripted()

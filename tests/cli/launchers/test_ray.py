@@ -79,7 +79,7 @@ def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, nodes):
     assert launcher.wait(timeout=120) == 1
     lost = [run for run in on.runs().values() if run.state == "waiting"]
     assert lost and all("WorkerCrashedError" in run.error for run in lost)
-    assert "the same command goes on with it" in on.said() and "Traceback" not in on.said()
+    assert "the same command resumes it" in on.said() and "Traceback" not in on.said()
 
 
 def test_a_job_that_no_node_is_large_enough_for_is_refused(on):

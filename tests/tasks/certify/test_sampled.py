@@ -197,9 +197,10 @@ def test_a_loop_that_reads_its_rows_in_another_order_is_rejected_towards_the_dra
     class Mixed(CausalLM):
         """With a draft, every row gets the logits of the row before."""
 
-        def forward(self, paths, pending, draft):
-            output = super().forward(paths, pending, draft)
-            return replace(output, logits=output.logits.roll(1, 0)) if draft.shape.nodes else output
+        def run(self, prepared):
+            output = super().run(prepared)
+            drafted = any(rows.stop > rows.start for rows in prepared.nodes)
+            return replace(output, logits=output.logits.roll(1, 0)) if drafted else output
 
     mixed = replace(target(), lm=Mixed(tiny_model()))
     assert "towards the draft" in rejected(scores(mixed, draft_model("1x1"), Token(), requests(), 0))
