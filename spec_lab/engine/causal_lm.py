@@ -30,7 +30,8 @@ class Prepared:
         embeds: ``[N, H]`` input embeddings in their place.
         positions: ``[1, N]``.
         pack: cells and attention masks.
-        keep: which packed tokens get logits, as transformers' ``logits_to_keep``.
+        keep: which packed tokens get logits, as transformers' ``logits_to_keep``; on the host if the model is split
+            over several devices.
         mask: of dense attention, ``[1, 1, N, S * C]``.
         pending: for each sequence, those that only prefill last, the places of its pending tokens in the pack.
         nodes: for each tree the places of its nodes.
@@ -91,6 +92,8 @@ class CausalLM:
         self.cells = Cells(limit)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
+        places = getattr(model, "hf_device_map", None) or {}
+        self._split = len({str(place) for place in places.values()}) > 1
         self.clock = Clock(self.device)
         self.forwards = 0  # of the model, so far
         self._asked: tuple[int, ...] = ()
@@ -326,6 +329,10 @@ class CausalLM:
         pack = Pack(self.cells, pieces, self.device, self.attention == "dense")
         mask = self._dense_mask(pieces, len(given)) if pack.dense else None
         where = torch.from_numpy(positions).to(self.device)[None]
+        if (
+            isinstance(keep, Tensor) and not self._split
+        ):  # indexes hidden states, which may be elsewhere in a split model
+            keep = keep.to(self.device)
         ids, embeds = (given, None) if given.ndim == 1 else (None, given)
         return Prepared(ids, embeds, where, pack, keep, mask, pending or [], nodes or [])
 
@@ -354,11 +361,11 @@ class CausalLM:
 
     def _dense_mask(self, pieces: list[Piece], rows: int) -> Tensor:  # [1, 1, N, S * C]
         """One additive mask over the whole pack and the whole store: quadratic, plain, the oracle."""
-        store = torch.full((rows, self.cells.spans, self.cells.capacity), -torch.inf, dtype=self.dtype)
+        size = rows, self.cells.spans, self.cells.capacity
+        store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
         for piece in pieces:
-            visible = 0.0 if piece.mask is None else piece.mask.cpu()
-            store[piece.start : piece.stop, piece.span, : piece.extent] = visible
-        return store.flatten(1)[None, None].to(self.device)
+            store[piece.start : piece.stop, piece.span, : piece.extent] = 0.0 if piece.mask is None else piece.mask
+        return store.flatten(1)[None, None]
 
 
 def _positions(length: int, pending: int, shape: Shape | None, tree: int) -> np.ndarray:

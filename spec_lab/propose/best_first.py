@@ -33,7 +33,7 @@ class Budget:
 
     Args:
         nodes: most nodes below each root.
-        children: drawn below each expanded node.
+        children: drawn below each expanded node; at most ``nodes``.
         depth: most levels.
         width: nodes of each tree that one draft forward expands.
     """
@@ -55,6 +55,7 @@ class BestFirst:
         keys: ``[B]`` (request, branch, step) of each tree.
         samplings: ``[B]`` the draft's sampling parameters.
         depths: ``[B]`` most levels of each tree, at most the budget's; 0 where nothing is drafted.
+        texts: ``[B]`` the tokens of each sequence; needed where a sampling has a repetition penalty.
     """
 
     budget: Budget
@@ -63,6 +64,7 @@ class BestFirst:
     keys: Sequence[tuple[int, int, int]]
     samplings: Sequence[Sampling]
     depths: Sequence[int]
+    texts: Sequence[Sequence[int]] = ()
     parent: list[int] = field(default_factory=list)
     token: list[int] = field(default_factory=list)
     _score: list[float] = field(default_factory=list)  # of each row, log probability of its path
@@ -107,12 +109,12 @@ class BestFirst:
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; returns their rows."""
-        trees = [self._tree[row] for row in rows]
-        q = logits_to_probs(logits, [self.samplings[tree] for tree in trees])
+        samplings = [self.samplings[self._tree[row]] for row in rows]
         k, new = self.budget.children, []
+        if self.drawn == "point":  # scores are draft probabilities at temperature 1, whatever the request's
+            samplings = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
+        q = logits_to_probs(logits, samplings, self._seen(rows, samplings, logits))
         if self.drawn == "point":
-            # Scores are draft probabilities at temperature 1, whatever the request's.
-            q = logits_to_probs(logits, [Sampling(1.0)])
             tokens = likeliest(q, k).tolist()
         else:
             for row in rows:
@@ -135,12 +137,28 @@ class BestFirst:
                 self._place.append(self._nodes[tree])
         return new
 
+    def _seen(self, rows: Sequence[int], samplings: Sequence[Sampling], like: Tensor) -> Tensor | None:  # [n, V]
+        """The tokens of each row's text, for repetition penalties; None where there are none."""
+        if all(one.repetition_penalty == 1 for one in samplings):
+            return None
+        seen = np.zeros(like.shape, dtype=bool)
+        for place, row in enumerate(rows):
+            seen[place, list(self.texts[self._tree[row]])] = True
+            while row >= len(self.keys):
+                seen[place, self.token[row - len(self.keys)]] = True
+                row = self.parent[row - len(self.keys)]
+        return torch.from_numpy(seen).to(like.device)
+
     def _sample(self, rows: Sequence[int], q: Tensor, k: int) -> list[list[int]]:
-        """``k`` children of each row, keyed by the row's place in its own tree and the child's rank."""
+        """``k`` children of each row, keyed by the row's place in its own tree and the child's rank.
+
+        Fewer where the support has fewer tokens; iid siblings of a one-hot q would repeat the first.
+        """
         tokens: list[list[int]] = [[] for _ in rows]
-        left = q.clone()
+        left, support = q.clone(), (q > 0).sum(-1).tolist()
         for rank in range(k):
-            alive = [place for place in range(len(rows)) if float(left[place].sum()) > 0.0]
+            needed = min(rank, 1) if self.drawn == "iid" else rank
+            alive = [place for place in range(len(rows)) if support[place] > needed]
             if not alive:
                 break
             keys = []

@@ -131,7 +131,7 @@ class DraftModel(Lifecycle):
         if nodes is not None:
             budget = Budget(
                 whole("proposer.nodes", nodes, most=MOST_NODES),
-                whole("proposer.children", children, most=MOST_NODES),
+                whole("proposer.children", children, most=nodes),
                 whole("proposer.max_depth", max_depth, most=MOST_DEPTH),
                 whole("proposer.width", width, most=MOST_NODES),
             )
@@ -150,6 +150,10 @@ class DraftModel(Lifecycle):
             raise ValueError(
                 f"proposer.tree: a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary}"
             )
+        if budget is not None and budget.children > target.vocabulary:
+            raise ValueError(
+                f"proposer.children: {budget.children} children do not fit a vocabulary of {target.vocabulary}"
+            )
         sha256 = weights_hash(path)
         checked(model, target.lm.attention, sha256, target.cache)
         lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
@@ -163,7 +167,7 @@ class DraftModel(Lifecycle):
         Raises:
             ValueError: siblings drawn from a law of temperature 0.
         """
-        if self.drawn != "point" and width_of(self.tree) > 1 and self.sampling(request).temperature == 0:
+        if self.drawn != "point" and self.branches and self.sampling(request).temperature == 0:
             raise ValueError(
                 f"at temperature 0 the draft's law is one-hot, so siblings drawn {self.drawn} shrink the tree to a "
                 "chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
@@ -180,7 +184,8 @@ class DraftModel(Lifecycle):
         """What a record should keep."""
         facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
         if self.budget is not None:
-            facts |= {"tree": "best first", "children": self.budget.children, "depth": self.budget.depth}
+            own = self.budget
+            facts |= {"tree": "best first", "children": own.children, "depth": own.depth, "width": own.width}
         return facts | {"confidence": self.confidence}
 
     def init(self, request: Request) -> DraftCache:
@@ -236,9 +241,11 @@ class DraftModel(Lifecycle):
         """Trees that grow best first. Constraints do not mask them: a node that is not allowed has p = 0."""
         active = [tree for tree, cache in enumerate(caches) if cache is not None]
         keys = [one.key for one in batch.sequences]
-        growth = BestFirst(budget, self.drawn, batch.draws, keys, samplings, depths)
+        texts = [one.tokens for one in batch.sequences]
+        growth = BestFirst(budget, self.drawn, batch.draws, keys, samplings, depths, texts)
         if not active:
-            return growth.grow(torch.empty(0, batch.target.vocabulary), lambda *_: torch.empty(0))
+            nothing = torch.empty(0, batch.target.vocabulary, device=batch.device)
+            return growth.grow(nothing, lambda *_: nothing)
         own = [cache for cache in caches if cache is not None]
         pending = [cache.follow(batch.sequences[tree].tokens) for tree, cache in zip(active, own, strict=True)]
         computed: list[int] = []

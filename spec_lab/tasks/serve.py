@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.analysis.text import interval, number, table
-from spec_lab.core.files import Unreadable
+from spec_lab.core.files import Unreadable, read_text
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
@@ -52,6 +52,7 @@ SERVED = {
 
 PERCENTILES = (50, 90, 99)
 MAX_RATE = 1e6
+MAX_REQUESTS = 2**20
 
 
 def serve(
@@ -100,14 +101,24 @@ def serve(
     for name, value in (("task.rate", rate), ("task.ttft_bound", ttft_bound), ("task.tpot_bound", tpot_bound)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_RATE:
             raise ValueError(f"{name} must be a number above 0 and at most {MAX_RATE:g} (got {value!r})")
+    for name, most in (("task.max_prefill_tokens", max_prefill_tokens), ("task.max_kv_tokens", max_kv_tokens)):
+        if most is not None:
+            whole(name, most, otherwise=", or null")
+    if lab.peers:
+        raise ValueError(f"peers decode one prompt at a time and serve no stream; leave out {[*lab.peers]}")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
     own = lab.requests(settings)
-    count = len(own) if requests is None else whole("task.requests", requests)
+    count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     if "speculative" in arms and lab.proposer.name not in arms:
         arms = {lab.proposer.name if name == "speculative" else name: arm for name, arm in arms.items()}
+    for arm in arms.values():  # what an engine refuses is refused before anything is served
+        engine = engine_of(arm, limits)
+        for one in stream:
+            engine.add(one)
+        engine.close()
     segments = {
         number: range(start, min(start + segment, count)) for number, start in enumerate(range(0, count, segment))
     }
@@ -166,10 +177,19 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
         return [0.0] * count
     if kind == "poisson":
         return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
-    if trace is None:
-        raise ValueError("task.arrivals=file needs task.trace: a text file with one arrival time a line, in seconds")
+    if not isinstance(trace, str) or not trace:
+        raise ValueError(
+            "task.arrivals=file needs task.trace: a text file with one arrival time a line, in seconds "
+            f"(task.trace is {trace!r})"
+        )
     try:
-        times = [float(line) for line in Path(trace).read_text(encoding="utf-8").split()[:count]]
+        lines = read_text(Path(trace)).split()[:count]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"task.trace: there is no file {trace}; name a file of arrival times") from error
+    except Unreadable as error:
+        raise Unreadable(f"task.trace: {error}") from error
+    try:
+        times = [float(line) for line in lines]
     except ValueError as error:
         raise Unreadable(f"task.trace: {trace} must hold one number of seconds a line ({error})") from error
     if len(times) < count or sorted(times) != times or not np.isfinite(times).all() or (times and times[0] < 0):
@@ -177,6 +197,12 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
             f"task.trace: {trace} must hold at least {count} arrival times, rising, from 0 (it has {len(times)})"
         )
     return times
+
+
+def engine_of(arm: Loop, limits: Limits) -> Engine:
+    """An empty engine that decodes as the arm does."""
+    draws = CounterDraws(arm.seed)
+    return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.binding, arm.pieces, limits=limits)
 
 
 def serve_segment(
@@ -188,9 +214,7 @@ def serve_segment(
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[dict[str, Any]]:
     """Serve requests that arrive at the ``due`` seconds; returns a row for each, in their order."""
-    engine = Engine(
-        arm.target, arm.proposer, arm.verifier, CounterDraws(arm.seed), arm.binding, arm.pieces, limits=limits
-    )
+    engine = engine_of(arm, limits)
     rows: dict[int, dict[str, Any]] = {
         one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at, "steps": 0}
         for one, at in zip(requests, due, strict=True)
@@ -253,7 +277,8 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
     for arm in arms:
         own, mine = frame[frame["arm"] == arm], spans.loc[arm]
         base = spans.loc[arms[-1]].loc[mine.index]
-        top = (base["seconds"] / base["tokens"] * mine["tokens"]).to_numpy()
+        share = mine["tokens"].clip(lower=1) / base["tokens"].clip(lower=1)  # a constraint may end requests at once
+        top = (base["seconds"] * share).to_numpy()
         speedup = cluster_interval(top, mine["seconds"].to_numpy(), mine.index.to_numpy())
         found[arm] = {
             "requests": len(own),

@@ -339,8 +339,8 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "either proposer.depth"),
-        ({"depth": 2, "tree": "2x2"}, "either proposer.depth"),
+        ({}, "give one of proposer.depth"),
+        ({"depth": 2, "tree": "2x2"}, "give one of proposer.depth"),
         ({"depth": "abc"}, "proposer.depth must be a whole number of 1 or more, not 'abc'"),
         ({"depth": 2, "confidence": 2}, "proposer.confidence must be a number between 0 and 1, not 2"),
         ({"depth": 2, "confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),

@@ -1,0 +1,368 @@
+"""Trees that grow best first: against a plain twin, within their budget, apart from batch mates, exact, refused."""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws, Key, Purpose
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.tasks.certify.exact import FEW, Instance, examine
+from spec_lab.tasks.certify.worlds import Random
+from spec_lab.verify import Token, Traversal
+from tests.propose.lab import (
+    COLD,
+    WARM,
+    batch_of,
+    calls,
+    decode,
+    emitted,
+    path_tokens,
+    plain_law,
+    requests,
+)
+from tests.propose.test_draft_model import WORDS, saved, tokenizer_of
+from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
+
+V = 7
+WAYS = ("iid", "without", "point")
+EACH_WAY = pytest.mark.parametrize("drawn", WAYS)
+
+
+# The twin ----------------------------------------------------------------------------------------------------------
+
+
+def sampled(weights, uniform):
+    """Inverse transform sampling, in plain Python."""
+    total = sum(weights)
+    return next(token for token, mass in enumerate(accumulate(weights)) if mass > uniform * total)
+
+
+def children_of(p, drawn, count, uniforms):
+    """The tokens drawn from p (a list), in order."""
+    if drawn == "point":
+        return sorted(range(len(p)), key=lambda token: -p[token])[:count]
+    tokens, left, support = [], list(p), sum(mass > 0 for mass in p)
+    for uniform in uniforms[: min(count, support)] if drawn == "without" or support == 1 else uniforms:
+        tokens.append(sampled(left, uniform))
+        if drawn == "without":
+            left[tokens[-1]] = 0.0
+    return tokens
+
+
+def twin(probabilities, drawn, budget, depth, key, seed=0):
+    """One tree: of each node the number of its parent (0 is the root) and its token, in the order drawn.
+
+    Args:
+        probabilities: of the token after a path (a tuple of tokens), as a list.
+    """
+    paths, parents, scores, unexpanded = [()], [None], [1.0], {0} if depth else set()
+    while unexpanded:
+        fits = min(budget.width, (budget.nodes - len(paths) + 1) // budget.children)
+        deep = [node for node in unexpanded if len(paths[node]) < min(depth, budget.depth)]
+        chosen = sorted(deep, key=lambda node: (-scores[node], node))[:fits]
+        if not chosen:
+            break
+        for node in sorted(chosen):
+            unexpanded.remove(node)
+            places = [node * budget.children + rank for rank in range(budget.children)]
+            uniforms = [CounterDraws(seed).uniform(Key(*key, Purpose.DRAFT, place)) for place in places]
+            p = probabilities(paths[node])
+            for token in children_of(p, drawn, budget.children, uniforms):
+                unexpanded.add(len(paths))
+                paths.append((*paths[node], token))
+                parents.append(node)
+                scores.append(scores[node] * p[token])
+    return [(above, path[-1]) for above, path in zip(parents[1:], paths[1:], strict=True)]
+
+
+def tree_of(draft, tree):
+    """The same of one tree of a draft."""
+    shape = draft.shape
+    rows = shape.trees[tree].tolist()
+    number = {row: place for place, row in enumerate(rows)}
+    return [(number[int(shape.parent[row - shape.roots])], int(draft.token[row - shape.roots])) for row in rows[1:]]
+
+
+@dataclass
+class Table:
+    """Random logits after every path of every tree; ``forwards`` counts the rows of each call."""
+
+    seed: int = 0
+    spread: float = 2.0
+
+    def __post_init__(self):
+        self.forwards = []
+
+    def logits(self, number, path):
+        return self.spread * np.random.default_rng([self.seed, number, *path]).normal(size=V)
+
+    def probabilities(self, number):
+        return lambda path: torch.from_numpy(self.logits(number, path)).softmax(-1).tolist()
+
+    def grow(self, drawn, budget, depths=(9,), numbers=None, seed=0):
+        """A forest with a tree for each of ``numbers``, which name the trees' tables and requests."""
+        numbers = range(len(depths)) if numbers is None else numbers
+        keys = [(number, 0, 3) for number in numbers]
+
+        def expand(shape, rows, token):
+            self.forwards.append(len(rows))
+            paths = [[int(token[node - shape.roots]) for node in shape.path(row)] for row in rows.tolist()]
+            trees = shape.root[rows].tolist()
+            found = [self.logits(numbers[tree], path) for tree, path in zip(trees, paths, strict=True)]
+            return torch.from_numpy(np.array(found))
+
+        roots = [self.logits(number, ()) for number, depth in zip(numbers, depths, strict=True) if depth]
+        growing = BestFirst(budget, drawn, CounterDraws(seed), keys, [WARM] * len(keys), depths)
+        return growing.grow(torch.from_numpy(np.array(roots).reshape(-1, V)), expand)
+
+
+BUDGETS = [Budget(1, 1, width=1), Budget(6, 1, width=1), Budget(7, 2, width=1), Budget(20, 3, 3, 1)]
+
+
+@EACH_WAY
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_width_of_1_is_strictly_best_first(drawn, budget, seed):
+    table = Table(seed)
+    draft = table.grow(drawn, budget, seed=seed)
+    assert tree_of(draft, 0) == twin(table.probabilities(0), drawn, budget, 9, (0, 0, 3), seed)
+    assert set(table.forwards) <= {1}
+
+
+@EACH_WAY
+@pytest.mark.parametrize("budget", [Budget(8, 2, width=2), Budget(30, 2, 5, 4), Budget(11, 3, 8, 64)], ids=str)
+def test_a_forward_expands_the_best_of_each_tree_together(drawn, budget):
+    table = Table(1)
+    draft = table.grow(drawn, budget, depths=(9, 0, 2, 1))
+    for tree, depth in enumerate((9, 0, 2, 1)):
+        assert tree_of(draft, tree) == twin(table.probabilities(tree), drawn, budget, depth, (tree, 0, 3))
+
+
+def test_of_equally_likely_nodes_the_first_drawn_is_expanded_first():
+    """Where every path of a length is as likely as any other, a tree grows breadth first."""
+    draft = Table(spread=0.0).grow("point", Budget(10, 2, width=1))
+    assert draft.shape.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert draft.token.tolist() == [0, 1] * 5
+
+
+def test_a_certain_path_is_followed_to_the_deepest_level():
+    draft = Table(spread=60.0).grow("point", Budget(12, 2, 6, width=1))
+    assert draft.shape.depth.max() == 6
+
+
+@EACH_WAY
+@pytest.mark.parametrize("width", [1, 3, 8, 50])
+@pytest.mark.parametrize("children", [1, 2, 5])
+def test_budget_children_and_depth_are_never_exceeded(drawn, width, children):
+    for nodes in (children, children + 1, 17):
+        budget = Budget(nodes, children, 4, width)
+        table = Table(nodes)
+        shape = table.grow(drawn, budget, depths=(9, 2, 0)).shape
+        sizes = [len(rows) - 1 for rows in shape.trees]
+        assert max(sizes) <= nodes and sizes[0] >= children and sizes[2] == 0
+        assert shape.count.max() <= children
+        assert [int(shape.depth[rows].max()) <= most for rows, most in zip(shape.trees, (4, 2, 0), strict=True)]
+        assert all(rows <= 2 * width for rows in table.forwards)
+        full = nodes - children < sizes[0]
+        assert full or children == 1, "a tree of two children a node grows until no more fit"
+
+
+@EACH_WAY
+def test_a_tree_is_the_same_alone_and_beside_others(drawn):
+    budget, table = Budget(12, 2, 5, 3), Table(2)
+    together = table.grow(drawn, budget, depths=(9, 1, 9, 3), numbers=(0, 5, 7, 4))
+    for place, (number, depth) in enumerate(((0, 9), (5, 1), (7, 9), (4, 3))):
+        alone = table.grow(drawn, budget, depths=(depth,), numbers=(number,))
+        assert tree_of(together, place) == tree_of(alone, 0)
+        if drawn != "point":
+            mine, own = ([d.q_row[row] for row in d.shape.trees[t]] for d, t in ((together, place), (alone, 0)))
+            for here, there in zip(mine, own, strict=True):
+                assert (here < 0) == (there < 0) and (here < 0 or torch.equal(together.q[here], alone.q[there]))
+
+
+# The draft model ---------------------------------------------------------------------------------------------------
+
+
+def best_first(budget, drawn="point", temperature=None, context=CONTEXT, **changes):
+    lm = CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
+    return DraftModel(lm, context, (), drawn, temperature, budget=budget)
+
+
+PENALISED = Sampling(0.8, top_k=9, repetition_penalty=1.6)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("sampling", [WARM, PENALISED], ids=["warm", "penalised"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_draft_model_grows_what_plain_forwards_say(target, drawn, sampling, width):
+    proposer, budget = best_first(Budget(9, 2, 4, width), drawn), Budget(9, 2, 4, width)
+    batch = batch_of(target, requests(sampling), proposer)
+    draft = proposer.propose(batch)
+    scored = sampling if drawn != "point" else Sampling(1.0, repetition_penalty=sampling.repetition_penalty)
+    for tree, sequence in enumerate(batch.sequences):
+
+        def after(path, text=sequence.tokens):
+            return plain_law(proposer.lm.model, [*text, *path], scored).tolist()
+
+        assert tree_of(draft, tree) == twin(after, drawn, budget, 9, sequence.key)
+        if drawn != "point":
+            for row in draft.shape.trees[tree].tolist():
+                if len(draft.shape.children[row]):
+                    expected = torch.tensor(after(path_tokens(draft, row)), dtype=torch.float64)
+                    torch.testing.assert_close(draft.q[draft.q_row[row]], expected, rtol=0, atol=1e-9)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("sampling", [COLD, WARM, PENALISED], ids=["cold", "warm", "penalised"])
+def test_a_batch_decodes_as_its_requests_alone(target, drawn, sampling):
+    proposer = best_first(Budget(8, 2, 4, 3), drawn, temperature=1.0)
+    wanted = requests(sampling, new=12)
+    group, steps = decode(target, proposer, wanted)
+    alone = [decode(target, proposer, [one]) for one in wanted]
+    assert emitted(group) == [emitted(own)[0] for own, _ in alone]
+    assert [tree_of(steps[0].draft, tree) for tree in range(3)] == [tree_of(own[0].draft, 0) for _, own in alone]
+    assert not proposer.lm.cells.references.any() and not target.lm.cells.references.any()
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
+@EACH_WAY
+def test_greedy_decoding_gives_the_target_s_tokens(target, truth, drawn, verifier):
+    group, steps = decode(target, best_first(Budget(8, 2, 4, 2), drawn, temperature=1.0), requests(), verifier)
+    assert emitted(group) == truth
+    assert max(map(calls, steps)) <= 1 + 3
+
+
+def test_a_likelier_path_is_drafted_deeper_than_a_fixed_tree_of_as_many_nodes(target):
+    """The target as its own draft: the greedy path is accepted as far as it was drafted."""
+    proposer = best_first(Budget(8, 2, 8, 1), seed=0, num_hidden_layers=2)
+    _, steps = decode(target, proposer, requests(new=26))
+    depths = {int(one.draft.shape.depth.max()) for one in steps[:3]}
+    assert max(depths) > 2, "two children a node of 8 nodes, level by level, reach depth 2"
+
+
+@pytest.mark.parametrize("drawn", ["without", "point"])
+def test_no_tree_is_deeper_than_the_draft_s_and_the_target_s_context_allow(target, truth, drawn):
+    proposer = best_first(Budget(12, 2, 6, 1), drawn, temperature=0.5, context=16)
+    group, steps = decode(target, proposer, requests())
+    assert emitted(group) == truth
+    short = tiny_target(context=14)
+    ended, more = decode(short, best_first(Budget(12, 2, 6, 1), drawn, temperature=0.5), requests())
+    assert {one.finish for one in ended.sequences} == {"context"}
+    seen = set()
+    for infos, most in ((steps, 16 + 1), (more, 14)):
+        for info in infos:
+            for tree, context in enumerate(info.context):
+                rows = info.draft.shape.trees[tree]
+                depth = int(info.draft.shape.depth[rows].max())
+                assert depth <= max(0, min(6, most - context))
+                seen.add((most, depth == 0))
+    assert {(17, True), (17, False), (14, False)} <= seen
+
+
+def test_logits_that_are_nan_are_reported_for_their_request_only(target, monkeypatch):
+    proposer = best_first(Budget(6, 2, 4, 2))
+    plain = proposer.lm.extend
+
+    def breaking(sequences, shape, rows, token):
+        found = plain(sequences, shape, rows, token)
+        found.logits[torch.from_numpy(shape.root[rows] == 1)] = float("nan")
+        return found
+
+    monkeypatch.setattr(proposer.lm, "extend", breaking)
+    draft = proposer.propose(batch_of(target, requests(), proposer))
+    assert set(draft.broken) == {1}
+
+
+# Exactness ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Larger:
+    """Best-first drafting whose toy has a budget of its own, and not what ``DraftModel.toy`` cuts it down to."""
+
+    drawn: str
+    budget: Budget
+    name = "larger"
+    nodes = 4
+
+    def toy(self, target, draft, tree):
+        return DraftModel(draft, target.context, (), self.drawn, name=self.name, budget=self.budget)
+
+
+INSTANCES = [Instance(FEW, "1x1", 2), Instance(Random(6), "1")]
+ENUMERATED = [Budget(4, 2, 3, width=1), Budget(3, 1, 3, width=1)]
+
+
+@EACH_WAY
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
+@pytest.mark.parametrize("budget", ENUMERATED, ids=str)
+def test_the_output_distribution_is_the_target_s(drawn, verifier, budget):
+    for instance in INSTANCES:
+        found = examine(instance, Larger(drawn, budget), verifier)
+        assert found.wrong is None and found.tv < 1e-12 and abs(found.mass - 1) < 1e-12
+        assert found.drafted > 0 and found.accepted > 0
+
+
+# Options -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spoken(target):
+    return replace(target, tokenizer=tokenizer_of(WORDS))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("draft"))
+
+
+def test_a_loaded_draft_states_its_budget(spoken, truth, path):
+    proposer = DraftModel.load(spoken, path, nodes=9, children=3, max_depth=5, width=2, drawn="point")
+    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("draft_best_first", "point", 9, True)
+    assert proposer.budget == Budget(9, 3, 5, 2)
+    facts = {"tree": "best first", "nodes": 9, "children": 3, "depth": 5, "width": 2}
+    assert facts.items() <= proposer.facts.items()
+    assert emitted(decode(spoken, proposer, requests())[0]) == truth
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"depth": 2}, "proposer.nodes"),
+        ({"tree": "2x2"}, "proposer.nodes"),
+        ({"nodes": 0}, "proposer.nodes"),
+        ({"nodes": "many"}, "proposer.nodes"),
+        ({"nodes": 10**9}, "proposer.nodes"),
+        ({"children": 0}, "proposer.children"),
+        ({"nodes": 3, "children": 4}, "proposer.children must be at most 3"),
+        ({"nodes": 99, "children": 99}, f"proposer.children.* vocabulary of {VOCABULARY}"),
+        ({"max_depth": 0}, "proposer.max_depth"),
+        ({"max_depth": 10**9}, "proposer.max_depth"),
+        ({"width": 0}, "proposer.width"),
+        ({"width": True}, "proposer.width"),
+        ({"drawn": "gumbel"}, "proposer.drawn=gumbel"),
+        ({"confidence": 0.5}, "proposer.confidence"),
+        ({"temperature": -1}, "proposer.temperature"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(spoken, path, options, named):
+    with pytest.raises(ValueError, match=named):
+        DraftModel.load(spoken, path, **{"nodes": 8} | options)
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_drawn_siblings_are_refused_at_temperature_0(drawn):
+    """There a tree would be a chain."""
+    with pytest.raises(ValueError, match=r"proposer\.drawn=point"):
+        best_first(Budget(6), drawn).check(COLD)
+    best_first(Budget(6), drawn).check(WARM)
+    best_first(Budget(6), drawn, temperature=1.0).check(COLD)
+    best_first(Budget(6), "point").check(COLD)
+    best_first(Budget(6, 1), drawn).check(COLD)

@@ -1,0 +1,416 @@
+"""Serving a stream: when each request waits, starts and ends, arrivals, the summary, and the task."""
+
+import io
+import json
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from spec_lab.cli.main import main
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Engine, Limits, fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.propose import Null
+from spec_lab.tasks import serve as module
+from spec_lab.tasks.lab import Loop
+from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise
+from spec_lab.verify import Match, Token, Traversal
+from tests import checkpoints
+from tests.labs import TEXTS, lab, settings
+from tests.propose.lab import COLD, WARM, draft_model
+from tests.tiny import tiny_target
+
+PROMPTS = ((3, 14, 15), (2, 7), (31, 41, 5, 9, 2, 6, 5, 35, 8), (8,), (1, 2, 3, 1))
+
+
+# Serving a segment -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Time:
+    """A clock that moves by ``step`` seconds in each step of an engine, and while somebody sleeps."""
+
+    monkeypatch: pytest.MonkeyPatch
+    step: float = 1.0
+    oversleep: float = 1.0  # share of the time asked for
+    now: float = 100.0
+    slept: list = field(default_factory=list)
+    infos: list = field(default_factory=list)
+    engines: list = field(default_factory=list)
+
+    def __post_init__(self):
+        plain = Engine.step
+
+        def step(engine):
+            self.engines += [] if engine in self.engines else [engine]
+            info = plain(engine)
+            self.now += self.step
+            self.infos.append(info)
+            return info
+
+        self.monkeypatch.setattr(Engine, "step", step)
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds * self.oversleep
+
+    def serve(self, arm, requests, due, limits=None):
+        return serve_segment(arm, requests, due, limits or Limits(), self, self.sleep)
+
+
+@pytest.fixture
+def time(monkeypatch):
+    return Time(monkeypatch)
+
+
+@pytest.fixture
+def plain():
+    """Autoregressive decoding: every step emits one token for each request."""
+    return Loop(tiny_target(), Null(), Match(), seed=0)
+
+
+def requests(lengths, sampling=COLD):
+    return [Request(10 + n, f"r{n}", PROMPTS[n % len(PROMPTS)], sampling, length) for n, length in enumerate(lengths)]
+
+
+def columns(rows, *names):
+    return [tuple(row[name] for name in names) for row in rows]
+
+
+def test_a_request_alone_takes_one_step_for_each_token(time, plain):
+    (row,) = time.serve(plain, requests([4]), [0.0])
+    assert row == {
+        "request": 10, "prompt_tokens": 3, "arrival": 0.0, "steps": 4, "admitted": 0.0, "first_token": 1.0, "end": 4.0,
+        "tokens": 4, "finish": "length",
+    }  # fmt: skip
+    assert set(row) == set(SERVED) - {"id", "segment", "arm", "order"}
+
+
+def test_requests_beyond_the_batch_size_wait_in_the_order_of_arrival(time, plain):
+    rows = time.serve(plain, requests([3, 5, 2, 1]), [0.0] * 4, Limits(max_batch_size=2))
+    assert columns(rows, "admitted", "first_token", "end") == [(0, 1, 3), (0, 1, 5), (3, 4, 5), (5, 6, 6)]
+    assert [row["request"] for row in rows] == [10, 11, 12, 13]
+    assert max(len(info.sequences) for info in time.infos) == 2
+    assert not time.slept
+
+
+def test_a_request_that_arrives_while_others_decode_joins_the_next_step(time, plain):
+    rows = time.serve(plain, requests([4, 3]), [0.0, 1.5])
+    assert columns(rows, "arrival", "admitted", "first_token", "end") == [(0, 0, 1, 4), (1.5, 2, 3, 5)]
+    assert [len(info.sequences) for info in time.infos] == [1, 1, 2, 2, 1]
+
+
+def test_where_nothing_is_left_to_decode_it_sleeps_until_the_next_arrival(time, plain):
+    rows = time.serve(plain, requests([2, 1]), [0.5, 10.0])
+    assert time.slept == [0.5, 7.5]
+    assert columns(rows, "admitted", "end") == [(0.5, 2.5), (10.0, 11.0)]
+
+
+def test_a_sleep_that_ends_early_is_taken_up_again(monkeypatch, plain):
+    time = Time(monkeypatch, oversleep=0.5)
+    (row,) = time.serve(plain, requests([1]), [8.0])
+    assert row["arrival"] == 8 and row["admitted"] >= 8 - 1e-9
+    assert len(time.slept) > 3
+
+
+def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain):
+    """Nine tokens in chunks of four: two steps without a token, beside the decoding of the first request."""
+    own = [Request(0, "short", (1, 2), COLD, 5), Request(1, "long", PROMPTS[2], COLD, 2)]
+    rows = time.serve(plain, own, [0.0, 0.5], Limits(max_prefill_tokens=4))
+    assert columns(rows, "admitted", "first_token", "end", "steps") == [(0, 1, 5, 5), (1, 4, 5, 2)]
+    assert [len(info.chunks) for info in time.infos] == [0, 1, 1, 0, 0]
+
+
+def test_a_preempted_request_keeps_its_admission_and_finishes(time, plain):
+    own = [Request(n, f"r{n}", (1, 2, 3), COLD, 6) for n in range(2)]
+    rows = time.serve(plain, own, [0.0, 0.0], Limits(max_kv_tokens=12))
+    assert [row["tokens"] for row in rows] == [6, 6]
+    assert columns(rows, "admitted") == [(0,), (0,)]
+    assert rows[1]["end"] > rows[0]["end"] == 6
+
+
+ARMS = {
+    "none": (Null, Match()),
+    "chain": (lambda: draft_model("1x1x1", "iid"), Token()),
+    "tree": (lambda: draft_model("2x1", "without", 1.0), Traversal()),
+}
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM], ids=["cold", "warm"])
+@pytest.mark.parametrize("name", ARMS)
+def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
+    proposer, verifier = ARMS[name][0](), ARMS[name][1]
+    target = tiny_target()
+    own = requests([6, 9, 4, 7, 5, 8], sampling)
+    rows = time.serve(
+        Loop(target, proposer, verifier, seed=3), own, [0, 0, 0.5, 3, 3.5, 30], Limits(2, max_prefill_tokens=4)
+    )
+    (engine,) = time.engines
+    served = {one.request.id: one.emitted for one in engine.sequences}
+    for request, row in zip(own, rows, strict=True):
+        group = fixed_group(target, proposer, verifier, [request], CounterDraws(3))
+        list(group)
+        assert served[request.id] == group.sequences[0].emitted
+        assert row["tokens"] == len(served[request.id]) == request.max_new_tokens
+        assert row["arrival"] <= row["admitted"] < row["first_token"] <= row["end"]
+    assert not target.lm.cells.references.any()
+
+
+def test_an_engine_that_fails_gives_its_cells_back(time, plain, monkeypatch):
+    step = Engine.step
+
+    def failing(engine):
+        if len(time.infos) == 2:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    with pytest.raises(KeyboardInterrupt):
+        time.serve(plain, requests([9, 9]), [0.0, 0.0])
+    assert not plain.target.lm.cells.references.any()
+
+
+# Arrivals ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_arrive_at_once():
+    assert arrival_times("all", 3, 1.0, None, 0) == [0.0, 0.0, 0.0]
+
+
+def test_poisson_arrivals_are_seeded_rise_and_have_their_rate():
+    times = arrival_times("poisson", 4000, 8.0, None, 5)
+    assert times == arrival_times("poisson", 4000, 8.0, None, 5) != arrival_times("poisson", 4000, 8.0, None, 6)
+    gaps = np.diff([0.0, *times])
+    assert (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05) and gaps.std() == pytest.approx(1 / 8, rel=0.1)
+    np.testing.assert_allclose(arrival_times("poisson", 4000, 16.0, None, 5), np.array(times) / 2)
+    assert arrival_times("poisson", 10, 8.0, None, 5) == times[:10]
+
+
+def test_a_trace_s_first_times_are_read(tmp_path):
+    file = tmp_path / "trace.txt"
+    file.write_text("0\n0.5\n0.5\n1e1\n12\n")
+    assert arrival_times("file", 4, 1.0, str(file), 0) == [0.0, 0.5, 0.5, 10.0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"0\n1\n", b"", b"0\n2\n1\n3\n", b"-1\n0\n1\n", b"0\n1\ntwo\n", b"0\n1\nnan\n", b"0\n1\ninf\n", b"0\n\xff\n1\n"],
+    ids=["too short", "empty", "not rising", "before the start", "no number", "nan", "infinite", "not UTF-8"],
+)
+def test_a_trace_that_cannot_be_used_is_refused_by_its_option(tmp_path, content):
+    file = tmp_path / "trace.txt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"task\.trace.*trace\.txt"):
+        arrival_times("file", 3, 1.0, str(file), 0)
+
+
+def test_a_trace_that_is_not_there_is_refused_by_its_option(tmp_path):
+    with pytest.raises(OSError, match=r"task\.trace.*missing"):
+        arrival_times("file", 3, 1.0, str(tmp_path / "missing"), 0)
+    with pytest.raises(ValueError, match=r"task\.trace.*folder"):
+        arrival_times("file", 3, 1.0, str(tmp_path), 0)
+    for trace in (None, "", 5):
+        with pytest.raises(ValueError, match=r"task\.arrivals=file needs task\.trace"):
+            arrival_times("file", 3, 1.0, trace, 0)
+
+
+# The summary -------------------------------------------------------------------------------------------------------
+
+
+def frame(*rows):
+    names = ["arm", "segment", "arrival", "admitted", "first_token", "end", "tokens"]
+    return pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+
+
+def test_throughput_latencies_and_goodput_by_hand():
+    """Two segments: seconds from the first arrival to the last token, summed; the segments' own waiting is no time."""
+    found = summarise(
+        frame(
+            ("a", 0, 0.0, 0.5, 1.0, 3.0, 5), ("a", 0, 1.0, 1.0, 3.0, 4.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.0, 1),
+        ),
+        ["a"], ttft_bound=2.0, tpot_bound=0.5,
+    )["a"]  # fmt: skip
+    assert (found["requests"], found["tokens"], found["seconds"]) == (3, 8, 6.0)
+    assert found["tokens_per_second"] == pytest.approx(8 / 6)
+    assert found["goodput"] == pytest.approx(2 / 6)  # the second's later token came 1 s after its first
+    assert found["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
+    assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
+    assert found["tpot"]["mean"] == pytest.approx((0.5 + 1.0 + 0.0) / 3) and found["tpot"]["p50"] == 0.5
+    assert found["speedup"]["mean"] == pytest.approx(1.0)
+
+
+def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
+    rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 0, 0.0, 0.0, 2.0, 2.5, 2), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
+    counts = [summarise(rows, ["a"], *bounds)["a"]["goodput"] * 4 for bounds in ((1, 1), (2, 1), (2, 3), (0.5, 3))]
+    assert counts == pytest.approx([1, 2, 3, 0])
+
+
+def pair(base, own):
+    """Segments of one request each: (seconds, tokens) of the baseline and of an arm."""
+    rows = [("draft", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(own)]
+    rows += [("baseline", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(base)]
+    return frame(*rows)
+
+
+def test_the_speed_up_is_a_ratio_of_sums_over_the_last_arm_paired_by_segments():
+    base, own = [(10.0, 20), (2.0, 20), (6.0, 20)], [(4.0, 20), (2.0, 20), (3.0, 20)]
+    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
+    speedup = found["draft"]["speedup"]
+    assert speedup["mean"] == pytest.approx(18 / 9) != pytest.approx(np.mean([10 / 4, 2 / 2, 6 / 3]))
+    assert 1.0 <= speedup["low"] < 2.0 < speedup["high"] <= 2.5
+    assert tuple(found["baseline"]["speedup"].values()) == pytest.approx((1.0, 1.0, 1.0))
+    doubled = summarise(
+        pair([(20.0, 20), (4.0, 20), (12.0, 20)], [(8.0, 20), (4.0, 20), (6.0, 20)]), ["draft", "baseline"], 1, 1
+    )
+    assert doubled["draft"]["speedup"] == pytest.approx(speedup)
+
+
+def test_pairs_that_speed_up_alike_leave_no_doubt_however_long_their_segments():
+    found = summarise(
+        pair([(10.0, 9), (1.0, 9), (4.0, 9)], [(5.0, 9), (0.5, 9), (2.0, 9)]), ["draft", "baseline"], 1, 1
+    )
+    assert tuple(found["draft"]["speedup"].values()) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_where_outputs_differ_in_length_seconds_are_taken_for_each_token():
+    found = summarise(pair([(10.0, 10), (4.0, 8)], [(4.0, 20), (1.0, 2)]), ["draft", "baseline"], 1, 1)
+    assert found["draft"]["speedup"]["mean"] == pytest.approx((1.0 * 20 + 0.5 * 2) / 5.0)
+
+
+def test_a_segment_without_tokens_does_not_undo_the_others():
+    """A constraint may end every request of a segment before its first step."""
+    found = summarise(pair([(10.0, 10), (0.0, 0)], [(5.0, 10), (0.0, 0)]), ["draft", "baseline"], 1, 1)
+    assert found["draft"]["speedup"]["mean"] == pytest.approx(2.0)
+    assert found["draft"]["tokens_per_second"] == pytest.approx(2.0)
+
+
+# The task ----------------------------------------------------------------------------------------------------------
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=120)
+
+
+def run(out, console=None, parts=None, changes=None, **options):
+    own = settings(out, **({"max_new_tokens": 4} | (changes or {})))
+    return serve(parts or lab(), own, {}, console or quiet(), **({"segment": 2} | options))
+
+
+def test_every_arm_serves_every_request_once_and_takes_turns_in_going_first(tmp_path):
+    console = quiet()
+    assert run(tmp_path / "out", console, requests=7) == 0
+    rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
+    assert list(rows.columns) == list(SERVED) and rows["id"].is_unique and not (tmp_path / "out" / "parts").exists()
+    assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
+        "repeat": [*range(7)], "baseline": [*range(7)],
+    }  # fmt: skip
+    assert (rows["segment"] == rows["request"] // 2).all()
+    first = rows[rows["order"] == 0].groupby("segment")["arm"].first()
+    assert first.tolist() == ["repeat", "baseline", "repeat", "baseline"]
+    assert (rows["tokens"] == 4).all() and set(rows["finish"]) == {"length"}
+    assert rows["prompt_tokens"].tolist() == [len(TEXTS[number % len(TEXTS)]) for number in rows["request"]]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["segments"] == 4 and summary["max_batch_size"] == 2 and summary["arrivals"] == "all"
+    assert list(summary["arms"]) == ["repeat", "baseline"]
+    shown = console.file.getvalue()
+    assert "repeat" in shown and "baseline" in shown and "7 requests" in shown
+
+
+def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
+    trace = tmp_path / "trace.txt"
+    trace.write_text("0 0.01 5.0 5.02 9.0")
+    assert run(tmp_path / "out", arrivals="file", trace=str(trace)) == 0
+    rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
+    own = rows[rows["arm"] == "baseline"].sort_values("request")["arrival"]
+    assert own.tolist() == pytest.approx([0, 0.01, 0, 0.02, 0])
+    assert (rows["admitted"] >= rows["arrival"]).all() and (rows["end"] >= rows["first_token"]).all()
+
+
+def test_finished_segments_stay_and_the_rest_is_served_after_an_interruption(tmp_path, monkeypatch):
+    out, seen = tmp_path / "out", []
+
+    def watched(arm, own, *given):
+        seen.append([one.id for one in own])
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return serve_segment(arm, own, *given)
+
+    monkeypatch.setattr(module, "serve_segment", watched)
+    assert run(out) == 130
+    before = pd.read_parquet(out / "served.parquet")
+    assert set(before["segment"]) == {0} and not (out / "summary.json").exists()
+    assert run(out) == 0
+    assert seen == [[0, 1], [0, 1], [2, 3], [2, 3], [2, 3], [2, 3], [4], [4]]
+    after = pd.read_parquet(out / "served.parquet")
+    pd.testing.assert_frame_equal(after[after["segment"] == 0].reset_index(drop=True), before)
+    assert set(after["segment"]) == {0, 1, 2} and len(after) == 10
+
+
+def test_warming_up_leaves_no_rows(tmp_path):
+    assert run(tmp_path / "out", changes={"warmup": 2}) == 0
+    assert len(pd.read_parquet(tmp_path / "out" / "served.parquet")) == 2 * len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"arrivals": "burst"}, "task.arrivals"),
+        ({"arrivals": "file"}, "task.trace"),
+        ({"rate": 0}, "task.rate"),
+        ({"rate": True}, "task.rate"),
+        ({"rate": "fast"}, "task.rate"),
+        ({"rate": float("nan")}, "task.rate"),
+        ({"requests": 0}, "task.requests"),
+        ({"requests": 10**12}, "task.requests"),
+        ({"segment": 0}, "task.segment"),
+        ({"max_prefill_tokens": 0}, "task.max_prefill_tokens"),
+        ({"max_prefill_tokens": "many"}, "task.max_prefill_tokens"),
+        ({"max_kv_tokens": -1}, "task.max_kv_tokens"),
+        ({"max_kv_tokens": 2.5}, "task.max_kv_tokens"),
+        ({"max_kv_tokens": 3}, "max_kv_tokens is 3"),
+        ({"ttft_bound": 0}, "task.ttft_bound"),
+        ({"tpot_bound": float("inf")}, "task.tpot_bound"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_path, options, named):
+    with pytest.raises(ValueError, match=named):
+        run(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_peers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="peers .*'theirs'"):
+        run(tmp_path / "out", parts=lab(peers={"theirs": None}))
+
+
+def test_the_experiment_is_one_command_and_a_finished_run_serves_nothing_again(tmp_path, monkeypatch):
+    folder = checkpoints.zoo(tmp_path / "zoo")
+    options = [
+        f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
+        f"prompts.path={folder / 'prompts' / 'code.jsonl'}", "task.arrivals=poisson", "task.rate=200",
+        "task.requests=5", "task.segment=2", "max_new_tokens=5", "batch_size=2", "output_dir=here",
+    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=serve_trace", *options])
+    main()
+    rows = pd.read_parquet("here/served.parquet")
+    assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
+        "medusa": [*range(5)], "baseline": [*range(5)],
+    }  # fmt: skip
+    assert json.loads((tmp_path / "here" / "summary.json").read_text())["rate"] == 200
+
+    def nothing(*_):
+        raise AssertionError("a segment is served again")
+
+    monkeypatch.setattr(module, "serve_segment", nothing)
+    main()
+    pd.testing.assert_frame_equal(pd.read_parquet("here/served.parquet"), rows)
