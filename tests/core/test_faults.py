@@ -62,10 +62,10 @@ def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault
         def propose(self, batch):
             return Draft(forest((chain(2),)), torch.tensor([0, token]))
 
-    target = SimpleNamespace(vocabulary=5)
+    parts = SimpleNamespace(proposer=Beyond(), verifier=Match())
+    batch = SimpleNamespace(sequences=[None], target=SimpleNamespace(vocabulary=5), room=lambda: [2])
     with pytest.raises(PartError, match=f"proposer 'beyond' raised .* the token {token}, but the target has 5 tokens"):
-        parts = SimpleNamespace(proposer=Beyond(), verifier=Match())
-        propose(parts, SimpleNamespace(sequences=[None], target=target, room=lambda: [2]))
+        propose(parts, batch)
 
 
 @pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])
