@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from rich.console import Console
 from tqdm import tqdm
 
+from spec_lab.analysis.figures.style import STYLE, colours
 from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.analysis.text import interval, number, table
-from spec_lab.core.files import Unreadable, read_text
+from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
@@ -157,13 +160,13 @@ def serve(
             "segments": len(segments),
             "arms": summarise(frame, list(arms), ttft_bound, tpot_bound),
         }
-        return Done(summary, lambda: [], partial(tell, console=console))
+        return Done(summary, lambda: draw(frame, settings.output_dir / "figures"), partial(tell, console=console))
 
     def left() -> tuple[int, str]:
         done = len(finished())
         return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
 
-    return Task(lab, settings, config, arms, work, left, tables, leaves="Rows, summary and manifest").run(console)
+    return Task(lab, settings, config, arms, work, left, tables).run(console)
 
 
 def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: int) -> list[float]:
@@ -252,6 +255,15 @@ def serve_segment(
     return list(rows.values())
 
 
+def latencies(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with ``queue``, ``ttft`` (time to first token) and ``tpot`` (time per further token), in seconds."""
+    return frame.assign(
+        queue=frame["admitted"] - frame["arrival"],
+        ttft=frame["first_token"] - frame["arrival"],
+        tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
+    )
+
+
 def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float) -> dict[str, Any]:
     """Throughput, latencies and goodput of every arm; the speed-up over the last arm, paired by segments.
 
@@ -259,11 +271,7 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
     The speed-up is a ratio of sums, as everywhere: the last arm's seconds over this one's, for the same requests; where
     outputs differ in length, seconds are taken for each emitted token. Its interval is a bootstrap over segments.
     """
-    frame = frame.assign(
-        queue=frame["admitted"] - frame["arrival"],
-        ttft=frame["first_token"] - frame["arrival"],
-        tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
-    )
+    frame = latencies(frame)
     good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
     each = frame.assign(good=good).groupby(["arm", "segment"])
     spans = pd.DataFrame(
@@ -294,6 +302,30 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
             },
         }
     return found
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
+    """Draw the share of requests within each time to the first token, and within each time per further token."""
+    frame = latencies(frame)
+    names = list(dict.fromkeys(frame["arm"]))
+    colour = colours(names)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+        for axes, column, label in zip(
+            figure.subplots(1, 2, sharey=True), ("ttft", "tpot"), ("time to first token", "time per output token"),
+            strict=True,
+        ):  # fmt: skip
+            for name in names:
+                milliseconds = np.sort(1e3 * frame.loc[frame["arm"] == name, column].to_numpy())
+                share = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
+                axes.step(milliseconds, share, where="post", color=colour[name], label=name)
+            axes.set_xlabel(f"{label} [ms]")
+        figure.axes[0].set_ylabel("share of requests")
+        figure.axes[1].legend(loc="lower right", frameon=False)
+        own_folder(folder)
+        with replacing(folder / "latency.png") as stream:
+            figure.savefig(stream, bbox_inches="tight")
+    return [folder / "latency.png"]
 
 
 def tell(summary: Mapping[str, Any], console: Console) -> None:

@@ -263,7 +263,7 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
     (run,) = sweep.runs(tmp_path / "swept")
     summary = json.loads((run.folder / "summary.json").read_text())
     names = figures()
-    assert {"tokens_per_second", "speedup.mean", "speedup.low", "tau_pooled", "phase_seconds.law"} <= set(names)
+    assert {"tokens_per_second", "speedup.mean", "speedup.low", "tau_pooled", "phase_seconds.probabilities"} <= set(names)
     for name in names:
         found = summary
         for part in name.split("."):

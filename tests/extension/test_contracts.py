@@ -73,7 +73,7 @@ def constraints() -> dict[str, AppliedConstraint | None]:
         "forks": AppliedConstraint(
             ControllerConstraint(lambda _: Forking(), vocabulary.size, "a controller that forks")
         ),
-        "backtracking": AppliedConstraint(Combined([Banned(("bb", "ca"), PIECES), MinNewTokens(2, vocabulary.size)])),
+        "backtracking": AppliedConstraint(Combined([Banned(("ab",), PIECES), MinNewTokens(2, vocabulary.size)])),
     }
 
 
