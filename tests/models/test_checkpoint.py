@@ -675,7 +675,7 @@ def test_added_tokens_that_the_model_does_not_have_are_ignored_with_a_warning(fo
     assert "'<end>' with the id 62 (and 1 more), but the model has 61 tokens" in line
     request = Request(0, "p", tuple(target.tokenizer.encode("a<pad>")))
     with pytest.raises(ValueError, match="holds the token id 61"):
-        request.check_fits(target)
+        request.check_fits(target.context, target.vocabulary)
 
 
 def test_constraints_refuse_added_tokens_that_the_model_does_not_have(folder):

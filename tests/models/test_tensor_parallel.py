@@ -376,5 +376,5 @@ def test_layers_that_no_gpu_has_room_for_are_refused():
 
 def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
     monkeypatch.setattr(placement, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"needs the package accelerate: pip install 'spec-lab\[large\]'"):
+    with pytest.raises(ValueError, match=r"requires the package accelerate: pip install 'spec-lab\[large\]'"):
         Target.load(str(here / "llama"), device_map="auto")

@@ -339,7 +339,7 @@ def test_the_table_has_a_row_for_each_arm_of_each_run_that_is_done(tmp_path):
     expected = {
         "verifier_name": "token", "experiment": "toy", "groups": 2, "tokens": 12, "tau_pooled": 2.5,
         "tau_pooled_low": 2.0, "tau_pooled_high": 3.0, "speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.75,
-        "survival@1": 0.5, "survival@2": 0.25, "conditional@1": 0.5, "phase_law": 0.25, "phase_verify": 0.125,
+        "survival@1": 0.5, "survival@2": 0.25, "conditional@1": 0.5, "phase_probabilities": 0.25, "phase_verify": 0.125,
         "commit": "c0ffee", "job_seconds": 2.0, "code": 0,
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
@@ -669,7 +669,7 @@ def test_what_fails_at_a_sweep_s_end_is_no_success(cli, tiny, tmp_path, monkeypa
     def broken(folder):
         raise ValueError("no table today")
 
-    monkeypatch.setattr("spec_lab.cli.commands.tell_results", broken)
+    monkeypatch.setattr("spec_lab.cli.commands.print_results", broken)
     code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "seed=1")
     assert code == 1 and "spec_lab: no table today" in errors
 
