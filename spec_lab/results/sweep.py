@@ -440,7 +440,7 @@ def collect(sweep: Path) -> pd.DataFrame:
 
     Columns: ``run`` (its folder), ``arm``; one for each option that any run of the sweep sets, named as on the command
     line, numbers as numbers; ``proposer_name``, ``verifier_name`` and the other figures of ``summary.json``, flattened
-    (``speedup``, ``speedup_low``, ``phase_probabilities``, ``survival@2``, ...); ``PROVENANCE``; ``job_seconds``, the time of
+    (``speedup``, ``speedup_low``, ``phase_verify``, ``survival@2``, ...); ``PROVENANCE``; ``job_seconds``, the time of
     the process that ended the run.
 
     Raises:
