@@ -92,26 +92,26 @@ def certified(tmp_path, **parts):
 def test_a_run_certifies_its_own_pairs(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), more_proposers={"longer": Repeat(4)})
     assert found == dict.fromkeys(["speculative", "longer", "baseline"], "quick")
-    assert "certified by enumeration: speculative, longer, baseline;" in printed
+    assert "certified by enumeration: draft_model, longer, baseline;" in printed
     assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
 
 
 def test_a_lossy_verifier_is_called_so_and_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
     assert found == {"speculative": None, "baseline": "quick"}
-    assert "lossy: speculative; verifier 'lenient'" in printed
+    assert "lossy: draft_model; verifier 'lenient'" in printed
 
 
 def test_a_false_claim_is_printed_with_the_place_where_it_fails_and_the_run_is_kept(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
     assert found == {"speculative": None, "baseline": "quick"}
-    assert "NOT lossless: speculative; verifier 'mine'" in printed and ": after [] token " in printed
+    assert "NOT lossless: draft_model; verifier 'mine'" in printed and ": after [] token " in printed
 
 
 def test_what_cannot_be_enumerated_is_left_open(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
     assert found == {"speculative": None, "baseline": "quick"}
-    assert "not certified: speculative;" in printed and "the noise of a race cannot be enumerated" in printed
+    assert "not certified: draft_model;" in printed and "the noise of a race cannot be enumerated" in printed
 
 
 def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
@@ -123,7 +123,7 @@ def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Narrow())
     assert found == {"speculative": None, "baseline": "quick"}
     assert (
-        "not certified: speculative;" in printed
+        "not certified: draft_model;" in printed
         and "verifier 'mine' raised" in printed
         and "on a toy draft drawn iid" in printed
     )
@@ -138,7 +138,7 @@ def test_the_manifest_says_what_ran_and_hides_secrets(done):
 
 def test_the_table_names_the_arms_and_the_directory(done):
     out, printed = done
-    for word in ("speculative", "baseline", "tokens/s", "acceptance rate", "survival", "target: module calls"):
+    for word in ("repeat", "baseline", "tokens/s", "acceptance rate", "survival", "target: module calls"):
         assert word in printed
     assert str(out) in printed
 
