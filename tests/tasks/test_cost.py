@@ -391,8 +391,12 @@ def test_a_prediction_is_surely_within_only_if_its_whole_interval_is():
     assert "+2.0 % [-15.0 %, +25.0 %]" in text and "What is predicted is the cost only" in text
 
 
+EXPERIMENT = ("experiment", "cost_of_nodes.yaml")
+
+
 def test_the_experiment_has_the_study_s_first_part():
-    config, usual = OmegaConf.load(Path(conf(), "experiment", "cost_of_nodes.yaml")), study().options().parse_args([])
+    config, task = (OmegaConf.load(Path(conf(), *place)) for place in (EXPERIMENT, ("task", "cost.yaml")))
+    usual = study().options().parse_args([])
     assert config.threads == usual.threads
     for name in ("nodes", "batches", "contexts", "turns"):
-        assert config.task[name] == getattr(usual, name), name
+        assert task[name] == getattr(usual, name), name
