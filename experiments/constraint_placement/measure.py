@@ -106,7 +106,7 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     parts = {"draft_chain": "proposer"} | {name: f"arms.{name}" for name in names if name != "draft_chain"}
     proposers = {name: cli.build(config, parts[name], target=target) for name in names}
     verifier, sampling = cli.build(config, "verifier"), cli.build(config, "sampling")
-    binding = cli.bind(config, settings, target)[0]
+    binding = cli.apply_constraint(config, settings, target)[0]
     arms = {}
     for way in ways(temperature):
         own = replace(binding, placement=way.placement, fast_forward=way.fast_forward)
