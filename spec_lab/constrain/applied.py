@@ -25,6 +25,7 @@ from spec_lab.constrain.protocol import (
 )
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import one_of, whole
+from spec_lab.core.readback import Readback
 from spec_lab.engine.request import Request
 
 PLACES = ("target", "draft", "both", "none")
@@ -219,7 +220,11 @@ class StepConstraint:
         return None
 
     def masks(
-        self, states: Sequence[ConstraintState | None], draft: Draft, draft_masks: DraftTreeMasks | None
+        self,
+        states: Sequence[ConstraintState | None],
+        draft: Draft,
+        draft_masks: DraftTreeMasks | None,
+        read: Readback,
     ) -> tuple[Draft, StepMasks | Future[StepMasks]]:
         """The draft without nodes that cannot be reached, and its masks, perhaps still being computed.
 
@@ -230,16 +235,19 @@ class StepConstraint:
             states: ``[B]`` at the roots.
             draft: what was drafted.
             draft_masks: that the proposer may have used.
+            read: reads the drafted tokens on the host.
         """
+        token = read(draft.token)[0] if draft.shape.nodes else NO_TOKENS
         unused = draft_masks is not None and not draft_masks.used
         prunes = unused and draft.ways == {"point"} and draft.shape.nodes > 0
         if prunes and draft_masks is not None and self.applied.draft_budget is not None:
-            draft, prunes = _pruned(draft, draft_masks), False
+            draft, rows = draft.keep(_within_budget(draft.shape, token, draft_masks))
+            token, prunes = token[rows[draft.shape.roots :] - draft.shape.roots], False
         if self.applied.async_masks and not prunes and not self.constraint.has_actions:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "masks")
-            return draft, self._thread.submit(self._masks, states, draft)
-        found = self._masks(states, draft)
+            return draft, self._thread.submit(self._masks, states, draft.shape, token)
+        found = self._masks(states, draft.shape, token)
         masks, shape = found.masks, draft.shape
         keep = np.ones(shape.rows, dtype=bool)
         if shape.nodes and masks.barrier.any():
@@ -257,9 +265,8 @@ class StepConstraint:
             self._thread.shutdown()
             self._thread = None
 
-    def _masks(self, states: Sequence[ConstraintState | None], draft: Draft) -> StepMasks:
+    def _masks(self, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray) -> StepMasks:
         start = time.perf_counter()
-        shape, token = draft.shape, draft.token.cpu().numpy()
         failed: dict[int, str] = {}
         try:
             masks = self._of(states, shape, token)
@@ -294,16 +301,16 @@ class StepConstraint:
         return masks
 
 
-def _pruned(draft: Draft, masks: DraftTreeMasks) -> Draft:
-    """The draft without the illegal nodes that the masks find within their budget."""
-    shape, token = draft.shape, draft.token.cpu().numpy()
+def _within_budget(shape: Shape, token: np.ndarray, masks: DraftTreeMasks) -> np.ndarray:  # [R] bool
+    """All rows but the illegal nodes that the masks find within their budget."""
     rows = np.unique(shape.parent)
     number = np.searchsorted(rows, shape.parent)
     keep = np.ones(shape.rows, dtype=bool)
     keep[shape.roots :] = masks(shape, rows, token)[number, token]
-    return draft.keep(keep)[0]
+    return keep
 
 
+NO_TOKENS = np.empty(0, dtype=np.int64)
 PARTS = ("bits", "legal", "barrier")
 
 

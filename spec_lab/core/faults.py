@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from traceback import walk_tb
+from types import TracebackType
 
 from spec_lab.core.protocols import Named
 
@@ -17,9 +16,8 @@ class Passing(Exception):
     """An error that a part's code passes on and did not cause, such as one of its random draws."""
 
 
-@contextmanager
-def attributed(kind: str, part: object) -> Iterator[None]:
-    """Turn errors raised inside the block into a ``PartError``.
+class attributed:
+    """A context manager that turns errors raised inside the block into a ``PartError``.
 
     Args:
         kind: of part, such as "proposer".
@@ -28,14 +26,20 @@ def attributed(kind: str, part: object) -> Iterator[None]:
     Raises:
         PartError: an error was raised inside. ``Passing`` and ``PartError`` are not changed.
     """
-    try:
-        yield
-    except (PartError, Passing):
-        raise
-    except Exception as error:
-        name = part.name if isinstance(part, Named) else type(part).__name__
+
+    __slots__ = ("kind", "part")
+
+    def __init__(self, kind: str, part: object) -> None:
+        self.kind, self.part = kind, part
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or isinstance(error, PartError | Passing):
+            return
+        name = self.part.name if isinstance(self.part, Named) else type(self.part).__name__
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise PartError(f"{kind} '{name}' raised {message}{place(error, part)}") from error
+        raise PartError(f"{self.kind} '{name}' raised {message}{place(error, self.part)}") from error
 
 
 def of_a_part(error: BaseException | None) -> bool:

@@ -7,6 +7,7 @@ temperature). Temperature 0 is one-hot at the arg max.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,6 +124,18 @@ def logits_to_probs(
         if cold:
             p[cold] = one_hot_(coldest, p[cold])
     return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
+
+
+def finite_(logits: Tensor) -> Tensor | None:  # [n, V] -> [n] bool
+    """Set rows without a distribution to zero, and return which they are; on the CPU None where there are none.
+
+    -inf is no mass, and is fine as long as some token has a finite logit. NaN, +inf or a row of only -inf is broken.
+    """
+    if logits.device.type == "cpu" and math.isfinite(float(logits.sum())):  # so are all its parts
+        return None
+    broken = ~torch.isfinite(logits.amax(-1))  # NaN wins, then +inf; -inf is the largest only of its own kind
+    logits.masked_fill_(broken[:, None], 0.0)
+    return broken
 
 
 def probs_dtype(logits: Tensor) -> torch.dtype:

@@ -49,6 +49,7 @@ class Decision:
 
     Args:
         draft: what was drafted.
+        drafted: ``[M]`` its tokens, on the host.
         row: ``[B]`` where each accepted path ends.
         token: ``[B]`` the token emitted there; -1 for none.
         masks: of the forest; None without a constraint.
@@ -57,6 +58,7 @@ class Decision:
     """
 
     draft: Draft
+    drafted: Sequence[int]
     row: np.ndarray
     token: np.ndarray
     masks: Masks | None = None
@@ -113,17 +115,13 @@ def commit(
     single = None
     if decision.masks is not None and applied is not None and applied.on_target:
         single = decision.masks.forced
-    drafted = decision.draft.token.tolist()
-    return [
-        _commit(sequence, tree, decision, drafted, single, applied, context) for tree, sequence in enumerate(sequences)
-    ]
+    return [_commit(sequence, tree, decision, single, applied, context) for tree, sequence in enumerate(sequences)]
 
 
 def _commit(
     sequence: SequenceState,
     tree: int,
     decision: Decision,
-    drafted: list[int],
     single: np.ndarray | None,
     applied: AppliedConstraint | None,
     context: int,
@@ -142,7 +140,7 @@ def _commit(
     done.path = shape.path(row)
     accepted = len(done.path)
     rows = [*done.path, row] if last >= 0 else done.path  # of the accepted tokens; then where the last one is sampled
-    tokens = [drafted[node - shape.roots] for node in done.path] + ([last] if last >= 0 else [])
+    tokens = [decision.drafted[node - shape.roots] for node in done.path] + ([last] if last >= 0 else [])
     above = [tree, *done.path]
     after = "recovered" if len(shape.children[row]) else "bonus"
     kept = 0

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
@@ -43,7 +44,7 @@ class Observation:
         rows: ``[r]`` the tokens of the computed tree: its root, its nodes in order, rejected ones too, and the
             rows that are computed only. Empty for a part of a prompt.
         logits: ``[r, V]`` raw logits of these rows, where required.
-        top_k: ``[r, k]`` their likeliest tokens, the likeliest first, where required.
+        top_k: ``[r, k]`` their likeliest tokens, the likeliest first, on the host, where required.
         accepted: nodes of the accepted path that were kept, numbered within the tree from 0.
     """
 
@@ -53,7 +54,7 @@ class Observation:
     hidden: Tensor | None = None
     rows: Sequence[int] = ()
     logits: Tensor | None = None
-    top_k: Tensor | None = None
+    top_k: np.ndarray | None = None
     accepted: Sequence[int] = ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Shape
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
+from spec_lab.core.readback import Readback
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import KVSequence
 from spec_lab.models.target import Target
@@ -128,6 +127,7 @@ class Batch:
         draws: every random choice of the draft comes from here.
         clock: records the phase "propose_forward": the calls of a draft model or of heads.
         draft_masks: what a constraint allows the draft to draw; None without one. A proposer need not use it.
+        read: reads tensors on the host, once for each level that is drafted.
     """
 
     target: Target
@@ -135,6 +135,7 @@ class Batch:
     draws: Draws
     clock: Clock = field(default_factory=Clock)
     draft_masks: DraftMasks | None = None
+    read: Readback = field(default_factory=Readback)
 
     @property
     def device(self) -> torch.device:
@@ -144,20 +145,6 @@ class Batch:
     def room(self) -> list[int]:
         """For each sequence the deepest node whose position fits the context."""
         return [self.target.context - len(sequence.tokens) for sequence in self.sequences]
-
-
-def finite(logits: Tensor) -> tuple[Tensor, np.ndarray]:
-    """The logits ``[n, V]``, rows without a distribution set to zero in place, and the numbers of these rows.
-
-    -inf is no mass, and is fine as long as some token has a finite logit. NaN, +inf or a row of only -inf is broken.
-    """
-    if math.isfinite(float(logits.sum())):  # so are all its parts
-        return logits, NO_ROWS
-    broken = ~torch.isfinite(logits.amax(-1))  # NaN wins, then +inf; -inf is the largest only of its own kind
-    return logits.masked_fill_(broken[:, None], 0.0), np.flatnonzero(broken.cpu().numpy())
-
-
-NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 def by_row(samplings: Sequence[Sampling], tree: np.ndarray) -> list[Sampling]:

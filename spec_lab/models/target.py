@@ -39,7 +39,7 @@ class Target:
     self_check: float
     cache: ProcessCache = field(default_factory=ProcessCache, repr=False)
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """V, the width of the logits."""
         return int(self.lm.model.get_output_embeddings().weight.shape[0])

@@ -17,11 +17,11 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, empty, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
-from spec_lab.core.probabilities import Sampling, probs_dtype
+from spec_lab.core.probabilities import Sampling, finite_, probs_dtype
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch, DraftMasks, finite
+from spec_lab.engine.sequence import Batch, DraftMasks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.support import checked, model_context
@@ -252,8 +252,9 @@ class DraftModel(Lifecycle):
         broken: dict[int, str] = {}
 
         def checked_finite(logits: Tensor, trees: np.ndarray) -> Tensor:
-            fine, without = finite(logits.to(probs_dtype(logits), copy=True))
-            broken.update(dict.fromkeys(trees[without].tolist(), BROKEN))
+            fine = logits.to(probs_dtype(logits), copy=True)
+            if (without := finite_(fine)) is not None:
+                broken.update(dict.fromkeys(trees[batch.read(without)[0]].tolist(), BROKEN))
             return fine
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:

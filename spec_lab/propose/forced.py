@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
-from spec_lab.core.probabilities import Sampling, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import Sampling, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.sequence import Batch, DraftMasks, by_row, finite
+from spec_lab.engine.sequence import Batch, DraftMasks, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.growth import BROKEN
 
@@ -102,32 +102,41 @@ class ForcedChains:
     def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
         """One more token for each, from logits ``[n, V]``: for whom there was one, and of these the unsure."""
         rows = np.array([self.rows[head][self.ends[head]] for head in active])
-        own, without = finite(logits.to(probs_dtype(logits), copy=True))
-        self.broken |= dict.fromkeys(np.array(active)[without].tolist(), BROKEN)
-        mask = torch.from_numpy(~np.stack([self.allowed[head] for head in active])).to(own.device)
-        own = own.masked_fill_(mask, -torch.inf)
-        possible = own.amax(-1) > -torch.inf
-        active = [head for head, well in zip(active, possible.tolist(), strict=True) if well]
-        if not active:
-            return [], set()
-        own, rows = own[possible], rows[possible.cpu().numpy()]
-        sure = own.softmax(-1).amax(-1) >= self.confidence if self.confidence else torch.ones(len(active))
+        own, ask = logits.to(probs_dtype(logits), copy=True), {}
+        if (without := finite_(own)) is not None:
+            ask["without"] = without
+        own.masked_fill_(
+            torch.from_numpy(~np.stack([self.allowed[head] for head in active])).to(own.device), -torch.inf
+        )
+        ask["possible"] = possible = own.amax(-1) > -torch.inf
+        own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
+        if self.confidence:
+            ask["sure"] = own.softmax(-1).amax(-1) >= self.confidence
         samplings, seen = by_row(self.samplings, np.array(active)), self._seen(active)
         if self.drawn == "point":
             if seen is not None:
-                own = logits_to_probs(
-                    own, [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings], seen
-                )
-            picked = own.argmax(-1).cpu().numpy()
+                plain = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
+                own = logits_to_probs(own, plain, seen)
+            ask["token"] = own.argmax(-1)
         else:
-            q = logits_to_probs(own, samplings, seen, scratch=own)
-            self.q_row[rows] = sum(map(len, self.q)) + np.arange(len(rows))
-            self.q.append(q)
+            own = logits_to_probs(own, samplings, seen, scratch=own)
             keys = [Key(*self.batch.sequences[head].key, Purpose.DRAFT, self.ends[head]) for head in active]
-            picked = self.batch.draws.pick(q, keys).cpu().numpy()
-        for head, token in zip(active, picked.tolist(), strict=True):
-            self._append(head, token)
-        return active, {head for head, well in zip(active, sure.tolist(), strict=True) if not well}
+            ask["token"] = self.batch.draws.pick(own, keys)
+        host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
+        if "without" in host:
+            self.broken |= dict.fromkeys(np.array(active)[host["without"]].tolist(), BROKEN)
+        fine = host["possible"]
+        if self.drawn != "point":
+            self.q_row[rows[fine]] = sum(map(len, self.q)) + np.flatnonzero(fine)
+            self.q.append(own)
+        drawn, unsure = [], set()
+        for place, head in enumerate(active):
+            if fine[place]:
+                self._append(head, int(host["token"][place]))
+                drawn.append(head)
+                if self.confidence and not host["sure"][place]:
+                    unsure.add(head)
+        return drawn, unsure
 
     def _seen(self, active: list[int]) -> Tensor | None:  # [n, V] bool
         """What has come before each next token, where a repetition penalty needs it."""

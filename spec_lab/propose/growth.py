@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape, empty
-from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.sequence import Batch, by_row, finite
+from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 
 
@@ -49,6 +49,7 @@ def _kept(shape: Shape, live: bytes) -> tuple[Shape, np.ndarray]:
     return shape.keep(np.frombuffer(live, dtype=bool))
 
 
+NO_ROWS = np.empty(0, dtype=np.int64)
 BROKEN = "the draft's logits are NaN or infinite"
 
 
@@ -97,25 +98,15 @@ class Growth:
             allowed = None
             if len(parents) and batch.draft_masks is not None:
                 allowed = batch.draft_masks(shape, parents, self.token)
-                if parents[0] >= shape.roots:  # heads are computed whatever is drafted
+                if parents[0] >= shape.roots:  # roots are computed whatever is drafted
                     parents, allowed = parents[allowed.any(-1)], allowed[allowed.any(-1)]
-            if len(parents):
-                logits = self._logits(parents)
-                own, without = finite(logits.to(probs_dtype(logits), copy=True))
-                self.broken |= dict.fromkeys(shape.root[parents[without]].tolist(), BROKEN)
-                if allowed is not None:
-                    own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
-                    possible = own.amax(-1) > -torch.inf
-                    parents, own = parents[possible.cpu().numpy()], own[possible]
             live = np.isin(level.parents, parents)
             for nodes, above in level.ranks:
                 self.live[nodes] = live[above]
             if len(parents):
-                if self.confidence:
-                    unsure = parents[(own.softmax(-1).amax(-1) < self.confidence).cpu().numpy()]
-                    for nodes, above in level.ranks:
-                        leaf[nodes] = np.isin(level.parents[above], unsure)
-                self._draw(level, live, parents, own)
+                unsure = self._draw(level, live, parents, self._logits(parents), allowed)
+                for nodes, above in level.ranks if self.confidence else ():
+                    leaf[nodes] = np.isin(level.parents[above], unsure)
         for tree, cache in enumerate(self.caches):
             if cache is not None:
                 cache.tentative = Tentative(shape, tree, self.token, self.computed)
@@ -132,52 +123,91 @@ class Growth:
         noise = torch.cat(self.noise) if self.drawn == "gumbel" else None
         return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise, self.broken)
 
-    def _draw(self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor) -> None:
-        """Draw one level's nodes from ``logits`` ``[n, V]`` at ``parents`` ``[n]``, those of the level that live."""
-        heads, width = self.shape.roots, len(level.ranks)
-        number = live.cumsum() - 1  # of each of the level's parents among ``parents``
+    def _draw(
+        self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor, allowed: np.ndarray | None
+    ) -> np.ndarray:
+        """Draw one level's nodes, and read all that the host needs by one copy.
+
+        What lies beyond the support of a distribution is drawn from a one-hot one, and dropped on the host.
+
+        Args:
+            level: the level.
+            live: which of its parents may have children.
+            parents: ``[n]`` these.
+            logits: ``[n, V]`` the draft's, at these.
+            allowed: ``[n, V]`` what its constraint allows there; None for everything.
+
+        Returns:
+            The parents at which no token reaches ``confidence``.
+        """
+        width, ask = len(level.ranks), {}
+        own = logits.to(probs_dtype(logits), copy=True)
+        if (without := finite_(own)) is not None:
+            ask["without"] = without
+        if allowed is not None:
+            own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
+            ask["possible"] = possible = own.amax(-1) > -torch.inf
+            own[:, 0].masked_fill_(~possible, 0.0)
+        if self.confidence:
+            ask["sure"] = own.softmax(-1).amax(-1) >= self.confidence
         if self.drawn == "point":
             if self.seen is not None:
-                logits = self._penalised(logits, parents)
-            tokens = likeliest(logits, width).cpu().numpy()  # [n, width]
-            possible = (logits > -torch.inf).sum(-1).cpu().numpy() if self.batch.draft_masks is not None else None
-            for rank, (nodes, above) in enumerate(level.ranks):
-                self.token[nodes - heads] = tokens[number[above], rank]
-                if possible is not None:
-                    self.live[nodes] &= possible[number[above]] > rank
-            return
-        q = logits_to_probs(logits, *self._warp(self.samplings, parents), scratch=logits)
-        self.q_row[parents] = sum(map(len, self.q)) + np.arange(len(parents))
-        self.q.append(q)
-        without = self.drawn == "without" and width > 1
-        left = q.clone() if without else q
-        race = self._race(q, parents, width) if self.drawn == "gumbel" else None
-        support = (q > 0).sum(-1).cpu().numpy() if width > 1 else None
-        for rank, (nodes, above) in enumerate(level.ranks):
-            drawn, places = live[above], number[above]
-            if support is not None:
-                # What lies beyond the support cannot be drawn; iid siblings of a one-hot law would repeat the first.
-                drawn = drawn & (support[places] > (min(rank, 1) if self.drawn == "iid" else rank))
+                own = self._penalised(own, parents)
+            support = (own > -torch.inf).sum(-1) if allowed is not None else None
+        else:
+            own = logits_to_probs(own, *self._warp(self.samplings, parents), scratch=own)
+            support = (own > 0).sum(-1) if width > 1 else None
+        if support is not None:
+            ask["support"] = support
+        places = live.cumsum() - 1  # of each of the level's parents among ``parents``
+        below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in level.ranks]
+        if self.drawn in ("point", "gumbel"):  # [n, width]
+            ask["token"] = likeliest(own if self.drawn == "point" else self._race(own, parents), width)
+        else:
+            ask["token"] = torch.cat(self._sampled(own, support, below))
+        host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
+        if "without" in host:
+            self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
+        fine = host.get("possible", np.ones(len(parents), dtype=bool))
+        if self.drawn != "point":
+            self.q_row[parents[fine]] = sum(map(len, self.q)) + np.flatnonzero(fine)
+            self.q.append(own)
+        start = 0
+        for rank, (nodes, above) in enumerate(below):
+            drawn = fine[above]
+            if support is not None:  # iid siblings of a one-hot distribution would repeat the first
+                drawn = drawn & (host["support"][above] > (min(rank, 1) if self.drawn == "iid" else rank))
+            token = host["token"][above, rank] if host["token"].ndim == 2 else host["token"][start : start + len(nodes)]
+            start += len(nodes)
             self.live[nodes] = drawn
-            if not drawn.any():
-                continue
-            nodes, places = nodes[drawn], places[drawn]
-            if race is not None:
-                self.token[nodes - heads] = race[places, rank]
-                continue
+            self.token[nodes[drawn] - self.shape.roots] = token[drawn]
+        return parents[~host["sure"]] if self.confidence else NO_ROWS
+
+    def _sampled(
+        self, q: Tensor, support: Tensor | None, below: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> list[Tensor]:
+        """The tokens of each rank's nodes, given each node and the place of its parent in ``q`` ``[n, V]``."""
+        left = q.clone() if self.drawn == "without" and len(below) > 1 else q
+        found = []
+        for rank, (nodes, places) in enumerate(below):
             rows = torch.from_numpy(places).to(q.device)
             weights = left if len(rows) == len(left) else left[rows]  # rows ascend
-            picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT))
-            self.token[nodes - heads] = picked.cpu()
-            if without:
+            if support is not None and rank:
+                exhausted = (support <= (1 if self.drawn == "iid" else rank))[rows, None]
+                if q.device.type != "cpu" or exhausted.any():
+                    first = torch.arange(q.shape[-1], device=q.device) == 0
+                    weights = torch.where(exhausted, first.to(q.dtype), weights)
+            picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT)) if len(nodes) else rows
+            found.append(picked)
+            if left is not q:
                 left[rows, picked] = 0.0
+        return found
 
-    def _race(self, q: Tensor, parents: np.ndarray, width: int) -> np.ndarray:
-        """The best tokens ``[n, width]`` of log q + g, with noise g of each parent's own; no mass comes last."""
-        race = self.batch.draws.race(q.shape[-1], self._keys(parents, Purpose.RACE))
-        noise = torch.from_numpy(race).to(q.device)
+    def _race(self, q: Tensor, parents: np.ndarray) -> Tensor:  # [n, V]
+        """Log q + g, with standard Gumbel noise g of each parent's own; no mass comes last."""
+        noise = torch.from_numpy(self.batch.draws.race(q.shape[-1], self._keys(parents, Purpose.RACE))).to(q.device)
         self.noise.append(noise)
-        return likeliest(q.double().log() + noise, width).cpu().numpy()
+        return q.double().log() + noise
 
     def _keys(self, rows: np.ndarray, purpose: Purpose) -> list[Key]:
         """A row's place in its whole tree keys what is drawn for it: batch mates and nodes left out change nothing."""

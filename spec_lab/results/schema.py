@@ -17,6 +17,8 @@ ROUNDS = {
     "cells": (_WHOLE, "attended positions of all sequences"),
     "computed_only": (_WHOLE, "rows computed with the drafts that no verifier may accept, such as lookahead's window"),
     "prefill_chunks": (_WHOLE, "sequences that only computed a part of their prompt"),
+    "copies_before": (_WHOLE, "copies from the device to the host before the target's forward, counted on the CPU too"),
+    "copies_after": (_WHOLE, "the same after it"),
     "start": (_REAL, "seconds from the start of the arm's round 0 to the start of this one"),
     "propose": (_REAL, "seconds of drafting"),
     "propose_forward": (_REAL, "of these, seconds inside module calls of a draft model or heads"),

@@ -6,7 +6,7 @@ distribution of the one token emitted there (``residual``). So the exact expecte
 without sampling.
 
 Verifiers and ``choose`` read nothing back from p's device. Where p is on the CPU their results are NumPy arrays,
-elsewhere tensors on p's device; ``Choice.on_host`` makes the one copy.
+elsewhere tensors on p's device.
 """
 
 from __future__ import annotations
@@ -160,17 +160,25 @@ def check_pair(
         raise Misfit(why)
 
 
-def check_draft(proposer: str, verifier: Verifier, draft: Draft) -> None:
+def check_draft(proposer: str, verifier: Verifier, draft: Draft, chains: bool | None = None) -> None:
     """Refuse a draft drawn in a way that the verifier does not accept, or one that branches where it verifies chains.
 
     A proposer may draft what it has not declared; this is checked in every step.
 
+    Args:
+        proposer: its name.
+        verifier: verifies the draft.
+        draft: to be verified.
+        chains: ``chains_only(verifier)``, if it is known.
+
     Raises:
         Misfit: names both.
     """
-    if draft.shape.nodes and (why := _unfit(f"proposer '{proposer}' has drafted nodes drawn", draft.ways, verifier)):
+    if not draft.shape.nodes:
+        return
+    if why := _unfit(f"proposer '{proposer}' has drafted nodes drawn", draft.ways, verifier):
         raise Misfit(why)
-    if chains_only(verifier) and draft.shape.branches:
+    if draft.shape.branches and (chains_only(verifier) if chains is None else chains):
         raise Misfit(
             f"verifier '{verifier.name}' verifies chains only; proposer '{proposer}' has drafted a tree. Choose "
             "another verifier, or let the proposer draft a chain."
@@ -191,33 +199,18 @@ class Choice(NamedTuple):
     token: Array
     empty: Array
 
-    def packed(self) -> Tensor:
-        """``[3, B]`` int64: row, token, empty, for a copy together with whatever else the host needs."""
-        row, token, empty = (one if isinstance(one, Tensor) else torch.from_numpy(one) for one in self)
-        return torch.stack([row, token, empty.to(row.dtype)])
-
     @staticmethod
-    def unpacked(packed: np.ndarray) -> Choice:
-        """The choice whose ``packed`` was copied to the host.
+    def check(token: np.ndarray) -> None:
+        """Check the tokens of a choice made on a device, once they are on the host.
 
         Raises:
             ValueError: a distribution could not be sampled.
         """
-        row, token, empty = packed
         if (token < 0).any():
             trees = np.flatnonzero(token < 0).tolist()
             raise ValueError(
                 f"a distribution to sample from has no finite positive mass, in trees {trees} of the batch"
             )
-        return Choice(row, token, empty.astype(bool))
-
-    def on_host(self) -> Choice:
-        """The choice as NumPy arrays, by one copy.
-
-        Raises:
-            ValueError: a distribution could not be sampled.
-        """
-        return self if isinstance(self.row, np.ndarray) else Choice.unpacked(self.packed().cpu().numpy())
 
 
 def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequence[tuple[int, int, int]]) -> Choice:

@@ -1,0 +1,102 @@
+"""Numbers of the rows of a forest that a step needs besides p. Nothing is read back from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.constrain import Masks
+from spec_lab.core.draft import POINT, Draft, Shape, upload
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.models.target import Target
+from spec_lab.verify import Verdict
+from spec_lab.verify.arrays import Array, Arrays
+from spec_lab.verify.verdict import in_trees
+
+
+def silence_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
+    """Rows at which nothing is emitted: barriers, and legal ones that the constraint leaves no mass.
+
+    A verifier needs a distribution at every row. There it gets all mass on the first token that no child holds, in
+    place, so that a path that comes there ends there; that token then is never emitted.
+    """
+    arrays = Arrays.like(p)
+    silent = arrays.index(masks.barrier) | (arrays.index(masks.legal) & arrays.read(p.sum(-1) == 0))
+    if arrays.device is None and not silent.any():
+        return silent
+    table = arrays.tensor(arrays.shape(draft.shape).table)  # [R, K] rows of children
+    rows, none = arrays.tensor(silent), draft.token.new_full((1,), -1)
+    below = torch.cat([none, draft.token])[(table - draft.shape.roots + 1).clamp_min(0)]  # [R, K] tokens of children
+    taken = (below[:, :, None] == torch.arange(below.shape[1] + 1, device=p.device)).any(1)  # [R, K + 1]
+    free = (~taken).to(torch.int8).argmax(-1, keepdim=True)  # [R, 1]
+    p.masked_fill_(rows[:, None], 0.0)
+    p.scatter_(-1, free, torch.where(rows[:, None], 1.0, p.gather(-1, free)))
+    return silent
+
+
+def expected_counts(
+    verdict: Verdict, shape: Shape, forced: np.ndarray | None, silent: Array | None
+) -> tuple[Array, Array]:
+    """Expected accepted and emitted tokens of each tree ``[B]``, forced ones left out.
+
+    Args:
+        verdict: of the step.
+        shape: of the forest.
+        forced: ``[R]`` rows with a forced token; None without a constraint on the target.
+        silent: ``[R]`` rows at which nothing is emitted, as of ``silence_``.
+    """
+    if forced is None or silent is None:
+        accepted = verdict.expected_accepted(shape)
+        return accepted, accepted + 1.0
+    free = np.append(~forced, False)  # the last one is for -1 in the lineage
+    depth = free[shape.lineage].sum(1) - free[:-1]  # of the path above each row
+    if isinstance(silent, np.ndarray):
+        accepted, emitted = depth, depth + (~forced & ~silent)
+        return tuple(np.bincount(shape.root, weights=verdict.stop * what, minlength=shape.roots)
+                     for what in (accepted, emitted))  # type: ignore[return-value]  # fmt: skip
+    here = torch.from_numpy(np.stack([depth, ~forced])).to(silent.device)
+    grid = shape.on(silent.device).grid
+    return in_trees(verdict.stop * here[0], grid).sum(1), in_trees(
+        verdict.stop * (here[0] + here[1] * ~silent), grid
+    ).sum(1)
+
+
+def logprobs_of(
+    logits: Tensor, allowed: Tensor | None, draft: Draft, row: Array, token: Array
+) -> tuple[Tensor, Tensor]:  # [M], [B]
+    """Log-probabilities of all drafted tokens, and of the token emitted after each accepted path."""
+    own = logits if logits.dtype == torch.float64 else logits.float()
+    if allowed is not None:
+        own = own.masked_fill(~allowed, -torch.inf)
+    own = own.log_softmax(-1)
+    parent, end, last = (torch.as_tensor(one, device=own.device) for one in (draft.shape.parent, row, token))
+    return own[parent, draft.token], own[end, last.clamp_min(0)]
+
+
+def drafted_probabilities(draft: Draft, p: Tensor) -> tuple[Tensor, Tensor]:  # [M], [M]
+    """Target and draft probability of every node's token below its parent; q is NaN where the node was not sampled."""
+    parent = torch.from_numpy(draft.shape.parent).to(p.device)
+    target = p[parent, draft.token]
+    if draft.q is None or draft.q_row is None:
+        return target, torch.full_like(target, torch.nan)
+    place = draft.q_row[draft.shape.parent]
+    sampled, place = upload(p.device, (place >= 0) & (draft.codes != POINT), np.maximum(place, 0))
+    return target, torch.where(sampled > 0, draft.q[place, draft.token].to(target.dtype), torch.nan)
+
+
+def history(sequences: Sequence[SequenceState], draft: Draft, target: Target) -> Tensor:
+    """``[R, V]`` bool: the tokens that occur before the one sampled at each row, along its own path."""
+    shape = draft.shape
+    seen = torch.zeros(shape.rows, target.vocabulary, dtype=torch.bool)
+    for root, sequence in enumerate(sequences):
+        seen[root, sequence.tokens] = True
+    seen = seen.to(target.lm.device)
+    for depth in range(1, int(shape.depth.max()) + 1):
+        rows = torch.from_numpy(np.flatnonzero(shape.depth == depth)).to(seen.device)
+        above = torch.from_numpy(shape.parent).to(seen.device)[rows - shape.roots]
+        seen[rows] = seen[above]
+        seen[rows, draft.token[rows - shape.roots]] = True
+    return seen

@@ -1,0 +1,164 @@
+"""How often a step waits for the device: once for each drafted level, once for masks, and once after the forward.
+
+On the CPU copies are only counted. On the ``meta`` device, which has no numbers, everything that reads a tensor raises
+except ``Readback``, which makes some up here: nothing in a step reads the device behind its back.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.constrain import AppliedConstraint
+from spec_lab.constrain.protocol import pack
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.readback import Readback
+from spec_lab.engine import step as engine_step
+from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.models.target import Target
+from spec_lab.propose import Null
+from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.heads import Heads
+from spec_lab.propose.medusa import Medusa
+from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.trees import parse
+from spec_lab.verify import Token, Traversal
+from tests.tiny import VOCABULARY, tiny_model
+
+CHAIN, TREE = parse("1x1x1"), parse("2x2")
+
+
+def target_on(device):
+    with torch.device(device):
+        return Target(CausalLM(tiny_model(dtype=torch.float32)), None, "tiny", 64, "", 0.0)
+
+
+PROPOSERS = {
+    "null": lambda t: Null(),
+    "ngram": lambda t: Ngram(3, 2, 1),
+    "medusa": lambda t: Medusa(Heads.random(t, 2, False), TREE),
+    "draft_chain": lambda t: DraftModel(t.lm, 64, CHAIN),
+    "draft_points": lambda t: DraftModel(t.lm, 64, TREE, drawn="point"),
+    "draft_without": lambda t: DraftModel(t.lm, 64, TREE, drawn="without"),
+    "draft_gumbel": lambda t: DraftModel(t.lm, 64, TREE, drawn="gumbel"),
+    "draft_confident": lambda t: DraftModel(t.lm, 64, CHAIN, confidence=0.001),
+}
+"""Each with the number of levels that its draft model computes."""
+LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3} | dict.fromkeys(
+    ("draft_points", "draft_without", "draft_gumbel"), 2
+)  # fmt: skip
+
+
+class EvenTokens:
+    """A constraint, and its state, that allows even tokens only."""
+
+    name, vocabulary, has_actions = "even", VOCABULARY, False
+
+    def start(self, request):
+        return self
+
+    def fork(self):
+        return self
+
+    def advance(self, token):
+        assert token % 2 == 0
+
+    def mask(self):
+        return pack(np.arange(VOCABULARY) % 2 == 0)
+
+    def action(self):
+        return None
+
+
+def requests(temperature, count):
+    return [Request(n, f"r{n}", (1, 2, 3, 1, 2, 3, 1, 2), Sampling(temperature), 8) for n in range(count)]
+
+
+def decoded(device, name, verifier, temperature, applied=None, count=2):
+    target = target_on(device)
+    return list(
+        fixed_group(target, PROPOSERS[name](target), verifier, requests(temperature, count), CounterDraws(1), applied)
+    )
+
+
+VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+EVERY = pytest.mark.parametrize("name", [name for name in PROPOSERS if name != "draft_gumbel"])
+TEMPERATURE = pytest.mark.parametrize("temperature", [0.0, 0.8])
+
+
+@EVERY
+@VERIFIERS
+@TEMPERATURE
+def test_one_copy_for_each_drafted_level_and_one_after_the_forward(name, verifier, temperature):
+    for info in decoded("cpu", name, verifier, temperature):
+        assert info.copies_after == 1
+        assert info.copies_before <= LEVELS[name]
+        if info.draft.shape.depth.max() == LEVELS[name]:
+            assert info.copies_before == LEVELS[name]
+    assert info.row()["copies_before"] == info.copies_before and info.row()["copies_after"] == 1
+
+
+@EVERY
+@TEMPERATURE
+def test_masks_computed_on_the_host_cost_one_copy_more(name, temperature):
+    applied = AppliedConstraint(EvenTokens())
+    for info in decoded("cpu", name, Token(), temperature, applied):
+        drafted = info.draft.shape.nodes > 0
+        assert info.copies_after == 1
+        assert info.copies_before <= LEVELS[name] + 1
+        if drafted and info.draft.shape.depth.max() == LEVELS[name]:
+            assert info.copies_before == LEVELS[name] + 1
+
+
+class MadeUp(Readback):
+    """Numbers in place of those that the meta device does not have: one whole number everywhere, and no flags."""
+
+    whole = 2
+
+    def fetch(self, tensors):
+        assert all(one.is_meta for one in tensors)
+        whole = {torch.int64: self.whole, torch.bool: False}
+        return [np.full(tuple(one.shape), whole.get(one.dtype, 0.5)) for one in tensors]
+
+
+UNSAMPLED = {"null": 0.0, "ngram": 0.0, "medusa": 0.0}  # greedy: where nothing is drafted, there is no node 2
+
+
+@EVERY
+@VERIFIERS
+def test_a_step_reads_nothing_of_the_device_but_the_counted_copies(monkeypatch, name, verifier):
+    """All accepted paths end at row 2, a node of the one tree, with token 2."""
+    monkeypatch.setattr(engine_step, "Readback", MadeUp)
+    if name == "draft_confident":
+        pytest.skip("no flags: it is never confident, and drafts no second node")
+    steps = decoded("meta", name, verifier, UNSAMPLED.get(name, 0.8), count=1)
+    assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
+    assert any(info.copies_before == LEVELS[name] for info in steps)
+
+
+@EVERY
+@VERIFIERS
+def test_nor_does_a_step_under_a_constraint(monkeypatch, name, verifier):
+    """All accepted paths end at the root, with token 0."""
+    monkeypatch.setattr(engine_step, "Readback", MadeUp)
+    monkeypatch.setattr(MadeUp, "whole", 0)
+    steps = decoded("meta", name, verifier, 0.8, AppliedConstraint(EvenTokens()), count=1)
+    assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
+
+
+def test_what_is_packed_comes_back_with_its_type_and_shape():
+    """A device is played by the bytes themselves: fetch runs on the CPU too."""
+    given = [
+        torch.tensor([True, False, True]), torch.tensor([[1.5], [2.5]], dtype=torch.float64), torch.arange(5),
+        torch.tensor([0.25, 0.5]), torch.empty(0, dtype=torch.int64), torch.tensor([3], dtype=torch.int8),
+    ]  # fmt: skip
+    for one, found in zip(given, Readback().fetch(given), strict=True):
+        assert found.dtype == one.numpy().dtype and np.array_equal(found, one.numpy())
+
+
+def test_arrays_of_the_host_are_not_copied():
+    read, array = Readback(), np.arange(3)
+    assert read(array, torch.arange(2))[0] is array
+    assert read.copies == 1
