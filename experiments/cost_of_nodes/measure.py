@@ -121,7 +121,7 @@ def results(out: Path) -> pd.DataFrame:
         if not (folder / "summary.json").is_file():
             print(f"{folder} is not done: only its {tables.requests['group'].nunique()} finished groups are read")
         for arm in sorted(set(metrics.arms(tables)) - {"baseline"}, key=by_size):
-            both, steps = costs.beside_measured(cost, tables, arm), metrics.decode_steps(tables.steps, arm)
+            both, steps = costs.predicted_and_measured(cost, tables, arm), metrics.decode_steps(tables.steps, arm)
             off = factor(np.log(both["predicted"] / both["measured"]).to_numpy())
             rows.append(
                 {
