@@ -1,4 +1,4 @@
-"""Timing without synchronisation: wall-clock time on the CPU, events on a GPU, which are read after the work is done."""
+"""Timing without synchronisation: wall-clock time on the CPU; on a GPU events that are read when the work is done."""
 
 from __future__ import annotations
 

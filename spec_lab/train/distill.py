@@ -221,8 +221,8 @@ def distill(
     paths = sorted(generated.glob("part-*.safetensors"))
     if text.batch % plan.rows:
         raise ValueError(
-            f"generation.batch must be a multiple of distillation.rows {plan.rows}, not {text.batch}: the rows of a part "
-            "are cut into steps"
+            f"generation.batch must be a multiple of distillation.rows {plan.rows}, not {text.batch}: the rows of a "
+            "part are cut into steps"
         )
     order = order_of(len(paths), plan.rows, text.batch, plan.passes)
     total = plan.plain_steps + len(order)
