@@ -387,8 +387,8 @@ def test_a_prediction_is_surely_within_only_if_its_whole_interval_is():
         )
     ]  # fmt: skip
     text = study().compared(pd.DataFrame(rows))
-    assert "3 of 4 predictions are within 10 % of the measurement; of 1 the whole interval is." in text
-    assert "+2.0 % [-15.0 %, +25.0 %]" in text and "What is predicted is the cost only" in text
+    assert "3 of 4 predictions are within 10 % of the measurement; for 1 the whole interval is." in text
+    assert "+2.0 % [-15.0 %, +25.0 %]" in text and "Only the cost is predicted" in text
 
 
 EXPERIMENT = ("experiment", "cost_of_nodes.yaml")
