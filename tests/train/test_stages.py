@@ -246,7 +246,7 @@ def test_the_command_line_runs_a_stage(trained, tmp_path):
 
 def test_the_prompts_that_loop_least_are_shipped(trained):
     candidates = {row["id"]: row for row in prompts.read(trained.work / "prompts")}
-    shares = json.loads((trained.work / "looping.json").read_text())
+    shares = json.loads((trained.work / "repeated_8grams.json").read_text())
     assert shares.keys() == candidates.keys()
     shipped = prompts.read(trained.zoo / "prompts")
     assert Counter(row["workload"] for row in shipped) == trained.prompts
