@@ -1,6 +1,6 @@
-"""What the studies' figures share: a sweep's table, lines, forests, and tables in Markdown.
+"""What the studies' scripts share: a sweep's table, paired comparisons, plots, and tables in Markdown.
 
-Every study's ``figure.py`` reads what its runs have left and writes ``results.csv``, a PNG and the table of its README.
+Every study's ``figure.py`` reads the files of its runs and writes ``results.csv``, a PNG and the table of its README.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ NAMES = {
     "ngram_chain": "n-gram",
     "ngram_tree": "n-gram tree",
 }
-"""How figures and tables call the arms."""
+"""Names of the arms in figures and tables."""
 
 PROPOSERS = ("medusa", "draft_chain", "draft_tree", "ngram_chain", "ngram_tree")
-"""The bundled ones, in the order of tables."""
+"""The bundled proposers, in the order of the tables."""
 
 WORKLOADS = ("code", "json", "prose")
 
 
 def swept(sweep: Path) -> pd.DataFrame:
-    """The rows of ``spec_lab.results.sweep.collect`` but for the baselines'; the main arm goes by its proposer's name.
+    """Return the rows of ``sweep.collect`` without the baselines'; the main arm has its proposer's name.
 
-    ``recorded`` is the arm's name in the run's rows, ``baseline_loops`` how much of the baseline's own text repeats.
+    Added columns: ``recorded``, the arm's name in the run's rows; ``baseline_repeated_8grams``, the share of repeated
+    8-grams in the baseline's text.
 
     Raises:
-        ValueError: it is no sweep, or nothing in it is done.
+        ValueError: the folder holds no sweep, or no run of it is done.
     """
     left = [run.folder.name for run in runs(sweep) if run.state != "done"]
     if left:
         print(f"{sweep}: {len(left)} runs are not done and left out: {', '.join(left)}")
     table = collect(sweep)
     if table.empty:
-        raise ValueError(f"{sweep}: no run is done; give the sweep's command first")
+        raise ValueError(f"{sweep}: no run is done; run the sweep first")
     plain = table[table["arm"] == "baseline"].set_index("run")["repeated_8gram_share"]
     table = table[table["arm"] != "baseline"].copy()
-    table["recorded"], table["baseline_loops"] = table["arm"], table["run"].map(plain)
+    table["recorded"], table["baseline_repeated_8grams"] = table["arm"], table["run"].map(plain)
     table["arm"] = table["arm"].where(table["arm"] != "speculative", table["proposer_name"])
     return table.reset_index(drop=True)
 
 
-# A or B? -----------------------------------------------------------------------------------------------------------
+# Paired comparisons ------------------------------------------------------------------------------------------------
 
 One = tuple[metrics.Tables, str]
 """An arm of a run."""
 
 
 def tau_beyond(one: One, reference: One, figure: str = "tau_pooled") -> metrics.Interval:
-    """A figure of one arm less that of another, paired over prompts: what makes a prompt easy or hard cancels.
+    """Return the difference of a figure between two arms, paired over prompts, so that a prompt's difficulty cancels.
 
     Args:
         one, reference: the arms, of one run or of two with the same prompts.
@@ -85,14 +86,15 @@ def tau_beyond(one: One, reference: One, figure: str = "tau_pooled") -> metrics.
 
 
 def speed_over(requests: pd.DataFrame, arm: str, reference: str) -> metrics.Interval:
-    """An arm's tokens per second over another's in the same run, paired over groups: the geometric mean."""
+    """Return the geometric mean of an arm's tokens per second over another's in the same run, paired over groups."""
     logs = speedup_totals(requests, arm, reference)
     return factor(logs["top"].to_numpy())
 
 
 def speedup_over(one: One, reference: One) -> metrics.Interval:
-    """An arm's speed-up over that of an arm of another run, each over its own run's baseline: the geometric mean of the
-    groups' factors, paired over groups.
+    """Return the ratio of the speed-ups of two arms of different runs, each over its own run's baseline.
+
+    It is the geometric mean of the groups' ratios.
 
     Raises:
         ValueError: runs of different prompts, or with other groups.
@@ -101,43 +103,45 @@ def speedup_over(one: One, reference: One) -> metrics.Interval:
     logs = [speedup_totals(tables.requests, arm)["top"] for tables, arm in (one, reference)]
     grouped = [tables.requests.groupby("request")["group"].first() for tables, _ in (one, reference)]
     if not grouped[0].equals(grouped[1]):
-        raise ValueError("the runs put their prompts together differently, so their groups are no pairs")
+        raise ValueError(
+            "the runs have different groups of prompts, so groups cannot be paired; use the same batch_size"
+        )
     return factor((logs[0] - logs[1]).dropna().to_numpy())
 
 
 def factor(logarithms: np.ndarray) -> metrics.Interval:
-    """The geometric mean of factors ``[N]``, given as logarithms, with Student's t interval."""
+    """Return the geometric mean of factors, given as logarithms ``[N]``, with Student's t interval."""
     ones = np.ones(len(logarithms))
     nothing = Totals(np.zeros(len(logarithms)), ones)
     return change(nothing, Totals(logarithms, ones), paired=True, relative=True).interval()
 
 
 def same_prompts(one: metrics.Tables, other: metrics.Tables) -> None:
-    """Refuse to pair what is no pair.
+    """Check that two runs can be paired by prompts.
 
     Raises:
         ValueError: the runs decoded different prompts.
     """
     texts = [tables.requests.groupby("request")["prompt"].first() for tables in (one, other)]
     if not texts[0].equals(texts[1]):
-        raise ValueError("the runs decoded different prompts, so nothing can be paired; compare runs with the same")
+        raise ValueError("the runs decoded different prompts and cannot be paired; compare runs with the same prompts")
 
 
-def beside(
+def versus(
     sweep: Path, table: pd.DataFrame, keys: Sequence[str], against: Mapping[str, Any], name: str
 ) -> pd.DataFrame:
-    """Each row of ``table`` beside the run with ``against`` and otherwise the same ``keys`` and arm.
+    """Compare each row of ``table`` with the same arm of a reference run.
 
     Args:
-        sweep: where the runs are.
-        table: of ``swept``.
-        keys: the columns that tell its runs from each other.
-        against: what the reference has in some of them.
-        name: how the columns call the reference.
+        sweep: the sweep's directory.
+        table: as returned by ``swept``.
+        keys: the columns that identify a run.
+        against: the reference's values in some of these columns; in the others it equals the row.
+        name: name of the reference in the new columns.
 
     Returns:
-        The table with ``tau_beyond_NAME``, ``expected_tau_beyond_NAME`` and ``speed_over_NAME``, each with its ends;
-        NaN in the rows of the reference itself.
+        The table with ``tau_beyond_NAME``, ``expected_tau_beyond_NAME`` and ``speed_over_NAME``, each with the ends of
+        its interval; NaN in the rows of the reference itself.
 
     Raises:
         ValueError: a row has no reference, or several.
@@ -159,42 +163,42 @@ def beside(
             | bounds(f"expected_tau_beyond_{name}", tau_beyond(*two, figure="expected_tau"))
             | bounds(f"speed_over_{name}", speedup_over(*two))
         )
-    columns = [f"{what}_{name}{end}" for what in BESIDE for end in ("", "_low", "_high")]
+    columns = [f"{what}_{name}{end}" for what in VERSUS for end in ("", "_low", "_high")]
     return pd.DataFrame(rows, columns=list(dict.fromkeys([*table.columns, *columns])))
 
 
-BESIDE = ("tau_beyond", "expected_tau_beyond", "speed_over")
-"""What ``beside`` adds."""
+VERSUS = ("tau_beyond", "expected_tau_beyond", "speed_over")
+"""The columns that ``versus`` adds."""
 
 
 # Figures and tables ------------------------------------------------------------------------------------------------
 
 
 def bounds(name: str, value: metrics.Interval) -> dict[str, float]:
-    """A value and its ends, as columns."""
+    """Return a value and the ends of its interval, as columns."""
     return {name: value.mean, f"{name}_low": value.low, f"{name}_high": value.high}
 
 
 def ordered(values: Sequence[Any], order: Sequence[Any]) -> list[Any]:
-    """The different values: first those of ``order``, in its order, then the rest as they came."""
+    """Return the distinct values: first those of ``order``, in its order, then the others as they appear."""
     found = list(dict.fromkeys(values))
     return [one for one in order if one in found] + [one for one in found if one not in order]
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name; the proposers' are the same in every study."""
+    """Return a colour for each name; proposers have the same colour in every study."""
     own = {NAMES[name]: COLOURS[place] for place, name in enumerate(PROPOSERS)}
     free = [colour for colour in COLOURS if colour not in {own.get(NAMES.get(name, name)) for name in names}]
     return {name: own.get(NAMES.get(name, name)) or free.pop(0) for name in names}
 
 
 def band(row: Mapping[str, Any], column: str) -> tuple[float, float]:
-    """The ends of a value's interval; NaN where the value has none."""
+    """Return the ends of a value's intervals; NaN where there is none."""
     return float(row.get(f"{column}_low", np.nan)), float(row.get(f"{column}_high", np.nan))
 
 
 def line(axes: Axes, table: pd.DataFrame, x: str, y: str, colour: str, label: str, **look: Any) -> None:
-    """``y`` against ``x`` with its 95 % band, one row of ``table`` a point."""
+    """Plot ``y`` against ``x`` with its 95 % band; each row of ``table`` is a point."""
     table = table.sort_values(x)
     axes.plot(table[x], table[y], color=colour, label=label, **{"marker": "o", "markersize": 4, **look})
     ends = np.array([band(row, y) for row in table.to_dict("records")], dtype=float).T
@@ -202,7 +206,7 @@ def line(axes: Axes, table: pd.DataFrame, x: str, y: str, colour: str, label: st
 
 
 def forest(axes: Axes, table: pd.DataFrame, value: str, rows: str, lines: str, order: Sequence[str] = ()) -> None:
-    """A point with its 95 % interval for each row of ``table``: ``rows`` go down the page, ``lines`` by colour."""
+    """Plot a point with its 95 % interval for each row of ``table``; ``rows`` top to bottom, ``lines`` by colour."""
     down, inks = list(dict.fromkeys(table[rows])), ordered(list(table[lines]), order)
     colour = colours(inks)
     for number, ink in enumerate(inks):
@@ -218,12 +222,12 @@ def forest(axes: Axes, table: pd.DataFrame, value: str, rows: str, lines: str, o
 
 
 def no_gain(axes: Axes, along: str = "y", at: float = 1.0) -> None:
-    """A dashed line where nothing is gained: at 1, as fast as the baseline."""
+    """Draw a dashed line at 1, the speed of the baseline."""
     (axes.axhline if along == "y" else axes.axvline)(at, color=GREY, linestyle="--", linewidth=1)
 
 
 def shown(row: Mapping[str, Any] | None, column: str = "speedup") -> str:
-    """A value with its interval, as tables show it."""
+    """Return a value with its interval, as tables show it."""
     if row is None or not np.isfinite(row[column]):
         return "-"
     low, high = band(row, column)
@@ -231,33 +235,33 @@ def shown(row: Mapping[str, Any] | None, column: str = "speedup") -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as tables show it."""
+    """Return a share in per cent, as tables show it."""
     return "-" if value is None or np.isnan(value) else f"{value:.0%}".replace("%", " %")
 
 
 def row_where(table: pd.DataFrame, **values: Any) -> dict[str, Any] | None:
-    """The one row with these values; None where there is none.
+    """Return the row with these values; None if there is none.
 
     Raises:
-        ValueError: there are several, so the sweep varied something that the figure does not know.
+        ValueError: there are several, so the sweep varied an option that the figure does not show.
     """
     for name, value in values.items():
         table = table[table[name] == value]
     if len(table) > 1:
         raise ValueError(
-            f"{len(table)} runs have {values}: the sweep varied something else; give each an out of its own"
+            f"{len(table)} runs have {values}: the sweep varied something else; use another output_dir for each"
         )
     return None if table.empty else dict(table.iloc[0])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, its head first."""
+    """Return a table in Markdown; the first row is its head."""
     head, *rest = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])
 
 
 def fill(readme: Path, text: str, part: str = "results") -> None:
-    """Put ``text`` between the README's marks of this ``part``; a folder without README is left alone.
+    """Replace the text between the README's marks of this ``part``; do nothing if there is no README.
 
     Raises:
         ValueError: the README has no marks.
@@ -278,10 +282,10 @@ def study(
     written: Callable[[pd.DataFrame], str],
     arguments: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """A study's command: from what its runs have left to results, figure and the README's table.
+    """Run a study's command: write results, figure and the README's table from the files of its runs.
 
     Args:
-        file: the script; it lies in the study's folder, whose name the runs' directory has as well.
+        file: the script in the study's folder, whose name is also the default of the runs' directory.
         results: the table of the runs in a directory.
         draw: its figure.
         written: its table as Markdown.
@@ -305,10 +309,8 @@ def study(
 
 
 def kept(table: pd.DataFrame, *keys: str, more: Sequence[str] = ()) -> pd.DataFrame:
-    """The columns worth keeping in ``results.csv``: the study's ``keys``, then figures and their intervals, ``more``
-    of them than are usual.
-    """
-    figures = ("requests", "groups", "tokens", "steps", "nodes_per_step", "lossless", "baseline_loops")
+    """Return the columns of ``results.csv``: the study's ``keys``, the usual figures and ``more``, with intervals."""
+    figures = ("requests", "groups", "tokens", "steps", "nodes_per_step", "lossless", "baseline_repeated_8grams")
     spread = ("speedup", "tau_pooled", "tau_macro", "expected_tau", "tau_pooled_raw")
     rest = ("tokens_per_second", "baseline_tokens_per_second", "overhead", "identical_outputs", "repeated_8gram_share")
     bands = [f"{name}{end}" for name in (*spread, *more) for end in ("", "_low", "_high")]

@@ -1,13 +1,13 @@
-"""A Ray cluster of two nodes on this one machine, to try cluster launching and to test it.
+"""Run a Ray cluster of two nodes on this machine, to try and to test the launcher.
 
     eval "$(python scripts/local_ray.py start DIR)"        # sets RAY_ADDRESS and how to log in: ray.init() now connects
-    python scripts/local_ray.py node-down DIR              # kill -9 the second node, with all that runs on it
+    python scripts/local_ray.py node-down DIR              # kill -9 the second node and its jobs
     python scripts/local_ray.py node-up DIR
     python scripts/local_ray.py stop DIR
 
-Head and worker are raylets of their own, at 127.0.0.2 and 127.0.0.3. All files are under DIR and all ports are free
-ones, so several clusters can run side by side. Only who can read DIR/token can connect. To save memory there is no
-dashboard, and what workers print stays in DIR.
+Head and worker are separate raylets, at 127.0.0.2 and 127.0.0.3. All files are under DIR and the ports are chosen among
+free ones, so several clusters can run at the same time. Only users who can read DIR/token can connect. To save memory
+there is no dashboard, and the output of workers stays in DIR.
 """
 
 import argparse
@@ -25,36 +25,36 @@ import time
 from pathlib import Path
 
 ADDRESSES = {"h": "127.0.0.2", "w": "127.0.0.3"}  # head and worker; each keeps its files in a folder of that name
-STORE = 80_000_000  # bytes of shared memory for objects, each node's; Ray wants 75 MB at least
-SECONDS = 60  # most that a node may take to start
+STORE = 80_000_000  # bytes of shared memory for objects on each node; Ray requires 75 MB
+SECONDS = 60  # for a node to start
 # Sockets' paths are at most 107 long: DIR/h/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store
 LONGEST = 107 - len("/h/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store")
 
 
 class Refused(Exception):
-    """What is wrong and what to do about it, in one line or with a log's last lines."""
+    """An error to print without a traceback: one line, or a line and the end of a log."""
 
 
 def start(directory: Path, cpus: int = 4) -> dict[str, str]:
-    """Start a cluster, and return the environment that a driver needs to connect to it.
+    """Start a cluster; return the environment variables with which a driver connects to it.
 
     Args:
         directory: of all its files.
-        cpus: of each node, whatever the machine has.
+        cpus: that each node offers; they may be more than the machine has.
 
     Raises:
-        Refused: Ray is missing, the directory will not do, or a node does not come up.
+        Refused: Ray is missing, the directory cannot be used, or a node does not start.
     """
     if not importlib.util.find_spec("ray"):
         raise Refused(f"Ray is not installed for {sys.executable}: pip install 'spec-lab[ray]'")
     if len(str(directory)) > LONGEST or re.search(r"\s", str(directory)):
         raise Refused(
-            f"{directory}: sockets go below it, so it needs a path of at most {LONGEST} characters, no spaces"
+            f"{directory} must be a path of at most {LONGEST} characters without spaces, since it holds sockets"
         )
     if cpus < 1:
-        raise Refused(f"{cpus} CPUs for a node: give it one at least")
+        raise Refused(f"--cpus must be at least 1 (got {cpus})")
     if processes(directory):
-        raise Refused(f"{directory}: a cluster runs there already; `stop` it first")
+        raise Refused(f"{directory}: a cluster is running there; `stop` it first")
     directory.mkdir(parents=True, exist_ok=True)
     token = directory / "token"
     token.touch(mode=0o600)
@@ -81,13 +81,13 @@ def node_down(directory: Path) -> None:
 
 
 def node_up(directory: Path) -> None:
-    """Bring the second node back.
+    """Start the second node again.
 
     Raises:
-        Refused: it runs already, or does not come up.
+        Refused: it is running, or does not start.
     """
     if processes(directory, "w"):
-        raise Refused(f"{directory}: the second node is up already")
+        raise Refused(f"{directory}: the second node is running")
     launch(directory, "w")
 
 
@@ -100,7 +100,7 @@ def login(directory: Path) -> dict[str, str]:
 
 
 def launch(directory: Path, node: str) -> None:
-    """Start a node; `ray start` returns once the head knows it."""
+    """Start a node; `ray start` returns when it has registered with the head."""
     cluster = login(directory)
     address = cluster.pop("RAY_ADDRESS")
     where = ["--head", f"--port={address.rpartition(':')[2]}"] if node == "h" else [f"--address={address}"]
@@ -110,7 +110,7 @@ def launch(directory: Path, node: str) -> None:
         "object-store-memory": STORE,
         "temp-dir": directory / node,
         "dashboard-agent-listen-port": free_port(),
-        "min-worker-port": 0,  # any free ones: the default range is one node's
+        "min-worker-port": 0,  # any free ones: two nodes on one machine cannot share the default range
         "max-worker-port": 0,
         "include-log-monitor": False,
     }
@@ -133,10 +133,10 @@ def launch(directory: Path, node: str) -> None:
 
 
 def processes(directory: Path, *nodes: str) -> list[int]:
-    """Processes of these nodes (`h`, `w`), or of both, raylets first; drivers, which connect to them, are not theirs.
+    """Return the processes of these nodes (`h`, `w`), or of both, raylets first; drivers are not included.
 
-    Daemons and workers are known by an argument that names the node's folder, workers that have taken another title
-    by the logs they keep open. Both hold whatever died meanwhile.
+    Daemons and workers are found by an argument that names the node's folder, workers with another title by the logs
+    that they keep open. Both also work when a parent process has died.
     """
     raylets: list[int] = []
     others: list[int] = []
@@ -153,7 +153,7 @@ def processes(directory: Path, *nodes: str) -> list[int]:
                 if belongs and not re.search(r"\) Z", (process / "stat").read_text()):
                     (raylets if name == "raylet" else others).append(int(process.name))
             except OSError:
-                continue  # it has ended, or belongs to somebody else
+                continue  # it has ended, or belongs to another user
     return raylets + others
 
 
@@ -166,7 +166,7 @@ def kill(directory: Path, node: str) -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens at, below those that the system hands out to passing connections."""
+    """Return a free port below the range that the system uses for outgoing connections."""
     while True:
         port = random.randrange(20000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,13 +1,13 @@
-"""A real two-node Slurm on this one machine, to try cluster launching and to test it.
+"""Run a real Slurm of two nodes on this machine, to try and to test the launcher.
 
-    python scripts/local_slurm.py install                  # Debian's packages; needs root
+    python scripts/local_slurm.py install                  # Debian's packages; requires root
     eval "$(python scripts/local_slurm.py start DIR)"      # sets SLURM_CONF: sbatch, squeue, sacct ... now work
-    python scripts/local_slurm.py node-down DIR n2         # kill -9 a node, with all that runs on it
+    python scripts/local_slurm.py node-down DIR n2         # kill -9 a node and its jobs
     python scripts/local_slurm.py node-up DIR n2
     python scripts/local_slurm.py stop DIR
 
 munged, MariaDB, slurmdbd, slurmctld and two slurmd run as the user who starts them; systemd and the system's own
-services and settings stay as they are. Everything they write is under DIR, so several clusters can run side by side.
+services and settings are not changed. They write only under DIR, so several clusters can run at the same time.
 Both nodes are in the partitions `batch` (the default), `short` (five minutes at most) and `urgent`, whose jobs preempt
 and requeue those of the others.
 """
@@ -32,8 +32,8 @@ PROGRAMS = "munged mariadb-install-db mariadbd slurmdbd slurmctld slurmd sbatch 
 DAEMONS = "munged mariadbd slurmdbd slurmctld slurmscriptd slurmd slurmstepd".split()
 NODES = ("n1", "n2")
 CPUS, MEMORY = 4, 16384  # of a node; in MB. Two jobs of 2 CPUs and 8 GB fit, as conf/hydra/launcher/slurm.yaml asks for
-SECONDS = 60  # most that a daemon may take to answer
-PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # daemons are there
+SECONDS = 60  # for a daemon to answer
+PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # folders of the daemons
 
 SLURM_CONF = """\
 ClusterName=local
@@ -56,7 +56,7 @@ CredType=cred/munge
 MpiDefault=none
 SwitchType=switch/none
 
-# No cgroups: they are seldom there in a container.
+# No cgroups: containers rarely have them.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -66,7 +66,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort={ports[1]}
 AccountingStoragePass={directory}/run/munge.socket
 
-# A node offers what it is told to, whatever the machine has.
+# A node offers the CPUs and memory configured here, not those of the machine.
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -78,7 +78,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 
-# A node that is gone is noticed soon; one that is back is used at once.
+# A lost node is noticed soon; a returned one is used at once.
 SlurmdTimeout=8
 MessageTimeout=5
 ReturnToService=2
@@ -108,7 +108,7 @@ StorageUser={user}
 StorageLoc=slurm
 """
 
-# By its socket alone, and quick rather than safe: the data are a test cluster's.
+# Reached by its socket only, and fast rather than safe: the data are those of a test cluster.
 MARIADB = """\
 --datadir={directory}/mariadb --socket={directory}/run/mariadb.sock --pid-file={directory}/run/mariadb.pid --user={user}
 --skip-networking --skip-log-bin --performance-schema=OFF --innodb-flush-log-at-trx-commit=0
@@ -117,17 +117,17 @@ MARIADB = """\
 
 
 class Refused(Exception):
-    """What is wrong and what to do about it, in one line or with a log's last lines."""
+    """An error to print without a traceback: one line, or a line and the end of a log."""
 
 
 def install() -> None:
-    """Install Debian's packages, and keep Debian from starting their services.
+    """Install Debian's packages without starting their services.
 
     Raises:
-        Refused: this is not root on a Debian, or apt-get fails.
+        Refused: the user is not root, there is no apt-get, or apt-get fails.
     """
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise Refused(f"install needs root and apt-get; otherwise have {' '.join(PACKAGES)} installed")
+        raise Refused(f"install requires root and apt-get; without them install {' '.join(PACKAGES)} yourself")
     policy = Path("/usr/sbin/policy-rc.d")  # exit code 101: no service may start
     with contextlib.ExitStack() as undo:
         if not policy.exists():
@@ -137,28 +137,28 @@ def install() -> None:
         quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         for step in (["update", "-qq"], ["install", "-qq", "-y", "--no-install-recommends", *PACKAGES]):
             if code := subprocess.run(["apt-get", *step], env=quiet, stdout=sys.stderr).returncode:
-                raise Refused(f"apt-get {step[0]} failed with exit code {code}: what it printed says why")
+                raise Refused(f"apt-get {step[0]} failed with exit code {code}: see its output")
 
 
 def start(directory: Path, cpus: int = CPUS, memory: int = MEMORY) -> Path:
-    """Start a cluster, and return what SLURM_CONF must be once both nodes are idle and sacct answers.
+    """Start a cluster; return the value of SLURM_CONF when both nodes are idle and sacct answers.
 
     Args:
-        directory: a new one, or that of a stopped cluster, which then goes on with its queue and accounts.
-        cpus: of each node, whatever the machine has.
-        memory: of each node in MB, the same.
+        directory: a new one, or that of a stopped cluster, which then continues with its queue and accounts.
+        cpus: that each node offers; they may be more than the machine has.
+        memory: that each node offers, in MB; likewise.
 
     Raises:
-        Refused: a program is missing, the directory will not do, or a daemon does not come up.
+        Refused: a program is missing, the directory cannot be used, or a daemon does not start.
     """
     if missing := [name for name in PROGRAMS if not shutil.which(name, path=PATH)]:
-        raise Refused(f"no {', '.join(missing)} here: run `{sys.executable} {__file__} install`, on Debian and as root")
+        raise Refused(f"{', '.join(missing)} missing: run `{sys.executable} {__file__} install`, on Debian and as root")
     if len(str(directory)) > 70 or re.search(r"\s", str(directory)):
-        raise Refused(f"{directory}: sockets go below it, so it needs a path of at most 70 characters and no spaces")
+        raise Refused(f"{directory} must be a path of at most 70 characters without spaces, since it holds sockets")
     if cpus < 1 or memory < cpus:
-        raise Refused(f"{cpus} CPUs and {memory} MB for a node: give it one CPU at least, and each CPU one MB")
+        raise Refused(f"a node must have at least one CPU and one MB per CPU (got {cpus} CPUs and {memory} MB)")
     if processes(directory):
-        raise Refused(f"{directory}: a cluster runs there already; `stop` it first")
+        raise Refused(f"{directory}: a cluster is running there; `stop` it first")
     for name in ("run", "log", "state", "spool/n1", "spool/n2"):
         (directory / name).mkdir(parents=True, exist_ok=True)
     settings = {
@@ -186,7 +186,7 @@ def start(directory: Path, cpus: int = CPUS, memory: int = MEMORY) -> Path:
 
 
 def start_accounts(directory: Path, settings: dict[str, object]) -> None:
-    """Start what sacct rests on, munge and MariaDB included, and let the user in."""
+    """Start the daemons that sacct requires, munge and MariaDB included, and add the user's account."""
     run, log, user = directory / "run", directory / "log", settings["user"]
     key = f"--key-file={directory}/munge.key --seed-file={directory}/munge.seed"
     munge = f"--socket={run}/munge.socket --pid-file={run}/munged.pid --log-file={log}/munged.log"
@@ -195,18 +195,18 @@ def start_accounts(directory: Path, settings: dict[str, object]) -> None:
     if not (directory / "mariadb").exists():
         account = f"--auth-root-authentication-method=socket --auth-root-socket-user={user}"
         launch(directory, "mariadbd", f"mariadb-install-db --no-defaults --skip-test-db {account} {mariadb}")
-    (run / "mariadb.pid").unlink(missing_ok=True)  # it is left behind where the server was killed
+    (run / "mariadb.pid").unlink(missing_ok=True)  # of a server that was killed
     launch(directory, "mariadbd", f"setsid --fork mariadbd --no-defaults {mariadb}")
     wait_until(directory, "mariadbd", (run / "mariadb.pid").exists)
     launch(directory, "slurmdbd", "slurmdbd")
     wait_until(directory, "slurmdbd", lambda: ask(directory, "sacctmgr -n list cluster") is not None)
     for what in ("cluster local", "account lab", f"user {user} account=lab"):
-        ask(directory, f"sacctmgr -i add {what}")  # known already if the cluster ran before
+        ask(directory, f"sacctmgr -i add {what}")  # fails without harm if the cluster ran before
 
 
 def stop(directory: Path) -> None:
     """End every process of the cluster: daemons, steps and jobs. Logs, accounts and state stay."""
-    if processes(directory, "slurmctld"):  # so that it knows what becomes of the jobs, and requeues them
+    if processes(directory, "slurmctld"):  # so that it requeues the jobs
         ask(directory, f"scontrol update NodeName={','.join(NODES)} State=DOWN Reason=stopped")
     for node in NODES:
         end(directory, node, signal.SIGKILL)
@@ -220,14 +220,14 @@ def node_down(directory: Path, node: str) -> None:
 
 
 def node_up(directory: Path, node: str) -> None:
-    """Start a node's daemon, and wait until the node takes jobs; those it had before have failed with it.
+    """Start a node's daemon, and wait until the node accepts jobs; its earlier jobs have failed.
 
     Raises:
-        Refused: it runs already, or does not come up.
+        Refused: it is running, or does not start.
     """
     if processes(directory, node):
-        raise Refused(f"{directory}: {node} is up already")
-    # What ran there is lost, even if nobody has noticed yet that the node was gone.
+        raise Refused(f"{directory}: {node} is running")
+    # The jobs that ran there are lost, even if Slurm has not noticed yet that the node was down.
     ask(directory, f"scontrol update NodeName={node} State=DOWN Reason=restarted")
     launch(directory, node, f"slurmd -N {node}")
     state = f"sinfo -h -N -p batch -n {node} -o %t"
@@ -235,9 +235,10 @@ def node_up(directory: Path, node: str) -> None:
 
 
 def processes(directory: Path, *names: str) -> list[int]:
-    """Processes of the daemons with these names (a node's: its slurmd, steps and jobs), or of all; daemons come first.
+    """Return the processes of the daemons with these names (a node's: its slurmd, steps and jobs), or of all.
 
-    A daemon is known by the log it keeps open, a job's process by its environment: both hold whatever died meanwhile.
+    Daemons come first. A daemon is found by the log that it keeps open, a job's process by its environment; both also
+    work when a parent process has died.
     """
     daemons, jobs = [], []
     logs = {str(log) for log in (directory / "log").glob("*.log") if not names or log.stem in names}
@@ -251,12 +252,12 @@ def processes(directory: Path, *names: str) -> list[int]:
             elif conf in (environment := (process / "environ").read_bytes().split(b"\0")) and nodes & {*environment}:
                 jobs.append(int(process.name))
         except OSError:
-            continue  # it has ended, or belongs to somebody else
+            continue  # it has ended, or belongs to another user
     return daemons + jobs
 
 
 def end(directory: Path, name: str, number: signal.Signals) -> None:
-    """Send a signal to a daemon and all below it until they are gone; after ten seconds SIGKILL."""
+    """Send a signal to a daemon and its processes until they have ended; after ten seconds SIGKILL."""
     deadline = time.monotonic() + 10
     while found := processes(directory, name):
         for pid in found:
@@ -266,14 +267,14 @@ def end(directory: Path, name: str, number: signal.Signals) -> None:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """This process's environment without traces of another Slurm, and with the cluster's own settings."""
+    """Return this process's environment without variables of another Slurm, and with the cluster's settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SACCT", "MYSQL"))}
     own = {"SLURM_CONF": f"{directory}/slurm.conf", "MYSQL_UNIX_PORT": f"{directory}/run/mariadb.sock", "PATH": PATH}
     return kept | own
 
 
 def launch(directory: Path, name: str, command: str) -> None:
-    """Run a command that ends once its daemon is on its way."""
+    """Run a command that starts a daemon and returns."""
     null, env = subprocess.DEVNULL, environment(directory)
     with open(directory / "log" / f"{name}.log", "a") as log:
         code = subprocess.run(command.split(), env=env, cwd=directory, stdin=null, stdout=log, stderr=log).returncode
@@ -286,7 +287,7 @@ def wait_until(directory: Path, name: str, ready: Callable[[], bool]) -> None:
     while not ready():
         waited = time.monotonic() - begun
         if waited > SECONDS or (waited > 1 and not processes(directory, name)):
-            raise Refused(f"{name} did not come up; {tail(directory, name)}")
+            raise Refused(f"{name} did not start; {tail(directory, name)}")
         time.sleep(0.1)
 
 
@@ -296,13 +297,13 @@ def tail(directory: Path, name: str) -> str:
 
 
 def ask(directory: Path, command: str) -> str | None:
-    """What one of Slurm's commands prints, or None where it fails."""
+    """Return the output of a Slurm command; None if it fails."""
     done = subprocess.run(command.split(), env=environment(directory), capture_output=True, text=True, timeout=SECONDS)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens at, below those that the system hands out to passing connections."""
+    """Return free ports below the range that the system uses for outgoing connections."""
     ports: set[int] = set()
     while len(ports) < count:
         port = random.randrange(20000, 32000)

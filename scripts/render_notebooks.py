@@ -1,7 +1,7 @@
-"""Execute notebooks, and write each as .ipynb with its outputs beside its source.
+"""Execute notebooks, and write each as .ipynb with its outputs into the folder of its source.
 
 ``python scripts/render_notebooks.py`` renders every notebooks/*.py; ``python scripts/render_notebooks.py FILE ...``
-those given. A notebook makes what it reads by itself, in a temporary directory that is removed afterwards.
+renders the given ones. A notebook runs in a temporary directory, which is removed afterwards.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300  # most for a cell
+SECONDS = 300  # time limit of a cell
 
 
 def render(source: Path) -> NotebookNode:
-    """The notebook of a py:percent file, executed with this interpreter and checkout.
+    """Return the notebook of a py:percent file, executed with this interpreter and checkout.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell fails.
@@ -29,7 +29,7 @@ def render(source: Path) -> NotebookNode:
     """
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
-        cell["id"] = f"cell-{number}"  # else random, and every rendering a change
+        cell["id"] = f"cell-{number}"  # instead of a random one, which would change with every rendering
     with TemporaryDirectory(prefix="notebook-") as temporary:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -41,7 +41,7 @@ def render(source: Path) -> NotebookNode:
             timeout=SECONDS,
             kernel_name="python3",
             record_timing=False,
-            coalesce_streams=True,  # else what is printed falls into pieces by chance
+            coalesce_streams=True,  # otherwise output is split at random places
             resources={"metadata": {"path": temporary}},
         )
         client.execute(env=environment)
@@ -54,12 +54,12 @@ def render(source: Path) -> NotebookNode:
 
 
 def outputs(notebook: NotebookNode) -> list[NotebookNode]:
-    """All outputs, in order."""
+    """Return all outputs, in order."""
     return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
 def rename(notebook: NotebookNode, temporary: str) -> None:
-    """In all outputs call the notebook's temporary directory ``notebook``: else it has a new name every time."""
+    """Replace the notebook's temporary directory by ``notebook`` in all outputs: its name is random."""
     ours = re.compile(re.escape(temporary) + r"/tmp[a-z0-9_]{8}\b")  # as tempfile.mkdtemp names it
     for output in outputs(notebook):
         if "text" in output:
@@ -70,7 +70,7 @@ def rename(notebook: NotebookNode, temporary: str) -> None:
 
 
 def machine_paths(notebook: NotebookNode, others: Collection[str] = ()) -> list[str]:
-    """The paths of this machine that outputs name: of this checkout, the interpreter, the user; ``others``."""
+    """Return the paths of this machine in the outputs: of this checkout, the interpreter, the user, and ``others``."""
     shown = repr([{**output, "data": without_images(output.get("data", {}))} for output in outputs(notebook)])
     paths = {str(ROOT), sys.prefix, str(Path.home()), *others}
     return sorted(path for path in paths if len(path) > 1 and path in shown)
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     for source in given.sources:
         if source.suffix != ".py" or not source.is_file():
-            parser.error(f"{source} is no py:percent file: give notebooks/NAME.py")
+            parser.error(f"{source} is not a py:percent file: name a file such as notebooks/NAME.py")
     for source in given.sources or sorted((ROOT / "notebooks").glob("*.py")):
         pair = source.with_suffix(".ipynb")
         jupytext.write(render(source), pair)

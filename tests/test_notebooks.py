@@ -93,7 +93,7 @@ def test_it_is_not_rendered_with(tmp_path, code, error, says):
 def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.py")])
-    assert "none.py is no py:percent file: give notebooks/NAME.py" in capsys.readouterr().err
+    assert "none.py is not a py:percent file" in capsys.readouterr().err
 
 
 def shown(*all_outputs: dict) -> NotebookNode:

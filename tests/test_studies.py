@@ -47,7 +47,7 @@ PAIRED = {
     "proposers": ("tau_beyond_draft_chain", "speed_over_draft_chain", "speed_over_best_other"),
     "spec_bench": ("speed_over_draft_chain",),
 }
-"""What it says of A beside B."""
+"""The comparison of A with B."""
 
 EXPERIMENT = {name: name for name in STUDIES} | {"proposers": "proposers_by_workload"}
 
@@ -229,7 +229,7 @@ def test_the_fastest_of_a_run_is_ahead_of_the_next(tmp_path, monkeypatch):
     steps = pd.concat([steps_of(arm, [[4, 4]] * 3) for arm in seconds])
     monkeypatch.setattr(metrics, "load", lambda run: metrics.Tables(pd.DataFrame(), steps, pd.concat(every)))
     table = pd.DataFrame({"arm": ["medusa", "draft_chain", "ngram_chain"], "recorded": list(seconds)})
-    found = {row["arm"]: row for row in figure_of("proposers").beside_others(tmp_path, table)}
+    found = {row["arm"]: row for row in figure_of("proposers").versus_others(tmp_path, table)}
     assert [found[arm]["best_other"] for arm in found] == ["ngram_chain", "medusa", "medusa"]
     assert found["medusa"]["speed_over_best_other"] == pytest.approx((0.05 * 2 * 2) ** (1 / 3) / 0.5)
     assert found["medusa"]["speed_over_draft_chain"] == pytest.approx((0.8 * 1.0 * 0.8) ** (1 / 3) / 0.5)
@@ -242,7 +242,7 @@ def test_what_is_no_pair_is_refused():
         with pytest.raises(ValueError, match="the runs decoded different prompts"):
             paired((one, "a"), (other, "a"))
     together = replace(one, requests=one.requests.assign(group=0))
-    with pytest.raises(ValueError, match="put their prompts together differently"):
+    with pytest.raises(ValueError, match="different groups of prompts"):
         plots.speedup_over((one, "a"), (together, "a"))
 
 
@@ -252,7 +252,7 @@ def test_a_missing_reference_is_named(tmp_path, monkeypatch):
         [{"run": "r", "arm": "chain", "recorded": "chain", "verifier_name": "match", "temperature": 1}]
     )
     with pytest.raises(ValueError, match="no run that is done with .*'verifier_name': 'token'.*: run it"):
-        plots.beside(tmp_path, table, ("temperature", "verifier_name"), {"verifier_name": "token"}, "token")
+        plots.versus(tmp_path, table, ("temperature", "verifier_name"), {"verifier_name": "token"}, "token")
 
 
 def test_spec_bench_refuses_groups_of_several_prompts_and_categories_it_does_not_know():

@@ -31,7 +31,7 @@ from experiments.plots import (
 from spec_lab.analysis import metrics
 
 BLOCK = 16
-"""Prompts that are taken together at every batch size."""
+"""Number of prompts of a block, the unit of pairing at every batch size."""
 
 PANELS = {
     "block_speedup": "times the tokens/s of the same batches\nwithout a draft, 95 % bands over blocks of 16 prompts",
@@ -41,8 +41,9 @@ PANELS = {
 
 
 def results(runs: Path) -> pd.DataFrame:
-    """One row for each batch size and proposer: ``block_speedup`` over fixed blocks of prompts; it and tau also beside
-    the smallest batch's.
+    """Return one row for each batch size and proposer, with ``block_speedup`` over fixed blocks of prompts.
+
+    It and tau are also compared with those at the smallest batch size.
 
     Raises:
         ValueError: as in ``block_speedups``; runs of different prompts.
@@ -71,15 +72,14 @@ def results(runs: Path) -> pd.DataFrame:
 
 
 def block_speedups(requests: pd.DataFrame, arm: str) -> pd.Series:
-    """Of each block of ``BLOCK`` prompts that follow each other, the arm's tokens over its seconds (those of the groups
-    it was decoded in, summed), over the baseline's.
+    """Return the speed-up of each block of ``BLOCK`` successive prompts.
 
-    The same quantity whatever the batch size. A mean over groups is not: at batch 1 it is a mean of prompts' ratios, in
-    a batch a ratio of sums, which is smaller where the quick prompts have the large ratios. A last block of fewer
-    prompts is left out.
+    It is the arm's tokens over the summed seconds of the block's groups, over the baseline's: the same quantity at any
+    batch size. A mean over groups is not: at batch 1 it is a mean of prompts' ratios, in a batch a ratio of sums, which
+    is smaller if the quick prompts have the large ratios. A last block of fewer prompts is left out.
 
     Raises:
-        ValueError: a group lies in two blocks; a request broke, so that its block is not what it is elsewhere.
+        ValueError: a group is in two blocks; a request failed, so that its block has fewer prompts than in other runs.
     """
     block = requests["request"] // BLOCK
     if (block.groupby(requests["group"]).nunique() > 1).any():
@@ -96,7 +96,7 @@ def block_speedups(requests: pd.DataFrame, arm: str) -> pd.Series:
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Speed-up, tau and nodes against the batch size; a line for each proposer."""
+    """Plot speed-up, tau and nodes against the batch size; a line for each proposer."""
     arms = ordered(list(table["arm"]), PROPOSERS)
     colour = colours(arms)
     figure = Figure(figsize=(12, 3.8), layout="constrained")
@@ -114,9 +114,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Of each batch size each proposer's speed-up over blocks with its interval, tau and nodes; then what is left of
-    the smallest batch's speed-up.
-    """
+    """Return the README's tables: speed-up over blocks, tau and nodes; the ratio to the smallest batch's speed-up."""
     arms = ordered(list(table["arm"]), PROPOSERS)
     alone = [["batch", "blocks", *(NAMES[arm] for arm in arms)]]
     paired = [[f"over batch {table['smallest_batch'].iloc[0]:g}", *(NAMES[arm] for arm in arms)]]

@@ -1,4 +1,4 @@
-"""What a batch buys: one request at a time, a batch without a draft, a batch with Medusa; in turns in one process."""
+"""Speed of one request at a time, of a batch without a draft and of a batch with Medusa, alternating in one process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ ALL_LIVE = ", while all are live"
 
 
 def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Request]]) -> tuple[float, float]:
-    """Decode tokens per second over groups decoded one after the other, and of the rounds before the first of a group
-    has ended. Prefills are left out.
+    """Return decode tokens per second over all steps, and over the steps before a group's first sequence has ended.
+
+    Prefill is left out.
     """
     tokens, seconds, early_tokens, early_seconds = 0, 0.0, 0, 0.0
     for group in groups:
@@ -44,8 +45,9 @@ def tokens_per_second(target: Target, proposer: Proposer, groups: list[list[Requ
 
 
 def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, new: int) -> pd.DataFrame:
-    """Tokens per second of every way ``[groups, 6]``, over all and while all are live; the ways take turns in going
-    first.
+    """Return tokens per second of every way of decoding ``[groups, 6]``, over all steps and while all are live.
+
+    The ways alternate in going first.
     """
     requests = requests_of(target, jsonl(str(prompts), limit), Sampling(), new)
     groups = [requests[start : start + batch] for start in range(0, len(requests) - batch + 1, batch)]
@@ -68,7 +70,7 @@ def measure(target: Target, heads: str, prompts: Path, batch: int, limit: int, n
 
 
 def show(ratio: Interval) -> str:
-    """A ratio with its interval."""
+    """Return a ratio with its interval."""
     return f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 

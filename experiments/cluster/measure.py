@@ -1,10 +1,10 @@
-"""What handing jobs to an engine costs: sweeps of jobs that only sleep, by their length and the number of workers.
+"""The cost of a job on Slurm or Ray: sweeps of jobs that only sleep, by their length and the number of workers.
 
     eval "$(python scripts/local_slurm.py start DIR)" && python experiments/cluster/measure.py slurm
     eval "$(python scripts/local_ray.py start DIR)" && python experiments/cluster/measure.py ray
 
-Writes rows to results.csv beside it, in place of the engine's earlier ones. The jobs are handed over by the launcher
-that sweeps use. Beyond a sweep's sleeping is the start of its command, the engine's work, and the start of workers.
+Writes rows to results.csv in this folder, in place of the engine's earlier ones. The jobs are submitted by the launcher
+that sweeps use. The time beyond the sleep is the start of the command, the engine's work, and the start of workers.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import spec_lab.cli.main
 
 HERE = Path(__file__).resolve().parent
 PLAN = {0.0: (100, (1, 2, 4, 8)), 1.0: (32, (2, 8)), 4.0: (16, (2, 8))}
-"""By seconds of a job: how many jobs a sweep has, and how many workers it is tried with."""
+"""By seconds of a job: the number of jobs of a sweep, and the numbers of workers."""
 ROOM = {
     "slurm": ["hydra.launcher.cpus=1", "hydra.launcher.memory_gb=0.25", "hydra.launcher.poll=1"],
     "ray": [],
@@ -35,7 +35,7 @@ def nap(config) -> None:
 
 
 def sweep(engine: str, workers: int, seconds: float, jobs: int) -> float:
-    """Seconds of a whole sweep's command."""
+    """Return the seconds of a sweep's command."""
     # Slurm runs so many at once; of Ray's CPUs, four on each of two nodes, each job takes its share.
     room = {"slurm": [f"hydra.launcher.at_once={workers}"], "ray": [f"hydra.launcher.cpus={8 // workers}"]}[engine]
     numbers = ",".join(map(str, range(jobs)))

@@ -1,7 +1,7 @@
-"""Writes ``records.lark``: the schema's records to the letter, as ``json.dumps`` lays them out.
+"""Write ``records.lark``: a grammar of the schema's records, exactly as ``json.dumps`` formats them.
 
-A JSON schema leaves white space open, knows neither the new line after a text nor JSON Lines. The grammar has a rule
-for each object, layout and depth instead, so that nothing is left to choose but values.
+A JSON schema leaves white space open and describes neither the new line after a text nor JSON Lines. The grammar has a
+rule for each object, layout and depth, so that only values are free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import spec_lab
 PROMPTS = Path(spec_lab.__file__).parent / "zoo" / "prompts"
 
 Parts = list[tuple[bool, str]]
-"""A sequence: text as it stands (True), or what the grammar calls it (False)."""
+"""A sequence of literal texts (True) and names of rules (False)."""
 
 
 class Layout:

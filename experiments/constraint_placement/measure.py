@@ -1,7 +1,7 @@
-"""Where should a constraint bind? Every placement, proposer and workload in turns in one process, on the same prompts.
+"""Where should a constraint apply? Every placement, proposer and workload, alternating in one process.
 
-Writes ``results.csv`` and ``placement.png`` beside itself, and the tables into its README. What is finished is kept
-under ``--out``: the same command goes on from there.
+Writes ``results.csv`` and ``placement.png`` into this folder, and the tables into its README. Finished groups are kept
+under ``--out``: the same command resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spec_lab.verify import Match
 
 HERE = Path(__file__).resolve().parent
 PLACES = (("none", False), ("draft", False), ("target", False), ("both", False), ("target", True), ("both", True))
-"""Where the constraint binds, and whether tokens that it leaves no choice for are appended at once."""
+"""What the masks apply to, and whether forced tokens are appended at once."""
 WORKLOADS = {
     "records": ("JSON of a schema, white space free", ["constraint=records", "constraint.lines=false", "prompts=json"]),
     "records_exact": ("the same records as json.dumps lays them out", ["constraint=records_exact", "prompts=json"]),
@@ -53,7 +53,7 @@ TEMPERATURES = {0: tuple(PROPOSERS), 1: ("draft_chain",)}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode: who drafts (or nobody, ``NULL``), and where the constraint binds."""
+    """One way to decode: a proposer (or ``NULL``), and a placement of the constraint."""
 
     proposer: str
     placement: str
@@ -68,17 +68,17 @@ class Way:
 
     @property
     def plain(self) -> Way:
-        """Autoregressive decoding of the same law, step by step."""
+        """Autoregressive decoding with the same target distribution, token by token."""
         return Way(NULL, "target" if self.placement in ("target", "both") else "none")
 
     @property
     def best(self) -> Way:
-        """Likewise, the fastest there is: with tokens appended at once, where the constraint binds the output."""
+        """The same with forced tokens appended at once, if the masks apply to the target."""
         return replace(self.plain, fast_forward=self.plain.placement == "target")
 
 
 def ways(temperature: int) -> list[Way]:
-    """All that is measured at a temperature."""
+    """All ways that are measured at a temperature."""
     drafted = [Way(name, *place) for name in TEMPERATURES[temperature] for place in PLACES]
     return [*drafted, Way(NULL, "none"), Way(NULL, "target"), Way(NULL, "target", True)]
 
@@ -95,7 +95,7 @@ def configured(workload: str, temperature: int, options: Sequence[str]) -> DictC
 
 
 def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
-    """One workload at one temperature, all ways in turns. Returns the exit code of ``run``."""
+    """Measure one workload at one temperature with all ways; return the exit code of ``run``."""
     if tree := chosen_tree(out.parent):
         OmegaConf.update(config, "arms.medusa.tree", tree)
     resolved: Any = OmegaConf.to_container(config, resolve=True)
@@ -124,14 +124,14 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
 
 
 def chosen_tree(out: Path) -> str | None:
-    """Medusa's tree, chosen by timing: of all runs under ``out`` that of the first, so that they can be compared."""
+    """Medusa's calibrated tree: that of the first run under ``out`` for all runs, so that they can be compared."""
     there = [begun(run) for run in sorted(out.glob("*"), key=lambda run: run.stat().st_mtime)]
     trees = [one["config"]["arms"]["medusa"]["tree"] for one in there if one]
     return next((tree for tree in trees if tree != "calibrated"), None)
 
 
 def follows(binding: AppliedConstraint, target: Any, prompt: Any, sampling: Any) -> bool:
-    """Whether the constraint can begin with the prompt: JSON Lines are no JSON."""
+    """Whether the constrained text can begin with the prompt: JSON Lines are not JSON."""
     try:
         binding.constraint.start(requests_of(target, [prompt], sampling, 1)[0])
     except ConstraintError:
@@ -181,7 +181,7 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
 
 
 def lawful(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Series:
-    """Steps that began before the output broke the constraint: later ones have nothing to judge nodes by."""
+    """Steps that began before the output violated the constraint: after that no node is legal or illegal."""
     own = requests[requests["arm"] == arm].set_index("request")
     emitted = steps["context"] - steps["request"].map(own["prompt_tokens"])
     violated = steps["request"].map(own["violated"])
@@ -189,7 +189,7 @@ def lawful(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Series:
 
 
 def speedup(requests: pd.DataFrame, way: Way, baseline: Way) -> metrics.Interval:
-    """The mean over prompts of a way's speed over another's on the same prompt."""
+    """Return the mean over prompts of the ratio of two ways' speeds on the same prompt."""
     return metrics.interval(metrics.walltime_speedup_paired(requests, way.arm, baseline.arm))
 
 
@@ -214,7 +214,7 @@ def pooled(part: pd.Series, whole: pd.Series, requests: pd.Series, resamples: in
 # Figure ------------------------------------------------------------------------------------------------------------
 
 PANELS = (
-    ("speedup", None, "times autoregressive decoding\nof the same law, step by step"),
+    ("speedup", None, "times autoregressive decoding\nwith the same distribution"),
     ("tau", "tau_with_forced", "tokens per step, forced ones left out\n(hollow: counted in)"),
     ("legal_share", None, "share of drafted nodes\nthat the constraint allows"),
     (
@@ -228,7 +228,7 @@ PANELS = (
 
 
 def place_name(placement: str, fast_forward: bool) -> str:
-    """As tables and axes call it."""
+    """Return a way's name in tables and on axes."""
     return f"{placement}, forward" if fast_forward else placement
 
 
@@ -262,7 +262,7 @@ def draw(table: pd.DataFrame) -> Figure:
             axes.grid(axis="y", visible=False)
             if column == "speedup":
                 axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
-        line[0].set_ylabel(f"{workload}\nwhere the constraint binds")
+        line[0].set_ylabel(f"{workload}\nplacement")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(names), fontsize=10)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
@@ -342,7 +342,7 @@ DETAILS = {
     "accepted, forced: both": (("both", False), "accepted_forced"),
     "time on masks: both": (("both", False), "mask_share"),
 }
-"""Columns of the second table: where the constraint binds, and what is shown."""
+"""Columns of the second table: placement and figure."""
 
 
 def _details(table: pd.DataFrame, workload: str, name: str) -> list[str]:
@@ -385,7 +385,7 @@ def report(out: Path, folder: Path) -> pd.DataFrame:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is not measured yet, and write it down."""
+    """Measure what is missing, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/constraint_placement"), help="where the rows go")
     parser.add_argument("--folder", type=Path, default=HERE, help="where results, figure and README are")

@@ -1,9 +1,9 @@
-"""What nodes cost, and whether the speed-up that follows from it is the one measured; on the bundled models.
+"""Measure the cost of draft nodes, and compare the speed-up predicted from it with the measured one; bundled models.
 
 First the costs are measured, on prose; then prompts of code are decoded by every method, and the speed-ups compared.
-Writes ``results.csv``, ``cost.png`` and ``predicted.png`` beside itself, and the tables into its README. What is
-finished is kept under ``--out``: the same command goes on from there. ``--read OUT`` measures nothing: it reads what
-a measurement has left, whatever version of this script made it.
+Writes ``results.csv``, ``cost.png`` and ``predicted.png`` into this folder, and the tables into its README. Finished
+parts are kept under ``--out``: the same command resumes. ``--read OUT`` measures nothing: it reads the files of an
+earlier measurement.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ FAMILIES = ("medusa", "draft_chain", "ngram")
 
 
 def methods(target: Target, zoo: Path, trees: Sequence[int], depths: Sequence[int]) -> dict[str, Proposer]:
-    """Medusa with the best trees of so many nodes, by its heads' accuracies; chains of a draft model, never cut short;
-    prompt lookup.
-    """
+    """Return the methods: Medusa with likeliest trees of so many nodes, full chains of a draft model, prompt lookup."""
     heads, made = str(zoo / "medusa"), dict[str, Proposer]()
     for nodes in trees:
         made[f"medusa {nodes}"] = Medusa.load(target, heads, tree="likeliest", max_nodes=nodes)
@@ -64,20 +62,21 @@ def methods(target: Target, zoo: Path, trees: Sequence[int], depths: Sequence[in
 
 
 def measure(chosen: argparse.Namespace) -> None:
-    """What nodes cost, far and wide; what nodes and methods cost where the runs will be, at each temperature; then the
-    runs. Each has a directory of its own under ``--out``.
+    """Measure the cost of nodes on the whole grid, then that of nodes and methods for the runs, then do the runs.
+
+    Each measurement has a directory under ``--out``.
 
     Raises:
         SystemExit: it was interrupted.
     """
     target = Target.load(str(chosen.zoo / "target"), dtype=chosen.dtype)
-    beside = methods(target, chosen.zoo, chosen.trees, chosen.depths)
+    more = methods(target, chosen.zoo, chosen.trees, chosen.depths)
     config = {name: str(value) for name, value in vars(chosen).items() if name not in ("out", "folder", "read")}
     quiet = Console(quiet=True)
 
     def lab(workload: str, temperature: int, limit: int | None) -> Lab:
         prompts = jsonl(str(chosen.zoo / "prompts" / f"{workload}.jsonl"), limit)
-        return Lab(target, Null(), Token(), Sampling(temperature), prompts, Files(), beside)
+        return Lab(target, Null(), Token(), Sampling(temperature), prompts, Files(), more)
 
     def settings(name: str, batch: int = 1) -> Settings:
         usual = {"max_new_tokens": chosen.new, "warmup": min(16, chosen.new), "seed": 0, "threads": chosen.threads}
@@ -93,13 +92,13 @@ def measure(chosen: argparse.Namespace) -> None:
         finished(costs.measure(*own, config, quiet, nodes=chosen.nodes, **places))
     for temperature in TEMPERATURES:
         for batch in chosen.runs:
-            limit = chosen.limit * (1 if batch == 1 else 2)  # groups are what is paired, and larger ones are fewer
+            limit = chosen.limit * (1 if batch == 1 else 2)  # groups are paired, and there are fewer large ones
             name = f"run-{temperature}-{batch}"
             finished(run(lab("code", temperature, limit), settings(name, batch), config, quiet))
 
 
 def finished(code: int) -> None:
-    """Go no further after Ctrl-C."""
+    """Exit after Ctrl-C."""
     if code:
         raise SystemExit(code)
 
@@ -108,11 +107,12 @@ def finished(code: int) -> None:
 
 
 def results(out: Path) -> pd.DataFrame:
-    """One row for each temperature, batch size and method: its speed-up as predicted and as measured, of the same
-    groups, and the factor between the two with its interval over groups.
+    """Return one row for each temperature, batch size and method: predicted and measured speed-up of the same groups.
+
+    The ratio of the two has an interval over groups.
 
     Raises:
-        ValueError: no run that its costs go with is there.
+        ValueError: there is no run, or its costs were not measured.
     """
     rows: list[dict[str, Any]] = []
     for temperature, batch, folder in runs_of(out):
@@ -121,7 +121,7 @@ def results(out: Path) -> pd.DataFrame:
         if not (folder / "summary.json").is_file():
             print(f"{folder} is not done: only its {tables.requests['group'].nunique()} finished groups are read")
         for arm in sorted(set(metrics.arms(tables)) - {"baseline"}, key=by_size):
-            both, steps = costs.beside_measured(cost, tables, arm), metrics.decode_steps(tables.steps, arm)
+            both, steps = costs.predicted_and_measured(cost, tables, arm), metrics.decode_steps(tables.steps, arm)
             off = factor(np.log(both["predicted"] / both["measured"]).to_numpy())
             rows.append(
                 {
@@ -145,7 +145,7 @@ def results(out: Path) -> pd.DataFrame:
 
 
 def runs_of(out: Path) -> list[tuple[int, int, Path]]:
-    """Temperature, batch size and directory of every run under ``out``.
+    """Return temperature, batch size and directory of every run under ``out``.
 
     Raises:
         ValueError: there is none.
@@ -160,18 +160,18 @@ def runs_of(out: Path) -> list[tuple[int, int, Path]]:
 
 
 def by_size(method: str) -> tuple[str, int]:
-    """A method's family, and its nodes: by these methods are sorted."""
+    """Return a method's family and number of nodes, by which methods are sorted."""
     family, _, size = method.partition(" ")
     return family, int(size or 0)
 
 
 def within(low: float, high: float) -> bool:
-    """Whether factors from ``low`` to ``high`` all lie within the goal; not so of an interval that is not known."""
+    """Return whether the ratios from ``low`` to ``high`` lie within the goal; False for an unknown interval."""
     return bool(low >= 1 - GOAL and high <= 1 + GOAL)
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Predicted against measured, with the band of the goal: a panel for each batch size and temperature."""
+    """Plot predicted against measured speed-ups, with the band of the goal; a panel for each batch and temperature."""
     batches, temperatures = (sorted(table[name].unique()) for name in ("batch", "temperature"))
     figure = Figure(figsize=(4.4 * len(temperatures), 4.4 * len(batches)), layout="constrained")
     panels = figure.subplots(len(batches), len(temperatures), squeeze=False)
@@ -204,7 +204,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def of_nodes(frame: pd.DataFrame) -> str:
-    """t(n) in milliseconds, and in units of t(0)."""
+    """Return the table of t(n) in milliseconds, and of t(n) / t(0)."""
     rows = pd.DataFrame(show.summarise(frame)["nodes"])
     table = [["batch", "context", *(f"n = {n:g}" for n in sorted(rows["nodes"].unique()))]]
     for (batch, context), own in rows.groupby(["batch", "context"]):
@@ -214,7 +214,7 @@ def of_nodes(frame: pd.DataFrame) -> str:
 
 
 def compared(table: pd.DataFrame) -> str:
-    """Predicted and measured speed-ups."""
+    """Return the table of predicted and measured speed-ups, and a summary."""
     head = ["temperature", "batch", "method", "nodes", "expected tau", "predicted", "measured", "error"]
     rows = [[*head[:-2], f"{head[-2]} [95 %]", f"{head[-1]} [95 %]"]]
     for row in table.to_dict("records"):
@@ -226,17 +226,17 @@ def compared(table: pd.DataFrame) -> str:
         ])  # fmt: skip
     worst = table.loc[table["error"].abs().idxmax()]
     said = (
-        f"{table['within'].sum()} of {len(table)} predictions are within {GOAL:.0%} of the measurement; of "
+        f"{table['within'].sum()} of {len(table)} predictions are within {GOAL:.0%} of the measurement; for "
         f"{table['surely_within'].sum()} the whole interval is. Half are within {table['error'].abs().median():.1%}. "
-        f"The worst is {worst['error']:+.1%} off ({worst['method']}, temperature {worst['temperature']}, batch "
-        f"{worst['batch']}). What is predicted is the cost only: acceptance, nodes and how many sequences are live are "
-        "the run's own."
+        f"The largest error is {worst['error']:+.1%} ({worst['method']}, temperature {worst['temperature']}, batch "
+        f"{worst['batch']}). Only the cost is predicted: acceptance, nodes and the number of live sequences are those "
+        "of the run."
     )
     return re.sub(r"(?<=\d)%", " %", f"{markdown(rows)}\n\n{said}")
 
 
 def report(out: Path, folder: Path) -> pd.DataFrame:
-    """Results, figures and tables of what was measured; nothing is measured, no model is loaded."""
+    """Write results, figures and tables from the measured rows; no model is loaded."""
     table, frame = results(out), costs.load(out / "nodes")
     if frame.empty:
         raise ValueError(f"{out / 'nodes'} holds no costs; measure first, without --read")
@@ -250,22 +250,22 @@ def report(out: Path, folder: Path) -> pd.DataFrame:
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command line knows."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/cost_of_nodes"), help="where the rows go")
-    parser.add_argument("--read", type=Path, help="where rows are: measure nothing, only read them")
-    parser.add_argument("--folder", type=Path, default=HERE, help="where results, figures and README are")
+    parser.add_argument("--read", type=Path, help="read the rows in this folder, and measure nothing")
+    parser.add_argument("--folder", type=Path, default=HERE, help="folder of results, figures and README")
     parser.add_argument("--zoo", type=Path, default=ZOO, help="folder of target, draft, medusa and prompts")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=16, help="prompts decoded at batch 1; twice that in batches")
     parser.add_argument("--new", type=int, default=64, help="tokens emitted for each")
-    parser.add_argument("--turns", type=int, default=3, help="of what nodes cost; two more where the runs will be")
+    parser.add_argument("--turns", type=int, default=3, help="repetitions of the grid; two more for the runs' costs")
     numbers = {
-        "nodes": ([0, 1, 2, 4, 8, 16, 26, 32, 64], "nodes whose cost is measured"),
-        "batches": ([1, 2, 4, 8], "batch sizes at which it is"),
-        "contexts": ([64, 320, 1024], "contexts at which it is"),
-        "near": ([64, 320], "contexts between which those of the runs lie"),
+        "nodes": ([0, 1, 2, 4, 8, 16, 26, 32, 64], "numbers of nodes whose cost is measured"),
+        "batches": ([1, 2, 4, 8], "batch sizes at which it is measured"),
+        "contexts": ([64, 320, 1024], "contexts at which it is measured"),
+        "near": ([64, 320], "contexts that enclose those of the runs"),
         "runs": ([1, 4], "batch sizes of the runs"),
         "trees": ([4, 10, 26, 64], "nodes of Medusa's trees"),
         "depths": ([2, 4, 8], "depths of the draft model's chains"),
@@ -276,7 +276,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what is not measured yet, unless it is only to be read, and write it down."""
+    """Measure what is missing, unless ``--read`` is given, and write the results."""
     chosen = options().parse_args(arguments)
     if chosen.read is None:
         torch.set_num_threads(chosen.threads)

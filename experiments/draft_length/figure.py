@@ -9,9 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.plots import (
-    BESIDE,
+    VERSUS,
     WORKLOADS,
-    beside,
     bounds,
     colours,
     kept,
@@ -24,6 +23,7 @@ from experiments.plots import (
     speed_over,
     study,
     swept,
+    versus,
 )
 from spec_lab.analysis import metrics
 
@@ -33,10 +33,11 @@ ARMS = {"chain": "draft chain", "confident": "draft chain, stopped where unsure"
 
 
 def results(runs: Path) -> pd.DataFrame:
-    """One row for each workload, depth and chain: also beside the same chain of depth ``REFERENCE``, and beside
-    ``chain`` of the same depth, which took turns with it.
+    """Return one row for each workload, depth and chain.
+
+    Each is also compared with the same chain at depth ``REFERENCE``, and with ``chain`` at the same depth in its run.
     """
-    table = beside(
+    table = versus(
         runs,
         swept(runs).rename(columns={"arms.chain.depth": "depth"}),
         KEYS,
@@ -48,12 +49,12 @@ def results(runs: Path) -> pd.DataFrame:
         if row["arm"] != "chain":
             row |= bounds("speed_over_chain", speed_over(metrics.load(runs / row["run"]).requests, row["arm"], "chain"))
         rows.append(row)
-    more = [*(f"{what}_depth_{REFERENCE}" for what in BESIDE), "speed_over_chain"]
+    more = [*(f"{what}_depth_{REFERENCE}" for what in VERSUS), "speed_over_chain"]
     return kept(pd.DataFrame(rows), *KEYS, more=more)
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Workloads across; tau and speed-up down; a line for each chain."""
+    """Plot tau and speed-up by depth; a column for each workload, a line for each chain."""
     workloads = ordered(list(table["prompts"]), WORKLOADS)
     colour = colours(list(ARMS))
     figure = Figure(figsize=(3.6 * len(workloads) + 0.6, 6.4), layout="constrained")
@@ -73,9 +74,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Of each workload and chain: speed-up and tau at each depth; then what each depth makes of the speed-up at depth
-    ``REFERENCE``; then each chain's speed over that of ``chain``.
-    """
+    """Return the README's tables: speed-up and tau; the ratio to depth ``REFERENCE``; speed over ``chain``."""
     depths = sorted(table["depth"].unique())
     head = ["text", "chain", *(f"depth {depth:g}" for depth in depths)]
     alone, paired, chains = [head], [[f"over depth {REFERENCE}", *head[1:]]], [["over `chain`", *head[1:]]]

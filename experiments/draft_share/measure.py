@@ -1,4 +1,4 @@
-"""What share of the target's step a step of the draft takes: bare greedy loops over both, in turns in one process."""
+"""The time of a draft model's forward over the target's: bare greedy loops over both, alternating in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ZOO = Path(spec_lab.__file__).parent / "zoo"
 
 
 def measure(target: Target, draft: Target, prompts: Path, limit: int, new: int) -> pd.DataFrame:
-    """Milliseconds per step ``[prompts, 2]``, prefills left out; the models take turns in going first."""
+    """Return milliseconds per forward ``[prompts, 2]``, without prefill; the models alternate in going first."""
     models = {"target": target, "draft": draft}
     arms = {name: Bare(model, Sampling(), seed=0) for name, model in models.items()}
     texts = jsonl(str(prompts), limit)

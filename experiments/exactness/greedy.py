@@ -1,6 +1,6 @@
-"""Is greedy speculative output what a bare greedy loop over transformers' model puts out, token for token, in float64?
+"""Does greedy speculative decoding emit the tokens of a bare greedy loop over transformers' model, in float64?
 
-Every proposer with every lossless verifier that judges its drafts, over the bundled prompts.
+Every proposer with every lossless verifier that supports its drafts, over the bundled prompts.
 """
 
 from __future__ import annotations

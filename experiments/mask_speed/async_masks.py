@@ -1,8 +1,8 @@
-"""Masks before the target's forward, or during it in a thread: which is faster, and how much of them is exposed.
+"""Compute masks before the target's forward, or during it in a thread: which is faster, and how long does a step wait?
 
     python experiments/mask_speed/async_masks.py
 
-Both ways decode the same prompts in turns, in one process; a figure is the ratio of their decode seconds by prompt.
+Both ways decode the same prompts, alternating in one process; a figure is the ratio of their decode seconds by prompt.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(target, proposer, binding, requests, size, bar) -> dict:
-    """Serial and async, group by group, in turns."""
+    """Measure serial and asynchronous masks, alternating group by group."""
     ways = {
         way: Loop(target, proposer, Token(), 0, replace(binding, async_masks=way == "async"))
         for way in ("serial", "async")

@@ -1,4 +1,4 @@
-"""What the masks of a draft cost: ``Grammar.masks`` beside bare calls of llguidance, and by row."""
+"""The time of a draft's masks: ``Grammar.masks`` compared with bare calls of llguidance, and per row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TREE = tuple(
 
 
 class Spelled:
-    """A tokenizer by the longest token that fits, as llguidance's wrapper wants it; token 0 ends a text."""
+    """A longest-match tokenizer with the interface that llguidance's wrapper requires; token 0 ends a text."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens, self.eos_token_id, self.bos_token_id, self.special_token_ids = tokens, 0, None, [0]
@@ -84,12 +84,12 @@ def larger(base: Vocabulary, size: int) -> Vocabulary:
     return Vocabulary(size, (0,), engine)
 
 
-# 2. Drafts: all legal, below texts drawn evenly from the masks
+# 2. Drafts: all legal, after texts drawn uniformly from the masks
 
 
 def step(state: GrammarState, rng: np.random.Generator) -> int | None:
-    """A token that may come next, other than the end; None where there is none."""
-    fork = state.fork()  # the state itself is asked for no mask, which it would keep
+    """Return an allowed token other than the end; None if there is none."""
+    fork = state.fork()  # a copy, since the state would keep its mask
     allowed = np.flatnonzero(unpack(fork.mask(), fork.vocabulary))
     allowed = allowed[allowed != 0]
     return int(rng.choice(allowed)) if len(allowed) else None
@@ -108,7 +108,7 @@ def text(grammar: Grammar, length: int, rng: np.random.Generator) -> GrammarStat
 
 
 def draft(grammar: Grammar, one: Shape, rng: np.random.Generator) -> tuple[GrammarState, list[int]]:
-    """A state, and tokens for a tree below it."""
+    """Return a state, and tokens for a tree below it."""
     while True:
         state = text(grammar, int(rng.integers(5, 60)), rng)
         at, tokens = [state], []
@@ -135,9 +135,9 @@ def bare_chains(matchers: list[LLMatcher], drafts: list[list[int]], words: int, 
 
 
 def bare_trees(matchers: list[LLMatcher], drafts: list[list[int]], words: int, children: list[list[int]]) -> np.ndarray:
-    """Depth first: fill the row, and for each child in the mask consume, go on there, roll back.
+    """Walk depth first: fill the row; for each child in the mask consume it, recurse, roll back.
 
-    The fastest walk, and not a safe one: a matcher that has rolled back may give wrong masks.
+    This is the fastest walk, but not safe: a matcher that has rolled back may return wrong masks.
     """
     rows = len(children)
     bits = np.zeros((rows * len(drafts), words), dtype=np.int32)
@@ -162,7 +162,7 @@ def bare_trees(matchers: list[LLMatcher], drafts: list[list[int]], words: int, c
 
 @dataclass
 class Case:
-    """A grammar, and drafts of one shape for a batch."""
+    """Return a grammar, and drafts of one shape for a batch."""
 
     grammar: Grammar
     one: Shape
@@ -180,12 +180,12 @@ class Case:
         )
 
     def times(self, rng: np.random.Generator, again: int) -> list[tuple[float, float]]:
-        """Seconds of (ours, bare) for one new batch of drafts, ``again`` times, in turns."""
+        """Return seconds of (ours, bare) for one new batch of drafts, ``again`` times, alternating."""
         states, drafts = zip(*(draft(self.grammar, self.one, rng) for _ in range(self.batch)), strict=True)
         token = np.concatenate([np.array(tokens, dtype=np.int64) for tokens in drafts])
         found = []
         for turn in range(again + 1):
-            fresh = [state.fork() for state in states]  # none keeps a mask, on either side
+            fresh = [state.fork() for state in states]  # new ones, since they keep their masks
             matchers = [state.fork().matcher for state in states]
 
             def ours(fresh: list[GrammarState] = fresh) -> np.ndarray:
@@ -196,7 +196,7 @@ class Case:
                     return bare_chains(matchers, list(drafts), self.words, self.pool)
                 return bare_trees(matchers, list(drafts), self.words, self.children)
 
-            if turn == 0:  # warm both, and see that they agree; after a rollback the bare walk may be wrong
+            if turn == 0:  # warm up both, and check that they agree; after a rollback the bare walk may be wrong
                 agree = np.array_equal(ours(), bare().view(np.uint32)[self.to_shape])
                 assert agree or not self.straight
                 continue
@@ -215,7 +215,7 @@ def seconds(call: Callable[[], np.ndarray]) -> float:
 
 
 def ratio(times: np.ndarray, rng: np.random.Generator) -> list[float]:  # [n, 2] -> middle, low, high
-    """The median of ours over bare, and its 95 % interval by bootstrap."""
+    """Return the median of ours over bare, and its 95 % bootstrap interval."""
     ratios = times[:, 0] / times[:, 1]
     again = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
     return [round(float(one), 3) for one in (np.median(ratios), *np.quantile(again, [0.025, 0.975]))]

@@ -35,18 +35,19 @@ PAIRED = ("speed_over_baseline", f"tau_beyond_{REFERENCE}", f"speed_over_{REFERE
 
 
 def results(runs: Path) -> pd.DataFrame:
-    """One row for each workload, temperature and proposer: also beside ``REFERENCE``, and beside the fastest of the
-    others, in the same run; with how much the baseline's own text loops.
+    """Return one row for each workload, temperature and proposer, with the repeated 8-grams of the baseline's text.
+
+    Each is also compared with ``REFERENCE`` and with the fastest of the others in the same run.
     """
     table = swept(runs)
-    rows = [row for run, own in table.groupby("run", sort=False) for row in beside_others(runs / str(run), own)]
+    rows = [row for run, own in table.groupby("run", sort=False) for row in versus_others(runs / str(run), own)]
     table = kept(pd.DataFrame(rows), *KEYS, more=PAIRED)
     named = pd.DataFrame(rows)[[*KEYS, "arm", "best_other"]]
     return table.merge(named, on=[*KEYS, "arm"])
 
 
-def beside_others(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """The run's rows of ``table``, each beside ``REFERENCE`` and beside the fastest of the others."""
+def versus_others(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the run's rows of ``table``, each compared with ``REFERENCE`` and with the fastest of the others."""
     tables = metrics.load(run)
     own = dict(zip(table["arm"], table["recorded"], strict=True))
     speeds = {arm: speed_over(tables.requests, recorded, "baseline").mean for arm, recorded in own.items()}
@@ -62,7 +63,7 @@ def beside_others(run: Path, table: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Workloads and temperatures down; speed-up and tau across; a colour for each proposer."""
+    """Plot speed-up and tau; a row for each workload and temperature, a colour for each proposer."""
     table = table.assign(
         place=[WORKLOADS.index(one) if one in WORKLOADS else len(WORKLOADS) for one in table["prompts"]],
         text=[f"{one}, T = {at:g}" for one, at in zip(table["prompts"], table["temperature"], strict=True)],
@@ -82,12 +83,10 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Speed-up with its interval, and tau, of each proposer on each workload at each temperature; then its speed over
-    that of ``REFERENCE``, and the fastest one's over the next.
-    """
+    """Return the README's tables: speed-up and tau; speed over ``REFERENCE``, and the fastest one's over the next."""
     arms = ordered(list(table["arm"]), PROPOSERS)
     others = [arm for arm in arms if arm != REFERENCE]
-    alone = [["text", "temperature", *(NAMES[arm] for arm in arms), "loops"]]
+    alone = [["text", "temperature", *(NAMES[arm] for arm in arms), "repeated 8-grams"]]
     paired = [[f"over the {NAMES[REFERENCE]}", "temperature", *(NAMES[arm] for arm in others), "fastest over the next"]]
     for workload in ordered(list(table["prompts"]), WORKLOADS):
         for temperature in sorted(table["temperature"].unique()):
@@ -96,7 +95,7 @@ def written(table: pd.DataFrame) -> str:
             known = [row for row in found.values() if row]
             if known:
                 cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found.values()]
-                alone.append([*place, *cells, percent(known[0]["baseline_loops"])])
+                alone.append([*place, *cells, percent(known[0]["baseline_repeated_8grams"])])
                 best = max(known, key=lambda row: float(row["speed_over_baseline"]))
                 two = f"{NAMES[best['arm']]} over {NAMES[best['best_other']]}"
                 over = [shown(found[arm], f"speed_over_{REFERENCE}") for arm in others]

@@ -38,7 +38,7 @@ TASKS = {
 """Spec-Bench's tasks."""
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-"""Categories that come from MT-Bench; Spec-Bench takes them as one task, conversation."""
+"""Categories that come from MT-Bench; Spec-Bench treats them as one task, conversation."""
 
 TASK = {name: name for name in list(TASKS)[1:-1]} | dict.fromkeys(MT_BENCH, "conversation")
 """The task of each category."""
@@ -47,10 +47,10 @@ REFERENCE = "draft_chain"
 
 
 def results(run: Path) -> pd.DataFrame:
-    """One row for each task, and for all of them, and each proposer; intervals are over prompts.
+    """Return one row for each proposer and task, and for all tasks together; intervals are over prompts.
 
     Raises:
-        ValueError: the run holds nothing; a group is not one prompt; a category is not Spec-Bench's.
+        ValueError: the run has no rows; a group is not one prompt; a category is not Spec-Bench's.
     """
     tables = metrics.load(run)
     check(tables.requests)
@@ -67,13 +67,13 @@ def results(run: Path) -> pd.DataFrame:
 
 
 def check(requests: pd.DataFrame) -> None:
-    """Refuse rows that would be read wrongly.
+    """Check the rows of a run.
 
     Raises:
         ValueError: there are none; a group is not one prompt; a category is not Spec-Bench's.
     """
     if requests.empty:
-        raise ValueError("the run holds no finished prompt; give its command first")
+        raise ValueError("the run has no finished prompt; run its command first")
     sizes = requests.groupby("group")["request"].nunique()
     if (sizes > 1).any():
         raise ValueError(f"group {sizes.idxmax()} holds {sizes.max()} prompts, but tasks are compared at batch_size=1")
@@ -82,9 +82,9 @@ def check(requests: pd.DataFrame) -> None:
 
 
 def of_task(tables: metrics.Tables, names: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """One row for each proposer."""
+    """Yield one row for each proposer."""
     own = tables.requests.drop_duplicates("request")
-    loops = metrics.repeated_8gram_share(tables.requests.loc[tables.requests["arm"] == "baseline", "tokens"])
+    repeated = metrics.repeated_8gram_share(tables.requests.loc[tables.requests["arm"] == "baseline", "tokens"])
     for arm in metrics.arms(tables):
         if arm == "baseline":
             continue
@@ -100,7 +100,7 @@ def of_task(tables: metrics.Tables, names: dict[str, str]) -> Iterator[dict[str,
             **bounds("speedup", metrics.Interval(**figures["speedup"])),
             **bounds("speedup_with_prefill", metrics.Interval(**figures["speedup_with_prefill"])),
             "nodes_per_step": figures["nodes_per_step"],
-            "baseline_loops": loops,
+            "baseline_repeated_8grams": repeated,
         }
         if names[arm] != REFERENCE:
             row |= bounds(f"speed_over_{REFERENCE}", speed_over(tables.requests, arm, REFERENCE))
@@ -108,7 +108,7 @@ def of_task(tables: metrics.Tables, names: dict[str, str]) -> Iterator[dict[str,
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Tasks down; speed-up and tau across; a colour for each proposer."""
+    """Plot speed-up and tau; a row for each task, a colour for each proposer."""
     table = table.assign(text=[f"{TASKS[row.task]} ({decoded(table, row.task)})" for row in table.itertuples()])
     figure = Figure(figsize=(10.5, 0.75 * table["task"].nunique() + 1.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -126,24 +126,24 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def decoded(table: pd.DataFrame, task: str) -> str:
-    """How many of the task's prompts have a decode time: "78 of 80", "77-78 of 80" where arms differ."""
+    """Return how many of the task's prompts have a decode time: "78 of 80", or "77-78 of 80" if arms differ."""
     own = table[table["task"] == task]
     few, most = own["decoded"].min(), own["decoded"].max()
     return f"{few if few == most else f'{few}-{most}'} of {own['prompts'].iloc[0]}"
 
 
 def written(table: pd.DataFrame) -> str:
-    """Speed-up with its interval, and tau, of each proposer on each task; then its speed over ``REFERENCE``'s."""
+    """Return the README's tables: speed-up and tau of each proposer on each task; then speed over ``REFERENCE``'s."""
     arms = ordered(list(table["arm"]), PROPOSERS)
     others = [arm for arm in arms if arm != REFERENCE]
-    alone = [["task", "prompts decoded", "median length", *(NAMES[arm] for arm in arms), "loops"]]
+    alone = [["task", "prompts decoded", "median length", *(NAMES[arm] for arm in arms), "repeated 8-grams"]]
     paired = [[f"over the {NAMES[REFERENCE]}", *(NAMES[arm] for arm in others)]]
     for task in ordered(list(table["task"]), list(TASKS)):
         found = {arm: row_where(table, task=task, arm=arm) for arm in arms}
         known = next(row for row in found.values() if row)
         cells = [f"{shown(row)}, {row['tau_macro']:.2f}" if row else "-" for row in found.values()]
         facts = decoded(table, task), f"{known['prompt_tokens']:.0f}"
-        alone.append([TASKS[task], *facts, *cells, percent(known["baseline_loops"])])
+        alone.append([TASKS[task], *facts, *cells, percent(known["baseline_repeated_8grams"])])
         paired.append([TASKS[task], *(shown(found[arm], f"speed_over_{REFERENCE}") for arm in others)])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 

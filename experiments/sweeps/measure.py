@@ -1,6 +1,6 @@
-"""What a sweep costs beyond its decoding: two workers against one, a job's overhead, a thousand runs read.
+"""The time of a sweep beyond its decoding: two workers against one, a job's overhead, reading a thousand runs.
 
-``python experiments/sweeps/measure.py`` takes some six minutes and writes results.json beside it.
+``python experiments/sweeps/measure.py`` takes some six minutes and writes results.json into this folder.
 """
 
 import argparse
@@ -19,35 +19,35 @@ from spec_lab.results import sweep
 from spec_lab.results.manifest import machine, write_json
 
 JOB = ["proposer=draft_chain", "threads=1", "warmup=0"]
-"""Without what a run does by request: no warm-up, and no tree that is calibrated (some seconds of timing)."""
+"""Options without warm-up and without a calibrated tree (some seconds of timing)."""
 
 HERE = Path(__file__).parent
 
 
 LEAST = "import torch; from transformers import LlamaForCausalLM"
-"""What no job in a process of its own can do without."""
+"""The imports of every job in a process of its own."""
 
 
 def python(*options: str) -> float:
-    """Seconds of a Python process."""
+    """Return the seconds of a Python process."""
     began = time.perf_counter()
     subprocess.run([sys.executable, *options], check=True, capture_output=True, cwd=HERE.parents[1])
     return time.perf_counter() - began
 
 
 def command(*options: str) -> float:
-    """Seconds of a spec-lab command in a process of its own."""
+    """Return the seconds of a spec-lab command in a process of its own."""
     return python("-m", "spec_lab", *options)
 
 
 def decoding(run: Path) -> float:
-    """Seconds of a run inside its decode loops, prefills included, of all arms."""
+    """Return the seconds of a run inside the decode loops of all arms, prefill included."""
     rounds = metrics.load(run).rounds
     return float((rounds["start"] + rounds["whole"]).groupby([rounds["group"], rounds["arm"]]).max().sum())
 
 
 def workers(folder: Path, jobs: int, prompts: int, repeats: int) -> dict:
-    """Seconds of the same sweep with one joblib worker and with two, in turns."""
+    """Return the seconds of the same sweep with one joblib worker and with two, alternating."""
     took: dict[int, list[float]] = {1: [], 2: []}
     for turn in range(repeats):
         for count in (1, 2) if turn % 2 == 0 else (2, 1):
@@ -60,9 +60,10 @@ def workers(folder: Path, jobs: int, prompts: int, repeats: int) -> dict:
 
 
 def overhead(folder: Path, jobs: int, prompts: int) -> dict:
-    """Seconds of a job beyond its decoding: in a process of its own, and as one more in a process that has others.
+    """Return the seconds of a job beyond its decoding, in a process of its own and in a process that has run others.
 
-    A whole command less its decoding; and a command of ``1 + jobs`` jobs less one of a single job, for each of them.
+    The first is a whole command less its decoding; the second a command of ``1 + jobs`` jobs less one of a single job,
+    divided by ``jobs``.
     """
 
     def rest(name: str, count: int) -> float:
@@ -79,7 +80,7 @@ def overhead(folder: Path, jobs: int, prompts: int) -> dict:
 
 
 def thousand(folder: Path, count: int) -> dict:
-    """Seconds to collect and to report a sweep of so many runs: copies of one, with seeds and figures of their own."""
+    """Return the seconds to collect and to report a sweep of copies of a run, with different seeds and figures."""
     done = next(one.folder for one in sweep.runs(folder / "reused-0"))
     out, generator = folder / "thousand", np.random.default_rng(0)
     jobs = [

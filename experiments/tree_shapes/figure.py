@@ -30,14 +30,14 @@ REFERENCE = "grown_63"
 
 
 def results(runs: Path) -> pd.DataFrame:
-    """One row for each workload and tree, also beside ``REFERENCE``."""
+    """Return one row for each workload and tree, also compared with ``REFERENCE``."""
     table = swept(runs)
-    over = pd.DataFrame([row for run in table["run"].unique() for row in beside_reference(runs / run)])
+    over = pd.DataFrame([row for run in table["run"].unique() for row in versus_reference(runs / run)])
     return kept(table.merge(over, on=["run", "arm"]), "prompts", more=("tau_beyond_grown", "speed_over_grown"))
 
 
-def beside_reference(run: Path) -> Iterator[dict[str, Any]]:
-    """Of each tree, tau less that of ``REFERENCE``, and tokens per second over its, paired over the run's prompts."""
+def versus_reference(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield for each tree tau less that of ``REFERENCE`` and the ratio of speeds, paired over the run's prompts."""
     tables = metrics.load(run)
     for arm in metrics.arms(tables):
         if arm != "baseline":
@@ -50,14 +50,14 @@ def beside_reference(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def by_size(table: pd.DataFrame) -> list[str]:
-    """The trees: the smallest first, of equal ones the one with most tokens per step first."""
+    """Return the trees by number of nodes, those of the same size by descending tokens per step."""
     each = table.groupby("arm")[["nodes_per_step", "tau_pooled"]].mean()
-    size = each["nodes_per_step"].round()  # near the context's end trees are cut
+    size = each["nodes_per_step"].round()  # trees are cut near the context's end
     return list(each.assign(size=size).sort_values(["size", "tau_pooled"], ascending=[True, False]).index)
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Trees down; tau, tau less that of ``REFERENCE``, and speed-up across; a colour for each workload."""
+    """Plot tau, tau less that of ``REFERENCE``, and speed-up; a row for each tree, a colour for each workload."""
     trees = by_size(table)
     sizes = table.groupby("arm")["nodes_per_step"].mean()
     table = table.set_index("arm").loc[trees].reset_index()
@@ -80,20 +80,18 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Speed-up with its interval, and tau, of each tree on each workload; then tau less that of ``REFERENCE``, and
-    speed over its.
-    """
+    """Return the README's tables: speed-up and tau of each tree and workload; both compared with ``REFERENCE``."""
     workloads = ordered(list(table["prompts"]), WORKLOADS)
     alone = [["tree", "nodes", *workloads]]
-    paired = [[f"beside `{REFERENCE}`", *(f"{workload}: tau; x speed" for workload in workloads)]]
+    paired = [[f"versus `{REFERENCE}`", *(f"{workload}: tau; x speed" for workload in workloads)]]
     for tree in by_size(table):
         found = [row_where(table, arm=tree, prompts=workload) for workload in workloads]
         nodes = f"{table.loc[table['arm'] == tree, 'nodes_per_step'].mean():.0f}"
         cells = [f"{shown(row)}, {row['tau_pooled']:.2f}" if row else "-" for row in found]
         alone.append([tree, nodes, *cells])
         if tree != REFERENCE:
-            beside = [(shown(row, "tau_beyond_grown"), shown(row, "speed_over_grown")) for row in found]
-            paired.append([tree, *("; x ".join(both) for both in beside)])
+            both_of = [(shown(row, "tau_beyond_grown"), shown(row, "speed_over_grown")) for row in found]
+            paired.append([tree, *("; x ".join(both) for both in both_of)])
     return f"{markdown(alone)}\n\n{markdown(paired)}"
 
 

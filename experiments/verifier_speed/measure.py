@@ -1,4 +1,4 @@
-"""What verifying costs: beside a rejection sampler in plain PyTorch, and as a share of the target's own forward."""
+"""The time of verification: versus a rejection sampler in plain PyTorch, and as a share of the target's forward."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ CONF = Path(__file__).parents[2] / "conf" / "verifier"
 
 
 def verifiers(names: Sequence[str], drawn: str) -> list[Verifier]:
-    """Those of ``conf/verifier`` so called, with the parameters they have there, that judge drafts drawn so."""
+    """Return the named verifiers of ``conf/verifier``, with their options there, that support this way of drawing."""
     found: list[Verifier] = [instantiate(OmegaConf.load(CONF / f"{name}.yaml")) for name in names]
     return [one for one in found if drawn in one.accepts]
 
 
-# 1. Chains, beside a rejection sampler in plain PyTorch
+# 1. Chains, compared with a rejection sampler in plain PyTorch
 
 
 class Chains:
-    """Laws and tokens of ``sequences`` chains; row numbers as in ``Draft``.
+    """Distributions and tokens of ``sequences`` chains; row numbers as in ``Draft``.
 
-    The target's logits are normal, the draft's the same with noise added.
+    The target's logits are normal; the draft's are the same with noise added.
     """
 
     def __init__(self, sequences: int, depth: int, vocabulary: int, noise: float, seed: int, device: str) -> None:
@@ -64,19 +64,19 @@ class Chains:
         self.p = torch.softmax(logits, -1)
         token = torch.multinomial(q, 1, generator=generator)[torch.from_numpy(q_row[shape.parent]).to(device), 0]
         self.draft = Draft(shape, token, "iid", q, q_row)
-        # what the sampler in plain PyTorch is given: the same laws, and where each chain's lie in them
+        # for the sampler in plain PyTorch: the same distributions, and each chain's rows in them
         self.p_rows = torch.from_numpy(shape.grid).to(device)  # [B, K + 1]
         self.q_rows = torch.from_numpy(q_row[shape.grid[:, :-1]]).to(device)  # [B, K]
         self.tokens = token[self.p_rows[:, 1:] - sequences]  # [B, K]
 
 
 class Plain:
-    """Rejection sampling of chains as one would write it for speed: lazy residuals, no loop, memory used again.
+    """Rejection sampling of chains written for speed: lazy residuals, no loop, reused memory.
 
     Source: 2211.17192, algorithm 1. All in float32.
 
     Args:
-        like: chains of the size to be judged.
+        like: chains of the size to be verified.
         sample: draws one index for each row of weights ``[B, V]``.
     """
 
@@ -86,7 +86,7 @@ class Plain:
         self.law, self.q = (torch.empty(size, device=like.p.device) for _ in range(2))
 
     def __call__(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        """Accepted tokens of each chain, and the token after them: both ``[B]``."""
+        """Return the accepted tokens of each chain, and the bonus or recovered token: both ``[B]``."""
         p, q, tokens = chains.p, chains.draft.q, chains.tokens
         assert q is not None
         depth, width = tokens.shape[-1], p.shape[-1]
@@ -101,14 +101,14 @@ class Plain:
 
 
 def running_sum(weights: Tensor) -> Tensor:
-    """The inverse law by one running sum."""
+    """Sample by inverse transform with one running sum."""
     total = weights.cumsum(-1)
     mass = torch.rand_like(total[:, :1]) * total[:, -1:]
     return torch.searchsorted(total, mass, right=True).clamp_max_(weights.shape[-1] - 1)[:, 0]
 
 
 def block_sums(weights: Tensor, width: int = 64) -> Tensor:
-    """The inverse law by sums over blocks, then within one block; a vocabulary that blocks do not fill is padded."""
+    """Sample by inverse transform with sums over blocks, then within one block; the vocabulary is padded to blocks."""
     if short := -weights.shape[-1] % width:
         weights = torch.nn.functional.pad(weights, (0, short))
     blocks = weights.unflatten(-1, (-1, width))  # [B, N, W]
@@ -121,13 +121,13 @@ def block_sums(weights: Tensor, width: int = 64) -> Tensor:
 
 
 @torch.inference_mode()
-def beside_plain(
+def time_chains(
     sequences: int, depth: int, vocabulary: int, noise: float, names: Sequence[str], repeats: int, device: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Seconds ``[repeats, contenders]`` of judging all chains, and accepted tokens per chain.
+    """Return seconds ``[repeats, contenders]`` of verifying all chains, and accepted tokens per chain.
 
-    Every repeat runs all contenders, in an order of its own: one finds the memory as the one before has left it.
-    Several sets of chains take turns, so that none judges what it has just judged.
+    Every repeat runs all contenders in another order, since each starts with the memory of the one before. Several sets
+    of chains alternate, so that none is verified twice in a row.
     """
     sets = [Chains(sequences, depth, vocabulary, noise, seed, device) for seed in range(3)]
     who, clock, draws = [(b, 0, 0) for b in range(sequences)], Clock(device), CounterDraws(0)
@@ -173,7 +173,7 @@ def beside_plain(
 
 
 class Timed:
-    """The part of a step that chooses: asks a verifier of its own about the step's draft and p, and times both.
+    """Replaces a step's choice: runs another verifier on the step's draft and p, and times it with ``choose``.
 
     Args:
         capture: the step's verifier.
@@ -195,7 +195,7 @@ class Timed:
         return choice
 
 
-def beside_forward(
+def time_tree(
     target: Target,
     draft: str,
     prompts: Path,
@@ -206,9 +206,9 @@ def beside_forward(
     context: int,
     rounds: int,
 ) -> pd.DataFrame:
-    """Seconds of the phases of real steps ``[rounds, ..]``; the verifiers that support such drafts take turns.
+    """Return seconds of the phases of real steps ``[rounds, ..]``; the verifiers that support such drafts alternate.
 
-    One sequence at a time is decoded from ``context`` tokens on, ``rounds`` steps in all for each verifier.
+    One sequence at a time is decoded from ``context`` tokens on, ``rounds`` steps in total for each verifier.
     """
     proposer = DraftModel.load(target, draft, tree=tree, drawn=drawn)
     judges, lm, clock, draws = verifiers(names, drawn), target.lm, target.lm.clock, CounterDraws(0)
@@ -217,7 +217,7 @@ def beside_forward(
     parts = Parts(target, proposer, capture, draws, choose=timed)
     sampling = Sampling(temperature=temperature)
     long = [one for one in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(one.tokens) > 8]
-    each = 4 * len(judges)  # rounds for each prompt
+    each = 4 * len(judges)  # steps for each prompt
     rows: list[dict[str, float | str]] = []
     number, wanted = 0, rounds * len(judges)
     progress = tqdm(total=wanted, unit="round", desc=f"{drawn}, temperature {temperature:g}")
@@ -230,7 +230,7 @@ def beside_forward(
             judge = timed.verifier = judges[number % len(judges)]
             info = step([sequence], parts)
             clock.synchronise()
-            if this == 0:  # the first computes the prompt in the draft as well
+            if this == 0:  # the first also computes the prompt in the draft model
                 continue
             seconds = info.seconds()
             phases = {"forward": seconds["target"], "probabilities": seconds["probabilities"]}
@@ -247,16 +247,16 @@ def beside_forward(
     return pd.DataFrame(rows)
 
 
-# What is shown
+# Output
 
 
 def quartiles(values: pd.Series, scale: float = 1.0) -> list[float]:
-    """Median, first and third quartile, and the smallest."""
+    """Return median, first and third quartile, and minimum."""
     return [float(scale * values.quantile(at)) for at in (0.5, 0.25, 0.75, 0.0)]
 
 
 def shown(found: Sequence[float], form: str = ".2f") -> tuple[str, str]:
-    """Cells for a median with its quartiles, and for the smallest."""
+    """Return cells for a median with its quartiles, and for the minimum."""
     median, low, high, least = (format(value, form) for value in found)
     return f"{median} [{low}, {high}]", least
 
@@ -326,13 +326,13 @@ def main() -> None:
     for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
         if arguments.only != "forward":
             title = f"{size[0]} chains of {size[1]} tokens, V = {size[2]}, float32, {device}"
-            seconds, accepted = beside_plain(*size, arguments.verifiers, arguments.repeats, device)
+            seconds, accepted = time_chains(*size, arguments.verifiers, arguments.repeats, device)
             view, result[f"chains, {device}"] = chains_table(seconds, accepted, title)
             console.print(view)
         if arguments.only != "chains":
             target = Target.load(arguments.target, device)
             for drawn, temperature in (("point", 0.0), ("iid", 1.0), ("without", 1.0)):
-                rounds = beside_forward(
+                rounds = time_tree(
                     target, arguments.draft, arguments.prompts, arguments.tree, drawn, temperature,
                     arguments.verifiers, arguments.context, arguments.rounds,
                 )  # fmt: skip

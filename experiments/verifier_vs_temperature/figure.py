@@ -10,9 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.plots import (
-    BESIDE,
     NAMES,
-    beside,
+    VERSUS,
     colours,
     kept,
     line,
@@ -23,6 +22,7 @@ from experiments.plots import (
     shown,
     study,
     swept,
+    versus,
 )
 
 VERIFIERS = ("traversal", "token", "match", "typical", "lenient")
@@ -31,13 +31,13 @@ REFERENCE = "token"
 
 
 def results(runs: Path) -> pd.DataFrame:
-    """One row for each temperature, verifier and draft, also beside ``REFERENCE`` at the same temperature."""
-    table = beside(runs, swept(runs), KEYS, {"verifier_name": REFERENCE}, REFERENCE)
-    return kept(table, *KEYS, more=[f"{what}_{REFERENCE}" for what in BESIDE])
+    """Return one row for each temperature, verifier and draft, also compared with ``REFERENCE``."""
+    table = versus(runs, swept(runs), KEYS, {"verifier_name": REFERENCE}, REFERENCE)
+    return kept(table, *KEYS, more=[f"{what}_{REFERENCE}" for what in VERSUS])
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """Drafts down; expected tau and speed-up across; a line for each verifier, dashed where it is lossy."""
+    """Plot expected tau and speed-up; a row for each draft, a line for each verifier, dashed if lossy."""
     names, drafts = ordered(list(table["verifier_name"]), VERIFIERS), ordered(list(table["arm"]), ("chain", "tree"))
     colour = colours(names)
     figure = Figure(figsize=(10, 3.4 * len(drafts)), layout="constrained")
@@ -60,12 +60,10 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def written(table: pd.DataFrame) -> str:
-    """Speed-up with its interval, and E tau, for each draft and verifier at each temperature; then each verifier beside
-    ``REFERENCE``.
-    """
+    """Return the README's tables: speed-up and expected tau by temperature; then each verifier versus ``REFERENCE``."""
     temperatures = sorted(table["temperature"].unique())
     head = [f"T = {temperature:g}" for temperature in temperatures]
-    alone, paired = [["draft", "verifier", *head]], [[f"beside `{REFERENCE}`", "verifier", *head]]
+    alone, paired = [["draft", "verifier", *head]], [[f"versus `{REFERENCE}`", "verifier", *head]]
     for draft in ordered(list(table["arm"]), ("chain", "tree")):
         for name in ordered(list(table["verifier_name"]), VERIFIERS):
             found = [row_where(table, arm=draft, verifier_name=name, temperature=one) for one in temperatures]
@@ -80,7 +78,7 @@ def written(table: pd.DataFrame) -> str:
 
 
 def against(row: dict[str, Any] | None) -> str:
-    """Expected tau less that of ``REFERENCE``, and the speed-up over its."""
+    """Return expected tau less that of ``REFERENCE``, and the ratio of speed-ups."""
     if row is None:
         return "-"
     return f"{shown(row, f'expected_tau_beyond_{REFERENCE}')}; x {shown(row, f'speed_over_{REFERENCE}')}"

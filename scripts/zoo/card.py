@@ -1,4 +1,4 @@
-"""The model card: everything measured on held-out text, and the README that says so."""
+"""The model card: measure the models on held-out text, and write the zoo's README."""
 
 import json
 import math
@@ -35,9 +35,9 @@ under those packages' licences.
 **Training.** The target saw {target_tokens:.1f} M tokens in windows of {length} ({mix}), the first {grown:.1f}
 M at half its depth; Muon and AdamW, warm-up-stable-decay, bf16 weights with float32 masters. The draft saw
 {draft_tokens:.1f} M tokens of the same text. The draft was then distilled
-({distilled}){last}. The target wrote by continuing training prefixes, half of them greedily, half at temperature 1;
-every fifth part is plain text. The draft learns the target's laws, the heads its laws and, where it was greedy, its
-choices.
+({distilled}){last}. The target continued training prefixes, half of them greedily, half at temperature 1; every fifth
+part is plain text. The draft learns the target's distributions; the heads learn these and, in greedy parts, the
+target's most probable tokens.
 
 **Held-out loss** (whole held-out streams; nats per token, bits per byte):
 
@@ -46,8 +46,8 @@ choices.
 {losses}
 
 **Heads and draft** on the target's own continuations of the shipped prompts ({tokens} tokens each; greedy,
-alpha = E sum min(p, q) at temperature 1). Head k foretells the token k + 1 places beyond the target's own next
-one; rank r counts where it was the head's r-th choice.
+alpha = E sum min(p, q) at temperature 1). Head k predicts the token k + 1 positions after the target's own next
+one; rank r is the share of tokens that were the head's r-th choice.
 
 {accuracies}
 
@@ -56,7 +56,8 @@ installed; records from seed 10 000 000 on are held out with the names in them. 
 shared lines, and any document that shares a run of 64 characters (160 within records, which share their keys)
 with a prompt. `tests/test_zoo.py` checks it with the sources of the standard library that the machine has. Of
 the prompts that could be cut, those are shipped after which the target's own greedy text repeats itself least
-(8-grams of {screened} tokens): small models loop, and loops flatter every draft. No draft had a say.
+(8-grams of {screened} tokens): small models repeat themselves, and repetitive text is easy to draft. The choice does
+not depend on any draft.
 
 **Commands** (each resumes; some hours on two cores in all{again}):
 
@@ -76,7 +77,7 @@ python scripts/train_zoo.py card     --work DIR
 
 
 def bits_per_byte(nats_per_token: float, tokens: int, size: int) -> float:
-    """From a mean loss in nats over ``tokens`` tokens that spell ``size`` bytes."""
+    """Convert a mean loss in nats over ``tokens`` tokens, which are ``size`` bytes of text, to bits per byte."""
     return nats_per_token / math.log(2) * tokens / size
 
 
@@ -88,7 +89,7 @@ def evaluate(
     prompts: list[list[int]],
     tokens: int = 96,
 ) -> dict:
-    """On continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
+    """Measure on continuations of held-out prompts: heads' accuracies by rank and the draft's agreement (greedy), alpha
     (temperature 1). ``heads`` maps states ``[n, H]`` and the tokens after them ``[n]`` to logits ``[n, K, V]``.
     """
     found: list[np.ndarray] = []  # per prompt [n, K, rank]
@@ -99,7 +100,9 @@ def evaluate(
         own, choices = hidden[0, start:], target.lm_head(hidden).argmax(-1)[0, start:]
         agree.append(float((draft(input_ids=ids).logits[0, start:].argmax(-1) == choices).float().mean()))
         logits = heads(own[:-1], ids[0, start + 1 :])
-        beyond = ids[0, start + 2 :].unfold(0, logits.shape[1], 1)  # [n, K]; what the last states foretell is unwritten
+        beyond = ids[0, start + 2 :].unfold(
+            0, logits.shape[1], 1
+        )  # [n, K]; the last states' predictions lie beyond the text
         right = logits[: len(beyond)].topk(4).indices == beyond[..., None]
         found.append(right.numpy())
         ids, hidden = continue_text(target, prefix, len(prompt) + tokens, 1.0, number)
@@ -113,7 +116,7 @@ def evaluate(
 
 
 def write(settings: Settings) -> dict:
-    """Measure, write ``README.md`` into the zoo and the figures into the work folder; returns them."""
+    """Measure; write ``README.md`` into the zoo and the figures into the work folder; return the figures."""
     zoo, work = settings.zoo, settings.work
     tokenizer = settings.tokenizer()
     models = {name: AutoModelForCausalLM.from_pretrained(zoo / name).eval() for name in ("target", "draft")}
@@ -135,7 +138,7 @@ def write(settings: Settings) -> dict:
 
 
 def _told(one: dict) -> str:
-    """A distillation in words."""
+    """Describe a distillation in words."""
     plain = f"{one['plain_tokens'] / 1e6:.2f} M tokens of plain text, then " if one["plain_tokens"] else ""
     return (
         f"{plain}{one['passes']:g} passes over {one['written_tokens'] / 1e6:.2f} M tokens that the target wrote or read"
@@ -143,7 +146,7 @@ def _told(one: dict) -> str:
 
 
 def render(settings: Settings, figures: dict, sizes: dict, models: dict, heads: Heads) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     work, plan = settings.work, settings.plan
     history = settings.history()
     shapes = {"target": settings.target, "draft": settings.draft}

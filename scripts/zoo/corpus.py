@@ -125,7 +125,7 @@ def trim(text: str) -> str:
 
 
 def _lines(text: str) -> set[str]:
-    """Hashes of the lines that say something."""
+    """Return hashes of the lines with content."""
     return {s for line in text.splitlines() if len(s := line.strip()) > 24}
 
 
@@ -237,8 +237,8 @@ def training(
 ) -> Iterator[Document]:
     """All training documents. Held-out ones are left out by name, by hash and by shared lines.
 
-    Should another version of a package bring a held-out prompt's text elsewhere, the document that holds it is dropped:
-    none shares a run of ``WINDOWS`` characters with a prompt of its kind (code and prose count as one).
+    If another version of a package has a held-out prompt's text elsewhere, that document is dropped: none shares a run
+    of ``WINDOWS`` characters with a prompt of its kind (code and prose count as one).
     """
     shared = {
         kind: shared_windows([p["prompt"] for p in prompts if (p["workload"] == "json") == (kind == "json")], window)
@@ -279,7 +279,7 @@ def _training(holdout: dict, packages: dict[str, int], record_count: int) -> Ite
 
 
 def shared_windows(prompts: Sequence[str], window: int) -> Callable[[str], set[int]]:
-    """A function from a text to the indices of the prompts with which it shares a run of ``window`` characters.
+    """Return a function from a text to the indices of the prompts with which it shares a run of ``window`` characters.
 
     A shared run covers at least one aligned block of half its length in the text: only those are looked up.
     """

@@ -1,8 +1,8 @@
 """Pre-training of a Llama on token streams: warm-up-stable-decay, the first part at half the depth.
 
-The schedule is stable until told otherwise: ``control.json`` in the work folder, read at every step, says where the
-decay starts and how long it takes, so that the end can be decided while training runs. A step depends on nothing but
-the checkpoint, the streams and the control file: a killed run resumes to the same weights.
+``control.json`` in the work folder, read at every step, sets where the decay starts and how long it takes, so that the
+end can be decided while training runs. A step depends only on the checkpoint, the streams and the control file: a run
+that was killed resumes to the same weights.
 """
 
 import json
@@ -44,7 +44,7 @@ DRAFT = Shape(hidden=256, layers=1, heads=4, intermediate=768)
 
 
 def build(shape: Shape, seed: int, eos: int = 0) -> LlamaForCausalLM:
-    """A freshly initialised float32 model."""
+    """Return a new float32 model."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -64,7 +64,7 @@ def build(shape: Shape, seed: int, eos: int = 0) -> LlamaForCausalLM:
 
 
 def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer[LlamaForCausalLM]:
-    """A trainer as saved, at the depth it had then."""
+    """Load a trainer at the depth that it was saved with."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         tensors = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
@@ -74,10 +74,10 @@ def load(path: Path, shape: Shape, plan: Plan, threads: int = 1) -> Trainer[Llam
 
 
 def grow(trainer: Trainer[LlamaForCausalLM], shape: Shape) -> Trainer[LlamaForCausalLM]:
-    """Twice as deep with the same function: each layer is followed by its copy, whose output matrices are zero.
+    """Double the depth without changing the function: each layer is followed by its copy with zero output matrices.
 
-    Half the training at half the depth costs half as much (depth growth, e.g. Du et al. 2024, arXiv 2405.15319; zero
-    output matrices as in LLaMA Pro, arXiv 2401.02415, keep the loss where it was).
+    Steps at half the depth cost half as much (depth growth, e.g. Du et al. 2024, 2405.15319; zero output matrices, as
+    in LLaMA Pro, 2401.02415, leave the loss unchanged).
     """
     grown = Trainer(build(shape, trainer.plan.seed), trainer.plan, trainer.threads)
     tensors = {}
@@ -96,7 +96,7 @@ def grow(trainer: Trainer[LlamaForCausalLM], shape: Shape) -> Trainer[LlamaForCa
 
 
 def token_loss(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    """Mean next-token loss in nats of ``ids [B, T+1]``."""
+    """Return the mean next-token loss in nats of ``ids [B, T+1]``."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
@@ -107,7 +107,7 @@ def _share(model: torch.nn.Module, ids: Tensor, share: float) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, folder: Path, length: int, windows: int) -> dict[str, float]:
-    """Mean loss in nats per token of each workload over ``windows`` windows spread evenly over its held-out stream."""
+    """Return each workload's mean loss, in nats per token, over ``windows`` windows spread evenly over its stream."""
     losses = {}
     for path in sorted(folder.glob("*.bin")):
         stream = np.fromfile(path, dtype=np.uint16).astype(np.int64)
@@ -120,9 +120,7 @@ def held_out_loss(model: LlamaForCausalLM, folder: Path, length: int, windows: i
 
 @dataclass(frozen=True)
 class Control:
-    """Where the phases begin, in steps, and a factor on all rates; ``control.json`` in the work folder overrides it
-    while training runs.
-    """
+    """Where the phases begin, in steps, and a factor of all rates; ``control.json`` in the work folder overrides it."""
 
     grow_step: int = 3700
     stable_steps: int = 4420
@@ -130,7 +128,7 @@ class Control:
     rate: float = 0.4
 
     def read(self, work: Path) -> "Control":
-        """What holds now."""
+        """Return the current values, with those of ``control.json``."""
         path = work / "control.json"
         return replace(self, **json.loads(path.read_text())) if path.exists() else self
 
@@ -148,7 +146,7 @@ def pretrain(
     stop_after: int | None = None,
     threads: int = 1,
 ) -> Trainer[LlamaForCausalLM]:
-    """Train (or resume) until the decay has ended; ``stop_after`` returns early at that step, as a kill would.
+    """Train, or resume, until the decay has ended; ``stop_after`` ends at that step, as after a kill.
 
     The first ``grow_step`` steps run at half the depth.
     """

@@ -1,6 +1,4 @@
-"""Held-out prompts: cut from held-out documents at natural points, kept only if training text shares no long run with
-them.
-"""
+"""Held-out prompts: cut from held-out documents at natural points, and kept if training text shares no long run."""
 
 import ast
 import json
@@ -77,7 +75,7 @@ def candidates(
             document.text, rng
         )
         fitting = (c for c in cuts if len(c) < 8 * MOST and LEAST <= len(tokenizer(c).input_ids) <= MOST)
-        texts = list(islice(fitting, 1 if document.workload == "json" else None))  # records' cuts come shuffled
+        texts = list(islice(fitting, 1 if document.workload == "json" else None))  # records' cuts are shuffled
         for text in rng.sample(texts, min(per_document, len(texts))):
             found.append({"prompt": text, "workload": document.workload, "source": document.source})
     return found
@@ -86,17 +84,17 @@ def candidates(
 def choose(
     found: list[dict[str, str]], training: Iterable[Document], counts: dict[str, int]
 ) -> dict[str, list[dict[str, str]]]:
-    """The first ``counts`` of each workload that no training document shares a window with, no two of them alike."""
+    """Return the first ``counts`` prompts of each workload that share no window with training text and are distinct."""
     kinds = {
         "text": [f for f in found if f["workload"] != "json"],
         "json": [f for f in found if f["workload"] == "json"],
     }
     shared = {kind: shared_windows([f["prompt"] for f in rows], WINDOWS[kind]) for kind, rows in kinds.items()}
-    spoilt: dict[str, set[int]] = {kind: set() for kind in kinds}
+    seen: dict[str, set[int]] = {kind: set() for kind in kinds}
     for document in training:
         kind = "json" if document.workload == "json" else "text"
-        spoilt[kind] |= shared[kind](document.text)
-    clean = [row for kind, rows in kinds.items() for i, row in enumerate(rows) if i not in spoilt[kind]]
+        seen[kind] |= shared[kind](document.text)
+    clean = [row for kind, rows in kinds.items() for i, row in enumerate(rows) if i not in seen[kind]]
     chosen: dict[str, list[dict[str, str]]] = {}
     for workload in WORKLOADS:
         rows = [row for row in clean if row["workload"] == workload]
@@ -110,12 +108,12 @@ def choose(
 
 
 def numbered(workload: str, rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The rows with ids in their order."""
+    """Return the rows with ids in their order."""
     return [{**row, "id": f"{workload}-{number:03d}"} for number, row in enumerate(rows)]
 
 
-def looping(target: Target, texts: Sequence[str], tokens: int, batch_size: int = 16) -> list[float]:
-    """After each text, the share of the 8-grams in the target's next greedy ``tokens`` that occurred before in them."""
+def repeated_8grams(target: Target, texts: Sequence[str], tokens: int, batch_size: int = 16) -> list[float]:
+    """Return the share of repeated 8-grams in the target's greedy continuation of each text by ``tokens`` tokens."""
     requests = requests_of(target, [Prompt(str(i), one) for i, one in enumerate(texts)], Sampling(), tokens)
     shares = []
     for start in range(0, len(requests), batch_size):
@@ -128,7 +126,7 @@ def looping(target: Target, texts: Sequence[str], tokens: int, batch_size: int =
 def least(
     rows: list[dict[str, str]], shares: Sequence[float], counts: dict[str, int]
 ) -> dict[str, list[dict[str, str]]]:
-    """Of each workload the ``counts`` rows of least share (NaN, of a text too short, is most), in their order."""
+    """Return each workload's ``counts`` rows with the smallest shares, in their order; NaN is last."""
     chosen = {}
     for workload in WORKLOADS:
         own = [i for i, row in enumerate(rows) if row["workload"] == workload]
@@ -138,14 +136,14 @@ def least(
 
 
 def write(chosen: dict[str, list[dict[str, str]]], folder: Path) -> None:
-    """One JSON Lines file per workload."""
+    """Write one JSON Lines file per workload."""
     folder.mkdir(parents=True, exist_ok=True)
     for workload, rows in chosen.items():
         (folder / f"{workload}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def read(folder: Path) -> list[dict[str, str]]:
-    """All shipped prompts; none where the folder does not exist yet."""
+    """Return all prompts of the folder; none if it does not exist."""
     return [
         json.loads(line)
         for path in sorted(folder.glob("*.jsonl"))

@@ -1,4 +1,4 @@
-"""What the stages of training need, and the settings that made the shipped weights."""
+"""The settings of the training stages; the defaults are those of the shipped weights."""
 
 import json
 from dataclasses import dataclass, field
@@ -24,18 +24,22 @@ HOLD_OUT |= {"sympy": 3, "rich": 3, "huggingface_hub": 3}
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that the stages are told.
+    """The settings of all stages.
 
     Args:
         work: folder of streams, checkpoints and generated text.
-        zoo: folder of what is shipped.
-        packages: most bytes of each package; records: how many; hold_out: modules of each package.
-        candidates: prompts cut of each workload at most; prompts: how many of them are shipped.
-        parts: of generated text.
-        windows: of each held-out stream that the card measures at most; tokens: of each continuation it measures on.
-        screened: tokens after a prompt in which it may loop least.
-        calibration: length of prefixes, tokens after each, prefixes.
-        options: of ``pretrain.pretrain``, such as how often it saves.
+        zoo: folder of the shipped files.
+        packages: maximum bytes of each package.
+        records: number of generated records.
+        hold_out: number of held-out modules of each package.
+        candidates: maximum number of prompts that are cut for each workload.
+        prompts: number of shipped prompts of each workload.
+        parts: number of parts of generated text.
+        windows: maximum number of windows of each held-out stream that the card measures.
+        tokens: length of each continuation that the card measures.
+        screened: length of the continuations in which repeated 8-grams are counted.
+        calibration: length of prefixes, tokens after each, number of prefixes.
+        options: of ``pretrain.pretrain``, such as ``save_seconds``.
     """
 
     work: Path
@@ -62,17 +66,17 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The shipped tokenizer."""
+        """Return the shipped tokenizer."""
         return AutoTokenizer.from_pretrained(self.zoo / "target")
 
     def trained_target(self) -> LlamaForCausalLM:
-        """The target as it will be shipped, bf16, all its layers; where it was not trained here, the shipped one."""
+        """Return the target in bfloat16 with all its layers; the shipped one if it was not trained here."""
         model = self._trained("target", self.target, self.plan)
         model.set_attn_implementation("sdpa")
         return model
 
     def pretrained_draft(self) -> LlamaForCausalLM:
-        """The draft after plain text; where it was not trained here, the shipped one."""
+        """Return the draft model after training on plain text; the shipped one if it was not trained here."""
         return self._trained("draft", self.draft, self.draft_plan)
 
     def _trained(self, name: str, shape: Shape, plan: Plan) -> LlamaForCausalLM:
@@ -85,10 +89,10 @@ class Settings:
         return trainer.model
 
     def history(self) -> dict[str, Any]:
-        """What the models were trained on, for the card: tokens of each model, the target's control, every distillation
-        of the draft (that of the heads is the last).
+        """Return the training history for the card, and write it to ``training.json`` in the zoo.
 
-        Kept beside the shipped models, so that later stages can start from these.
+        It holds the tokens of each model, the target's control, and every distillation of the draft model (the heads'
+        is the last).
         """
         file, found = self.zoo / "training.json", {}
         if file.exists():
@@ -104,7 +108,9 @@ class Settings:
             found["half_depth_tokens"] = control.grow_step * self.plan.batch * self.plan.length
         distilled = self.work / "distilled" / "facts.json"
         if distilled.exists():
-            anew = (self.work / "draft" / "checkpoint.safetensors").exists()  # else it went on from the shipped draft
+            anew = (
+                self.work / "draft" / "checkpoint.safetensors"
+            ).exists()  # otherwise training resumed from the shipped draft
             before, now = [] if anew else found.get("distilled", []), json.loads(distilled.read_text())
             found["distilled"] = [one for one in before if one.get("draft_sha256") != now["draft_sha256"]] + [now]
         file.write_text(json.dumps(found, indent=1) + "\n")

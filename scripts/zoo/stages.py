@@ -1,15 +1,15 @@
-"""The stages of training the bundled models, in the order in which they run; each reads and writes folders only.
+"""The stages of training the bundled models, in their order; each reads and writes folders only.
 
-corpus      hold-out list, tokenizer and token streams (what the zoo already ships is used as it is)
+corpus      hold-out list, tokenizer and token streams (existing files of the zoo are kept)
 prompts     candidates for held-out prompts
 target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
 draft       pre-training of the draft on plain text
 generate    the target continues training text
-distill     draft and Medusa heads learn the target's laws, on plain text and then on what it wrote
+distill     draft and Medusa heads learn the target's distributions, on plain text and then on the target's own
 export      bf16 weights, configs and tokenizer into the zoo
-screen      of the candidates, those after which the target's text loops least become the shipped prompts
-calibrate   how often the heads are right on held-out code, for the choice of a tree
-card        measures everything on held-out text and writes the model card
+screen      choose the prompts after which the target's text has the fewest repeated 8-grams
+calibrate   measure the heads' accuracies on held-out code, for the choice of a tree
+card        measure the models on held-out text and write the model card
 """
 
 import argparse
@@ -41,20 +41,20 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: one stage, a work folder, and what differs from the settings that made the shipped weights."""
+    """Run one stage; options default to the settings of the shipped weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("--work", type=Path, required=True, help="folder of streams, checkpoints and generated text")
     parser.add_argument("--zoo", type=Path, default=ZOO, help="folder of the shipped files")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--grow-step", type=int, default=Control.grow_step, help="steps at half depth")
-    parser.add_argument("--stable-steps", type=int, default=Control.stable_steps, help="when the rates begin to fall")
+    parser.add_argument("--stable-steps", type=int, default=Control.stable_steps, help="steps before the rates fall")
     parser.add_argument("--decay-steps", type=int, default=Control.decay_steps)
-    parser.add_argument("--rate", type=float, default=Control.rate, help="factor on the target's rates")
+    parser.add_argument("--rate", type=float, default=Control.rate, help="factor of the target's learning rates")
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    training = chosen.stage in ("target", "draft", "distill")  # there threads work side by side on parts of a batch
+    training = chosen.stage in ("target", "draft", "distill")  # their threads compute parts of a batch in parallel
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def corpus(settings: Settings) -> None:
-    """Choose what is held out, unless it is listed; train the tokenizer, unless it is there; write token streams."""
+    """Choose the held-out documents and train the tokenizer, unless they exist; write token streams."""
     listed = settings.zoo / "holdout.json"
     if not listed.exists():
         listed.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def generate(settings: Settings) -> None:
 
 
 def distill(settings: Settings) -> None:
-    """Train draft and heads on the target's text and laws."""
+    """Train draft and heads on the target's text and distributions."""
     plan, teacher, out = settings.distillation, settings.trained_target(), settings.work / "distilled"
     threads = settings.options.get("threads", 1)
     student = Trainer(settings.pretrained_draft().float(), settings.draft_plan, threads)
@@ -124,7 +124,9 @@ def distill(settings: Settings) -> None:
         "plain_tokens": plan.plain_steps * plan.rows * row,
         "written_tokens": len(list(generated.glob("part-*.safetensors"))) * settings.generation.batch * row,
         "passes": plan.passes,
-        "draft_sha256": files.file_sha256(out / "draft.safetensors"),  # tells one distillation from another like it
+        "draft_sha256": files.file_sha256(
+            out / "draft.safetensors"
+        ),  # distinguishes distillations with the same settings
     }
     (out / "facts.json").write_text(json.dumps(facts))
 
@@ -141,16 +143,17 @@ def export(settings: Settings) -> None:
 
 
 def screen(settings: Settings) -> None:
-    """Choose the shipped prompts: where text loops, any draft looks good."""
+    """Choose the shipped prompts: repetitive text would be easy for any draft."""
     lm = Target.load(str(settings.zoo / "target"))
     rows = cuts.read(settings.work / "prompts")
-    shares = cuts.looping(lm, [row["prompt"] for row in rows], settings.screened)
+    shares = cuts.repeated_8grams(lm, [row["prompt"] for row in rows], settings.screened)
     cuts.write(cuts.least(rows, shares, settings.prompts), settings.zoo / "prompts")
-    (settings.work / "looping.json").write_text(json.dumps({r["id"]: s for r, s in zip(rows, shares, strict=True)}))
+    named = {r["id"]: s for r, s in zip(rows, shares, strict=True)}
+    (settings.work / "repeated_8grams.json").write_text(json.dumps(named))
 
 
 def calibrate(settings: Settings) -> None:
-    """Write calibrations beside the heads, greedy and at temperature 1, from held-out code that is no prompt."""
+    """Write the heads' calibrations, greedy and at temperature 1, from held-out code that is not among the prompts."""
     lm = Target.load(str(settings.zoo / "target"))
     heads = Heads.read(str(settings.zoo / "medusa"), lm)
     length, tokens, count = settings.calibration
@@ -167,7 +170,7 @@ def calibrate(settings: Settings) -> None:
 
 
 def card(settings: Settings) -> None:
-    """Measure what is in the zoo and describe it there."""
+    """Measure the models of the zoo, and write its README."""
     cards.write(settings)
 
 

@@ -16,7 +16,7 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """A transformers fast tokenizer with one special token (``EOS``, id 0) and no token added by itself."""
+    """Train a fast tokenizer of transformers with one special token (``EOS``, id 0), which it never adds by itself."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -38,7 +38,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 
 
 def sample_texts(documents: Iterable[Document], most: dict[str, int] | None = None) -> Iterator[str]:
-    """Texts to train the tokenizer on: the standard library, and of each workload about ``most`` characters."""
+    """Yield texts for training the tokenizer: the standard library, and about ``most`` characters of each workload."""
     left = dict(most or {"code": 6_000_000, "prose": 3_000_000, "json": 1_500_000})
     for document in sorted(documents, key=lambda d: sha256(d.text)):
         if left[document.workload] > 0:
@@ -51,9 +51,9 @@ def sample_texts(documents: Iterable[Document], most: dict[str, int] | None = No
 def write_streams(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, folder: Path, repeats: int = 1
 ) -> dict[str, dict[str, int]]:
-    """One ``<workload>.bin`` of uint16 ids per workload, each document ended by EOS; returns tokens and bytes of each.
+    """Write one ``<workload>.bin`` of uint16 ids per workload, with EOS after each document; return the sizes of each.
 
-    Documents from ``stdlib`` are written ``repeats`` times: the headline prompts resemble them most.
+    Documents from ``stdlib`` are written ``repeats`` times, since the code prompts resemble them most.
     """
     folder.mkdir(parents=True, exist_ok=True)
     core, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id

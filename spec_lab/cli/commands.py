@@ -1,4 +1,4 @@
-"""Commands that read what runs have left: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track``."""
+"""Commands that read the files of runs: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spec_lab.results import sweep
 
 
 def command(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Carry out a command; returns the exit code. What is wrong is said in one line."""
+    """Run a sub-command; return the exit code. Errors are printed in one line."""
     console = console or Console(markup=False)
     if arguments[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(
-            f"spec_lab: there is no command {arguments[0]}; commands are {known}; "
-            "an experiment is run by +experiment=NAME, an option is set by NAME=VALUE",
+            f"spec_lab: unknown command {arguments[0]}; commands are {known}; "
+            "+experiment=NAME runs an experiment, NAME=VALUE sets an option",
             file=sys.stderr,
         )
         return 2
@@ -41,11 +41,11 @@ def complete(line: str) -> tuple[list[str], bool]:
     """Complete a command line.
 
     Args:
-        line: as typed, the program's name first.
+        line: the typed line, beginning with the program's name.
 
     Returns:
-        The sub-commands that the first word may become, or the options and directories that the word after a
-        sub-command may; whether Hydra's own completions belong there too.
+        The completions of the last word: sub-commands for the first word, options and directories after a sub-command;
+        and whether Hydra's completions are to be added.
     """
     first, *others = [*line.split()[1:], *([""] if line[-1:].isspace() or len(line.split()) < 2 else [])]
     if not others:
@@ -62,13 +62,13 @@ def complete(line: str) -> tuple[list[str], bool]:
 
 
 def _refuse(error: object) -> int:
-    """Say in one line what is wrong; returns the exit code."""
+    """Print an error in one line; return the exit code."""
     print(f"spec_lab: {visible(' '.join(str(error).split()))}", file=sys.stderr)
     return 1
 
 
 def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
-    """Do it for each folder, whatever is wrong with the others; returns the exit code."""
+    """Call ``what`` for each folder; print errors and continue with the next folder. Return the largest exit code."""
     code = 0
     for folder in folders:
         try:
@@ -80,13 +80,13 @@ def _each(folders: Sequence[Path], what: Callable[[Path], int]) -> int:
 
 
 def _unreadable(folder: Path) -> int:
-    """Name the runs of a sweep whose files are not readable; returns the exit code."""
-    spoilt = [one.unreadable for one in sweep.runs(folder) if one.unreadable]
-    return max((_refuse(f"unreadable: {one}") for one in spoilt), default=0)
+    """Print the runs of a sweep whose files are not readable; return the exit code."""
+    broken = [one.unreadable for one in sweep.runs(folder) if one.unreadable]
+    return max((_refuse(f"unreadable: {one}") for one in broken), default=0)
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Build the parser; returns it, and those of the sub-commands by name."""
+    """Return the parser, and the parsers of the sub-commands by name."""
     parser = argparse.ArgumentParser(prog="spec-lab", description=__doc__)
     which = parser.add_subparsers(dest="command", required=True)
 
@@ -100,30 +100,30 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     compare.add_argument(
         "folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps; the first is the reference"
     )
-    compare.add_argument("--level", type=float, default=0.95, help="of all intervals together (0.95)")
-    compare.add_argument("--csv", type=Path, metavar="FILE", help="write the comparison as a table as well")
+    compare.add_argument("--level", type=float, default=0.95, help="confidence of all intervals together (0.95)")
+    compare.add_argument("--csv", type=Path, metavar="FILE", help="also write the comparison to a CSV file")
     add("report").add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
     track = add("track")
     track.add_argument("folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps")
     dashboard = add("dashboard")
     for one, default in ((track, None), (dashboard, ...)):
-        one.add_argument("--project", default="spec_lab", help="where it appears (spec_lab)")
-        one.add_argument("--entity", required=default is ..., help="whose project")
+        one.add_argument("--project", default="spec_lab", help="project on Weights & Biases (spec_lab)")
+        one.add_argument("--entity", required=default is ..., help="user or team that owns the project")
     track.add_argument(
-        "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login"
+        "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login, else offline"
     )
     return parser, which.choices
 
 
 def _state(given: argparse.Namespace, console: Console) -> int:
-    """Where each run of a sweep stands: done, running, failed or waiting."""
+    """Print the state of each run of a sweep: done, running, failed or waiting."""
     with sweep.reading(given.folder):
         print_sweep(given.folder, console, every=True)
         return _unreadable(given.folder)
 
 
 def _collect(given: argparse.Namespace, console: Console) -> int:
-    """Put a sweep's figures into one tidy table: table.parquet and table.csv in its directory."""
+    """Write a sweep's figures as one tidy table: table.parquet and table.csv in its directory."""
     with sweep.reading(given.folder):
         return _collect_into(given.folder, sweep.collect(given.folder), console)
 
@@ -131,24 +131,24 @@ def _collect(given: argparse.Namespace, console: Console) -> int:
 def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
     code = _unreadable(folder)
     if table.empty:
-        raise ValueError(f"no run of {folder} is done; spec-lab state {folder} says where they stand")
+        raise ValueError(f"no run of {folder} is done; spec-lab state {folder} prints the state of each")
     left = sum(one.state != "done" for one in sweep.runs(folder))
     file = folder / "table.parquet"
     with replacing(file) as stream:
         table.to_parquet(stream, index=False)
     write_text(file.with_suffix(".csv"), table.to_csv(index=False))
     runs = table["run"].nunique()
-    missing = f"; {left} runs are not done, and not in it" * bool(left)
+    missing = f"; {left} runs are not done and left out" * bool(left)
     _say(console, f"{runs} runs, {len(table)} rows: {file} and .csv{missing}")
     return code
 
 
 def _compare(given: argparse.Namespace, console: Console) -> int:
-    """Two or more runs or sweeps side by side, and which differences are real."""
+    """Compare runs or sweeps, and print which differences are significant."""
     from spec_lab.analysis.compare import as_frame, compare, show
 
     if not 0 < given.level < 1:
-        raise ValueError(f"level must be between 0 and 1, not {given.level:g}")
+        raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
     with sweep.reading(*given.folders):
         found = compare(given.folders, given.level)
         show(found, console)
@@ -159,10 +159,10 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
 
 
 def _write_table(file: Path, text: str) -> None:
-    """Write a table where the user asked for it: a file is replaced once whole, and /dev/stdout may be given.
+    """Write a table to ``file``: a regular file is replaced atomically; /dev/stdout is possible.
 
     Raises:
-        OSError: it cannot be written; names it.
+        OSError: it cannot be written; names the file.
     """
     if file.exists() and not file.is_file():
         file.write_text(text)
@@ -171,7 +171,7 @@ def _write_table(file: Path, text: str) -> None:
 
 
 def _report(given: argparse.Namespace, console: Console) -> int:
-    """Make report.html and figures (PNG, SVG) in the directory of a run or a sweep."""
+    """Write report.html and figures (PNG, SVG) into the directory of a run or a sweep."""
     from spec_lab.analysis.report import write
 
     def one(folder: Path) -> int:
@@ -182,7 +182,7 @@ def _report(given: argparse.Namespace, console: Console) -> int:
 
 
 def _track(given: argparse.Namespace, console: Console) -> int:
-    """Show runs on Weights & Biases from their files, however they ended."""
+    """Upload runs to Weights & Biases from their files, in any state."""
     from spec_lab.analysis.tracking import track_all
 
     def one(folder: Path) -> int:
@@ -194,7 +194,7 @@ def _track(given: argparse.Namespace, console: Console) -> int:
 
 
 def _dashboard(given: argparse.Namespace, console: Console) -> int:
-    """Save the dashboard that shows runs on Weights & Biases; needs the extra of that name, and a login."""
+    """Save a dashboard for runs on Weights & Biases; requires the extra 'dashboard' and a login."""
     from spec_lab.analysis.tracking.dashboard import save
 
     _say(console, save(given.project, given.entity))
@@ -216,10 +216,15 @@ def _say(console: Console, what: str) -> None:
 
 
 def print_sweep(folder: Path, console: Console | None = None, every: bool = False) -> None:
-    """Print where a sweep stands: how many runs are in which state; each one, or those that did not go well.
+    """Print how many runs of a sweep are in which state, and a table of runs.
+
+    Args:
+        folder: the sweep's directory.
+        console: default standard output.
+        every: whether the table has every run; else only those that are not done or ended with another code than 0.
 
     Raises:
-        ValueError: it is no sweep.
+        ValueError: the folder holds no sweep.
     """
     console = console or Console(markup=False)
     found = sweep.runs(folder)
@@ -239,7 +244,7 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
     _say(console, f"{folder}: {said or 'no runs'}")
     for name, values in sweep.mixed(found).items():
-        console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; their figures may not go together."))
+        console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
     if count["waiting"]:
         console.print("The same command resumes the waiting runs.", highlight=False)
     if count["failed"]:
@@ -247,10 +252,10 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
 
 
 def print_results(folder: Path, console: Console | None = None) -> None:
-    """Print the main figures of a sweep's runs that are done, each arm but the baseline; the first ``MOST`` of them.
+    """Print the main figures of each arm but the baseline, of a sweep's runs that are done; at most ``MOST`` rows.
 
     Raises:
-        ValueError: it is no sweep.
+        ValueError: the folder holds no sweep.
     """
     table = sweep.collect(folder)
     if "tau_pooled" not in table or not len(table):
@@ -267,18 +272,19 @@ def print_results(folder: Path, console: Console | None = None) -> None:
         printed.add_row(*named, speedup, *others)
     (console or Console(markup=False)).print(printed, highlight=False)
     if len(shown) > MOST:
-        (console or Console(markup=False)).print(f"The first {MOST} of {len(shown)}; collect puts all into a file.")
+        (console or Console(markup=False)).print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
 
 
 FIGURES = {
     "speed-up [95 %]": "speedup",
     "tokens/s": "tokens_per_second",
     "tau": "tau_pooled",
-    "E tau": "expected_tau",
+    "expected tau": "expected_tau",
 }
-"""Columns of a sweep's table on the screen, and where they come from."""
+"""Columns of the table that ``print_results`` prints, and the figures that they show."""
 
-MOST = 40  # rows of that table
+MOST = 40
+"""Maximum number of rows of that table."""
 
 
 def _table(*columns: str) -> Table:

@@ -1,11 +1,11 @@
-"""Ctrl-C: one line and exit code 130, whenever it comes.
+"""Ctrl-C at any moment: print one line and exit with code 130.
 
-While a command starts up (imports, composing configs, loading models), Ctrl-C ends the process at once: a
-``KeyboardInterrupt`` that is raised inside an import may be swallowed there, or turned into another error. While tokens
-are decoded, it is raised as usual, so that finished groups are gathered. Files are safe against a kill at any moment.
+At start-up (imports, composing configs, loading models) Ctrl-C ends the process at once, since a ``KeyboardInterrupt``
+that is raised inside an import may be swallowed or turned into another error. While tokens are decoded it is raised as
+usual, so that finished groups are gathered. Files are written so that a kill at any moment leaves them intact.
 
-The state is the process's handler of SIGINT. Without ``install`` (in a notebook, in tests) nothing here changes what
-Ctrl-C does. Few modules are imported here: until ``install`` is called, Ctrl-C prints a traceback.
+The only state is the process's handler of SIGINT. Without ``install`` (in a notebook, in tests) nothing here changes
+what Ctrl-C does. This module imports little, since Ctrl-C prints a traceback until ``install`` is called.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CODE = 130
 
 
 class Leave:
-    """A handler that ends the process at once.
+    """A signal handler that ends the process at once.
 
     Args:
-        said: what is printed on standard error; empty for nothing.
-        folder: a directory that is removed if it holds nothing but the lock of a run; empty for none.
+        said: text to print on standard error; empty for nothing.
+        folder: a directory to remove if it holds nothing but a run's lock; empty for none.
     """
 
     def __init__(self, said: str = "Interrupted.", folder: str = "") -> None:
@@ -36,7 +36,7 @@ class Leave:
         self.folder = folder
 
     def __call__(self, *_: object) -> None:
-        """Print the line, and end the process."""
+        """Print the text and end the process."""
         try:
             if self.folder and os.listdir(self.folder) in ([], [".lock"]):
                 for name in os.listdir(self.folder):
@@ -49,14 +49,14 @@ class Leave:
 
 
 class Silent(Leave):
-    """The handler of a worker process, whose parent prints the line."""
+    """The handler of a worker process, whose parent prints the text."""
 
 
 class Raise:
     """A handler that raises ``KeyboardInterrupt`` once; a second Ctrl-C ends the process at once."""
 
     def __call__(self, *_: object) -> None:
-        """Raise, and keep in mind that Ctrl-C was pressed."""
+        """Install ``Again`` for the next Ctrl-C, and raise."""
         signal.signal(signal.SIGINT, Again("Interrupted again."))
         raise KeyboardInterrupt
 
@@ -66,7 +66,7 @@ class Again(Leave):
 
 
 class Raising:
-    """While inside, the first Ctrl-C raises ``KeyboardInterrupt``."""
+    """Context manager inside which the first Ctrl-C raises ``KeyboardInterrupt``."""
 
     def __enter__(self) -> None:
         self.before = signal.getsignal(signal.SIGINT)
@@ -79,15 +79,17 @@ class Raising:
 
 
 def install(handler: Leave) -> None:
-    """Let Ctrl-C end this process at once from here on; nothing happens where somebody else handles it."""
+    """Install a handler that ends this process at Ctrl-C; do nothing if SIGINT already has another handler."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, handler)
         sys.unraisablehook = _unraisable
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # called last: Python itself would be killed
+        atexit.register(
+            signal.signal, signal.SIGINT, signal.SIG_IGN
+        )  # runs last: SIGINT would kill a finalising Python
 
 
 def change(handler: Leave | Raise) -> None:
-    """Let Ctrl-C do something else from here on, where it would end the process at once."""
+    """Replace the handler that ``install`` set; do nothing if there is another one."""
     if type(signal.getsignal(signal.SIGINT)) is Leave:
         signal.signal(signal.SIGINT, handler)
 
@@ -108,12 +110,12 @@ def keep_from_workers() -> None:
 
 
 def raises() -> bool:
-    """Whether Ctrl-C raises ``KeyboardInterrupt`` here because ``change`` was asked for it."""
+    """Return whether Ctrl-C raises ``KeyboardInterrupt`` because ``change`` set ``Raise``."""
     return isinstance(signal.getsignal(signal.SIGINT), Raise)
 
 
 def interrupted() -> bool:
-    """Whether Ctrl-C was pressed, even if a library caught the ``KeyboardInterrupt``."""
+    """Return whether Ctrl-C was pressed, even if a library caught the ``KeyboardInterrupt``."""
     return isinstance(signal.getsignal(signal.SIGINT), Again)
 
 
@@ -132,7 +134,7 @@ def end() -> NoReturn:
 
 
 def _unraisable(error: sys.UnraisableHookArgs) -> None:
-    """A ``KeyboardInterrupt`` in a destructor or a callback, which Python cannot raise, ends the process."""
+    """End the process after a ``KeyboardInterrupt`` in a destructor or a callback, which Python only reports."""
     if isinstance(error.exc_value, KeyboardInterrupt):
         Leave()()
     sys.__unraisablehook__(error)

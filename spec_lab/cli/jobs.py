@@ -1,4 +1,4 @@
-"""One job, as composed by Hydra: a run alone, or one of a sweep."""
+"""One job of Hydra: a single run, or one run of a sweep."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ from spec_lab.results import sweep
 
 
 def job(config: DictConfig) -> None:
-    """Carry out one run, as composed by Hydra: alone, or as one of a sweep."""
+    """Run one composed config: a single run, or one run of a sweep."""
     try:
         if OmegaConf.is_missing(HydraConfig.get().job, "num"):
             alone(config)
         else:
             one_of_many(config)
     except Exception:
-        if interrupt.interrupted():  # some libraries turn it into another error
+        if interrupt.interrupted():  # some libraries turn a KeyboardInterrupt into another error
             raise KeyboardInterrupt from None
         raise
 
 
 def alone(config: DictConfig) -> None:
-    """A run; what is refused leaves nothing behind."""
+    """Run a single run; a run that is refused leaves no files.
+
+    Raises:
+        Refused: an invalid option or part, or files that cannot be read or written; the message is one line.
+        SystemExit: the run ended with an exit code other than 0.
+    """
     out = Path(HydraConfig.get().runtime.output_dir)
     interrupt.change(interrupt.Leave(folder=str(out)))
     try:
@@ -57,8 +62,13 @@ def alone(config: DictConfig) -> None:
 
 
 def one_of_many(config: DictConfig) -> None:
-    """Carry out a run of a sweep: a finished run is skipped, a stopped one resumed; a failure is recorded in the run's
-    folder and does not end the sweep.
+    """Run one run of a sweep: a finished run is skipped, a stopped one resumed.
+
+    A failure is recorded in the run's folder and does not end the sweep.
+
+    Raises:
+        Refused: a run that was done before with another configuration cannot be run in the same folder.
+        SystemExit: Ctrl-C.
     """
     facts = HydraConfig.get()
     out, overrides, began = Path(facts.runtime.output_dir), overrides_of(facts), time.perf_counter()
@@ -67,7 +77,7 @@ def one_of_many(config: DictConfig) -> None:
         print(f"{sweep.place(out)}: {what}", file=sys.stderr, flush=True)
 
     try:
-        # On a cluster the job before this one may not be quite gone.
+        # On a cluster the run's previous job may not have released the lock yet.
         patience = 120 if str(facts.launcher["_target_"]).endswith(".Cluster") else 1
         with sweep.holding(out, patience):
             if known := before(config, out):
@@ -81,13 +91,13 @@ def one_of_many(config: DictConfig) -> None:
                 if interrupt.interrupted():
                     raise KeyboardInterrupt from None
                 said = without_values(config, reason(error).removeprefix("spec_lab: "))
-                if done:  # with another configuration: what there is stays
+                if done:  # with another configuration: its files stay
                     raise Refused(f"spec_lab: {sweep.place(out)}: {said}") from error
                 try:
                     hide = partial(without_values, config)
                     sweep.fail(out, overrides, error, said, time.perf_counter() - began, hide)
                 except OSError as full:
-                    said += f"; that could not be noted in {out} ({full.strerror})"
+                    said += f"; the failure could not be recorded in {out} ({full.strerror})"
                 return say(f"failed: {said}")
             if code == sweep.INTERRUPTED:
                 sys.exit(code)
@@ -97,7 +107,7 @@ def one_of_many(config: DictConfig) -> None:
 
 
 def before(config: DictConfig, out: Path) -> str:
-    """Why the run in ``out`` need not be carried out: it is done, or has failed; empty of one that must be."""
+    """Return why the run in ``out`` is skipped: it is done, or it failed without ``retry``. Empty if it must run."""
     how = sweep.ended(out)
     if how is None:
         return ""
@@ -107,29 +117,29 @@ def before(config: DictConfig, out: Path) -> str:
 
 
 def carry_out(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
-    """The run itself, from its parts to the note that it is done; returns its exit code.
+    """Build and run the task, and record that the run is done; return its exit code.
 
     Args:
-        config: as composed.
+        config: the composed config.
         out: the run's directory.
-        overrides: of a run that is one of a sweep, what the command line says of it.
+        overrides: the run's overrides if it belongs to a sweep; None for a single run.
     """
     began = time.perf_counter()
     code = start(config, out, overrides)
-    if code != sweep.INTERRUPTED and any(one.name != ".lock" for one in out.iterdir()):  # some tasks leave nothing
+    if code != sweep.INTERRUPTED and any(one.name != ".lock" for one in out.iterdir()):  # some tasks write no files
         sweep.end(out, overrides or (), identity(config), code, time.perf_counter() - began)
     return code
 
 
 def identity(config: DictConfig) -> str:
-    """What tells a configuration from others, but for where results go."""
+    """Return a hash of the configuration without the options that only name where results go."""
     from spec_lab.results.manifest import digest
 
     return digest(_resolved(config))
 
 
 def unchanged(config: DictConfig, out: Path, how: Mapping[str, Any]) -> bool:
-    """Whether the run that is done is the one asked for: its configuration, prompts and code from other packages."""
+    """Return whether a finished run has this configuration, these prompts and the same code from other packages."""
     from spec_lab.results.manifest import digest, same_code
     from spec_lab.text.prompts import digest as of_prompts
 

@@ -1,6 +1,6 @@
-"""The command line: the only place that knows Hydra. Below it there are typed objects, no configs.
+"""The entry point of the command line. Configs end here: other packages receive typed objects.
 
-Everything heavy is imported inside the job, so that ``--cfg job`` and ``--help`` answer at once.
+torch and transformers are imported inside the job, so that ``--cfg job`` and ``--help`` answer at once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(as_given(given)), replace=True)
 
 LONGEST_NAME = 200
-"""Characters of the longest name of an option of a config group."""
+"""Maximum number of characters of the name of an option of a config group."""
 
 
 def quote_prompt(option: str) -> str:
-    """Quote the text of ``task.prompt=TEXT``, since much code has a meaning in Hydra; return other options as given."""
+    """Quote the text of ``task.prompt=TEXT``, which may hold Hydra's special characters; return others as is."""
     name, equals, text = option.partition("=")
     quoted = len(text) > 1 and text[0] in "\"'" and text[0] == text[-1]
     if name != "task.prompt" or quoted or text in ("", "null"):
@@ -62,11 +62,11 @@ def quote_prompt(option: str) -> str:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Refuse what Hydra would answer with a traceback, or in words that do not say what to do.
+    """Check overrides for which Hydra would print a traceback or an unclear message.
 
     Raises:
         ValueError: an option was renamed; an override is not readable; the value of a config group is empty, null, a
-            number or a bool; a number of workers is not a whole number. Names the option.
+            number or a bool; a number of workers is not a whole number. The message names the option.
     """
     for one in arguments:
         option, equals, _ = one.partition("=")
@@ -85,7 +85,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             swept = islice(read.sweep_iterator(), 1000) if read.is_discrete_sweep() else [read.value()]
             values = [unquoted(value) for value in swept]
         except (HydraException, TypeError, ValueError):
-            continue  # a glob, which needs the configs, or a range that is none: the sweep answers it
+            continue  # a glob, which needs the configs, or an invalid range: checked when the sweep is composed
         if option == "hydra.launcher.n_jobs":
             check_workers(values)
         group = option.lstrip("+~").partition("@")[0]
@@ -105,16 +105,16 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
 
 def _not_an_option(option: str, group: str, value: object) -> str:
-    """The message for a value of a config group that Hydra does not take as a name."""
+    """Return the message for a value of a config group that is not the name of an option."""
     shown = str(value).lower() if isinstance(value, bool) else str(value)[:40]
     names = ", ".join(sorted(file.stem for file in Path(conf(), group).glob("*.yaml")))
     number = isinstance(value, int | float)
-    quotes = f"; if a file of your own is called so, quote its name: \"{option}='{shown}'\"" if number else ""
+    quotes = f"; if a config file of yours has this name, quote it: \"{option}='{shown}'\"" if number else ""
     return f"{option}={shown} is not an option of conf/{group}; the options are {names}{quotes}"
 
 
 def main() -> None:
-    """The console script. Of several ranks of torchrun the first one runs it, and the others do as it says."""
+    """Run the console script. With torchrun, rank 0 runs the command and the other ranks serve it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
         interrupt.change(interrupt.Silent(""))
@@ -124,7 +124,7 @@ def main() -> None:
     try:
         command_line()
     except SystemExit as left:
-        if left.code or ranks.size() == 1:  # torchrun ends the others
+        if left.code or ranks.size() == 1:  # after an error torchrun ends the other ranks
             raise
     if ranks.size() > 1:
         from spec_lab.models.tensor_parallel import join
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def command_line() -> None:
-    """Do what ``sys.argv`` says."""
+    """Run the command in ``sys.argv``."""
     if "--version" in sys.argv[1:]:
         print(f"spec_lab {version('spec-lab')}")
         return
@@ -168,4 +168,4 @@ def command_line() -> None:
         print("\nInterrupted." if many else "\nInterrupted before anything was decoded.", file=sys.stderr)
         sys.exit(interrupt.CODE)
     except InterpolationResolutionError as error:  # hydra.run.dir is composed before any callback
-        sys.exit(f"spec_lab: output_dir must name a directory: give output_dir=DIR ({reason(error)})")
+        sys.exit(f"spec_lab: output_dir must name a directory ({reason(error)}); set output_dir=DIR")

@@ -1,4 +1,4 @@
-"""Checks before the first run, and the summary after the last one."""
+"""Checks before a command's first run, and the summary after a sweep's last run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from spec_lab.models import ranks
 from spec_lab.results import sweep
 
 MOST_RUNS = 100_000
-"""Most runs of a sweep."""
+"""Maximum number of runs of a sweep."""
 
 MOST_WORKERS = 1024
-"""Most processes of ``hydra/launcher=joblib``."""
+"""Maximum number of processes of ``hydra/launcher=joblib``."""
 
 SUBDIR = "${folder_name:${hydra:overrides.task}}"
 """``hydra.sweep.subdir`` in ``conf/config.yaml``."""
@@ -61,9 +61,11 @@ class Preflight(Callback):
         out, jobs = Path(config.hydra.sweep.dir), asked(config)
         for option in sweep.PLACES:
             if len({one for job in jobs for one in job if sweep.key(one) == option}) > 1:
-                raise SystemExit(f"spec_lab: {option} cannot be swept: another value of it makes no other run")
+                raise SystemExit(f"spec_lab: {option} cannot be swept: it does not distinguish runs")
         if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
-            raise SystemExit("spec_lab: on ranks of torchrun the runs of a sweep take turns: use hydra/launcher=basic")
+            raise SystemExit(
+                "spec_lab: under torchrun the runs of a sweep cannot run in parallel: set hydra/launcher=basic"
+            )
         check_writable(config.get("output_dir"))
         chosen = {
             one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in {*groups(), "experiment"}
@@ -81,7 +83,7 @@ class Preflight(Callback):
         atexit.register(print_resume_hint, out)
         if str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
             interrupt.change(interrupt.Leave(f"Interrupted.\n{_resume_hint(out)}"))
-        else:  # other launchers end their workers, or say what becomes of their jobs
+        else:  # other launchers end their workers, or print what happens to their jobs
             interrupt.change(interrupt.Raise())
             if interrupt.raises() and str(config.hydra.launcher["_target_"]).endswith(".JoblibLauncher"):
                 from joblib.externals.loky.backend.resource_tracker import ensure_running
@@ -102,7 +104,7 @@ class Preflight(Callback):
             print_results(out)
             print_sweep(out)
             search.print_best(config)
-        except Exception as error:  # Hydra would only warn, and leave with 0
+        except Exception as error:  # Hydra would only warn, and exit with 0
             code = 1
             print(f"spec_lab: {reason(error)}", file=sys.stderr)
         if code:
@@ -110,7 +112,7 @@ class Preflight(Callback):
 
 
 def check_sweeper(config: DictConfig) -> None:
-    """Refuse options of Hydra that no sweep can have.
+    """Refuse options of Hydra that a sweep does not support.
 
     Raises:
         SystemExit: names the option.
@@ -140,7 +142,7 @@ def check_workers(values: Iterable[Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= abs(value) <= MOST_WORKERS:
             raise ValueError(
-                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one a core, "
+                f"hydra.launcher.n_jobs must be a number of processes up to {MOST_WORKERS}, or -1 for one per core, "
                 f"not {'null' if value is None else brief(value)}"
             )
 
@@ -155,12 +157,12 @@ def _resume_hint(out: Path) -> str:
 
 
 def asked(config: DictConfig) -> list[list[str]]:
-    """Return the overrides of each run that a sweep's command requests; none of a search, which chooses them later."""
+    """Return the overrides of each run that a sweep's command requests; an empty list for a search."""
     if not str(config.hydra.sweeper["_target_"]).endswith(".BasicSweeper"):
         return []
     params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=False)
     given = [f"{name}={value}" for name, value in params.items()] + overrides_of(config.hydra)
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # glob(*) asks it which options there are
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # glob(*) lists a group's options
     overrides, number = parser.parse_overrides(given), 1
     for one in overrides:
         if one.is_sweep_override():
@@ -172,11 +174,11 @@ def asked(config: DictConfig) -> list[list[str]]:
 
 
 def _values(override: Override) -> int:
-    """The number of values that a sweep gives an option; no more than ``MOST_RUNS`` + 1 are counted."""
+    """Return the number of values of a swept option, counted up to ``MOST_RUNS`` + 1."""
     if not override.is_discrete_sweep():
         raise SystemExit(
-            f"spec_lab: {override.input_line}: an interval is for a search (hydra/sweeper=search); a sweep takes "
-            "values, such as range(1,9) or 1,2,4"
+            f"spec_lab: {override.input_line}: an interval requires a search (hydra/sweeper=search); a sweep requires "
+            "a list of values, such as range(1,9) or 1,2,4"
         )
     try:
         number = sum(1 for _ in islice(override.sweep_iterator(), MOST_RUNS + 1))
@@ -188,7 +190,7 @@ def _values(override: Override) -> int:
 
 
 def check_name(given: Any) -> None:
-    """Leave with exit code 1 unless the experiment's name can be a folder's; see ``options.file_name``."""
+    """Exit with code 1 unless the experiment's name can name a folder; see ``options.file_name``."""
     try:
         file_name("name", given)
     except ValueError as error:
@@ -196,7 +198,7 @@ def check_name(given: Any) -> None:
 
 
 def check_writable(out: Any) -> list[Path]:
-    """Leave with exit code 1 unless ``out`` can be made and written to. Folders made by the check are removed again.
+    """Exit with code 1 unless ``out`` can be created and written to. Folders created by the check are removed again.
 
     Returns:
         The folders that are missing, the innermost first.

@@ -1,4 +1,4 @@
-"""Keeps secrets and values of environment variables out of everything that a run writes.
+"""Keep secrets and values of environment variables out of the files that a run writes.
 
 A secret on the command line is moved to an environment variable before Hydra reads the command line, and its option
 becomes ``${oc.env:NAME}``: folder names, ``multirun.yaml``, ``study.jsonl`` and the files of launchers then hold only
@@ -32,10 +32,10 @@ from spec_lab.results.redact import (
 )
 
 PLAIN = ("zoo", "now")
-"""Resolvers whose values are no secrets."""
+"""Resolvers whose values are not secret."""
 
 SHORTEST = 4
-"""Characters of the shortest text that is replaced in error messages."""
+"""Minimum number of characters of a text that is replaced in error messages."""
 
 
 class InvalidSecret(ValueError):
@@ -46,13 +46,13 @@ class InvalidSecret(ValueError):
 
 
 def moved(arguments: Sequence[str]) -> list[str]:
-    """The command line with its secrets moved to environment variables of this process, which its children inherit.
+    """Return the command line with its secrets moved to environment variables, which child processes inherit.
 
     Args:
-        arguments: as in ``sys.argv``, without the program.
+        arguments: ``sys.argv`` without the program.
 
     Raises:
-        InvalidSecret: a secret that Hydra cannot read, or several values for one.
+        InvalidSecret: Hydra cannot read a secret, or a secret is swept over.
     """
     return [_moved(one) if re.match(r"[+~]{0,2}[\w./@-]+=", one) else one for one in arguments]
 
@@ -74,7 +74,7 @@ def _moved(argument: str) -> str:
 
 
 def _variable(value: Any, _: str, path: str) -> QuotedString:
-    """Move a secret to an environment variable; returns the interpolation that reads it."""
+    """Move a secret to an environment variable; return the interpolation that reads it."""
     secret = str(unquoted(value))
     if INTERPOLATION.search(secret):
         raise InvalidSecret(
@@ -87,7 +87,7 @@ def _variable(value: Any, _: str, path: str) -> QuotedString:
 
 
 def unquoted(value: Any) -> Any:
-    """A value of Hydra's parser, without its quotes."""
+    """Return a value of Hydra's parser without its quotes."""
     return value.text if isinstance(value, QuotedString) else value
 
 
@@ -95,19 +95,19 @@ def unquoted(value: Any) -> Any:
 
 
 def overrides_of(facts: Any) -> list[str]:
-    """The overrides of a run or a sweep as they were given, interpolations included; ``facts`` is Hydra's own part."""
+    """Return the overrides of a run or a sweep as given, with interpolations; ``facts`` is Hydra's config."""
     found: Any = OmegaConf.to_container(facts.overrides.task, resolve=False)
     return found
 
 
 def as_given(overrides: Sequence[str] | ListConfig) -> list[str]:
-    """The overrides that a resolver was called with, interpolations included."""
+    """Return the overrides that a resolver was called with, with interpolations."""
     found: Any = OmegaConf.to_container(overrides, resolve=False) if OmegaConf.is_list(overrides) else list(overrides)
     return found
 
 
 def blank(config: DictConfig) -> None:
-    """Blank secrets in the config of a sweep, which Hydra writes to ``multirun.yaml``; runs compose their own."""
+    """Blank secrets in a sweep's config, which Hydra writes to ``multirun.yaml``; each run composes its own config."""
     for key in [key for key in config if key != "hydra"]:
         plain = OmegaConf.create({key: config._get_node(key)})
         raw = OmegaConf.to_container(plain, resolve=False)
@@ -117,9 +117,9 @@ def blank(config: DictConfig) -> None:
 
 
 def written(config: DictConfig) -> dict[str, Any]:
-    """The config as it is written to files: resolved, except values for which environment variables may be read.
+    """Return the config as it is written to files: resolved, except values that may read environment variables.
 
-    Such values are written as their interpolations, whatever their type; numbers of ``sampling`` are resolved.
+    Those are written as their interpolations, of any type; numbers of ``sampling`` are always resolved.
 
     Raises:
         OmegaConfBaseException: a value is missing or cannot be resolved.
@@ -144,7 +144,7 @@ def _written(raw: Any, resolved: Any, path: str, root: Mapping[str, Any]) -> Any
 
 
 def _is_plain(raw: Any, path: str, root: Mapping[str, Any], seen: frozenset[str]) -> bool:
-    """Whether resolving ``raw``, which stands at ``path``, reads only other options, bundled files and the time."""
+    """Return whether resolving ``raw``, the value of ``path``, reads only other options, bundled files and the time."""
     if isinstance(raw, Mapping):
         return all(_is_plain(inner, f"{path}.{name}", root, seen) for name, inner in raw.items())
     if isinstance(raw, list):
@@ -175,7 +175,7 @@ def _reads_plain(reference: str, root: Mapping[str, Any], seen: frozenset[str]) 
 
 
 def without_values(config: DictConfig, text: str) -> str:
-    """An error message without secrets, and with interpolations in place of the values that they stand for."""
+    """Return an error message without secrets, with interpolations in place of their values."""
     try:
         pairs = dict(_pairs(without_secrets(written(config)), _resolved(config)))
     except OmegaConfBaseException:
@@ -186,7 +186,7 @@ def without_values(config: DictConfig, text: str) -> str:
 
 
 def _pairs(shown: Any, resolved: Any) -> Iterator[tuple[str, str]]:
-    """Each text of the resolved config that is not shown, with what is shown in its place."""
+    """Yield each text of the resolved config that must not be shown, with its replacement."""
     if isinstance(shown, Mapping) and isinstance(resolved, Mapping):
         for name, inner in shown.items():
             yield from _pairs(inner, resolved[name])

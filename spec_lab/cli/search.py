@@ -34,7 +34,7 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.results import sweep
 
 GIVEN, RETRIES = "given", "retries"
-"""User attributes of a trial: the overrides that all trials share; the number of the trial that this one repeats."""
+"""User attributes of a trial: the overrides that all trials share, and the number of the trial that it repeats."""
 
 
 # The value of a run ------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def _numbers(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def searches(config: DictConfig) -> bool:
-    """Whether the sweep is a search."""
+    """Return whether the sweep is a search."""
     return str(config.hydra.sweeper["_target_"]).endswith(".Search")
 
 
@@ -97,7 +97,7 @@ def check(config: DictConfig) -> None:
     if known and objective not in known:
         near = get_close_matches(objective, known, 3) or ["speedup.mean", "tokens_per_second", "tau_pooled"]
         raise ValueError(
-            f"hydra.sweeper.objective: there is no figure {objective}; there are {', '.join(near)} and others"
+            f"hydra.sweeper.objective={objective} is not a figure of summary.json; choose {', '.join(near)} or another"
         )
     if task == "spec_lab.tasks.benchmark.run" and "speedup" in objective:
         other = "or search for hydra.sweeper.objective=tokens_per_second"
@@ -136,12 +136,12 @@ def _check_comparable(study: Any, searched: Mapping[str, Any], given: Sequence[s
             there, here = (
                 " ".join(sorted({*one} - {*another})) or "nothing" for one, another in ((was, now), (now, was))
             )
-            raise ValueError(f"the search was begun with {there}, not with {here}: {other}")
+            raise ValueError(f"the search began with {there}, not with {here}: {other}")
         for name in searched.keys() & trial.distributions.keys():
             try:
                 check_distribution_compatibility(trial.distributions[name], searched[name])
             except ValueError as error:
-                raise ValueError(f"the search was begun with other choices for {name}: {other}") from error
+                raise ValueError(f"the search began with other choices for {name}: {other}") from error
 
 
 # The search space --------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ def _space(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
     searched = {name: one for name, one in searched.items() if name not in given}
     if not searched:
         ranges = "'proposer.max_nodes=int(interval(1,64))' or proposer.max_depth=1,2,3"
-        raise ValueError(f"a search needs an option with a range or with choices, such as {ranges}")
+        raise ValueError(f"a search requires an option with a range or with choices, such as {ranges}")
     if wrong := [name for name in searched if not sweep.own([name])]:
-        raise ValueError(f"{wrong[0]} cannot be searched: another value of it makes no other run")
+        raise ValueError(f"{wrong[0]} cannot be searched: it does not distinguish runs")
     return searched, list(given.values())
 
 
@@ -194,7 +194,7 @@ def _distribution(override: Override) -> Any:
         choices = override.sweep_iterator()
         return CategoricalDistribution([x if isinstance(x, int | float) else Transformer.str(x) for x in choices])
     except (HydraException, TypeError, ValueError) as error:
-        raise ValueError(f"a search takes ranges and choices: {override.input_line}: {reason(error)}") from error
+        raise ValueError(f"a search requires ranges or choices: {override.input_line}: {reason(error)}") from error
 
 
 # The search --------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def search(context: HydraContext, task: TaskFunction, config: DictConfig) -> Non
     """Run the trials that are missing, ``n_jobs`` at a time.
 
     Args:
-        context: composes configs, and tells Hydra's callbacks of jobs.
+        context: Hydra's config loader and callbacks.
         task: runs a composed config.
         config: the sweep's.
 
@@ -230,7 +230,9 @@ def search(context: HydraContext, task: TaskFunction, config: DictConfig) -> Non
                 left = 0 if any(exhausted) else left - len(trials)
             best = _best(study)
             if best is None:
-                raise ValueError(f"no trial has a value for {options.objective}: spec-lab state {out} says what failed")
+                raise ValueError(
+                    f"no trial has a value for {options.objective}: spec-lab state {out} prints what failed"
+                )
             found = {"name": "optuna", "best_params": best.params, "best_value": best.value}
             OmegaConf.save(OmegaConf.create(found), out / "optimization_results.yaml")
     except ValueError as error:
@@ -272,7 +274,7 @@ def _tell(study: Any, trial: Any, value: float | None) -> bool:
     failed = value is None or isnan(value)
     try:
         study.tell(trial, None if failed else value, TrialState.FAIL if failed else TrialState.COMPLETE)
-    except RuntimeError as error:  # GridSampler and BruteForceSampler stop the study once they are through
+    except RuntimeError as error:  # GridSampler and BruteForceSampler stop the study when they have tried everything
         if "Study.stop" not in str(error):
             raise
         return True
@@ -371,7 +373,7 @@ def _installed() -> Any:
         import optuna.storages.journal  # since Optuna 4
     except ImportError as error:
         raise ValueError(
-            f"hydra/sweeper=search needs what is not installed ({error}): pip install 'spec-lab[search]'"
+            f"hydra/sweeper=search requires the extra search ({error}): pip install 'spec-lab[search]'"
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
@@ -381,7 +383,7 @@ def _study(config: DictConfig) -> Any:
     """Return the study in ``study.jsonl``, made if there is none.
 
     Raises:
-        ValueError: the file cannot be read; the study was begun with the other direction.
+        ValueError: the file cannot be read, or the study began with the other direction.
     """
     optuna = _installed()
     options, file = config.hydra.sweeper, Path(config.hydra.sweep.dir, "study.jsonl")
@@ -394,9 +396,12 @@ def _study(config: DictConfig) -> Any:
             optuna.create_study(storage=storage, study_name=name, direction=options.direction)
         study = optuna.load_study(storage=storage, study_name=name)
     except (AssertionError, KeyError, OSError, TypeError, ValueError, optuna.exceptions.OptunaError) as error:
-        raise ValueError(f"{file} is no journal of Optuna ({reason(error)}); remove it and search again") from error
+        raise ValueError(f"{file} is not a journal of Optuna ({reason(error)}); remove it and search again") from error
     if study.direction.name.lower() != options.direction:
-        raise ValueError(f"hydra.sweeper.direction: the search was not begun to {options.direction}")
+        raise ValueError(
+            f"hydra.sweeper.direction must be {study.direction.name.lower()}, as when the search began, not "
+            f"{options.direction}; to change it, choose another output_dir=DIR"
+        )
     return study
 
 
@@ -404,7 +409,7 @@ def _cut_unfinished_line(file: Path) -> None:
     """Remove a last line without line feed, which a crash or a full disk may leave.
 
     Raises:
-        ValueError: the file is no journal.
+        ValueError: the file is not a journal.
     """
     text = file.read_bytes() if file.exists() else b""
     begins = b'{"op_code":'

@@ -1,4 +1,4 @@
-"""Show what a run is doing before its first token, on one line of the terminal."""
+"""Show what a run is doing at start-up, on one line of the terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ CLEAR = "\r\x1b[2K"
 
 
 class Status(logging.Handler):
-    """Shows the messages of spec_lab's loggers on standard error while inside, each in place of the one before.
+    """Context manager that shows INFO messages of spec_lab's loggers on standard error, each replacing the previous.
 
-    Nothing is shown where standard error is no terminal. Whatever takes long logs what it begins, by
-    ``logging.getLogger(__name__).info``.
+    Nothing is shown if standard error is not a terminal. Code that takes long logs a message when it begins.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Status(logging.Handler):
             sys.stderr.flush()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a message in place of the one before; warnings stay on the screen."""
+        """Show a message in place of the previous one; warnings stay on the screen."""
         if record.levelno > logging.INFO:
             sys.stderr.write(f"{CLEAR}{visible(record.getMessage())}\n")
             return

@@ -1,4 +1,4 @@
-"""Time marks that cost nothing where they are set: wall-clock on the CPU, events on a GPU, read after the fact."""
+"""Timing without synchronisation: wall-clock time on the CPU; on a GPU events that are read when the work is done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Mark = Any
 
 
 class Span(NamedTuple):
-    """A phase and its two moments."""
+    """A phase with its start and end."""
 
     name: str
     start: Mark
@@ -35,10 +35,10 @@ class Phase:
 
 
 class Clock:
-    """Marks moments on a device's own time line, without synchronising.
+    """Marks points in time on a device's own time line, without synchronising.
 
     Args:
-        device: where the timed work runs.
+        device: the device of the timed work.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -47,7 +47,7 @@ class Clock:
         self.spans: list[Span] = []
 
     def mark(self) -> Mark:
-        """This moment."""
+        """Return a mark of the current time."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -55,19 +55,19 @@ class Clock:
         return event
 
     def phase(self, name: str) -> Phase:
-        """A context manager that records what happens inside it as one span of the phase ``name``."""
+        """Return a context manager that records its block as one span of the phase ``name``."""
         return Phase(self, name)
 
     def take(self) -> list[Span]:
-        """The spans recorded since the last call, in the order in which they ended."""
+        """Return the spans recorded since the last call, in the order in which they ended."""
         spans, self.spans = self.spans, []
         return spans
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Seconds between two marks. On a GPU, call it only after ``synchronise``."""
+        """Return the seconds between two marks. On a GPU, call it only after ``synchronise``."""
         return start.elapsed_time(end) / 1e3 if self.cuda else end - start
 
     def synchronise(self) -> None:
-        """Wait until everything marked has happened."""
+        """Wait until the device has done all work that was started."""
         if self.cuda:
             torch.cuda.synchronize(self.device)

@@ -43,7 +43,7 @@ TEMPLATES = "additional_chat_templates"
 MAX_TOKENIZER = 256 * 2**20
 """Largest file of a vocabulary, in bytes."""
 MAX_LAYERS = 1024
-"""Most layers or experts that a config may name."""
+"""Maximum number of layers or experts in a config."""
 MAX_WHOLE = 2**53
 """Largest whole number in a config."""
 
@@ -65,14 +65,14 @@ REFUSED = {
     "fusion_config": "it replaces modules of the model; remove it",
     "kernel_config": "it replaces modules of the model by kernels of the hub; remove it",
     "use_kernels": "it replaces modules of the model by kernels of the hub; remove it",
-    "distributed_config": "how a model is split is said by target.tensor_parallel and target.device_map; remove it",
+    "distributed_config": "target.tensor_parallel and target.device_map decide how a model is split; remove it",
 }
 """Fields of a config that make another loader or other code necessary, and why each is refused. null is allowed."""
 
 COUNTS = re.compile(r"(^|_)(layers?|blocks|experts)$")
 """Names of fields that count layers or experts."""
 DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"}
-"""Names of fields that say how many layers a language model has."""
+"""Names of fields that hold the number of layers of a language model."""
 
 
 def check_files(folder: Path) -> None:
@@ -124,7 +124,7 @@ def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
 
     Args:
         folder: of the checkpoint.
-        default: what the model's config says, taken where there is no generation_config.json.
+        default: ``eos_token_id`` of the model's config, used if there is no generation_config.json.
 
     Raises:
         ValueError: the file is no JSON mapping, or a value is no token id.
@@ -141,7 +141,7 @@ def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Return the names of a checkpoint's weight files, as far as the folder says: those files need not exist.
+    """Return the names of a checkpoint's weight files, from its index if there is one; the files may be missing.
 
     Raises:
         OSError: neither ``model.safetensors`` nor its index.
@@ -160,7 +160,7 @@ def shard_names(folder: Path) -> list[str]:
         plain = isinstance(name, str) and re.fullmatch(r"[^/\\\0]+\.safetensors", name) and not name.startswith(".")
         if not plain:
             raise ValueError(
-                f"{file}: weight_map says that {brief(tensor)} is in {brief(name)}, which is not the name of a "
+                f"{file}: weight_map puts {brief(tensor)} in {brief(name)}, which is not the name of a "
                 ".safetensors file in the same folder: only such files are read"
             )
     return sorted(set(shards.values()))
@@ -240,7 +240,7 @@ def check_counts(folder: Path, config: Mapping[str, Any], tensors: int) -> None:
 
 
 def _described(file: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` without what is ignored, at every level."""
+    """Return ``config`` without ignored fields, at every level."""
     for name, why in REFUSED.items():
         if config.get(name) not in (None, False, {}):
             raise ValueError(f"{file}: {name} is not supported: {why}")
@@ -268,6 +268,6 @@ def _check_values(file: Path, name: str, value: Any) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """An error of another package on one line, with its type."""
+    """Return an error's type and message on one line of limited length."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"

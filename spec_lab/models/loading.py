@@ -153,8 +153,8 @@ def _read_config(path: str, folder: Path) -> Any:
         kind = CONFIG_MAPPING[fields["model_type"]]
     except KeyError as error:
         raise ValueError(
-            f"{folder / 'config.json'}: this transformers ({transformers.__version__}) knows no model_type "
-            f"{fields['model_type']!r}; install a newer one, or choose another model"
+            f"{folder / 'config.json'}: transformers {transformers.__version__} does not support model_type "
+            f"{fields['model_type']!r}; install a newer version, or choose another model"
         ) from error
     try:
         config = kind.from_dict(_fields_of(kind, fields) | {"name_or_path": path})
@@ -259,7 +259,7 @@ def _fill(
                 f"{path} is truncated or corrupt ({checkpoint.one_line(error)}): copy or download it again"
             ) from error
     wrong = {f"{name} is missing" for name in report["missing_keys"]}
-    wrong |= {f"{name} is {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]}
+    wrong |= {f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]}
     wrong |= {f"{name} is in no layer of the model" for name in report["unexpected_keys"] if not _harmless(name)}
     if wrong:
         more_wrong = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -1,4 +1,4 @@
-"""Where a model goes: a device, the devices of its modules, or the ranks of torchrun."""
+"""Where a model is placed: a device, the devices of its modules, or the ranks of torchrun."""
 
 from __future__ import annotations
 

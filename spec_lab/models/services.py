@@ -56,13 +56,13 @@ class TargetServices:
 
     @torch.inference_mode()
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states that the final norm has seen: ``[.., H] -> [.., V]``."""
+        """Return the logits of normed hidden states: ``[.., H] -> [.., V]``."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
     def _final_norm(self) -> nn.Module:
         base = self.model.base_model
-        for part in (base, dict(base.named_children()).get("decoder")):  # OPT's layers stand in a decoder
+        for part in (base, dict(base.named_children()).get("decoder")):  # OPT's layers are in a submodule "decoder"
             children = {} if part is None else dict(part.named_children())
             for name in FINAL_NORMS:
                 if name in children:

@@ -1,4 +1,4 @@
-"""The target model with its tokenizer: what is verified against, and what every part of a run is built for."""
+"""The target: the model whose distribution the output follows, with its tokenizer."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Target:
             raise ValueError("target.tensor_parallel does not support target.attention=dense: use attention=spans")
         placed = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
         if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
-            raise ValueError(f"{' and '.join(both)} both say where the model goes: set only one of them")
+            raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
         model, tokenizer = load_model(path, "cpu" if device is None else device, dtype, device_map, tensor_parallel)
         limit = model_context(model.config)
         if context is not None and (

@@ -203,7 +203,7 @@ class Link:
             RuntimeError: an interruption ended an earlier call half-way.
         """
         if not self.in_step:
-            raise RuntimeError("the ranks are out of step since a call was interrupted: start the command again")
+            raise RuntimeError("the ranks have diverged since a call was interrupted: start the command again")
         self.in_step, self._inside = False, True
         try:
             yield

@@ -51,7 +51,7 @@ SHAPE = {
     "threads": int,
     "?ranks": int,
     "machine": {"processor": (str, None), "gpus": [str], "?cores": (int, None), "?memory_gib": (float, None)},
-    "proposers": {str: {}},  # of any contents: a proposer of another package says there what it likes
+    "proposers": {str: {}},  # any contents: a proposer of another package may add its own
     "?groups": (int, None),
     "?overrides": (None, [str]),
     "?parts": {},
@@ -123,7 +123,7 @@ def claim(out: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     if there is None:
         if rows := sorted([*out.glob("*.parquet"), *out.glob("parts/*.parquet")]):
             raise ValueError(
-                f"{out} holds rows ({rows[0].relative_to(out)}) but no manifest.json that says of which run; "
+                f"{out} holds rows ({rows[0].relative_to(out)}) but no manifest.json that describes their run; "
                 "choose another output_dir=DIR, or remove it"
             )
         out.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def begun(out: Path) -> dict[str, Any] | None:
         if there is not None:
             expect(there, SHAPE, "")
     except ValueError as error:
-        raise Unreadable(f"{file} is no manifest ({error}); choose another output_dir=DIR, or remove it") from error
+        raise Unreadable(f"{file} is not a manifest ({error}); choose another output_dir=DIR, or remove it") from error
     return there
 
 
@@ -239,8 +239,8 @@ def _configuration(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in PLACES}
     if "proposer" in kept:
         kept["proposer"] = _without_measuring(kept["proposer"])
-    if isinstance(beside := kept.get("arms"), Mapping):
-        kept["arms"] = {name: _without_measuring(one) for name, one in beside.items()}
+    if isinstance(arms := kept.get("arms"), Mapping):
+        kept["arms"] = {name: _without_measuring(one) for name, one in arms.items()}
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Find and blank secrets: values of keys such as ``api_key`` or ``passwords``, and passwords in URLs."""
+"""Find and blank secrets: values of keys such as ``api_key`` or ``password``, and passwords in URLs."""
 
 from __future__ import annotations
 

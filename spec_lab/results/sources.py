@@ -1,4 +1,4 @@
-"""The code that a run's parts come from, besides this package's own: packages, versions, hashes of their sources."""
+"""Record the code and data of parts from other packages: versions, and hashes of sources and input files."""
 
 from __future__ import annotations
 

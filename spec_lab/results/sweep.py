@@ -1,6 +1,6 @@
 """A sweep is a directory: ``sweep.json`` lists its runs, and each run has a folder.
 
-The files in a run's folder say its state, so that nothing needs repair after a kill at any moment:
+A run's state follows from the files in its folder, so that nothing needs repair after a kill at any moment:
 
 - ``.lock``, held by a process: running (the kernel releases the lock when the process dies);
 - ``ended.json``: done, or failed with its traceback;
@@ -105,7 +105,7 @@ class Run:
     unreadable: str = ""
 
 
-# What was asked ----------------------------------------------------------------------------------------------------
+# Requested runs ----------------------------------------------------------------------------------------------------
 
 
 def own(overrides: Iterable[str]) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ def _queued(folder: Path) -> dict[str, Any] | None:
     Raises:
         Unreadable: the file is not what ``queue`` writes.
     """
-    return _shaped(folder / "queued.json", QUEUED, "does not say what became of the run's job")
+    return _shaped(folder / "queued.json", QUEUED, "does not record how the run's job ended")
 
 
 def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable") -> dict[str, Any] | None:
@@ -310,7 +310,7 @@ def _now() -> str:
 def ended(folder: Path) -> dict[str, Any] | None:
     """Return the record of how the run ended; None if it has not. A run with unreadable files counts as failed."""
     try:
-        facts = _shaped(folder / "ended.json", ENDED, "does not say how the run ended")
+        facts = _shaped(folder / "ended.json", ENDED, "does not record how the run ended")
         if facts is not None and facts["state"] == "done":
             list(_rows(folder)), _provenance(folder)
         return facts

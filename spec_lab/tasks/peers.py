@@ -1,7 +1,7 @@
-"""transformers' own generation as arms of a run: same weights, prompts, process and sampling, measured in turn.
+"""transformers' own generation as arms of a run: same weights, prompts, process and sampling; the arms alternate.
 
-Time and tokens are split as in the project's own arms: what the first forward over the prompt emits is the prefill's,
-the rest is decoding. A streamer, to which ``generate`` hands tokens round by round, tells when the first forward ended.
+Time and tokens are split as in spec_lab's own arms: the tokens of the first forward over the prompt belong to the
+prefill, the others to decoding. A streamer, which ``generate`` calls at every step, reads when the first forward ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
 
 MOST_TOKENS, MOST_NGRAM = 1024, 64
-"""Bounds of a peer's options."""
+"""Largest values of a peer's options."""
 
 
 class Stopwatch(BaseStreamer):
@@ -37,31 +37,31 @@ class Stopwatch(BaseStreamer):
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
-        self.first: float | None = None  # when the first tokens came
+        self.first: float | None = None  # time of the first tokens
         self.first_count = 0
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        """The prompt first, then the tokens of each round."""
+        """Receive the prompt at the first call, then the tokens of each step."""
         if not self._prompt_seen:
             self._prompt_seen = True
         elif self.first is None:
             self.first, self.first_count = time.perf_counter(), value.numel()
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Do nothing: there is no text to flush."""
 
 
 class Generate:
-    """``generate`` of transformers over the target's weights; made by ``plain``, ``assisted`` or ``lookup``.
+    """transformers' ``generate`` with the target's weights; built by ``plain``, ``assisted`` or ``lookup``.
 
     Args:
-        target: whose model to run.
-        sampling: how to sample.
-        seed: of torch's generator, with the request's number added, where something is sampled.
-        options: what the generation config says beyond greedy decoding or sampling.
-        assistant: a draft model, whose own generation config says how it drafts; None: there is none.
-        sha256: of the assistant's weights; empty for one from the hub. Without an assistant it is None.
+        target: the target whose model runs.
+        sampling: the sampling parameters.
+        seed: of torch's generator; the request's number is added.
+        options: further fields of the generation config.
+        assistant: a draft model with its own generation config; None for none.
+        sha256: of the assistant's weights; empty for one from the hub. Without an assistant the attribute is None.
     """
 
     def __init__(
@@ -80,26 +80,26 @@ class Generate:
 
     @staticmethod
     def plain(target: Target, sampling: Sampling, seed: int) -> Generate:
-        """Token by token. Arguments as in the class."""
+        """Return autoregressive generation. Arguments as in the class."""
         return Generate(target, sampling, seed)
 
     @staticmethod
     def assisted(
         target: Target, sampling: Sampling, seed: int, path: str, tokens: int | None = None, confidence: float = 0.0
     ) -> Generate:
-        """Assisted generation with a draft model.
+        """Return assisted generation with a draft model.
 
         Args:
-            target: as in the class, as are ``sampling`` and ``seed``.
-            path: the draft's folder or hub name.
-            tokens: most tokens drafted each step, at most 1024; None leaves transformers' defaults, whatever
-                ``confidence``: up to 20, ended early by a threshold on the draft's confidence.
-            confidence: a drafted token with less probability ends the draft; 0 never ends it.
+            target, sampling, seed: as in the class.
+            path: the draft model's folder or hub name.
+            tokens: maximum number of draft tokens per step, at most 1024. None uses transformers' defaults and ignores
+                ``confidence``: up to 20 tokens, ended early by a threshold on the draft's confidence.
+            confidence: a draft token with a lower probability ends the draft; 0 never ends it.
 
         Raises:
-            ValueError: ``tokens`` is no count, ``confidence`` no share; a draft that cannot be loaded, or that does not
-                speak the target's tokens.
-            OSError: no checkpoint there.
+            ValueError: ``tokens`` is not a whole number in its range, ``confidence`` not a number from 0 to 1; the
+                draft model cannot be loaded or has another vocabulary than the target.
+            OSError: there is no checkpoint at ``path``.
         """
         config = GenerationConfig()
         if tokens is not None:
@@ -114,15 +114,15 @@ class Generate:
 
     @staticmethod
     def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> Generate:
-        """Prompt lookup; the defaults are transformers' own.
+        """Return prompt lookup; the defaults are transformers' own.
 
         Args:
-            target: as in the class, as are ``sampling`` and ``seed``.
-            tokens: most tokens drafted each step, at most 1024.
-            max_ngram: longest n-gram looked up, at most 64.
+            target, sampling, seed: as in the class.
+            tokens: maximum number of draft tokens per step, at most 1024.
+            max_ngram: longest n-gram that is looked up, at most 64.
 
         Raises:
-            ValueError: ``tokens`` or ``max_ngram`` is no count.
+            ValueError: ``tokens`` or ``max_ngram`` is not a whole number in its range.
         """
         options = {
             "prompt_lookup_num_tokens": whole("tokens", tokens, most=MOST_TOKENS),
@@ -182,18 +182,21 @@ class Generate:
 
 
 class Bare:
-    """A bare loop over the model with transformers' own cache and nothing around it: what decoding costs at least.
+    """A bare loop over the model with transformers' own KV cache: a lower bound of the cost of decoding.
 
     Args:
-        target: as in ``Generate``, as are ``sampling`` and ``seed``.
+        target, sampling, seed: as in ``Generate``.
 
     Raises:
-        ValueError: sampling beyond a temperature.
+        ValueError: ``sampling`` sets more than a temperature.
     """
 
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
         if sampling.truncates or sampling.repetition_penalty != 1:
-            raise ValueError("the bare loop knows a temperature only: leave it out with '~peers.bare'")
+            raise ValueError(
+                "the bare loop supports sampling.temperature only, not top_k, top_p, min_p or repetition_penalty: "
+                "leave it out with '~peers.bare'"
+            )
         self.target, self.temperature, self.seed = target, sampling.temperature, seed
         self.model = as_transformers_runs_it(target)
 
@@ -227,26 +230,26 @@ class Bare:
 
 
 def as_transformers_runs_it(target: Target) -> Any:
-    """The target's model with transformers' own attention and cache: modules and settings copied, weights shared.
+    """Return a copy of the target's model with transformers' own attention and KV cache; the weights are shared.
 
     Raises:
-        ValueError: the model is split over ranks, which repeat forwards over the project's cells only.
+        ValueError: the model is split over ranks, which can only repeat forwards with spec_lab's KV cells.
     """
     if ranks.size() > 1:
-        raise ValueError("peers run in one process: leave them out with target.tensor_parallel=true")
+        raise ValueError("peers do not support target.tensor_parallel=true: remove the peers")
     model = target.lm.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)
     model.set_attn_implementation("sdpa")
-    model.generation_config = GenerationConfig()  # the checkpoint's own defaults would be mixed in
+    model.generation_config = GenerationConfig()  # without the checkpoint's own sampling defaults
     return model
 
 
 def room(request: Request, target: Target) -> int:
-    """Most tokens that the request and the target's context let emit."""
+    """Return the maximum number of tokens that the request's limit and the target's context allow."""
     return min(request.max_new_tokens, target.context - len(request.tokens))
 
 
 def finish(tokens: Sequence[int], request: Request) -> str:
-    """Why ``tokens`` end."""
+    """Return the finish reason of ``tokens``."""
     return "stop" if tokens[-1] in request.stop else "length"

@@ -1,8 +1,8 @@
 """``task=serve_trace``: a stream of requests with arrivals, served by continuous batching, for every arm.
 
-The stream is cut into segments. Every arm serves every segment, in turns, with an engine that starts empty; so a
-segment is the unit of pairing. Requests are added when their arrival time has come on the wall clock; queue time, time
-to first token and time per output token count from there. Latencies are read at the end of a step, as a server streams.
+The stream is cut into segments. Every arm serves every segment with an empty engine, and the arms alternate in going
+first; a segment is the unit of pairing. Requests are added at their arrival time on the wall clock. Queue time and time
+to first token count from the arrival. Times are read at the end of a step, when a server would stream the tokens.
 """
 
 from __future__ import annotations
@@ -74,29 +74,30 @@ def serve(
     ttft_bound: float = 1.0,
     tpot_bound: float = 0.1,
 ) -> int:
-    """Serve the prompts as a stream, with every arm; leave a row for each request, and a summary.
+    """Serve the prompts as a stream with every arm; write a row for each request, and a summary.
 
     Args:
-        lab: the parts; proposers are the arms, and the baseline.
-        settings: the scalars; ``batch_size`` is the most requests decoded together.
+        lab: the parts; the proposers and the baseline are the arms.
+        settings: the scalars; ``batch_size`` is the maximum number of requests decoded together.
         config: the configuration, for the manifest.
-        console: where the final table goes; default standard output.
+        console: prints the final table; default standard output.
         arrivals: "all" at once, "poisson" with ``rate``, or "file".
-        rate: requests a second, of Poisson arrivals.
-        trace: a text file with one arrival time a line, in seconds, rising.
-        requests: in the stream; the prompts are repeated as needed. None: each prompt once.
-        segment: requests of a segment.
-        max_prefill_tokens: most prompt tokens computed in one step; null for no limit.
-        max_kv_tokens: most tokens in the KV cache, drafts included; null for no limit.
-        ttft_bound, tpot_bound: seconds to the first token and for each further one within which a request counts as
-            goodput.
+        rate: requests per second of Poisson arrivals.
+        trace: a text file with one arrival time per line, in seconds, ascending.
+        requests: number of requests; the prompts are repeated as needed. None: each prompt once.
+        segment: number of requests of a segment.
+        max_prefill_tokens: maximum number of prompt tokens computed in one step; None for no limit.
+        max_kv_tokens: maximum number of tokens in the KV cache, drafts included; None for no limit.
+        ttft_bound, tpot_bound: seconds to the first token and per further token; a request within both bounds counts
+            as goodput.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        ValueError: an option that makes no sense, parts or prompts that do not fit, a directory that holds another run.
-        OSError: a directory that cannot be written, or a trace that cannot be read.
+        ValueError: an invalid option, incompatible parts, prompts that do not fit, or a directory that holds another
+            run.
+        OSError: the directory cannot be written, or the trace cannot be read.
     """
     console = console or Console()
     one_of("task.arrivals", arrivals, ("all", "poisson", "file"))
@@ -108,7 +109,7 @@ def serve(
         if most is not None:
             whole(name, most, otherwise=", or null")
     if lab.peers:
-        raise ValueError(f"peers decode one prompt at a time and serve no stream; leave out {[*lab.peers]}")
+        raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
     own = lab.requests(settings)
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
@@ -117,7 +118,7 @@ def serve(
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     if "speculative" in arms and lab.proposer.name not in arms:
         arms = {lab.proposer.name if name == "speculative" else name: arm for name, arm in arms.items()}
-    for arm in arms.values():  # what an engine refuses is refused before anything is served
+    for arm in arms.values():  # an engine validates requests when they are added: refuse before anything is served
         engine = engine_of(arm, limits)
         for one in stream:
             engine.add(one)
@@ -170,11 +171,11 @@ def serve(
 
 
 def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: int) -> list[float]:
-    """Seconds at which ``count`` requests arrive, rising.
+    """Return the arrival times of ``count`` requests, in seconds, ascending.
 
     Raises:
-        ValueError: no trace, or one that is too short, or not of rising numbers.
-        OSError: it cannot be read.
+        ValueError: a trace that is missing, too short or not ascending.
+        OSError: the trace cannot be read.
     """
     if kind == "all":
         return [0.0] * count
@@ -182,28 +183,28 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
         return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
     if not isinstance(trace, str) or not trace:
         raise ValueError(
-            "task.arrivals=file needs task.trace: a text file with one arrival time a line, in seconds "
+            "task.arrivals=file requires task.trace: a text file with one arrival time per line, in seconds "
             f"(task.trace is {trace!r})"
         )
     try:
         lines = read_text(Path(trace)).split()[:count]
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"task.trace: there is no file {trace}; name a file of arrival times") from error
+        raise FileNotFoundError(f"task.trace: {trace} does not exist; name a file of arrival times") from error
     except Unreadable as error:
         raise Unreadable(f"task.trace: {error}") from error
     try:
         times = [float(line) for line in lines]
     except ValueError as error:
-        raise Unreadable(f"task.trace: {trace} must hold one number of seconds a line ({error})") from error
+        raise Unreadable(f"task.trace: {trace} must hold one number of seconds per line ({error})") from error
     if len(times) < count or sorted(times) != times or not np.isfinite(times).all() or (times and times[0] < 0):
         raise ValueError(
-            f"task.trace: {trace} must hold at least {count} arrival times, rising, from 0 (it has {len(times)})"
+            f"task.trace: {trace} must hold at least {count} ascending arrival times from 0 on (it has {len(times)})"
         )
     return times
 
 
 def engine_of(arm: Loop, limits: Limits) -> Engine:
-    """An empty engine that decodes as the arm does."""
+    """Return an empty engine with the arm's parts."""
     draws = CounterDraws(arm.seed)
     return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.binding, arm.pieces, limits=limits)
 
@@ -216,7 +217,7 @@ def serve_segment(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[dict[str, Any]]:
-    """Serve requests that arrive at the ``due`` seconds; returns a row for each, in their order."""
+    """Serve requests that arrive ``due`` seconds after the start; return a row for each, in their order."""
     engine = engine_of(arm, limits)
     rows: dict[int, dict[str, Any]] = {
         one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at, "steps": 0}
@@ -265,11 +266,11 @@ def latencies(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float) -> dict[str, Any]:
-    """Throughput, latencies and goodput of every arm; the speed-up over the last arm, paired by segments.
+    """Return throughput, latencies and goodput of every arm, and its speed-up over the last arm, paired by segments.
 
-    Throughput is tokens over the seconds from the first arrival of a segment to its last token, summed over segments.
-    The speed-up is a ratio of sums, as everywhere: the last arm's seconds over this one's, for the same requests; where
-    outputs differ in length, seconds are taken for each emitted token. Its interval is a bootstrap over segments.
+    Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
+    over segments. The speed-up is a ratio of sums, as in every table: the last arm's seconds over this arm's for the
+    same requests, where outputs differ in length per emitted token. Its interval is a bootstrap over segments.
     """
     frame = latencies(frame)
     good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
@@ -305,7 +306,7 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Draw the share of requests within each time to the first token, and within each time per further token."""
+    """Plot the cumulative distributions of the time to first token and of the time per output token."""
     frame = latencies(frame)
     names = list(dict.fromkeys(frame["arm"]))
     colour = colours(names)
@@ -329,7 +330,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def tell(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the arms: throughput, speed-up over the last one, goodput, and latencies in milliseconds."""
+    """Print each arm's throughput, speed-up over the last arm, goodput, and latencies in milliseconds."""
     arms = summary["arms"]
     shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
     shown.add_column("arm", overflow="fold")

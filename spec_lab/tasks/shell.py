@@ -1,4 +1,4 @@
-"""What every task does around its own work: claim a directory, track the run, end well after Ctrl-C or an error."""
+"""What all tasks share: claim the output directory, track the run, handle Ctrl-C and errors, write the summary."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from spec_lab.text.prompts import digest
 
 @dataclass(frozen=True)
 class Done:
-    """What a task has found.
+    """The results of a task.
 
     Args:
         summary: the contents of its summary file.
-        draw: draws the figures; returns their files.
-        tell: prints the result, given the summary as it reads from the file.
-        tables: the rows, for the tracker; None: the task has other ones.
+        draw: draws the figures and returns their files.
+        tell: prints the result; called with the summary as it was written.
+        tables: the run's rows, for the tracker; None for a task with other tables.
         code: the exit code.
     """
 
@@ -40,21 +40,21 @@ class Done:
 
 @dataclass(frozen=True)
 class Task:
-    """A task's work and what surrounds it.
+    """A task: its work, and what is needed around it.
 
     Args:
         lab: the parts.
         settings: the scalars.
         config: the configuration, for the manifest.
-        arms: names of what is compared.
-        work: does the work in the claimed directory, given the contents of its manifest.
-        left: how many finished units of work are on disk, and a sentence that says so; asked after Ctrl-C and when a
-            part has failed.
-        parts: the tables of rows, gathered after Ctrl-C, from which the same command resumes; None: there are none,
-            and it does not.
-        more: what the manifest says besides.
+        arms: names of the arms.
+        work: does the work in the claimed directory; called with the contents of its manifest.
+        left: returns the number of finished units of work on disk and a sentence that states it; called after Ctrl-C
+            and when a part has failed.
+        parts: the tables of rows, gathered after Ctrl-C; the same command resumes from them. None for a task that
+            cannot be resumed.
+        more: further entries of the manifest.
         summary: name of the summary file.
-        leaves: names what is in the directory at the end.
+        leaves: names the files in the directory, for the last printed line.
     """
 
     lab: Lab
@@ -72,8 +72,9 @@ class Task:
         """Do the work and return the exit code: the task's own, or 130 after Ctrl-C.
 
         Raises:
-            ValueError: the directory holds another run, or the task refuses its options or parts.
-            PartError: a proposer, verifier or constraint of another package failed; says what is on disk.
+            ValueError: the directory holds another run, or an option or a part is invalid.
+            PartError: a proposer, verifier or constraint of another package raised an error; the message states how
+                many units of work are on disk.
             OSError: the directory cannot be written.
         """
         lab, out = self.lab, self.settings.output_dir

@@ -1,4 +1,4 @@
-"""``+experiment=stream``: one prompt continued on the terminal as it is decoded; where each token came from shows."""
+"""``+experiment=stream``: print one prompt's continuation while it is decoded, shaded by the origin of each token."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from spec_lab.text.detokenizer import Finish, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
 
 BROKE = 1
-"""Exit code where the request broke."""
-
+"""Exit code if the request failed."""
 
 SHADES = {
     "accepted": (Style.parse("black on #b7e4b0"), Style.parse("black on #94d38c")),
@@ -37,13 +36,13 @@ SHADES = {
     "recovered": (Style(), Style()),
     "bonus": (Style(), Style()),
 }
-"""Of each origin, two shades taken in turn, so that tokens can be told apart."""
+"""Two alternating shades for each origin, so that neighbouring tokens can be told apart."""
 
 TAKEN_BACK = Style(color="red", strike=True)
 QUIET = Style(dim=True)
 
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Control characters as pictures: on a terminal they would act."""
+"""Symbols for control characters, which a terminal would execute."""
 
 
 def stream(
@@ -55,30 +54,29 @@ def stream(
     *,
     prompt: str,
 ) -> int:
-    """Continue ``prompt``, printing what comes as soon as it is certain, and a line of figures at the end.
+    """Continue ``prompt``: print text as soon as no later token can change it, and a line of figures at the end.
 
-    On a terminal with colours the prompt is dim and tokens are shaded by where they came from; what is taken back after
-    it was printed is struck out and printed again as a marker. Elsewhere the text alone is printed; where a constraint
-    may take text back, not before its branch has finished. Forks follow, each under a heading, when what was printed
-    before them has finished.
+    On a terminal with colours the prompt is dim and tokens are shaded by origin; text that a constraint withdraws after
+    it was printed is printed again, struck through. Elsewhere only the text is printed; if the constraint may withdraw
+    text, a branch is printed when it has finished. Each fork is printed under a heading after the branches before it.
 
     Args:
         lab: the parts; its prompts are not read.
         settings: the scalars; nothing is written to ``output_dir``.
         config: not read.
-        console: where the text goes; default standard output.
-        errors: where the figures go; default standard error.
+        console: prints the text; default standard output.
+        errors: prints the figures; default standard error.
         prompt: the text to continue.
 
     Returns:
-        The exit code: 0; 1 where the request broke; 130 after Ctrl-C.
+        The exit code: 0; 1 if the request failed; 130 after Ctrl-C.
 
     Raises:
-        ValueError: no prompt, or one that does not fit; parts that do not fit each other.
+        ValueError: an empty prompt, or one that does not fit the context; incompatible parts.
     """
     console, errors = console or Console(), errors or Console(stderr=True)
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"prompt must be a text that is not empty, not {prompt!r}")
+        raise ValueError(f"task.prompt must be a text that is not empty, not {prompt!r}")
     pieces = Vocabulary.of(lab.target).bytes if lab.pieces is None else lab.pieces
     group = listening(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
     acts = lab.binding is not None and lab.binding.constraint.has_actions
@@ -105,12 +103,12 @@ def stream(
 
 
 class _Page:
-    """Prints one branch after the other, the first as it comes.
+    """Prints one branch after the other.
 
     Args:
-        console: where to.
-        prompt: shown where there are colours.
-        whole: whether branches are printed when they have finished only.
+        console: prints the text.
+        prompt: printed first if the console has colours.
+        whole: whether a branch is printed only when it has finished.
     """
 
     def __init__(self, console: Console, prompt: str, whole: bool) -> None:
@@ -124,7 +122,7 @@ class _Page:
             self._write(prompt, QUIET)
 
     def take(self, said: list[Said]) -> None:
-        """Print what can be printed by now."""
+        """Add events, and print the text that can be printed."""
         for one in said:
             shares = self.waiting.setdefault(one.branch, [])
             if isinstance(one.event, Text):
@@ -136,7 +134,7 @@ class _Page:
         self._print(every=False)
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Print the rest after the last event."""
         self._print(every=True)
         if self.console.is_terminal and self.last not in ("", "\n"):
             self._write("\n")
@@ -146,7 +144,7 @@ class _Page:
             over = every or branch in self.finished
             if branch not in self.shown:
                 if self.shown and not (every or set(self.shown) <= self.finished):
-                    continue  # one at a time
+                    continue  # branches are printed one at a time
                 if self.shown:
                     self._heading(branch)
                 self.shown.append(branch)
@@ -160,7 +158,7 @@ class _Page:
         self._write(f"{newline}── fork {'.'.join(map(str, branch))} ──\n", QUIET)
 
     def _withdraw(self, shares: list[Share], text: str) -> None:
-        """Take text back, from what waits if it can be."""
+        """Withdraw text: unprinted text is dropped, printed text is marked as taken back."""
         while text and shares:
             share = shares.pop()
             kept = share.text[: max(len(share.text) - len(text), 0)]
@@ -171,7 +169,7 @@ class _Page:
             self._write(text if self.colour else f"[taken back: {text}]", TAKEN_BACK)
 
     def _write(self, text: str, style: Style | None = None) -> None:
-        """Print exactly this; on a terminal, control characters as pictures. Line ends are never shaded."""
+        """Print exactly this text; on a terminal, control characters as symbols. Line ends are not shaded."""
         if not text:
             return
         self.last = text[-1]
@@ -183,7 +181,7 @@ class _Page:
 
 
 def _figures(group: Engine, done: list[StepInfo], seconds: float) -> Line:
-    """The line of figures. Tokens are those that stayed; tau is ``metrics.tau_pooled``."""
+    """Return the line of figures. Only tokens that were not withdrawn count; tau is ``metrics.tau_pooled``."""
     origins = Counter(origin for one in group.sequences for origin in one.origins[one.born - len(one.request.tokens) :])
     tokens = origins.total()
     steps = [got for one in done for got, first in zip(one.committed, one.prefill, strict=True) if not first]

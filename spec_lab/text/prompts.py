@@ -190,7 +190,7 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: not UTF-8 text ({error.reason}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{where}: not a JSON object ({error.msg} at column {error.colno}); the file needs one JSON object a line"
+            f"{where}: not a JSON object ({error.msg} at column {error.colno}); each line must be one JSON object"
         ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -242,12 +242,12 @@ def _whole(text: str, where: str, named: str) -> str:
 def _checked(prompts: dict[int, Prompt], path: str) -> list[Prompt]:
     """Return the prompts, given by line, if there are any and their names are unique."""
     if not prompts:
-        raise ValueError(f"{path}: the file holds no prompts; it needs one JSON object a line")
+        raise ValueError(f"{path}: the file holds no prompts; each line must be one JSON object")
     seen: dict[str, int] = {}
     for line, prompt in prompts.items():
         if prompt.name in seen:
             raise ValueError(
-                f"{path}:{line}: the id '{prompt.name}' is that of line {seen[prompt.name]} already; ids must be unique"
+                f"{path}:{line}: the id '{prompt.name}' is also that of line {seen[prompt.name]}; ids must be unique"
             )
         seen[prompt.name] = line
     return list(prompts.values())

@@ -20,7 +20,7 @@ def check_strings(what: str, strings: tuple[str, ...]) -> None:
         ValueError: not a sequence of strings; too many or too long strings; an empty one; a lone surrogate. Names it.
     """
     if isinstance(strings, str):
-        raise ValueError(f"{what} must be several strings, not the one string {strings!r}: put it in a list")
+        raise ValueError(f"{what} must be a list of strings, not the single string {strings!r}: put it in a list")
     if len(strings) > MAX_STRINGS:
         raise ValueError(f"{what} holds {len(strings)} strings; the maximum is {MAX_STRINGS}")
     total = 0

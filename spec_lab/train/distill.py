@@ -1,8 +1,9 @@
-"""Self-distillation: draft and Medusa heads learn the target's laws, first on plain text, then on what it wrote itself.
+"""Self-distillation: a draft model and Medusa heads learn the target's distributions, on plain and on generated text.
 
-Letters: B rows, T tokens a row, H hidden size, V vocabulary, K heads, L residual layers a head, W width of the trunk.
-Sources: Medusa (2401.10774, self-distillation in section 3.3), DistillSpec (2310.08461) for the draft; heads that read
-the pending token's embedding: Hydra (2402.05109), DeepSeek-V3's multi-token prediction (2412.19437, section 2.2).
+Letters: B rows, T tokens per row, H hidden size, V vocabulary size, K heads, L residual layers of a head, W width of
+the trunk. Sources: Medusa (2401.10774, self-distillation in section 3.3); DistillSpec (2310.08461) for the draft model;
+Hydra (2402.05109) and DeepSeek-V3's multi-token prediction (2412.19437, section 2.2) for heads that read the embedding
+of the pending token.
 """
 
 import json
@@ -33,10 +34,18 @@ log = logging.getLogger(__name__)
 
 
 class Heads(torch.nn.Module):
-    """A trunk that mixes the pending token into the target's state, then K Medusa heads of L residual layers.
+    """A trunk that adds the pending token to the target's hidden state, and K Medusa heads of L residual layers.
 
-    ``x = h + W2 silu(W1 [h; e] + b1) + b2`` with the pending token's embedding e; head k is L times ``x + silu(W x +
-    b)``, and the unembedding is the target's. All starts as the identity on h. Embeddings are multiplied by ``scale``.
+    The trunk is ``x = h + W2 silu(W1 [h; e] + b1) + b2`` with the pending token's embedding e, multiplied by ``scale``.
+    Each layer of a head is ``x + silu(W x + b)``. The LM head is the target's. The initial weights make everything the
+    identity on h.
+
+    Args:
+        heads: K.
+        layers: L.
+        hidden: H.
+        width: W.
+        scale: factor of the embeddings.
     """
 
     def __init__(self, heads: int, layers: int, hidden: int, width: int, scale: float = 1.0):
@@ -54,11 +63,11 @@ class Heads(torch.nn.Module):
                 torch.nn.init.zeros_(parameter)
 
     def trunk(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        """States ``[..., H]`` and embeddings ``[..., H]`` of the tokens after them, mixed."""
+        """Return the trunk's output ``[..., H]`` for hidden states and the embeddings of the tokens after them."""
         return hidden + self.trunk_out(silu(self.trunk_in(torch.cat([hidden, embedding * self.scale], -1))))
 
     def head(self, k: int, x: Tensor) -> Tensor:
-        """What head k hands to the unembedding, from the trunk's ``[..., H]``."""
+        """Return head k's input to the LM head ``[..., H]``, from the trunk's output ``[..., H]``."""
         for layer in self.heads[k].children():
             x = x + silu(layer(x))
         return x
@@ -66,13 +75,18 @@ class Heads(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Distillation:
-    """Training of draft and heads: on plain text, then on generated parts, each pass over them in a new order.
+    """Training of draft model and heads: on plain text, then on generated parts, in a new order in each pass.
 
     Args:
-        heads: how many; layers: residual layers of each; width: of the trunk.
-        rows: a step; part: rows of a thread.
-        plain_steps: on plain text; passes: over the generated parts after it.
-        decay: share of all steps in which the rates fall.
+        heads: K, the number of heads.
+        layers: L, the residual layers of a head.
+        width: W, the width of the trunk.
+        rows: rows of a training step.
+        part: rows that one thread computes.
+        warmup: steps in which the learning rates rise.
+        plain_steps: steps on plain text.
+        passes: passes over the generated parts.
+        decay: share of all steps in which the learning rates fall.
         plan: of the heads' optimisers.
     """
 
@@ -94,8 +108,8 @@ class Distillation:
             raise ValueError(f"distillation.rows must be a multiple of part {self.part}, not {self.rows}")
 
 
-def laws(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
-    """The target's laws at temperature 1, in the states' type, ``[B, T, V]``."""
+def target_probs(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
+    """Return the target's probabilities p ``[B, T, V]`` at temperature 1, in the dtype of the hidden states."""
     with torch.no_grad():
         logits = target.lm_head(hidden)
         for row in logits:
@@ -104,19 +118,26 @@ def laws(target: LlamaForCausalLM, hidden: Tensor) -> Tensor:
 
 
 def embedding_scale(target: LlamaForCausalLM) -> float:
-    """By which the target's embeddings become about as large as its hidden states: a power of two, so exact."""
+    """Return the power of two that makes the target's embeddings about as large as its normed hidden states."""
     size = float(target.get_input_embeddings().weight.detach().float().square().mean().sqrt())
     return 2.0 ** round(-math.log2(size))
 
 
-def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, law: Tensor) -> list[Tensor]:
-    """Each head's cross-entropy to the laws it foretells: state and token at t and t + 1 against the law at t + 1 + k.
+def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, p: Tensor) -> list[Tensor]:
+    """Return each head's cross-entropy to the target's distributions: state t and token t + 1 predict p at t + 1 + k.
 
-    In text that continues a prefix, what a head foretells is the continuation only; where that is greedy, the choice.
+    In text that continues a prefix, only predictions of the continuation count; in greedy continuations the target is
+    the most probable token.
+
+    Args:
+        heads: the heads.
+        target: the target.
+        text: token ids and hidden states.
+        p: the target's probabilities ``[B, T, V]`` on that text.
     """
     length = text.ids.shape[1]
     first = 0 if text.prefix == length else max(0, text.prefix - 2)
-    truth, weight = law.argmax(-1) if text.temperature == 0 else law, target.get_output_embeddings().weight
+    truth, weight = p.argmax(-1) if text.temperature == 0 else p, target.get_output_embeddings().weight
     with torch.no_grad():
         embedding = target.get_input_embeddings()(text.ids[:, first + 1 :])
     mixed = heads.trunk(text.hidden[:, first:-1], embedding)
@@ -127,14 +148,14 @@ def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, law: Tensor) 
     return losses
 
 
-def draft_loss(draft: torch.nn.Module, ids: Tensor, law: Tensor) -> Tensor:
-    """The draft's cross-entropy to the laws ``[B, T, V]`` after ids ``[B, T]``."""
+def draft_loss(draft: torch.nn.Module, ids: Tensor, p: Tensor) -> Tensor:
+    """Return the draft model's cross-entropy to the target's probabilities ``p [B, T, V]`` after ``ids [B, T]``."""
     logits = draft(input_ids=ids, use_cache=False).logits
-    return soft_cross_entropy(logits.flatten(0, 1), law.flatten(0, 1))
+    return soft_cross_entropy(logits.flatten(0, 1), p.flatten(0, 1))
 
 
 def order_of(parts: int, rows: int, batch: int, passes: float) -> list[tuple[int, int]]:
-    """(part, first row) of every step: rows of a part are used together, parts in a new order each pass."""
+    """Return (part, first row) of every step: the parts in a new order in each pass, the rows of a part together."""
     steps = [
         (part, row)
         for epoch in range(int(np.ceil(passes)))
@@ -153,7 +174,7 @@ def _texts(
     text: Generation,
     first: int,
 ) -> Iterator[list[Part]]:
-    """The text of every step from ``first`` on, in pieces of ``plan.part`` rows; of plain text, without states yet."""
+    """Yield the text of every step from ``first`` on, in pieces of ``plan.part`` rows; plain text without states."""
     batches = Batches(streams, dict(text.mix), text.length, plan.plan.seed)
     for step in range(first, plan.plain_steps):
         ids = torch.from_numpy(batches.at(step * plan.rows, plan.rows))[:, : text.length]
@@ -178,14 +199,31 @@ def distill(
     save_seconds: float = 120,
     stop_after: int | None = None,
 ) -> None:
-    """Train (or resume) ``draft`` on the target's laws, and ``heads`` on its laws or, in greedy parts, its choices.
+    """Train ``draft`` and ``heads`` on the target's distributions, or resume from the checkpoint in ``out``.
 
-    Threads of ``draft`` work side by side on pieces of a step. ``stop_after`` returns early at that step, as a kill
-    would.
+    In greedy parts the heads learn the target's most probable tokens instead.
+
+    Args:
+        target: the target.
+        draft: trainer of the draft model; its threads work in parallel on the pieces of a step.
+        heads: trainer of the heads.
+        streams: folder of the token streams (``tokens.Batches``).
+        generated: folder of the generated parts (``generate.generate``).
+        out: folder of the checkpoint.
+        plan: of this training.
+        text: how the parts were generated.
+        save_seconds: seconds between two checkpoints.
+        stop_after: step at which to stop early, as after a kill; None for the last one.
+
+    Raises:
+        ValueError: parts cannot be cut into steps; the checkpoint belongs to another training.
     """
     paths = sorted(generated.glob("part-*.safetensors"))
     if text.batch % plan.rows:
-        raise ValueError(f"parts of {text.batch} rows cannot be cut into steps of {plan.rows}")
+        raise ValueError(
+            f"generation.batch must be a multiple of distillation.rows {plan.rows}, not {text.batch}: the rows of a "
+            "part are cut into steps"
+        )
     order = order_of(len(paths), plan.rows, text.batch, plan.passes)
     total = plan.plain_steps + len(order)
     stable = int(total * (1 - plan.decay))
@@ -204,25 +242,25 @@ def distill(
             with torch.no_grad():
                 hidden = target.model(input_ids=piece.ids, use_cache=False).last_hidden_state
             piece = Part(piece.ids, hidden, piece.prefix, piece.temperature)
-        return piece, laws(target, piece.hidden)
+        return piece, target_probs(target, piece.hidden)
 
     for pieces in _texts(target, streams, paths, order, plan, text, draft.step):
         if draft.step == stop_after:
             break
         factor = schedule(draft.step, plan.warmup, stable, total - stable)
-        with_laws = list(pool.map(known, pieces))
+        with_probs = list(pool.map(known, pieces))
         seen: list[list[float]] = []
 
-        def of_heads(piece: Part, law: Tensor, seen: list[list[float]] = seen) -> Tensor:
-            losses = torch.stack(heads_loss(heads.model, target, piece, law))
+        def of_heads(piece: Part, p: Tensor, seen: list[list[float]] = seen) -> Tensor:
+            losses = torch.stack(heads_loss(heads.model, target, piece, p))
             seen.append(losses.tolist())
             return losses.sum() * share
 
-        def of_draft(piece: Part, law: Tensor) -> Tensor:
-            return draft_loss(draft.model, piece.ids, law) * share
+        def of_draft(piece: Part, p: Tensor) -> Tensor:
+            return draft_loss(draft.model, piece.ids, p) * share
 
-        loss, _ = draft.update([partial(of_draft, *one) for one in with_laws], factor)
-        heads.update([partial(of_heads, *one) for one in with_laws], factor)
+        loss, _ = draft.update([partial(of_draft, *one) for one in with_probs], factor)
+        heads.update([partial(of_heads, *one) for one in with_probs], factor)
         recent.append([loss, *np.mean(seen, 0)])
         if draft.step % 20 == 0:
             means, took = np.round(np.mean(recent, 0), 3).tolist(), time.monotonic() - began
@@ -235,7 +273,7 @@ def distill(
 
 
 def _save(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
-    """All in one file, replaced atomically; ``facts`` must still hold when it is gone on from."""
+    """Write all trainers to one file, replaced atomically; a resumed training must have the same ``facts``."""
     tensors = {f"{name}.{key}": t.contiguous() for name, one in trainers.items() for key, t in one.tensors().items()}
     unfinished = path.with_suffix(".partial")
     save_file(tensors, unfinished, metadata={"step": str(next(iter(trainers.values())).step), "facts": facts})
@@ -246,7 +284,7 @@ def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
     with safe_open(path, "pt") as file:
         step, then = int(file.metadata()["step"]), file.metadata().get("facts")
         if then != facts:
-            raise ValueError(f"{path} was begun with {then}, this is {facts}: move it away to begin anew")
+            raise ValueError(f"{path} belongs to a training with {then}, not {facts}: move it away to start a new one")
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     for name, one in trainers.items():
         own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
@@ -254,7 +292,7 @@ def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
 
 
 def shipped(heads: Heads) -> dict[str, Tensor]:
-    """The tensors as they ship: ``weight [K, L, H, H]``, ``bias [K, L, H]``, and a trunk for unscaled embeddings."""
+    """Return the published tensors: ``weight [K, L, H, H]``, ``bias [K, L, H]``, a trunk for unscaled embeddings."""
     tensors = {name: p.detach().float().clone() for name, p in heads.named_parameters() if name.startswith("trunk")}
     tensors["trunk_in.weight"][:, tensors["trunk_out.bias"].numel() :] *= heads.scale
     named = dict(heads.named_parameters())

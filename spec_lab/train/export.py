@@ -1,6 +1,4 @@
-"""Trained weights to the shipped folders: bf16 safetensors that ``from_pretrained`` reads, with the tokenizer beside
-them.
-"""
+"""Write trained weights as bfloat16 safetensors, with config and tokenizer, as ``from_pretrained`` reads them."""
 
 import hashlib
 import json
@@ -12,12 +10,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def file_sha256(path: Path) -> str:
-    """Hexadecimal digest of a file."""
+    """Return the SHA-256 of a file, hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> str:
-    """Write model and tokenizer; returns the SHA-256 of the weights file."""
+    """Write model and tokenizer; return the SHA-256 of the weights file."""
     model = model.bfloat16()
     model.set_attn_implementation("sdpa")
     model.config.use_cache = True
@@ -29,7 +27,7 @@ def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
 
 
 def export_medusa(tensors: dict[str, torch.Tensor], vocab_size: int, target_sha256: str, folder: Path) -> str:
-    """Heads as ``distill.shipped`` gives them; returns the SHA-256 of the weights file."""
+    """Write heads, given as ``distill.shipped`` returns them; return the SHA-256 of the weights file."""
     folder.mkdir(parents=True, exist_ok=True)
     heads, layers, hidden, _ = tensors["weight"].shape
     config = {

@@ -1,25 +1,25 @@
-"""Cross-entropies for training on CPUs that keep only their gradient."""
+"""Cross-entropies for training on CPUs. The forward computes the gradient and keeps nothing else."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ROWS = 128  # of logits at a time
+ROWS = 128  # rows of logits computed at a time
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, law: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
         gradient = torch.empty_like(logits)
         total = torch.zeros(())
-        for z, p, g in zip(logits.split(64), law.split(64), gradient.split(64), strict=True):
+        for z, p, g in zip(logits.split(64), target.split(64), gradient.split(64), strict=True):
             log_q = z.float().log_softmax(-1)
             p = p.float()
             total -= torch.dot(p.flatten(), log_q.flatten())
-            g.copy_(log_q.exp_().sub_(p).mul_(1 / len(law)))
+            g.copy_(log_q.exp_().sub_(p).mul_(1 / len(target)))
         ctx.save_for_backward(gradient)
-        return total / len(law)
+        return total / len(target)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -27,11 +27,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return gradient.mul_(upstream), None  # in place: fresh pages cost more than the product
 
 
-def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of ``logits [N, V]`` against ``law [N, V]``: the KL divergence up to the law's
-    entropy.
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in nats, of ``logits [N, V]`` against the probabilities ``target [N, V]``.
+
+    It is the KL divergence plus the entropy of ``target``.
     """
-    return _SoftCrossEntropy.apply(logits, law)
+    return _SoftCrossEntropy.apply(logits, target)
 
 
 class _UnembeddedCrossEntropy(torch.autograd.Function):
@@ -45,9 +46,9 @@ class _UnembeddedCrossEntropy(torch.autograd.Function):
                 total -= log_q.gather(1, y[:, None]).sum()
                 difference = log_q.exp_().scatter_add_(1, y[:, None], torch.full((len(y), 1), -1.0))
             else:
-                law = y.float()
-                total -= torch.dot(law.flatten(), log_q.flatten())
-                difference = log_q.exp_().sub_(law)
+                p = y.float()
+                total -= torch.dot(p.flatten(), log_q.flatten())
+                difference = log_q.exp_().sub_(p)
             torch.mm(difference.mul_(1 / len(states)).to(weight.dtype), weight, out=g)
         ctx.save_for_backward(gradient)
         return total / len(states)
@@ -59,7 +60,13 @@ class _UnembeddedCrossEntropy(torch.autograd.Function):
 
 
 def unembedded_cross_entropy(states: Tensor, weight: Tensor, truth: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of logits ``states [N, H] @ weight.T`` against ``truth``: laws ``[N, V]`` or tokens
-    ``[N]``. Rows pass through the cache in blocks, so logits never reach memory; ``weight [V, H]`` gets no gradient.
+    """Return the mean cross-entropy, in nats, of the logits ``states @ weight.T``.
+
+    The logits are computed in blocks of ``ROWS`` rows, which stay in the processor's cache.
+
+    Args:
+        states: ``[N, H]``.
+        weight: ``[V, H]``; it receives no gradient.
+        truth: probabilities ``[N, V]`` or token ids ``[N]``.
     """
     return _UnembeddedCrossEntropy.apply(states, weight, truth)

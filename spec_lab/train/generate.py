@@ -1,6 +1,6 @@
-"""The target continues training text: what draft and heads are distilled on.
+"""Generate training data: the target continues prefixes of training text; draft model and heads learn from the result.
 
-Letters: B rows, P tokens of a prefix, T tokens a row, H hidden size.
+Letters: B rows, P tokens of a prefix, T tokens per row, H hidden size.
 """
 
 import logging
@@ -21,13 +21,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Generation:
-    """How text is continued. Part i of the data depends on this and on i alone.
+    """How text is continued. Part i of the data depends only on these settings and on i.
 
     Args:
-        batch: rows a part. length: tokens a row, prefix included.
-        prefixes: prefix lengths, taken in turn. The whole ``length`` among them means a part of plain text.
-        temperatures: taken in turn; 0 is greedy.
-        plain_every: so many parts, the last is plain text. seed: of the windows. mix: of workloads.
+        batch: B, rows of a part.
+        length: T, tokens of a row, prefix included.
+        prefixes: prefix lengths P, used in rotation; a part with ``length`` is plain text.
+        temperatures: used in rotation; 0 is greedy.
+        plain_every: every so many parts, one is plain text.
+        seed: of the windows of text.
+        mix: share of each workload.
     """
 
     batch: int = 64
@@ -43,7 +46,7 @@ class Generation:
 def continue_text(
     target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Ids ``[B, T]`` and last hidden states ``[B, T, H]`` of ``prefix [B, P]`` continued to ``length`` tokens."""
+    """Continue ``prefix [B, P]`` to ``length`` tokens; return ids ``[B, T]`` and last hidden states ``[B, T, H]``."""
     generator = torch.Generator().manual_seed(seed)
     cache = StaticCache(config=target.config, max_cache_len=length)
     ids, hidden = [prefix], []
@@ -65,8 +68,18 @@ def continue_text(
 def generate(
     target: LlamaForCausalLM, streams: Path, folder: Path, plan: Generation, parts: int, seconds: float = float("inf")
 ) -> int:
-    """Write parts of ids ``[B, T]`` and hidden states ``[B, T, H]`` until there are ``parts`` or time is up; existing
-    ones stay.
+    """Write parts of ids ``[B, T]`` and hidden states ``[B, T, H]``; existing ones are kept.
+
+    Args:
+        target: the target.
+        streams: folder of the token streams (``tokens.Batches``).
+        folder: of the parts.
+        plan: how text is continued.
+        parts: number of parts.
+        seconds: time after which no further part is begun.
+
+    Returns:
+        The number of parts on disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     batches = Batches(streams, dict(plan.mix), plan.length, plan.seed)
@@ -94,7 +107,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Part:
-    """A part as written: ids ``[B, T]``, hidden states ``[B, T, H]``, prefix length, temperature."""
+    """A part of the data: ids ``[B, T]``, hidden states ``[B, T, H]``, prefix length P, temperature."""
 
     ids: Tensor
     hidden: Tensor
@@ -103,7 +116,7 @@ class Part:
 
     @staticmethod
     def read(path: Path) -> "Part":
-        """From a file of ``generate``."""
+        """Read a file that ``generate`` wrote."""
         with safe_open(path, "pt") as file:
             facts = file.metadata()
         tensors = load_file(path)

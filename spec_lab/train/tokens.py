@@ -1,4 +1,4 @@
-"""Windows of token streams on disk: one ``<workload>.bin`` of uint16 ids per workload."""
+"""Windows of token streams on disk: one file ``<workload>.bin`` of uint16 ids for each workload."""
 
 from pathlib import Path
 
@@ -6,11 +6,17 @@ import numpy as np
 
 
 class Batches:
-    """Windows of ``length + 1`` tokens, workloads mixed in fixed proportion; a batch is a pure function of where it
-    starts.
+    """Windows of ``length + 1`` tokens, with the workloads mixed in fixed proportions.
 
-    Sequence ``i`` (counted over the whole training) takes its workload from a low-discrepancy sequence and its window
-    from that workload's permutation of the epoch, so that resuming needs the number of sequences alone.
+    The workload of sequence ``i`` (counted over the whole training) follows a low-discrepancy sequence, and its window
+    a permutation of that workload's windows in each epoch. So a batch depends only on the number of its first sequence,
+    and resuming requires only that number.
+
+    Args:
+        folder: of the streams.
+        mix: share of each workload.
+        length: tokens of a window, less one.
+        seed: of the permutations.
     """
 
     def __init__(self, folder: Path, mix: dict[str, float], length: int, seed: int):
@@ -33,7 +39,7 @@ class Batches:
         return stream[start : start + length + 1]
 
     def at(self, first: int, count: int) -> np.ndarray:
-        """Ids ``[count, length + 1]`` of the sequences from ``first`` on, asked for in rising order (or anew)."""
+        """Return the ids ``[count, length + 1]`` of the sequences from ``first`` on; ascending calls are fastest."""
         if first < self.next_sequence:
             self.counts, self.next_sequence = dict.fromkeys(self.mix, 0), 0
         rows = []

@@ -1,4 +1,4 @@
-"""Optimisation on a CPU: bf16 weights for compute, float32 masters, Muon and AdamW, warm-up-stable-decay.
+"""Training on a CPU: bfloat16 weights for computing, float32 master weights, Muon and AdamW, warm-up-stable-decay.
 
 Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) updates the hidden matrices, AdamW the embedding and
 norms. A checkpoint is one file, replaced atomically.
@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides the weights, besides streams and control file. Rates are peak values."""
+    """The settings of a training. Learning rates are peak values."""
 
     batch: int = 8
     grown_batch: int = 16
@@ -38,8 +38,9 @@ class Plan:
 
 
 def schedule(step: int, warmup: int, stable: int, decay: int) -> float:
-    """Factor on the rates: linear warm-up, one, then ``1 - sqrt(t)`` down to zero (Hägele et al. 2024, arXiv
-    2405.18392).
+    """Return the factor of the learning rates: linear warm-up, 1, then ``1 - sqrt(t)`` down to 0.
+
+    Source: Hägele et al. (2405.18392).
     """
     if step < stable:
         return min(1.0, (step + 1) / warmup)
@@ -50,11 +51,15 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class Trainer(Generic[M]):
-    """Model in bf16, masters in float32, Muon and AdamW; one file holds it all. ``sequences`` counts those trained on.
+    """A model in bfloat16 with its master weights in float32 and its optimisers.
 
-    ``threads`` work side by side on parts of a batch, which needs no barrier inside a forward: on two cores that others
-    use too, that is faster than threads inside each operation. The parts do not depend on the number of threads, nor
-    does the result.
+    Each thread computes the forward of one part of a batch, so a forward has no barrier: on few, shared cores this is
+    faster than threads inside each operation. The result does not depend on the number of threads.
+
+    Args:
+        model: converted to bfloat16 in place.
+        plan: the settings.
+        threads: that work in parallel.
     """
 
     def __init__(self, model: M, plan: Plan, threads: int = 1):
@@ -72,7 +77,11 @@ class Trainer(Generic[M]):
         ]
 
     def update(self, losses: Sequence[Callable[[], Tensor]], factor: float) -> tuple[float, float]:
-        """One optimiser step on the sum of ``losses``, each computed in a thread: that sum, the gradient's norm."""
+        """Take one optimiser step on the sum of ``losses``, each computed in a thread.
+
+        Returns:
+            The sum of the losses, and the norm of its gradient.
+        """
 
         def gradients(loss_of: Callable[[], Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
             loss = loss_of()
@@ -98,12 +107,12 @@ class Trainer(Generic[M]):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the masters to the weights that compute."""
+        """Round the master weights to the model's weights."""
         for name, master in self.masters.items():
             self.weights[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Masters as ``master.<name>`` and optimiser state as ``state.<name>.<entry>``."""
+        """Return the master weights as ``master.<name>`` and the optimiser state as ``state.<name>.<entry>``."""
         found = {f"master.{n}": p.detach() for n, p in self.masters.items()}
         for optimiser, _ in self.optimisers:
             for name, master in self.masters.items():
@@ -112,7 +121,7 @@ class Trainer(Generic[M]):
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor], step: int, sequences: int) -> None:
-        """Take over what ``tensors`` gave."""
+        """Restore the state that ``tensors`` returned."""
         self.step, self.sequences = step, sequences
         for key, value in tensors.items():
             kind, rest = key.split(".", 1)
@@ -126,7 +135,7 @@ class Trainer(Generic[M]):
         self.refresh()
 
     def save(self, path: Path) -> None:
-        """Write one file, atomically."""
+        """Write a checkpoint atomically."""
         unfinished = path.with_suffix(".partial")
         metadata = {
             "step": str(self.step),

@@ -189,7 +189,7 @@ def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
     command = ["+experiment=peers", *drawn, "prompts.limit=1", "output_dir=here"]
     code, _, errors = cli(*command)
     assert code == 1
-    assert "peers.bare: the bare loop knows a temperature only: leave it out with '~peers.bare'" in errors
+    assert "peers.bare: " in errors and "leave it out with '~peers.bare'" in errors
     code, _, errors = cli(*command, "~peers.bare")
     assert code == 0, errors
     arms = json.loads((tmp_path / "here" / "summary.json").read_text())["arms"]

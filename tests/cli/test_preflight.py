@@ -68,7 +68,7 @@ def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, 
     [
         ("verifier=glob(zzz*)", "verifier=glob(zzz*) has no values"),
         ("seed=glob(*)", "seed=glob(*) has no values"),
-        ("seed=interval(1,3)", "an interval is for a search (hydra/sweeper=search)"),
+        ("seed=interval(1,3)", "an interval requires a search (hydra/sweeper=search)"),
         ("seed=range(0,5,0)", "seed=range(0,5,0): "),
         ("seed=range(0,1000000000000)", f"more than {preflight.MOST_RUNS} runs"),
         ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),

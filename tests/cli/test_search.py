@@ -235,7 +235,7 @@ def test_where_every_trial_fails_one_line_says_so(cli, tiny):
     code, _, errors = cli(*tiny, "proposer.depth=no,never", "prompts.limit=1", "hydra.sweeper.n_trials=2")
     assert code == 1
     (line,) = [one for one in errors.splitlines() if one.startswith("spec_lab: ")]
-    assert line == "spec_lab: no trial has a value for tokens_per_second: spec-lab state swept says what failed"
+    assert line == "spec_lab: no trial has a value for tokens_per_second: spec-lab state swept prints what failed"
     assert "Traceback" not in errors
 
 
@@ -279,9 +279,12 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["hydra.sweeper.objective=tokens_per_sec"], "there is no figure tokens_per_sec; there are tokens_per_second"),
-        (["hydra.sweeper.objective=speedup"], "there is no figure speedup; there are speedup."),
-        (["hydra.sweeper.objective=null"], "hydra.sweeper.objective: there is no figure None; there are "),
+        (
+            ["hydra.sweeper.objective=tokens_per_sec"],
+            "objective=tokens_per_sec is not a figure of summary.json; choose tokens_per_second",
+        ),
+        (["hydra.sweeper.objective=speedup"], "objective=speedup is not a figure of summary.json; choose speedup."),
+        (["hydra.sweeper.objective=null"], "hydra.sweeper.objective=None is not a figure of summary.json; choose "),
         (
             ["hydra.sweeper.objective=speedup.mean"],
             "hydra.sweeper.objective=speedup.mean compares with the baseline: set baseline=true",
@@ -296,9 +299,9 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["hydra.sweeper.study_name=null"], "hydra.sweeper.study_name must be a text that is not empty, not None"),
         (["hydra.sweeper.sampler=3"], "hydra.sweeper.sampler must be a mapping with _target_, not 3"),
         (["hydra.sweeper.direction=up"], "hydra.sweeper.direction must be one of maximize, minimize, not 'up'"),
-        (["proposer.depth=3"], "a search needs an option with a range or with choices, such as "),
-        (["proposer.depth=glob(*)"], "a search takes ranges and choices: proposer.depth=glob(*): "),
-        (["retry=true,false"], "retry cannot be searched: another value of it makes no other run"),
+        (["proposer.depth=3"], "a search requires an option with a range or with choices, such as "),
+        (["proposer.depth=glob(*)"], "a search requires ranges or choices: proposer.depth=glob(*): "),
+        (["retry=true,false"], "retry cannot be searched: "),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(cli, tiny, tmp_path, given, said):
@@ -317,7 +320,7 @@ def test_without_the_extra_it_is_named(cli, tiny, tmp_path, monkeypatch):
     code, _, errors = cli(*tiny, *SPACE)
     assert code == 1
     (line,) = errors.splitlines()
-    assert line.startswith("spec_lab: hydra/sweeper=search needs what is not installed")
+    assert line.startswith("spec_lab: hydra/sweeper=search requires the extra search")
     assert line.endswith("pip install 'spec-lab[search]'")
 
 
@@ -326,11 +329,11 @@ def test_what_does_not_compare_is_not_added_to_a_search(cli, tiny, tmp_path, dec
     assert cli(*few, "proposer.depth=1,2")[0] == 0
     ran = len(decoded)
     for other, said in (
-        ([*few[:-2], "prompts.limit=2", "proposer.depth=1,2"], "begun with prompts.limit=1, not with prompts.limit=2"),
-        ([*few, "seed=3", "proposer.depth=1,2"], "begun with nothing, not with seed=3"),
-        ([*few, "proposer.depth=1,2,3"], "begun with other choices for proposer.depth"),
-        ([*few, "proposer.depth=int(interval(1,3))"], "begun with other choices for proposer.depth"),
-        ([*few, "proposer.depth=1,2", "hydra.sweeper.direction=minimize"], "the search was not begun to minimize"),
+        ([*few[:-2], "prompts.limit=2", "proposer.depth=1,2"], "began with prompts.limit=1, not with prompts.limit=2"),
+        ([*few, "seed=3", "proposer.depth=1,2"], "began with nothing, not with seed=3"),
+        ([*few, "proposer.depth=1,2,3"], "began with other choices for proposer.depth"),
+        ([*few, "proposer.depth=int(interval(1,3))"], "began with other choices for proposer.depth"),
+        ([*few, "proposer.depth=1,2", "hydra.sweeper.direction=minimize"], "hydra.sweeper.direction must be maximize"),
     ):
         code, _, errors = cli(*other)
         (line,) = errors.splitlines()
@@ -358,7 +361,7 @@ def test_a_damaged_journal_is_named_and_left_as_it_is(cli, tiny, tmp_path, text)
     code, _, errors = cli(*tiny, *SPACE)
     (line,) = errors.splitlines()
     assert code == 1
-    assert line.startswith("spec_lab: swept/study.jsonl is no journal of Optuna ")
+    assert line.startswith("spec_lab: swept/study.jsonl is not a journal of Optuna ")
     assert (tmp_path / "swept" / "study.jsonl").read_text() == text
 
 

@@ -215,7 +215,7 @@ def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypa
     one = Link()
     with pytest.raises(KeyboardInterrupt), one._step():
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="the ranks are out of step since a call was interrupted"), one._step():
+    with pytest.raises(RuntimeError, match="the ranks have diverged since a call was interrupted"), one._step():
         pytest.fail("it went on")
 
 
@@ -236,7 +236,7 @@ def test_a_report_says_where_the_target_was(target, says):
 def test_ranks_are_led_by_one_process_only(here, as_if, cli):
     as_if(0, 2)
     code, _, errors = cli("--multirun", *run_of(here, "output_dir=none", "seed=1,2", "hydra/launcher=joblib"))
-    assert code == 1 and "the runs of a sweep take turns: use hydra/launcher=basic" in errors
+    assert code == 1 and "set hydra/launcher=basic" in errors
 
 
 @pytest.mark.parametrize(

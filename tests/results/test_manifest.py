@@ -138,7 +138,7 @@ def test_a_file_that_is_no_manifest_is_refused_by_name(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     for ask in (lambda: claim(tmp_path, facts()), lambda: begun_trees(tmp_path, CONFIG)):
         with pytest.raises(
-            ValueError, match=r"manifest\.json is no manifest .*; choose another output_dir=DIR, or remove it"
+            ValueError, match=r"manifest\.json is not a manifest .*; choose another output_dir=DIR, or remove it"
         ):
             ask()
 
@@ -155,7 +155,7 @@ def test_rows_without_a_manifest_are_nobodys(tmp_path, name):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
-    with pytest.raises(ValueError, match=f"holds rows .{name}. but no manifest.json that says of which run; choose"):
+    with pytest.raises(ValueError, match=f"holds rows .{name}. but no manifest.json that describes their run; choose"):
         claim(tmp_path, facts())
     assert not (tmp_path / "manifest.json").exists()
 

@@ -241,7 +241,7 @@ def test_a_note_that_says_nothing_is_named(one, text):
     (one / "ended.json").write_text(text)
     (found,) = sweep.runs(one.parent)
     assert found.state == "failed"
-    assert "ended.json does not say how the run ended" in found.error or "ended.json is not readable" in found.error
+    assert "ended.json does not record how the run ended" in found.error or "ended.json is not readable" in found.error
 
 
 def test_runs_that_nobody_planned_are_found_too(one):
@@ -694,4 +694,4 @@ def test_a_full_disk_is_named(cli, tiny, tmp_path, monkeypatch):
     (tmp_path / "swept" / "sweep.json").write_text('{"runs": []}')
     code, _, errors = cli("--multirun", *tiny, "prompts.limit=1", "proposer.depth=oops")
     assert code == 1 and "Traceback" not in errors
-    assert "that could not be noted in " in errors and "(No space left on device)" in errors
+    assert "the failure could not be recorded in " in errors and "(No space left on device)" in errors

@@ -20,10 +20,10 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Null
-from spec_lab.tasks.cost import Cost, beside_measured, load, measure, predict, predicted_speedups
+from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups
 from spec_lab.tasks.cost.predict import Grid
 from spec_lab.tasks.cost.tables import COST, PARTS
-from spec_lab.tasks.cost.turns import Fixed, bush, room, take_turns, texts
+from spec_lab.tasks.cost.timing import Fixed, bush, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Token
 from tests import checkpoints
@@ -73,7 +73,7 @@ def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
             return super().propose(batch)
 
     arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
-    rows = take_turns(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), turn=4, rounds=2)
+    rows = time_arms(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), turn=4, rounds=2)
     assert {row["arm"]: row["nodes"] for row in rows} == {"fixed": 3, "draft": 2, "watched": 2, "none": 0}
     assert places[0] == [11, 11], "it observes the end of the prompts"
     assert places[1] == [12, 12], "as every arm begins"
@@ -85,7 +85,7 @@ def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
 
 def test_the_parts_of_a_round_are_no_longer_than_the_round():
     target = tiny_target()
-    rows = take_turns(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
+    rows = time_arms(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
     (row,) = rows
     assert set(row) == set(COST)
     assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one round, so medians are its values
@@ -106,7 +106,7 @@ def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatc
     monkeypatch.setattr(type(target.lm), "run", breaking)
     arms = arms_of(target, draft=drafting, none=Null())
     with pytest.raises(ValueError, match="costs cannot be measured"):
-        take_turns(arms, texts(target, PROMPTS, Sampling(), 2, 8), 0, 2)
+        time_arms(arms, texts(target, PROMPTS, Sampling(), 2, 8), 0, 2)
     for cells in (target.lm.cells, drafting.lm.cells):
         assert cells.references.sum() == 0
 
@@ -115,7 +115,7 @@ def test_a_proposer_that_the_verifier_cannot_judge_is_refused():
     target = tiny_target()
     arms = {"draft": Loop(target, draft_model("1x1", "gumbel"), Token(), seed=0)}
     with pytest.raises(ValueError, match="draws 'gumbel'"):
-        take_turns(arms, texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
+        time_arms(arms, texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
 
 
 # The task ----------------------------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
         seen.append((turn, len(requests), len(requests[0].tokens)))
         if len(seen) == 4:
             raise KeyboardInterrupt
-        return take_turns(arms, requests, turn, rounds)
+        return time_arms(arms, requests, turn, rounds)
 
-    monkeypatch.setattr("spec_lab.tasks.cost.task.take_turns", watched)
+    monkeypatch.setattr("spec_lab.tasks.cost.task.time_arms", watched)
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 130
     assert len(load(out)) == 3 * 5 and not (out / "summary.json").exists()
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 0
@@ -162,7 +162,7 @@ def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"contexts": [8, 250]}, "task.contexts may go up to 232, not 250"),
+        ({"contexts": [8, 250]}, "task.contexts must be at most 232, not 250"),
         ({"batches": []}, "task.batches must be a list"),
         ({"nodes": [-1]}, "task.nodes must be a whole number of 0 or more"),
         ({"turns": 0}, "task.turns"),
@@ -194,7 +194,7 @@ def test_the_room_holds_every_node_accepted_in_every_round():
 
 
 def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="an arm is called 'nodes 2'"):
+    with pytest.raises(ValueError, match=r"arms\.nodes 2"):
         measure(lab(more_proposers={"nodes 2": Repeat()}), settings(tmp_path), {}, quiet(), **SMALL)
 
 
@@ -233,7 +233,7 @@ def test_costs_are_linear_between_what_was_measured_and_refused_beyond():
     assert float(cost.round("draft", 3, 1.5, 10)) == pytest.approx(5e-3 + 10e-3 + 4.5e-3 + 1e-3)
     with pytest.raises(ValueError, match="for context from 0 to 100, not from 50 to 101"):
         cost.nodes(nodes=0, batch=1, context=[50, 101])
-    with pytest.raises(ValueError, match="arm 'medusa' were not measured; known are draft, baseline"):
+    with pytest.raises(ValueError, match="arm 'medusa' were not measured; measured arms are draft, baseline"):
         cost.round("medusa", 0, 1, 0)
 
 
@@ -294,7 +294,7 @@ def test_the_run_s_own_seconds_do_not_matter():
     times = np.where(run.requests["arm"] == "draft", 7.0, 1.0)
     slower = replace(run, requests=run.requests.assign(decode_seconds=run.requests["decode_seconds"] * times))
     assert predicted_speedups(by_hand(), slower, "draft").equals(predicted_speedups(by_hand(), run, "draft"))
-    (before,), (after,) = (beside_measured(by_hand(), one, "draft")["measured"] for one in (run, slower))
+    (before,), (after,) = (predicted_and_measured(by_hand(), one, "draft")["measured"] for one in (run, slower))
     assert after == pytest.approx(before / 7)  # so the test would see a prediction that looks at them
 
 
@@ -305,7 +305,7 @@ def test_what_is_predicted_and_what_is_measured_are_the_same_groups():
     three[1][1] = three[1][1].assign(decode_seconds=0.0)
     three[2][0] = three[2][0].iloc[:0]
     steps, requests = (pd.concat(tables, ignore_index=True) for tables in zip(*three, strict=True))
-    both = beside_measured(by_hand(), Tables(pd.DataFrame(), steps, requests), "draft")
+    both = predicted_and_measured(by_hand(), Tables(pd.DataFrame(), steps, requests), "draft")
     assert list(both.index) == [0]
     assert both["measured"].tolist() == pytest.approx([(11 / 0.08) / (6 / 0.05)])
     assert both["predicted"].tolist() == predicted_speedups(by_hand(), one, "draft").tolist()
@@ -315,7 +315,7 @@ def test_costs_with_a_hole_are_refused(tmp_path):
     measure(lab(), settings(tmp_path / "out"), {}, quiet(), **SMALL)
     frame = load(tmp_path / "out")
     frame = frame[(frame["arm"] != "nodes 5") | (frame["batch"] != 2)]
-    with pytest.raises(ValueError, match="no full grid"):
+    with pytest.raises(ValueError, match="not the whole grid"):
         Cost.of(frame)
 
 
@@ -347,7 +347,7 @@ def test_the_study_compares_every_method_with_its_prediction_and_reads_it_again(
     assert np.isfinite(table[["speedup", "predicted", "error"]]).all(axis=None)
     assert (table["error"] - (table["predicted_over_measured"] - 1)).abs().max() < 0.001
     cost, run = Cost.of(load(tmp_path / "out" / "cost-1")), metrics.load(tmp_path / "out" / "run-1-2")
-    both = beside_measured(cost, run, "ngram")
+    both = predicted_and_measured(cost, run, "ngram")
     error = np.exp(np.log(both["predicted"] / both["measured"]).mean()) - 1
     (found,) = table.loc[(table["temperature"] == 1) & (table["method"] == "ngram"), "error"]
     assert found == pytest.approx(error, rel=0.01)
@@ -387,8 +387,8 @@ def test_a_prediction_is_surely_within_only_if_its_whole_interval_is():
         )
     ]  # fmt: skip
     text = study().compared(pd.DataFrame(rows))
-    assert "3 of 4 predictions are within 10 % of the measurement; of 1 the whole interval is." in text
-    assert "+2.0 % [-15.0 %, +25.0 %]" in text and "What is predicted is the cost only" in text
+    assert "3 of 4 predictions are within 10 % of the measurement; for 1 the whole interval is." in text
+    assert "+2.0 % [-15.0 %, +25.0 %]" in text and "Only the cost is predicted" in text
 
 
 EXPERIMENT = ("experiment", "cost_of_nodes.yaml")

@@ -103,7 +103,7 @@ def test_tables_without_rounds_have_no_phases(folder, tmp_path):
 
 def test_the_bare_loop_refuses_what_it_cannot_do(folder):
     target = Target.load(str(folder / "target"), dtype="float64")
-    with pytest.raises(ValueError, match="knows a temperature only"):
+    with pytest.raises(ValueError, match=r"sampling\.temperature only"):
         Bare(target, Sampling(1.0, top_k=5), 0)
 
 

@@ -56,11 +56,11 @@ def test_limit_leaves_later_lines_unread(tmp_path):
         ('{"prompt": 3}', "must be text, not int"),
         (
             '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
-            "prompts.jsonl:3: the id '1' is that of line 1 already",
+            "prompts.jsonl:3: the id '1' is also that of line 1",
         ),
         (
             '{"id": "prompts-2", "prompt": "x"}\n{"prompt": "y"}',
-            "prompts.jsonl:2: the id 'prompts-2' is that of line 1 already",
+            "prompts.jsonl:2: the id 'prompts-2' is also that of line 1",
         ),
         (b'{"prompt": "\xff"}', "prompts.jsonl:1: not UTF-8"),
     ],

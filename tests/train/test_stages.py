@@ -196,11 +196,11 @@ def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, k
 def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
     distilled(trained, tmp_path, stop_after=2)
     other = replace(trained, distillation=replace(trained.distillation, passes=4))
-    with pytest.raises(ValueError, match="was begun with .* move it away to begin anew"):
+    with pytest.raises(ValueError, match="belongs to a training with .* move it away"):
         distilled(other, tmp_path)
     with pytest.raises(ValueError, match="rows must be a multiple of part 3, not 4"):
         replace(trained.distillation, rows=4, part=3)
-    with pytest.raises(ValueError, match="parts of 4 rows cannot be cut into steps of 3"):
+    with pytest.raises(ValueError, match="generation.batch must be a multiple of distillation.rows 3, not 4"):
         distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
 
 
@@ -209,7 +209,7 @@ def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(t
     _, heads = distilled(trained, tmp_path)
     text = Part.read(trained.work / "generated" / "part-0000.safetensors")
     assert text.temperature == 0
-    law = distill.laws(target, text.hidden)
+    law = distill.target_probs(target, text.hidden)
     with torch.no_grad():
         fresh = distill.Heads(4, 2, 32, 48).bfloat16()
         before, after = (distill.heads_loss(one, target, text, law) for one in (fresh, heads))
@@ -246,7 +246,7 @@ def test_the_command_line_runs_a_stage(trained, tmp_path):
 
 def test_the_prompts_that_loop_least_are_shipped(trained):
     candidates = {row["id"]: row for row in prompts.read(trained.work / "prompts")}
-    shares = json.loads((trained.work / "looping.json").read_text())
+    shares = json.loads((trained.work / "repeated_8grams.json").read_text())
     assert shares.keys() == candidates.keys()
     shipped = prompts.read(trained.zoo / "prompts")
     assert Counter(row["workload"] for row in shipped) == trained.prompts

@@ -1,8 +1,8 @@
 """Sweeps on a cluster: ``hydra/launcher=slurm`` and ``hydra/launcher=ray``.
 
-An engine (Slurm, Ray) places, runs and restarts jobs; nothing here schedules. A job is one run of the sweep, as on one
-machine, and what it leaves in its folder says how it ended. What it cannot say itself (it was cancelled, killed, or ran
-out of time) is recorded there by the launcher: such a run is waiting, and the same command resumes it.
+The engine (Slurm, Ray) schedules, runs and restarts jobs. A job is one run of the sweep, as on one machine, and records
+in its folder how it ended. If it could not (it was cancelled, killed, or ran out of time), the launcher records the
+reason there: such a run is waiting, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spec_lab.results import sweep
 
 @dataclass(frozen=True)
 class Common:
-    """What all jobs of a sweep share, as Hydra hands it to a launcher.
+    """What all jobs of a sweep share, as Hydra passes it to a launcher.
 
     Args:
-        context: how configs are composed, and who is told of jobs.
-        task: what carries a composed config out.
-        config: the sweep's.
+        context: Hydra's config loader and callbacks.
+        task: runs a composed config.
+        config: the sweep's config.
         state: Hydra's singletons.
-        place: the directory where the command was given, from which paths are named.
+        place: the command's working directory, to which paths are relative.
     """
 
     context: HydraContext
@@ -45,7 +45,7 @@ class Common:
     place: Path
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
-        """The config of the run with these overrides, the ``number``-th of the sweep."""
+        """Return the config of the sweep's ``number``-th run, which has these overrides."""
         config = self.context.config_loader.load_sweep_config(self.config, list(overrides))
         with open_dict(config):
             config.hydra.job.id = f"{config.hydra.job.name}_{number}"
@@ -55,20 +55,25 @@ class Common:
 
 @dataclass(frozen=True)
 class Job:
-    """One run, for whichever process carries it out: each call resumes from its finished groups."""
+    """One run, which can be sent to another process; each call resumes from the run's finished groups."""
 
     common: Common
     overrides: tuple[str, ...]
     number: int
 
     def __call__(self) -> Any:
-        """Carry it out; returns what the task returns, and raises what it raises."""
+        """Run it; return what the task returns.
+
+        Raises:
+            Refused: the sweep's working directory does not exist on this node.
+            Exception: as the task.
+        """
         try:
             os.chdir(self.common.place)
         except OSError as error:
             raise Refused(
-                f"spec_lab: {self.common.place}, where the sweep was started, is not on {gethostname()}: start it on a "
-                "disk that every node shares"
+                f"spec_lab: {self.common.place}, where the sweep was started, does not exist on {gethostname()}: start "
+                "it on a disk that all nodes share"
             ) from error
         Singleton.set_state(self.common.state)
         setup_globals()
@@ -78,11 +83,11 @@ class Job:
 
 
 class Queued(NamedTuple):
-    """A job that an engine has taken on.
+    """A job that an engine has accepted.
 
     Args:
-        number: the job's place in the list.
-        id: what the engine calls it.
+        number: the job's index in the list.
+        id: the engine's name of the job.
     """
 
     number: int
@@ -93,10 +98,10 @@ class Ended(NamedTuple):
     """A job that has ended.
 
     Args:
-        number: the job's place in the list.
-        value: what it returned.
-        error: what it raised.
-        lost: how it ended where it could not say so itself, such as "CANCELLED by 1000"; else empty.
+        number: the job's index in the list.
+        value: the value that it returned.
+        error: the error that it raised.
+        lost: how it ended if it could not record that itself, such as "CANCELLED by 1000"; else empty.
     """
 
     number: int
@@ -106,17 +111,17 @@ class Ended(NamedTuple):
 
 
 class Engine(Protocol):
-    """Places, runs and restarts jobs: ``slurm.Slurm``, ``ray.Ray``."""
+    """Schedules, runs and restarts jobs: ``slurm.Slurm``, ``ray.Ray``."""
 
     def living(self) -> Collection[str]:
-        """The names of runs that an earlier launcher handed over, and whose jobs still wait or run."""
+        """Return the names of runs that an earlier launcher submitted and whose jobs are pending or running."""
         ...
 
     def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
-        """Hand over the jobs that are not living, and wait for all. Yields each as it is taken on, and as it ends.
+        """Submit the jobs that are not living, and wait for all. Yield each when it is accepted and when it ends.
 
         Raises:
-            Refused: they cannot start; says why.
+            Refused: the jobs cannot start; the message states why.
         """
         ...
 
@@ -124,18 +129,18 @@ class Engine(Protocol):
 def launch(
     engine: str, options: Mapping[str, Any], common: Common, job_overrides: Sequence[Sequence[str]], first: int
 ) -> list[JobReturn]:
-    """Carry out every run that has not ended yet, on a cluster.
+    """Run every run that has not ended yet on a cluster.
 
     Args:
-        engine: "slurm" or "ray": a module of this package, whose ``engine`` makes an ``Engine`` of the folder for its
-            own files and of the options.
-        options: the engine's; see ``conf/hydra/launcher``.
+        engine: "slurm" or "ray": a module of this package, whose function ``engine`` builds an ``Engine`` from the
+            folder for its own files and from the options.
+        options: the engine's options; see ``conf/hydra/launcher``.
         common: what the jobs share.
-        job_overrides: the runs.
-        first: the first one's number in the sweep.
+        job_overrides: the overrides of each run.
+        first: number of the first run in the sweep.
 
     Raises:
-        Refused: an option that there is not; an engine that is not installed, or does not take the jobs.
+        Refused: an unknown or invalid option; the engine is not installed, or does not accept the jobs.
     """
     out = Path(common.config.hydra.sweep.dir)
     jobs = [Job(common, tuple(one), first + n) for n, one in enumerate(job_overrides)]
@@ -145,7 +150,7 @@ def launch(
         made, names = _engine(engine, out, options), [folders[n].name for n in left]
         queued = len({*names} & {*made.living()})
         known = f"{len(jobs) - len(left)} ended before, {queued} are queued already"
-        _say(out, f"{len(jobs)} runs, of which {known}: {len(left) - queued} go to {engine}")
+        _say(out, f"{len(jobs)} runs, of which {known}: submitting {len(left) - queued} to {engine}")
         for one in made.launch([jobs[n] for n in left], names):
             n = left[one.number]
             if isinstance(one, Queued):
@@ -163,7 +168,7 @@ def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
         made: Engine = import_module(f"{__name__}.{engine}").engine(out / f".{engine}", **options)
     except ImportError as error:
         raise Refused(
-            f"spec_lab: hydra/launcher={engine} needs what is not installed ({error}): pip install 'spec-lab[{engine}]'"
+            f"spec_lab: hydra/launcher={engine} requires the extra {engine} ({error}): pip install 'spec-lab[{engine}]'"
         ) from error
     except (TypeError, ValueError) as error:
         raise Refused(f"spec_lab: hydra.launcher: {reason(error)}") from error
@@ -171,14 +176,14 @@ def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
 
 
 def _returned(job: Job, how: Ended | None) -> JobReturn:
-    """For Hydra's sweepers. A run that was lost returned nothing; what it raised is raised by who reads the value."""
+    """Return the result for Hydra's sweepers. A lost run has no value; reading the value of a failed one raises."""
     value = (how.error or how.value) if how else None
     status = JobStatus.FAILED if how and how.error else JobStatus.COMPLETED
     return JobReturn(overrides=list(job.overrides), status=status, _return_value=value)
 
 
 def _ended(job: Job, folder: Path) -> Ended | None:
-    """How the run ended before; None of one that must be carried out."""
+    """Return how the run ended before; None if it must run."""
     if sweep.ended(folder) is None:
         return None
     config = job.common.compose(job.overrides, job.number)

@@ -1,4 +1,4 @@
-"""Jobs through Ray: its workers are kept from job to job, so that a short job costs little."""
+"""Jobs on Ray, which keeps its worker processes between jobs, so that a short job starts fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read by the import: every run says its own line
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read by the import; else Ray drops the similar lines of other runs
 
 import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
@@ -19,16 +19,16 @@ from spec_lab.cli.build import Refused
 from spec_lab.cli.launchers import Ended, Job, Queued
 
 SECONDS = 15
-"""How long a cluster may take to answer."""
+"""Seconds to wait for the cluster's answer."""
 
 
 @dataclass(frozen=True)
 class Ray:
-    """See ``Engine``.
+    """Ray as an ``Engine``.
 
     Args:
-        options: of each task.
-        fits: whether some node is large enough for a job, if it were idle.
+        options: of each Ray task.
+        fits: returns whether some node, if idle, is large enough for a job.
     """
 
     options: dict[str, Any]
@@ -39,7 +39,7 @@ class Ray:
         return ()
 
     def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
-        """See ``Engine``. What Ray calls a job is of use to nobody, so that none is yielded as taken on."""
+        """See ``Engine``. Nothing is yielded when a job is accepted, since Ray's name of it is of no use later."""
         common = ray.put(jobs[0].common)
         call = ray.remote(**self.options)(_carry)
         waiting = {call.remote(common, job.overrides, job.number): n for n, job in enumerate(jobs)}
@@ -49,7 +49,7 @@ class Ray:
             for reference in done:
                 yield _result(waiting.pop(reference), reference)
             if not warned and not done and (warned := not self.fits()):
-                print("No node of Ray is large enough for a job any more: it waits for one.", file=sys.stderr)
+                print("No node of Ray is large enough for a job any more; waiting for one.", file=sys.stderr)
 
 
 def engine(
@@ -62,31 +62,34 @@ def engine(
     grows: bool = False,
     env: dict[str, str] | None = None,
 ) -> Ray:
-    """Ray as an engine.
+    """Connect to Ray, or start it on this machine.
 
     Args:
-        folder: of no use: Ray keeps its own logs.
-        address: of a cluster that runs; None: what ``RAY_ADDRESS`` says, else a Ray of its own on this machine.
-        cpus, gpus: of a job.
-        memory_gb: that a node must have left for a job; None: any.
-        restarts: how often a job is started again whose worker or node was lost.
-        grows: whether nodes may be added to the cluster, so that a job waits which none is large enough for.
-        env: environment variables of the jobs; what else they have, they have of ``ray start``.
+        folder: not used, since Ray keeps its own logs.
+        address: of a running cluster; None uses ``RAY_ADDRESS`` if it is set, else starts Ray on this machine.
+        cpus, gpus: number of each for a job.
+        memory_gb: GiB of memory that a node must have free for a job; None for no requirement.
+        restarts: how often a job is restarted after its worker or node was lost.
+        grows: whether nodes may be added to the cluster, so that jobs wait for a node that is large enough.
+        env: environment variables of the jobs, added to those of ``ray start``.
 
     Raises:
         ImportError: Ray is not installed.
-        Refused: no cluster answers there; no node is large enough for a job.
+        Refused: no cluster answers at the address; no node is large enough for a job.
     """
     where = address or os.environ.get("RAY_ADDRESS")
     if not ray.is_initialized():
         own = {} if where else {"include_dashboard": False}
         try:
-            if where and where != "auto" and "://" not in where:  # Ray itself takes minutes to give up
+            if where and where != "auto" and "://" not in where:  # Ray itself would try for minutes
                 host, _, port = where.rpartition(":")
                 socket.create_connection((host, int(port)), SECONDS).close()
             ray.init(address=where, logging_level="warning", runtime_env={"env_vars": env or {}}, **own)
         except (OSError, ValueError, RuntimeError) as error:
-            raise Refused(f"spec_lab: hydra/launcher=ray: no cluster answers at address={where} ({error})") from error
+            raise Refused(
+                f"spec_lab: hydra.launcher.address={where}: no Ray cluster answers there ({error}); start one, or "
+                "correct the address"
+            ) from error
     needs = {"CPU": cpus, "GPU": gpus, "memory": (memory_gb or 0) * 2**30}
 
     def nodes() -> list[dict[str, float]]:
@@ -99,7 +102,7 @@ def engine(
         most = {one: max((node.get(one, 0) for node in nodes()), default=0) for one in ("CPU", "GPU")}
         raise Refused(
             f"spec_lab: hydra/launcher=ray: no node is large enough for a job of {cpus:g} CPU, {gpus:g} GPU and "
-            f"{memory_gb or 0:g} GB; the largest have {most['CPU']:g} CPU, {most['GPU']:g} GPU; ask for less, or set "
+            f"{memory_gb or 0:g} GB; the largest have {most['CPU']:g} CPU, {most['GPU']:g} GPU; request less, or set "
             "hydra.launcher.grows=true"
         )
     options = {"num_cpus": cpus, "num_gpus": gpus, "memory": needs["memory"] or None, "max_retries": restarts}
@@ -111,7 +114,7 @@ def _carry(common: Any, overrides: tuple[str, ...], number: int) -> Any:
 
 
 def _result(n: int, reference: Any) -> Ended:
-    """What the task returned or raised."""
+    """Return how the task ended."""
     try:
         return Ended(n, ray.get(reference))
     except RayTaskError as error:

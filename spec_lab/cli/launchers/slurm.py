@@ -1,10 +1,10 @@
-"""Jobs through Slurm, handed over by submitit, in arrays.
+"""Jobs on Slurm, submitted in arrays with submitit.
 
-submitit writes the batch script, starts a job again that ran out of time or had to make room, and brings back what it
-returned. What it does not tell (who was cancelled, what will never start) Slurm is asked for here.
+submitit writes the batch script, requeues a job that ran out of time or was preempted, and returns a job's result. What
+it does not report (cancelled jobs, jobs that will never start) is read from squeue and sacct here.
 
-Each array has a folder of its own, its comment in Slurm. ``runs.json`` there names its runs, and is written before the
-array is handed over: a launcher that was killed at any moment has left nothing that the next one would not find.
+Each array has a folder, which is also the comment of its jobs in Slurm. ``runs.json`` there names its runs and is
+written before the array is submitted, so that the next launcher finds the jobs of one that was killed at any moment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spec_lab.core.files import read_json, write_json
 from spec_lab.core.options import whole
 
 ARRAY = 1000
-"""Jobs handed over at once: one below what Slurm takes in an array by default (MaxArraySize)."""
+"""Maximum number of jobs of an array: below Slurm's default limit (MaxArraySize)."""
 
 HOPELESS = (
     "AccountNotAllowed", "AssocMaxCpuPerJobLimit", "AssocMaxGRESPerJob", "AssocMaxMemPerJob", "AssocMaxNodePerJobLimit",
@@ -38,20 +38,20 @@ HOPELESS = (
     "QOSMaxNodePerJobLimit", "QOSMaxWallDurationPerJobLimit", "QOSMinCpuNotSatisfied", "QOSMinGRES", "QOSMinMemory",
     "QOSNotAllowed", "ReservationDeleted", "launch failed requeued held",
 )  # fmt: skip
-"""Why Slurm says that a job waits which will never start."""
+"""Slurm's reasons for a pending job that will never start."""
 
 USUAL = ("None", "Resources", "Priority", "BeginTime", "Dependency", "JobArrayTaskLimit", "Prolog", "Cleaning")
-"""Why a job waits that will start by itself."""
+"""Slurm's reasons for a pending job that will start."""
 
 SECONDS = 60
-"""How long Slurm may take to answer, and what a job wrote to be seen from here."""
+"""Seconds to wait for Slurm's answer, and for a job's result file to appear on the shared disk."""
 
 PATIENCE = 600
-"""Seconds after which a Slurm that does not answer is given up."""
+"""Seconds without an answer from Slurm after which the launcher gives up."""
 
 
 class Known(NamedTuple):
-    """A job that waits or runs, as Slurm has it: state, why it waits, and its comment."""
+    """A pending or running job in Slurm's queue: its state, the reason why it is pending, and its comment."""
 
     state: str
     why: str
@@ -60,14 +60,14 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Slurm:
-    """See ``Engine``.
+    """Slurm as an ``Engine``.
 
     Args:
-        folder: for the arrays' folders.
+        folder: holds the arrays' folders.
         parameters: of submitit's executor.
-        restarts: how often a job that runs out of time is started again.
-        poll: seconds between two questions to Slurm.
-        queue: what the queue held at first, by job.
+        restarts: how often a job that runs out of time is restarted.
+        poll: seconds between two calls of squeue.
+        queue: the queue when the launcher started, by job id.
     """
 
     folder: Path
@@ -98,8 +98,8 @@ class Slurm:
             except (FailedJobError, FailedSubmissionError) as error:
                 said = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
                 if not waiting:
-                    raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not take the jobs: {said}") from error
-                yield from (Ended(n, lost=f"not taken by Slurm: {said}") for n in new[first:])
+                    raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not accept the jobs: {said}") from error
+                yield from (Ended(n, lost=f"not accepted by Slurm: {said}") for n in new[first:])
                 break
             for n, job in zip(some, handed, strict=True):
                 waiting[n] = job
@@ -122,27 +122,27 @@ class Slurm:
         more = self.parameters["additional_parameters"] | {"comment": str(array)}
         executor.update_parameters(**self.parameters | {"additional_parameters": more})
         own = {name: os.environ[name] for name in os.environ if name == "SLURM_CONF" or name.startswith("SBATCH_")}
-        with submitit.helpers.clean_env():  # of the job, or the ranks, among which this process may be
-            os.environ.update(own)  # what the user says of the cluster
+        with submitit.helpers.clean_env():  # this process may itself run in a Slurm job or under torchrun
+            os.environ.update(own)  # the user's settings of the cluster
             with executor.batch():
                 return [executor.submit(_Again(job)) for job in jobs]
 
     def _ended(self, waiting: dict[int, submitit.Job[Any]]) -> Iterator[Ended]:
-        """Each of the jobs as it ends, which empties ``waiting``.
+        """Yield each job when it ends, and remove it from ``waiting``.
 
         Raises:
-            Refused: Slurm does not answer any more.
+            Refused: Slurm has not answered for ``PATIENCE`` seconds.
         """
         answered, told = time.monotonic(), set[str]()
-        gone: dict[int, float] = {}  # since when a job is not in the queue
+        gone: dict[int, float] = {}  # the time since which a job is not in the queue
         while waiting:
             time.sleep(self.poll)
             now = time.monotonic()
-            if (queue := _queue()) is None:  # its controller may be starting anew
+            if (queue := _queue()) is None:  # Slurm's controller may be restarting
                 if now - answered > PATIENCE:
                     raise Refused(
                         f"spec_lab: hydra/launcher=slurm: Slurm has not answered for {PATIENCE} seconds; "
-                        f"{len(waiting)} jobs were handed over, and the same command waits for them"
+                        f"{len(waiting)} jobs were submitted, and the same command waits for them"
                     )
                 continue
             answered = now
@@ -160,7 +160,7 @@ class Slurm:
                 state, reason, _ = queue.get(job.job_id, Known("", "", ""))
                 if state == "PENDING" and reason not in (*USUAL, *told):
                     told.add(reason)
-                    print(f"Slurm lets job {job.job_id} wait: {reason}", file=sys.stderr, flush=True)
+                    print(f"Slurm job {job.job_id} is pending: {reason}", file=sys.stderr, flush=True)
                 if state == "PENDING" and reason in HOPELESS:
                     job.cancel(check=False)
                     del waiting[n]
@@ -168,7 +168,7 @@ class Slurm:
 
 
 class _Again:
-    """A job that submitit may start again."""
+    """A job that submitit can restart."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -177,7 +177,7 @@ class _Again:
         return self.job()
 
     def checkpoint(self) -> Any:
-        """Return what to start again: the job resumes from its finished groups."""
+        """Return the submission of a restart: the job resumes from its finished groups."""
         return submitit.helpers.DelayedSubmission(self)
 
 
@@ -198,33 +198,33 @@ def engine(
     sbatch: dict[str, Any] | None = None,
     poll: float = 10,
 ) -> Slurm:
-    """Slurm as an engine.
+    """Connect to Slurm.
 
     Args:
-        folder: for submitit's scripts and logs; on a disk that all nodes share, as the sweep.
-        partition, account, qos, constraint: as of ``sbatch``; None: the cluster's default.
+        folder: for submitit's scripts and logs; on a disk that all nodes share, like the sweep.
+        partition, account, qos, constraint: options of ``sbatch``; None for the cluster's default.
         minutes: time limit of a job.
-        cpus, memory_gb, gpus: of a job; no memory: the cluster's default.
-        requeue: whether Slurm may start a job again that had to make room, or whose node died.
-        restarts: how often a job that runs out of time is started again.
-        at_once: most jobs of a thousand that run at the same time.
-        setup: lines of shell before Python.
+        cpus, memory_gb, gpus: resources of a job; None for memory uses the cluster's default.
+        requeue: whether Slurm may restart a job that was preempted or whose node failed.
+        restarts: how often a job that runs out of time is restarted.
+        at_once: maximum number of jobs of an array (1000 jobs) that run at the same time.
+        setup: shell commands that run before Python.
         sbatch: further options of ``sbatch``, by their long names.
-        poll: seconds between two questions to Slurm.
+        poll: seconds between two calls of squeue.
 
     Raises:
         ImportError: submitit is not installed.
-        TypeError, ValueError: an option that there is not, or not so.
-        Refused: there is no Slurm here, or it does not answer.
+        TypeError, ValueError: an unknown option or an invalid value.
+        Refused: this machine has no Slurm commands, or Slurm does not answer.
     """
     for name, number in (("minutes", minutes), ("cpus", cpus), ("at_once", at_once)):
         whole(f"hydra.launcher.{name}", number)
     if missing := [name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None]:
         raise Refused(
-            f"spec_lab: hydra/launcher=slurm: there is no {missing[0]} here; run this on a node that submits jobs"
+            f"spec_lab: hydra/launcher=slurm: the command {missing[0]} is missing; run this on a node that submits jobs"
         )
     if (queue := _queue()) is None:
-        raise Refused("spec_lab: hydra/launcher=slurm: Slurm does not answer (squeue fails); is its controller up?")
+        raise Refused("spec_lab: hydra/launcher=slurm: Slurm does not answer (squeue fails); check its controller")
     parameters = {
         "job_name": "spec_lab", "partition": partition, "account": account, "qos": qos, "constraint": constraint,
         "time": minutes, "cpus_per_task": cpus, "gpus_per_node": gpus or None, "array_parallelism": at_once,
@@ -237,7 +237,7 @@ def engine(
 
 
 def _asks(*command: str) -> str | None:
-    """What one of Slurm's commands prints; None where it fails."""
+    """Return the output of a Slurm command; None if it fails."""
     try:
         asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -246,7 +246,7 @@ def _asks(*command: str) -> str | None:
 
 
 def _queue() -> dict[str, Known] | None:
-    """Each job of this user that waits or runs, by its id; None where Slurm does not answer."""
+    """Return this user's pending and running jobs by id; None if Slurm does not answer."""
     said = _asks("squeue", "--me", "--noheader", "--array", "--format=%i|%T|%r|%k")
     if said is None:
         return None
@@ -255,24 +255,24 @@ def _queue() -> dict[str, Known] | None:
 
 
 def _why(ids: Collection[str]) -> dict[str, str]:
-    """What became of jobs that left the queue without a result, by id."""
+    """Return how jobs that left the queue without a result ended, by id."""
     if not ids:
         return {}
     shown = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,ExitCode,NodeList"]
     said = _asks("sacct", *shown, f"--jobs={','.join(ids)}")
     if said is None:
-        return dict.fromkeys(ids, "it left the queue without a result, and sacct does not say why")
+        return dict.fromkeys(ids, "left the queue without a result, and sacct does not answer")
     found = {}
     for id, state, exit_code, nodes in (line.split("|") for line in said.splitlines()):
         code, _, signal = exit_code.partition(":")
         how = f", exit code {code}" * (code != "0") + f", signal {signal}" * (signal != "0")
         found[id] = state + how + f", on {nodes}" * (nodes != "None assigned")
-    # sacct is some seconds behind squeue, and says so of a job that it takes to be running
+    # sacct is some seconds behind squeue and may still list an ended job as running
     return {id: what for id, what in found.items() if not what.startswith(("PENDING", "RUNNING", "REQUEUED"))}
 
 
 def _result(n: int, job: submitit.Job[Any]) -> Ended:
-    """What the job returned or raised."""
+    """Return how the job ended: its result, its error, or why submitit has none."""
     failed = job.exception()
     if failed is None:
         return Ended(n, job.result())

@@ -1,10 +1,10 @@
-"""From what rounds cost to how much faster a proposer decodes.
+"""Predict a proposer's speed-up from the measured cost of steps.
 
-Source: Leviathan et al. (2211.17192, theorem 3.8) give the speed-up of a chain of g tokens as tau / (g c + 1), where c
-is what a step of the draft costs in forwards of the target, and verifying is free. Sequoia (2402.12374, section 4.3)
-lets verifying cost: tau / (t(n) + d c), with t(n) the seconds of a forward over n nodes in units of one without. Here
-t also depends on batch and context, it holds all that nodes cost (the forward, laws, committing, the loop), and what
-the draft brings along is measured as well: drafting, and verifying in its way of drawing.
+Source: Leviathan et al. (2211.17192, theorem 3.8): the speed-up of a chain of g tokens is tau / (g c + 1), with c the
+cost of a draft forward in target forwards; verification is free. Sequoia (2402.12374, section 4.3) adds the cost of
+verification: tau / (t(n) + d c), with t(n) the seconds of a forward over n nodes relative to a forward without nodes.
+Here t also depends on batch and context and includes everything that depends on the number of nodes (the target's
+forward, probabilities, commit, the loop); drafting and verification are measured for each arm.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 
 OF_NODES = ("target", "probabilities", "commit", "between")
-"""Parts of a round that depend on how many nodes there are, not on who drafted them."""
+"""Phases of a step whose seconds depend on the number of nodes, not on the proposer."""
 
 OF_ARM = ("propose", "verify")
-"""Parts of a round that depend on who drafted, and how."""
+"""Phases of a step whose seconds depend on the proposer and its way of drawing."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Seconds at the points of a grid, linear in between.
+    """Seconds at the points of a grid, interpolated linearly.
 
     Args:
-        axes: the points of each axis, by its name, rising.
-        seconds: ``[len of each axis]``.
+        axes: the points of each axis by name, ascending.
+        seconds: one value for each point; its shape is the length of each axis.
     """
 
     axes: Mapping[str, tuple[float, ...]]
     seconds: np.ndarray
 
     def __call__(self, **places: ArrayLike) -> np.ndarray:
-        """Seconds at places given axis by axis; arrays broadcast.
+        """Return the seconds at points given by axis; arrays broadcast.
 
         Raises:
-            ValueError: a place outside; nothing is extrapolated.
+            ValueError: a point lies outside the grid; nothing is extrapolated.
         """
         for name, points in self.axes.items():
             asked = np.asarray(places[name], dtype=float)
             if asked.size and not (points[0] <= asked.min() and asked.max() <= points[-1]):
-                what = f"from {points[0]:g} to {points[-1]:g}, not from {asked.min():g} to {asked.max():g}"
-                raise ValueError(f"costs are known for {name} {what}: measure them with more")
+                raise ValueError(
+                    f"costs were measured for {name} from {points[0]:g} to {points[-1]:g}, not from {asked.min():g} to "
+                    f"{asked.max():g}: measure again with a wider range"
+                )
         between = RegularGridInterpolator(tuple(np.array(points) for points in self.axes.values()), self.seconds)
         asked_for = np.broadcast_arrays(*(np.asarray(places[name], dtype=float) for name in self.axes))
         return between(np.stack(asked_for, axis=-1)).reshape(asked_for[0].shape)
@@ -57,12 +59,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Cost:
-    """What rounds cost.
+    """Measured seconds of a step.
 
     Args:
-        nodes: t(nodes, batch, context), seconds of all that nodes cost, with none as well: the target, laws, committing
-            and what the loop does between rounds.
-        arms: for each arm seconds(batch, context) of what it adds: drafting and verifying.
+        nodes: t(nodes, batch, context), seconds of the phases ``OF_NODES``.
+        arms: for each arm, seconds(batch, context) of the phases ``OF_ARM``.
     """
 
     nodes: Grid
@@ -70,10 +71,10 @@ class Cost:
 
     @staticmethod
     def of(frame: pd.DataFrame) -> Cost:
-        """The medians over turns of what ``measure`` timed.
+        """Return the medians over turns of the rows of ``measure``.
 
         Raises:
-            ValueError: rows that are no full grid.
+            ValueError: a point of the grid has no row.
         """
         fixed, arms = frame[frame["fixed"]], frame[~frame["fixed"]]
         return Cost(
@@ -82,19 +83,19 @@ class Cost:
         )
 
     def round(self, arm: str, nodes: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
-        """Seconds of an arm's rounds.
+        """Return the seconds of a step of an arm.
 
         Args:
-            arm: who drafts.
-            nodes: below each sequence, the mean.
-            batch: live sequences.
-            context: their tokens, the mean.
+            arm: its name.
+            nodes: mean number of draft nodes of a sequence.
+            batch: number of live sequences.
+            context: mean number of tokens of a sequence.
 
         Raises:
-            ValueError: an arm that was not measured, a place outside of what was.
+            ValueError: the arm was not measured, or the point lies outside the measured grid.
         """
         if arm not in self.arms:
-            raise ValueError(f"the costs of arm '{arm}' were not measured; known are {', '.join(self.arms)}")
+            raise ValueError(f"the costs of arm '{arm}' were not measured; measured arms are {', '.join(self.arms)}")
         own = self.arms[arm](batch=batch, context=context)
         return own + self.nodes(nodes=nodes, batch=batch, context=context)
 
@@ -108,48 +109,48 @@ def predict(
     context: float = 256,
     baseline: str = "baseline",
 ) -> float:
-    """The speed-up where nothing changes from round to round: tau x seconds without a draft / seconds with it.
+    """Return the speed-up if all steps were alike: tau * seconds of a baseline step / seconds of the arm's step.
 
     Args:
-        cost: measured.
-        arm: who drafts.
-        tau: tokens a sequence gets in a step, the one after the accepted ones included.
-        nodes: drafted below each sequence.
+        cost: measured costs.
+        arm: name of the speculative arm.
+        tau: mean number of tokens that a step emits, bonus or recovered token included.
+        nodes: draft nodes of each sequence.
         batch: live sequences.
-        context: tokens of each.
-        baseline: the arm that drafts nothing.
+        context: tokens of each sequence.
+        baseline: name of the autoregressive arm.
 
     Raises:
-        ValueError: an arm or a place that was not measured.
+        ValueError: an arm was not measured, or the point lies outside the measured grid.
     """
     return tau * float(cost.round(baseline, 0, batch, context) / cost.round(arm, nodes, batch, context))
 
 
 def predicted_speedups(cost: Cost, tables: Tables, arm: str, baseline: str = "baseline") -> pd.Series:
-    """Of each group of a run the speed-up that costs measured elsewhere predict, as ``walltime_speedup_paired`` has it.
+    """Return the predicted speed-up of each group of a run, comparable to ``walltime_speedup_paired``.
 
-    ``predict``, summed over rounds, as contexts grow and groups thin out. Of the run it takes how often it stepped,
-    with which nodes, live sequences and contexts, and the exact expectation of the tokens of each step (less those
-    that stop tokens and limits cut); none of its seconds.
+    This is ``predict`` summed over the run's steps, since contexts grow and sequences finish. It uses each step's
+    nodes, live sequences and contexts, and the exact expectation of its emitted tokens (less those that stop tokens and
+    limits cut); it uses none of the run's seconds.
 
     Args:
-        cost: measured, at this temperature.
-        tables: the run's.
-        arm: who drafts.
-        baseline: the arm that drafts nothing.
+        cost: measured costs, at the run's temperature.
+        tables: the run's rows.
+        arm: name of the speculative arm.
+        baseline: name of the autoregressive arm.
 
     Raises:
-        ValueError: an arm or a place that was not measured.
+        ValueError: an arm was not measured, or a step lies outside the measured grid.
     """
     speeds = {name: _tokens(tables, name) / _seconds(cost, tables, name) for name in (arm, baseline)}
     measured = metrics.walltime_speedup_paired(tables.requests, arm, baseline)
     return (speeds[arm] / speeds[baseline]).reindex(measured.index)
 
 
-def beside_measured(cost: Cost, tables: Tables, arm: str, baseline: str = "baseline") -> pd.DataFrame:
-    """``predicted`` and ``measured`` speed-ups of the same groups: those of which both are known.
+def predicted_and_measured(cost: Cost, tables: Tables, arm: str, baseline: str = "baseline") -> pd.DataFrame:
+    """Return the columns ``predicted`` and ``measured``: the speed-ups of the groups for which both are known.
 
-    Args and errors as in ``predicted_speedups``.
+    Arguments and errors as in ``predicted_speedups``.
     """
     measured = metrics.walltime_speedup_paired(tables.requests, arm, baseline)
     both = pd.DataFrame({"predicted": predicted_speedups(cost, tables, arm, baseline), "measured": measured})
@@ -157,13 +158,13 @@ def beside_measured(cost: Cost, tables: Tables, arm: str, baseline: str = "basel
 
 
 def _tokens(tables: Tables, arm: str) -> pd.Series:
-    """Of each group the tokens that its steps were expected to emit, less what was cut."""
+    """Return the expected number of tokens of each group's steps, less the tokens that were cut."""
     steps = metrics.decode_steps(tables.steps, arm)
     return (steps["expected_emitted"] - steps["emitted"] + steps["emitted_kept"]).groupby(steps["group"]).sum()
 
 
 def _seconds(cost: Cost, tables: Tables, arm: str) -> pd.Series:
-    """Of each group the seconds that its decode rounds should have taken."""
+    """Return the predicted decode seconds of each group."""
     steps = tables.steps[(tables.steps["arm"] == arm) & ~tables.steps["prefill"]]
     rounds = steps.groupby(["group", "round"]).agg(
         nodes=("nodes", "mean"), batch=("request", "size"), context=("context", "mean")
@@ -173,7 +174,7 @@ def _seconds(cost: Cost, tables: Tables, arm: str) -> pd.Series:
 
 
 def _grid(frame: pd.DataFrame, axes: tuple[str, ...], parts: tuple[str, ...]) -> Grid:
-    """Medians of the parts' sum at every point of the grid.
+    """Return the median over turns of the sum of ``parts``, at every point of the grid.
 
     Raises:
         ValueError: a point is missing.
@@ -182,6 +183,6 @@ def _grid(frame: pd.DataFrame, axes: tuple[str, ...], parts: tuple[str, ...]) ->
     points = {name: tuple(sorted(float(value) for value in frame[name].unique())) for name in axes}
     if not len(each) or len(each) != np.prod([len(values) for values in points.values()]):
         raise ValueError(
-            f"the costs hold {len(each)} places, which are no full grid of {points}: measure them to the end"
+            f"the cost rows cover {len(each)} points, not the whole grid {points}: run the measurement to its end"
         )
     return Grid(points, each.sort_index().to_numpy().reshape([len(values) for values in points.values()]))

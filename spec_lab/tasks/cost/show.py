@@ -1,4 +1,4 @@
-"""What costs look like: the tables at the end, and the figure."""
+"""The summary, the printed tables and the figure of measured costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
 
 
 def summarise(frame: pd.DataFrame) -> dict[str, Any]:
-    """Medians over turns with the quartiles: of what nodes cost, and of what each arm adds; in seconds."""
+    """Return medians over turns, with quartiles, in seconds: t(n) at every point, and what each arm adds."""
     fixed, own = frame[frame["fixed"]], frame[~frame["fixed"]]
     return {
         "nodes": _spread(fixed, ["batch", "context", "nodes"], fixed[list(OF_NODES)].sum(axis=1)),
@@ -34,15 +34,15 @@ def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict
 
 
 def tell(summary: Mapping[str, Any], console: Console) -> None:
-    """Print what ``summary.json`` says."""
+    """Print the tables of ``summary.json``."""
     console.print(
         f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} turns of "
-        f"{summary['rounds']} rounds",
+        f"{summary['rounds']} steps",
         style="bold",
         highlight=False,
     )
     nodes = pd.DataFrame(summary["nodes"])
-    for ratio, title in enumerate(("t(n), milliseconds of a round with n nodes below each sequence", "t(n) / t(0)")):
+    for ratio, title in enumerate(("t(n), milliseconds of a step with n draft nodes per sequence", "t(n) / t(0)")):
         table = _table(title)
         for name in ("batch", "context", *(f"{n:g}" for n in sorted(nodes["nodes"].unique()))):
             table.add_column(name, justify="right")
@@ -52,7 +52,7 @@ def tell(summary: Mapping[str, Any], console: Console) -> None:
             table.add_row(str(batch), str(context), *(f"{value:.2f}" for value in shown))
         console.print(table)
     arms = pd.DataFrame(summary["arms"])
-    table = _table("What an arm adds, drafting and verifying: milliseconds of a round")
+    table = _table("What an arm adds by drafting and verification, milliseconds per step")
     table.add_column("arm", no_wrap=True)
     places = arms[["batch", "context"]].drop_duplicates().sort_values(["batch", "context"])
     for batch, context in places.itertuples(index=False):
@@ -68,7 +68,7 @@ def _table(title: str) -> Table:
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Draw t(n); returns the file."""
+    """Write the figure of t(n) into ``folder``; return its path."""
     own_folder(folder)
     with rc_context(STYLE), replacing(folder / "cost.png") as stream:
         nodes(summarise(frame)["nodes"]).savefig(stream, bbox_inches="tight")
@@ -76,8 +76,9 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def nodes(rows: list[dict[str, Any]]) -> Figure:
-    """t(n) by nodes, a column of panels for each context, a line for each batch size: milliseconds above, with the
-    middle half of the turns; below, times the round without nodes.
+    """Plot t(n): a column of panels for each context, a line for each batch size.
+
+    The upper panels show milliseconds with the quartiles over turns, the lower ones t(n) / t(0).
     """
     frame = pd.DataFrame(rows)
     contexts = sorted(frame["context"].unique())
@@ -92,8 +93,8 @@ def nodes(rows: list[dict[str, Any]]) -> Figure:
             panels[1].plot(own["nodes"], own["seconds"] / own["seconds"].iloc[0], **look)
         panels[1].axhline(1, color=GREY, linestyle="--", linewidth=1)
         panels[0].set_title(f"{context} tokens of context", fontsize=10)
-        panels[1].set_xlabel("nodes below each sequence")
-    grid[0][0].set(ylabel="milliseconds of a round", ylim=(0, None))
-    grid[1][0].set(ylabel="times the round without nodes", ylim=(0, None))
+        panels[1].set_xlabel("draft nodes n per sequence")
+    grid[0][0].set(ylabel="t(n), milliseconds of a step", ylim=(0, None))
+    grid[1][0].set(ylabel="t(n) / t(0)", ylim=(0, None))
     grid[0][0].legend(fontsize=9)
     return figure

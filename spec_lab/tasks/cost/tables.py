@@ -1,4 +1,4 @@
-"""The rows that a measurement of costs leaves behind, written part by part, so that a kill keeps what is finished."""
+"""The table of measured costs, written part by part, so that a killed run keeps what was finished."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from spec_lab.results.parts import Parts
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
 PARTS = ("propose", "target", "probabilities", "verify", "commit", "between")
-"""Columns of seconds that add up to a round's."""
+"""Columns of seconds that add up to those of a whole step."""
 
 COST = {
     "id": (_TEXT, "batch/context/arm/turn"),
     "batch": (_WHOLE, "sequences decoded together"),
-    "context": (_WHOLE, "tokens of each sequence that were computed when the arm began"),
-    "arm": (_TEXT, "who drafted: an arm of the lab, or 'nodes N' for a fixed tree"),
+    "context": (_WHOLE, "computed tokens of each sequence when the arm's first step began"),
+    "arm": (_TEXT, "an arm of the lab, or 'nodes N' for a fixed tree of N nodes"),
     "fixed": (_FLAG, "whether it was a fixed tree"),
-    "turn": (_WHOLE, "number of the turn, from 0; in each turn every arm decodes some rounds at every place"),
-    "nodes": (_REAL, "nodes drafted below each sequence, the mean of the timed rounds"),
-    "propose": (_REAL, "seconds of drafting, the median of the timed rounds, as all seconds here"),
-    "target": (_REAL, "seconds of the target, packing and bookkeeping of cells included"),
+    "turn": (_WHOLE, "number of the turn, from 0; each turn times every arm at every batch size and context"),
+    "nodes": (_REAL, "draft nodes of each sequence, mean over the timed steps"),
+    "propose": (_REAL, "seconds of drafting; like all seconds here, the median over the timed steps"),
+    "target": (_REAL, "seconds of the target's forward, packing and KV bookkeeping included"),
     "target_forward": (_REAL, "of these, seconds inside its module calls"),
     "probabilities": (_REAL, "seconds of turning logits into target probabilities"),
-    "verify": (_REAL, "seconds of verification and choice"),
-    "commit": (_REAL, "seconds of committing"),
-    "between": (_REAL, "seconds from this round's end to the start of the next"),
-    "whole": (_REAL, "seconds from this round's start to the start of the next"),
+    "verify": (_REAL, "seconds of verification and of sampling the outcome"),
+    "commit": (_REAL, "seconds of the commit"),
+    "between": (_REAL, "seconds from a step's end to the start of the next"),
+    "whole": (_REAL, "seconds from a step's start to the start of the next"),
 }
-"""One row for each turn of each arm at each place, a batch size with a context."""
+"""One row for each turn, batch size, context and arm."""
 
 
 def parts(out: str | Path) -> Parts:
-    """The table of a measurement in its directory."""
+    """Return the table of a measurement in its directory."""
     return Parts(Path(out), {"cost": COST})
 
 
 def load(out: str | Path) -> pd.DataFrame:
-    """The rows of what is finished, whether the measurement is done, running or was stopped.
+    """Return the rows on disk, whether the measurement is done, running or was stopped.
 
     Raises:
-        ValueError: a file that is not a table.
+        ValueError: a file is not a table.
     """
     return parts(out).load()["cost"]

@@ -1,4 +1,4 @@
-"""The task: time rounds at every batch size and context, and leave rows, a summary and a figure behind."""
+"""``task=cost``: time steps at every batch size and context; write rows, a summary and a figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spec_lab.core.options import whole
 from spec_lab.propose import branches, draws_of
 from spec_lab.tasks.cost import show
 from spec_lab.tasks.cost.tables import parts
-from spec_lab.tasks.cost.turns import Fixed, room, take_turns, texts
+from spec_lab.tasks.cost.timing import Fixed, room, texts, time_arms
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.text.prompts import encode
@@ -32,30 +32,30 @@ def measure(
     turns: int = 5,
     rounds: int = 6,
 ) -> int:
-    """Time the rounds of fixed trees of so many nodes below each sequence, and of the lab's own arms.
+    """Time the steps of fixed draft trees and of the lab's own arms, at every batch size and context.
 
-    A place is a batch size with a context. In each turn every arm decodes some rounds at every place, so that what is
-    timed at a place is spread over the whole measurement. The texts are the lab's prompts, joined and repeated. Rows
-    reach the disk turn by turn and place by place; the same command with the same directory goes on where it stopped.
+    In each turn every arm decodes ``rounds`` steps at every pair of batch size and context, so the timings of one pair
+    are spread over the whole measurement. The texts are the lab's prompts, joined and repeated. The rows of a pair are
+    written when it has been timed; the same command with the same ``output_dir`` resumes the measurement.
 
     Args:
-        lab: the parts; the proposers are the arms, and the baseline.
-        settings: the scalars; ``batch_size``, ``max_new_tokens`` and ``warmup`` say nothing here.
+        lab: the parts; the proposers and the baseline are the arms.
+        settings: the scalars; ``batch_size``, ``max_new_tokens`` and ``warmup`` are not used.
         config: the configuration, for the manifest.
-        console: where the final table goes; default standard output.
-        nodes: of the fixed trees; 0, the baseline's, is always among them.
-        batches: sequences decoded together.
-        contexts: tokens of each sequence.
-        turns: of every arm at every place.
-        rounds: timed in each turn.
+        console: prints the final tables; default standard output.
+        nodes: numbers of nodes of the fixed trees; 0, the baseline's, is always added.
+        batches: numbers of sequences decoded together.
+        contexts: numbers of tokens of each sequence.
+        turns: number of times that every pair of batch size and context is measured.
+        rounds: number of timed steps of each arm in a turn.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        ValueError: options that make no sense, a context beyond the model's, a constraint, parts that do not fit each
-            other, prompts that do not fit, a directory that holds another run.
-        OSError: a directory that cannot be written.
+        ValueError: an invalid option, a context beyond the model's, a constraint, an incompatible pair of proposer and
+            verifier, prompts that do not fit, or a directory that holds another run.
+        OSError: the directory cannot be written.
     """
     console = console or Console()
     nodes = sorted({0, *_sizes("task.nodes", nodes, 0)})
@@ -66,8 +66,8 @@ def measure(
     longest = lab.target.context - room(arms, rounds)
     if contexts[-1] > longest:
         raise ValueError(
-            f"task.contexts may go up to {longest}, not {contexts[-1]}: the model's context holds {lab.target.context} "
-            f"tokens, of which the drafts of {rounds} rounds may need {lab.target.context - longest}"
+            f"task.contexts must be at most {longest}, not {contexts[-1]}: the model's context holds "
+            f"{lab.target.context} tokens, of which {rounds} timed steps may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
     tables = parts(settings.output_dir)
@@ -79,9 +79,9 @@ def measure(
     def work(facts: Mapping[str, Any]) -> Done:
         before = finished()
         todo = [visit for visit in visits if visit not in before]
-        for turn, batch, context in tqdm(todo, desc=settings.name, unit="place", disable=None):
+        for turn, batch, context in tqdm(todo, desc=settings.name, unit="visit", disable=None):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
-            rows = take_turns(arms, requests, turn, rounds)
+            rows = time_arms(arms, requests, turn, rounds)
             tables.write(f"{turn:04d}-{batch:04d}-{context:06d}", {"cost": rows})
             none = next(row for row in rows if row["arm"] == "nodes 0")
             lab.tracker.group(visits.index((turn, batch, context)), {"seconds without nodes": none["whole"]})
@@ -94,22 +94,26 @@ def measure(
 
     def left() -> tuple[int, str]:
         done = len(finished())
-        return done, f"{done} of {len(visits)} visits to a place are in {settings.output_dir}"
+        return done, f"{done} of {len(visits)} visits to a batch size and context are in {settings.output_dir}"
 
     return Task(lab, settings, config, arms, work, left, tables).run(console)
 
 
 def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]:
-    """The fixed trees, and the arms that a run of this lab would have."""
+    """Return the fixed trees and the arms of a benchmark with this lab, by name.
+
+    Raises:
+        ValueError: the lab has a constraint, peers, an arm with the name of a fixed tree, or an incompatible pair.
+    """
     if lab.binding is not None:
-        raise ValueError("costs are measured without a constraint; set constraint=none")
+        raise ValueError("task=cost does not support constraints; set constraint=none")
     if lab.peers:
-        raise ValueError(f"costs are measured by the project's loop, which peers have not; leave out {[*lab.peers]}")
+        raise ValueError(f"task=cost times spec_lab's own steps, which peers do not run; remove peers {[*lab.peers]}")
     wide = lab.target.vocabulary
     fixed = {f"nodes {n}": Loop(lab.target, Fixed(n, wide), lab.verifier, settings.seed) for n in nodes}
     own = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     if both := set(fixed) & set(own):
-        raise ValueError(f"an arm is called '{both.pop()}', as a fixed tree is; rename it under arms")
+        raise ValueError(f"arms.{both.pop()} has the name of a fixed tree; choose another name")
     arms = fixed | own
     for arm in arms.values():  # before anything is written
         check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
@@ -117,10 +121,10 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
 
 
 def _sizes(name: str, values: Sequence[int], least: int = 1) -> list[int]:
-    """The values, rising.
+    """Return the values of an option, ascending and without duplicates.
 
     Raises:
-        ValueError: no list of whole numbers; names the option.
+        ValueError: not a list of whole numbers from ``least``; names the option.
     """
     if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
         raise ValueError(f"{name} must be a list of whole numbers such as [1,2,4], not {values!r}")

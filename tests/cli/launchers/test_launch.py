@@ -19,7 +19,7 @@ class Scripted:
 
     Args:
         lose: seeds of runs whose jobs are lost, with what becomes of them.
-        alive: seeds of runs whose jobs an earlier launcher handed over, and that still run.
+        alive: seeds of runs whose jobs an earlier launcher submitted, and that still run.
     """
 
     def __init__(self, lose=(), alive=()):
@@ -62,13 +62,13 @@ def on(quick_cli, tiny, monkeypatch):
 def test_a_job_that_is_lost_spares_the_others_and_is_said_with_what_became_of_it(on, tmp_path, cli):
     code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
-    assert "swept: 3 runs, of which 0 ended before, 0 are queued already: 3 go to slurm" in errors
+    assert "swept: 3 runs, of which 0 ended before, 0 are queued already: submitting 3 to slurm" in errors
     assert "lost (CANCELLED by 1000, on n1); the same command resumes it" in errors
     assert "swept: 2 done, 1 waiting" in said
     assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
     second = Scripted()
     code, said, errors = on(second, "seed=1,2,3")
-    assert (code, second.taken) == (0, ["seed=2"]), "what is done is not handed over again"
+    assert (code, second.taken) == (0, ["seed=2"]), "a finished run is not submitted again"
     assert "swept: 3 done" in said and "CANCELLED" not in said
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_still_waits_is_not_handed_over_twice(on):
     again = Scripted(alive=["seed=1"])
     code, _, errors = on(again, "seed=1,2")
     assert (code, again.taken) == (0, ["seed=2"])
-    assert "2 runs, of which 0 ended before, 1 are queued already: 1 go to slurm" in errors
+    assert "2 runs, of which 0 ended before, 1 are queued already: submitting 1 to slurm" in errors
 
 
 def test_a_run_in_the_queue_says_as_which_job(on, tmp_path):
@@ -154,7 +154,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monk
     monkeypatch.delitem(sys.modules, f"spec_lab.cli.launchers.{engine}", raising=False)
     code, _, errors = cli("--multirun", f"hydra/launcher={engine}", *tiny, "seed=1,2")
     assert code == 1
-    assert f"hydra/launcher={engine} needs what is not installed" in errors
+    assert f"hydra/launcher={engine} requires the extra {engine}" in errors
     assert f"pip install 'spec-lab[{engine}]'" in errors and "Traceback" not in errors
 
 
@@ -170,7 +170,7 @@ def test_slurm_is_missed_where_there_is_none(cli, tiny, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, errors = cli("--multirun", "hydra/launcher=slurm", *tiny, "seed=1,2")
     assert code == 1
-    assert "there is no sbatch here; run this on a node that submits jobs" in errors and "Traceback" not in errors
+    assert "the command sbatch is missing; run this on a node that submits jobs" in errors and "Traceback" not in errors
 
 
 def test_a_launcher_s_options_are_shown_from_any_directory(tmp_path):
@@ -249,13 +249,13 @@ def test_a_job_is_given_time_to_be_seen_where_sacct_lags_or_the_disk_does(slurm,
 
 def test_without_accounting_a_lost_job_is_lost_all_the_same(slurm, tmp_path):
     (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
-    assert ended.lost == "it left the queue without a result, and sacct does not say why"
+    assert ended.lost == "left the queue without a result, and sacct does not answer"
 
 
 def test_a_slurm_that_does_not_answer_is_waited_for_and_then_given_up(slurm, tmp_path):
     waits = engine(slurm, tmp_path)
     del slurm["squeue"]
-    with pytest.raises(Refused, match="has not answered for 600 seconds; 1 jobs were handed over"):
+    with pytest.raises(Refused, match="has not answered for 600 seconds; 1 jobs were submitted"):
         list(waits._ended({0: job(tmp_path, "5_0")}))
     assert slurm.now > slurm.module.PATIENCE
 
@@ -269,7 +269,7 @@ def test_a_job_that_will_never_start_is_cancelled_and_others_are_waited_for(slur
     slurm["squeue"] = ""
     assert len(list(ends)) == 2 and cancelled == ["5_0"]
     said = capsys.readouterr().err
-    assert "Slurm lets job 5_1 wait: JobHeldUser" in said and "Resources" not in said
+    assert "Slurm job 5_1 is pending: JobHeldUser" in said and "Resources" not in said
 
 
 def test_a_job_is_handed_over_with_its_cores_and_what_the_user_says_of_the_cluster_alone(tmp_path, monkeypatch):

@@ -90,4 +90,4 @@ def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
 def test_a_cluster_that_does_not_answer_is_named(on):
     on.environment["RAY_ADDRESS"] = "127.0.0.1:1"
     assert on.start(*LAUNCHER, seeds="0").wait(timeout=120) == 1
-    assert "no cluster answers at address=127.0.0.1:1" in on.said() and "Traceback" not in on.said()
+    assert "hydra.launcher.address=127.0.0.1:1: no Ray cluster answers" in on.said() and "Traceback" not in on.said()

@@ -110,7 +110,7 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
 def test_what_slurm_does_not_take_is_said_in_its_words(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=nowhere")
     assert launcher.wait(timeout=60) == 1
-    assert "Slurm does not take the jobs: invalid partition specified: nowhere" in on.said()
+    assert "Slurm does not accept the jobs: invalid partition specified: nowhere" in on.said()
     assert "Traceback" not in on.said()
 
 

@@ -1,4 +1,4 @@
-"""The launchers ``hydra/launcher=slurm`` and ``=ray``, here because Hydra looks for them in ``hydra_plugins``."""
+"""The launchers ``hydra/launcher=slurm`` and ``=ray``. They are here because Hydra searches ``hydra_plugins``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from spec_lab.cli.launchers import Common, launch
 
 
 class Cluster(Launcher):
-    """Hands a sweep's runs to an engine. See ``spec_lab.cli.launchers.launch``."""
+    """Submits a sweep's runs to Slurm or Ray. See ``spec_lab.cli.launchers.launch``."""
 
     def __init__(self, engine: str, **options: Any) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""The sweeper ``hydra/sweeper=search``. It is here because Hydra looks for sweepers in ``hydra_plugins``."""
+"""The sweeper ``hydra/sweeper=search``. It is here because Hydra searches ``hydra_plugins``."""
 
 from typing import Any
 

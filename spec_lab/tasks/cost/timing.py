@@ -1,7 +1,7 @@
-"""Steps of many arms after the same texts.
+"""Time the steps of many arms on the same sequences.
 
-All arms share the sequences: each decodes some steps with its own proposer and verifier, then the sequences go back to
-the end of their prompts. So the prompts are computed once, and all arms read the same KV cache.
+Each arm decodes some steps with its own proposer and verifier; then the sequences are truncated to their prompts for
+the next arm. So the prompts are computed once, and all arms read the same KV cache.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from spec_lab.verify import Match, check_pair
 
 @lru_cache(maxsize=256)
 def bush(nodes: int) -> Shape:
-    """The tree of so many nodes in which every row has two children, as long as there are any."""
+    """Return the binary tree of so many nodes: every row has two children until the nodes are used up."""
     return Shape(1, np.arange(nodes, dtype=np.int64) // 2)
 
 
 @dataclass(frozen=True)
 class Fixed(Lifecycle):
-    """Drafts the same nodes below every sequence, whatever its text: what is left to time is what nodes cost.
+    """Proposes the same tree for every sequence, whatever its text, so that drafting costs nothing.
 
     Args:
-        nodes: below each sequence.
-        vocabulary: of the target; more nodes than that would repeat a sibling.
+        nodes: number of draft nodes of each sequence.
+        vocabulary: V of the target; token ids repeat after V nodes.
     """
 
     nodes: int
@@ -57,20 +57,20 @@ class Fixed(Lifecycle):
         return self.nodes > 1
 
     def propose(self, batch: Batch) -> Draft:
-        """The same draft as ever for so many sequences."""
-        heads = len(batch.sequences)
-        if heads not in self._drafts:
-            tokens = torch.arange(heads * self.nodes, device=batch.device) % self.vocabulary
-            self._drafts[heads] = Draft(forest((bush(self.nodes),) * heads), tokens)
-        return self._drafts[heads]
+        """Return the draft for this number of sequences, built at the first call."""
+        count = len(batch.sequences)
+        if count not in self._drafts:
+            tokens = torch.arange(count * self.nodes, device=batch.device) % self.vocabulary
+            self._drafts[count] = Draft(forest((bush(self.nodes),) * count), tokens)
+        return self._drafts[count]
 
 
 def texts(
     target: Target, prompts: Sequence[Sequence[int]], sampling: Sampling, batch: int, context: int
 ) -> list[Request]:
-    """Requests that begin with ``context`` tokens: the prompts joined, over and over, each from a place of its own.
+    """Return ``batch`` requests with prompts of ``context`` tokens and without stop tokens.
 
-    They never stop by themselves.
+    A prompt is cut from all ``prompts`` joined and repeated; each request begins at another offset.
     """
     joined = [token for prompt in prompts for token in prompt]
     starts = [number * len(joined) // batch for number in range(batch)]
@@ -79,26 +79,27 @@ def texts(
 
 
 def room(arms: Mapping[str, Loop], rounds: int) -> int:
-    """Tokens that an arm may add to a sequence, and the drafts below the last of them."""
+    """Return the largest number of positions that an arm uses beyond the context, draft nodes included."""
     return (rounds + 3) * (max(arm.proposer.nodes for arm in arms.values()) + 1)
 
 
-def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, rounds: int) -> Rows:
-    """Time every arm's rounds below the same texts, one arm after the other.
+def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, rounds: int) -> Rows:
+    """Time ``rounds`` steps of every arm on the same sequences, one arm after the other.
 
-    Every arm decodes ``rounds`` rounds, after two that warm up; then the sequences go back to the end of their prompts.
+    Each arm decodes one step before the timed ones and one after them; then the sequences are truncated to their
+    prompts.
 
     Args:
         arms: by name; all of one target, without constraints.
-        requests: decoded as one batch; each with as many tokens, leaving the context the ``room``.
-        turn: its number; the arms' order is shuffled from turn to turn.
-        rounds: timed.
+        requests: decoded as one batch; their prompts have the same length and leave ``room`` in the target's context.
+        turn: number of the turn; it seeds the order of the arms.
+        rounds: number of timed steps.
 
     Returns:
         A row for each arm, as in ``tables.COST``.
 
     Raises:
-        ValueError: a proposer whose way of drawing the verifier cannot judge; logits that are NaN or infinite.
+        ValueError: a verifier does not support how a proposer draws siblings; logits are NaN or infinite.
     """
     for arm in arms.values():
         check_pair(arm.proposer.name, draws_of(arm.proposer), arm.verifier, branches(arm.proposer))
@@ -113,9 +114,9 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
 
     def decode(name: str, count: int, length: int = context) -> list[StepInfo]:
-        """So many steps of an arm, with its proposer's states, after ``length`` computed tokens.
+        """Decode ``count`` steps of an arm, with its proposer's states, after truncating the KV cache to ``length``.
 
-        All tokens of the prompt stay: those beyond ``length`` are computed again.
+        The prompt's tokens beyond ``length`` are computed again.
         """
         for sequence, state in zip(sequences, states[name], strict=True):
             sequence.state = state
@@ -134,14 +135,14 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
     try:
         step(sequences, Parts(target, Null(), Match(), CounterDraws(0), memory=memory))  # computes the prompts
         first = [sequence.tokens[context] for sequence in sequences]
-        for name, arm in arms.items():  # a draft model computes the prompts; who needs hidden states, observes them all
+        for name, arm in arms.items():  # draft models compute the prompts; features are delivered where required
             decode(name, 1, 0 if arm.proposer.requires.hidden else context - 1)
             for sequence, token in zip(sequences, first, strict=True):
                 sequence.tokens[context:] = [token]
         rows, facts = [], {"batch": len(requests), "context": context, "turn": turn}
         for place in np.random.default_rng(turn).permutation(len(arms)):
             name = list(arms)[place]
-            done = decode(name, rounds + 2)  # the first warms up, the last ends the one before
+            done = decode(name, rounds + 2)  # the first is a warm-up; the last only ends the time of the one before
             key = {"id": f"{len(requests)}/{context}/{name}/{turn}", "arm": name}
             rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(done)})
         return rows
@@ -155,7 +156,7 @@ def take_turns(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int,
 
 
 def _seconds(done: Sequence[StepInfo]) -> dict[str, float]:
-    """Nodes and seconds of an arm's timed steps: all but the first and the last."""
+    """Return the mean nodes and the median seconds of an arm's timed steps: all but the first and the last."""
     clock, timed = done[0].clock, done[1:-1]
     phases = [one.seconds() for one in timed]
     for own, one, after in zip(phases, timed, done[2:], strict=True):
