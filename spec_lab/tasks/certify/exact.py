@@ -297,7 +297,7 @@ def decoded(
                 expected[live.request.id] += info.expected[tree]
         outputs: list[Output] = [()] * count
         for one in sorted(group.sequences, key=lambda live: live.lineage):
-            outputs[one.request.id] += ((tuple(one.emitted), one.finish),)
+            outputs[one.request.id] += ((tuple(one.emitted), str(one.finish)),)
         return list(zip(outputs, accepted.tolist(), expected.tolist(), strict=True))
 
     for probability, (output, accepted, expected) in side_by_side(play, most=most):

@@ -12,7 +12,7 @@ which are compared as they are (``total_variation``, ``first_difference``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,7 +108,7 @@ class StepOutputs:
 # Whole requests ------------------------------------------------------------------------------------------------------
 
 
-def total_variation(found: Mapping[Hashable, float], expected: Mapping[Hashable, float]) -> float:
+def total_variation(found: Distribution, expected: Distribution) -> float:
     """Return the total variation between two distributions, sum |P - Q| / 2."""
     return 0.5 * sum(abs(found.get(one, 0.0) - expected.get(one, 0.0)) for one in {*found, *expected})
 

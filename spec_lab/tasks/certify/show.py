@@ -105,7 +105,7 @@ def _notes(pairs: Sequence[Pair], control: Check, samples: int) -> str:
         "(*: of sampled texts, as Gumbel noise cannot be enumerated; r: a reference drafts in place of the proposer).",
         f"p texts: sampled. Chi-square of {samples} texts of four toy tokens from the decode loop in float32, with the "
         f"proposer's own tree; detects a TV of {max(pair.checks[0].detectable for pair in pairs):.1%}. The control, a "
-        f"wrong verifier, has {control.p_value:.1g}.",
+        f"wrong verifier, has p = {control.p_value:.1g}.",
     ]
     scored = [check for pair in pairs for check in pair.checks[1:]]
     if scored:
