@@ -97,7 +97,8 @@ assert np.abs(first_token(Control()) - p[0].numpy()).max() > 0.05
 # %%
 import pandas as pd
 
-from spec_lab.tasks.certify.certificate import QUICK, prove
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.instances import QUICK
 from spec_lab.verify import KSeq, Lenient, Match, Traversal
 
 pairs = [
@@ -140,8 +141,8 @@ assert control.failure.wrong.startswith("after [")
 # %%
 from IPython.display import display
 
-from spec_lab.tasks.certify.picture import convergence
 from spec_lab.tasks.certify.sampled import joint
+from spec_lab.tasks.certify.show import convergence
 from spec_lab.tasks.certify.statistics import distance, expected_distance
 
 # %matplotlib inline

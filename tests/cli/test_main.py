@@ -20,7 +20,8 @@ from spec_lab.analysis import metrics
 from spec_lab.cli.commands import COMMANDS
 from spec_lab.cli.main import conf, option_names, top_level_options, zoo
 from spec_lab.constrain import AppliedConstraint
-from spec_lab.tasks.certify.certificate import QUICK, prove
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.instances import QUICK
 from tests import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +143,7 @@ def tiny_zoo(tmp_path_factory):
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
     few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
-    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", few)
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", few)
     file, short = TASKS[name]
     code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
     assert code == 0, errors

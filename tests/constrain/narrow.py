@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from spec_lab.tasks.certify.worlds import Random, code, text_of
+from spec_lab.tasks.certify.toy_models import RandomToy, code, text_of
 
 V = 4
 
@@ -24,12 +24,12 @@ class Narrow:
     v: int = V
 
     @cache  # noqa: B019
-    def laws(self, length):
-        world = Random(8, support=2) if self.choices > 2 else Random(5, v=2, support=2, plain=True)
+    def probabilities(self, length):
+        world = RandomToy(8, support=2) if self.choices > 2 else RandomToy(5, v=2, support=2, plain=True)
         texts = [text_of(number, length, V) for number in range(V**length)]
         own = [code([token % world.v for token in text], world.v) for text in texts]
         p, q = (np.zeros((len(texts), V)) for _ in range(2))
-        p[:, : world.v], q[:, : world.v] = (laws[own] for laws in world.laws(length))
+        p[:, : world.v], q[:, : world.v] = (laws[own] for laws in world.probabilities(length))
         return (p, q) if length < self.free else (p, np.eye(V)[q.argmax(-1)])
 
 

@@ -7,7 +7,7 @@ from itertools import product
 from math import exp, prod
 
 from spec_lab.constrain.control import ANY, Branch, Event
-from spec_lab.tasks.certify.worlds import code, logits
+from spec_lab.tasks.certify.toy_models import code, logits
 from tests.constrain.narrow import V
 
 # The oracle: the protocol as its docstrings say it, token by token, in plain Python ----------------------------------
@@ -44,7 +44,7 @@ def oracle(world, make, most, stop=frozenset()):
         return found
 
     def sampled(branch, text):
-        row = logits(world.laws(len(text))[0])[code(text, world.v)]
+        row = logits(world.probabilities(len(text))[0])[code(text, world.v)]
         row = {t: x for t, x in enumerate(row) if branch.allow == ANY or t in branch.allow}
         law = {t: exp(x - max(row.values())) for t, x in row.items()}  # an impossible token is only very unlikely
         whole = {tokens[0]: tuple(tokens) for tokens in branch.ff}

@@ -12,8 +12,9 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines import grammar
 from spec_lab.constrain.healing import BytePrefix
 from spec_lab.constrain.vocabulary import Vocabulary
-from spec_lab.tasks.certify.constrained import END, PIECES, WORLD, bound, decoded, examine, truth
-from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.exact import decoded, examine
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import CONSTRAINED, END, PIECES, Instance, constrained
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import distance
 from tests.oracles import automaton
@@ -57,7 +58,7 @@ def test_the_output_has_the_masked_law_however_siblings_are_drawn(tree, drawn, t
 
 def check(engine, kind, tree, drawn, tokens, verifier, placement):
     binding = AppliedConstraint(constraint(engine, kind), placement, fast_forward=placement == "both")
-    instance = Instance(WORLD, tree, tokens, END, binding=binding)
+    instance = Instance(CONSTRAINED, tree, tokens, END, applied=binding)
     found, wanted = decoded(instance, drawn, verifier), truth(instance)
     assert len(wanted) > 2
     assert distance(found, wanted) < 1e-12
@@ -68,7 +69,7 @@ def check(engine, kind, tree, drawn, tokens, verifier, placement):
 @pytest.mark.parametrize("placement", ["draft", "both"])
 def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tree, drawn, tokens, placement):
     binding = AppliedConstraint(constraint("llguidance", "regex"), placement, draft_budget=budget)
-    instance = Instance(WORLD, tree, tokens, END, binding=binding)
+    instance = Instance(CONSTRAINED, tree, tokens, END, applied=binding)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 
@@ -76,11 +77,11 @@ def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tre
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
 def test_masks_beside_the_target_change_nothing(tree, drawn, tokens, placement):
     in_thread = AppliedConstraint(constraint("llguidance", "regex"), placement, async_masks=True)
-    instance = Instance(WORLD, tree, tokens, END, binding=in_thread)
+    instance = Instance(CONSTRAINED, tree, tokens, END, applied=in_thread)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 
-@pytest.mark.parametrize("instance", bound(), ids=lambda one: one.name)
+@pytest.mark.parametrize("instance", constrained(), ids=lambda one: one.name)
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 def test_what_certify_enumerates_under_constraints_holds(instance, verifier):
     found = examine(instance, "iid", verifier)
@@ -91,8 +92,8 @@ def test_what_certify_enumerates_under_constraints_holds(instance, verifier):
 
 def test_a_loop_that_forgets_the_mask_on_the_target_is_found():
     """The law of the target alone, judged by the truth under a constraint: the difference has a name."""
-    bare = Instance(WORLD, "1x1", 2, END, binding=replace(bound()[0].binding, placement="none"))
-    wanted = truth(bound()[0])
+    bare = Instance(CONSTRAINED, "1x1", 2, END, applied=replace(constrained()[0].applied, placement="none"))
+    wanted = truth(constrained()[0])
     assert distance(decoded(bare, "iid", Token()), wanted) > 0.1
 
 
@@ -114,7 +115,7 @@ class Healed:
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 def test_healing_has_the_masked_law(placement, tree, drawn, tokens, verifier):
     for cut in (b"a", b"abb", b"ca"):
-        instance = Instance(WORLD, tree, tokens, END, binding=AppliedConstraint(Healed(cut), placement))
+        instance = Instance(CONSTRAINED, tree, tokens, END, applied=AppliedConstraint(Healed(cut), placement))
         wanted = truth(instance)
         assert distance(decoded(instance, drawn, verifier), wanted) < 1e-12
         for ((text, _),) in wanted:

@@ -17,8 +17,9 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
-from spec_lab.tasks.certify.constrained import decoded, truth
-from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.exact import decoded
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.narrow import FEW, TWO, V
 from tests.constrain.scripted import ALONE, GO, SEVERAL, Scripted, after, at, oracle, text_after
@@ -49,7 +50,7 @@ def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
     for tree, drawn, way in plans:
         verifier, placement, fast_forward = WAYS[way % len(WAYS)]
         binding = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
-        found = decoded(Instance(world, tree, tokens, binding=binding), drawn, verifier)
+        found = decoded(Instance(world, tree, tokens, applied=binding), drawn, verifier)
         assert distance(found, law) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
 
 
@@ -57,7 +58,7 @@ def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
 def test_the_readable_truth_agrees(name):
     _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
     binding = AppliedConstraint(constraint(script))
-    assert distance(truth(Instance(world, "1", tokens, binding=binding)), oracle(world, makes(script), tokens)) < 1e-12
+    assert distance(truth(Instance(world, "1", tokens, applied=binding)), oracle(world, makes(script), tokens)) < 1e-12
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
@@ -66,7 +67,7 @@ def test_the_readable_truth_agrees(name):
 def test_lists_cost_no_choice_whoever_verifies(name, fast_forward, verifier):
     binding = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     law = oracle(FEW, makes(ALONE[name]), 3)
-    assert distance(decoded(Instance(FEW, "2x1", 3, binding=binding), "point", verifier), law) < 1e-12
+    assert distance(decoded(Instance(FEW, "2x1", 3, applied=binding), "point", verifier), law) < 1e-12
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point"])
@@ -75,7 +76,7 @@ def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     stop = frozenset({2})
     law = oracle(FEW, makes(ALONE[name]), 3, stop)
     assert any(finish == "stop" for output in law for _, finish in output)
-    found = decoded(Instance(FEW, "1x1", 3, stop, binding=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
+    found = decoded(Instance(FEW, "1x1", 3, stop, applied=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
     assert distance(found, law) < 1e-12
 
 
@@ -163,7 +164,7 @@ class Alone:
 def test_a_controller_that_cannot_be_forked_has_the_same_law(target, supports_drafts):
     def decode(proposer):
         bound = AppliedConstraint(ControllerConstraint(lambda r: Alone(), V, supports_drafts=supports_drafts))
-        return decoded(Instance(FEW, "1x1", 3, binding=bound), proposer, Token())
+        return decoded(Instance(FEW, "1x1", 3, applied=bound), proposer, Token())
 
     assert distance(decode("iid"), decode(Null())) < 1e-12
 

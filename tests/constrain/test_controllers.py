@@ -20,9 +20,10 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Ended, Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.tasks.certify.constrained import decoded, truth
-from spec_lab.tasks.certify.exact import Instance
-from spec_lab.tasks.certify.worlds import Random
+from spec_lab.tasks.certify.exact import decoded
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import Instance
+from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token, Traversal
 from tests.constrain.narrow import FEW
 from tests.constrain.toys import Table, distance, uneven
@@ -158,9 +159,9 @@ def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, eng
 def test_a_state_behind_a_controller_has_its_own_law():
     table = Table(uneven)
     wrapped = ControllerConstraint(lambda request: pattern.PatternController(table.start(request)), 4, "wrapped")
-    of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
-    law = truth(Instance(**of, binding=AppliedConstraint(table)))
-    assert distance(decoded(Instance(**of, binding=AppliedConstraint(wrapped)), "iid", Traversal()), law) < 1e-12
+    of = {"tree": "1x1", "tokens": 3, "toy": RandomToy(8, support=2)}
+    law = truth(Instance(**of, applied=AppliedConstraint(table)))
+    assert distance(decoded(Instance(**of, applied=AppliedConstraint(wrapped)), "iid", Traversal()), law) < 1e-12
 
 
 def test_where_the_request_does_not_stop_the_controller_ends_with_the_text(target):
@@ -208,10 +209,10 @@ def test_banning_by_branches_and_by_states_are_one_law(drawn):
             AppliedConstraint(Banned(strings, pieces)),
             AppliedConstraint(banned.by_pieces(pieces, strings)),
         )
-        law = truth(Instance(**of, binding=states))
+        law = truth(Instance(**of, applied=states))
         assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in law for s in strings)
-        assert distance(truth(Instance(**of, binding=branches)), law) < 1e-12
-        assert distance(decoded(Instance(**of, binding=branches), drawn, Token()), law) < 1e-12
+        assert distance(truth(Instance(**of, applied=branches)), law) < 1e-12
+        assert distance(decoded(Instance(**of, applied=branches), drawn, Token()), law) < 1e-12
 
 
 def test_banned_strings_do_not_appear(target):

@@ -8,15 +8,16 @@ from spec_lab.constrain import AppliedConstraint, ConstraintError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
-from spec_lab.tasks.certify.constrained import decoded, truth
-from spec_lab.tasks.certify.exact import Instance
-from spec_lab.tasks.certify.worlds import Random
+from spec_lab.tasks.certify.exact import decoded
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import Instance
+from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Match, Token, Traversal
 from tests.constrain.toys import At, Table, distance, uneven
 from tests.labs import Repeat
 from tests.tiny import VOCABULARY, tiny_target
 
-WORLD = Random(8, support=2)
+WORLD = RandomToy(8, support=2)
 DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "point", 3))
 
 
@@ -26,7 +27,7 @@ DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 def test_the_output_has_the_masked_law(placement, fast_forward, verifier, tree, drawn, tokens):
     binding = AppliedConstraint(Table(uneven), placement, fast_forward=fast_forward)
-    instance = Instance(WORLD, tree, tokens, binding=binding)
+    instance = Instance(WORLD, tree, tokens, applied=binding)
     assert distance(decoded(instance, drawn, verifier), truth(instance)) < 1e-12
 
 

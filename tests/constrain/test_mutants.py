@@ -12,8 +12,9 @@ import spec_lab.engine.commit
 import spec_lab.engine.step
 from spec_lab.constrain.applied import DraftTreeMasks, StepConstraint
 from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
-from spec_lab.tasks.certify.constrained import bound, examine
 from spec_lab.tasks.certify.enumerate import Reused
+from spec_lab.tasks.certify.exact import examine
+from spec_lab.tasks.certify.instances import constrained
 from spec_lab.verify import Token
 
 
@@ -82,7 +83,7 @@ MUTANTS = {
 def found() -> list[str]:
     """The instances whose law, or whose keys, are wrong."""
     wrong = []
-    for instance in bound():
+    for instance in constrained():
         try:
             if examine(instance, "iid", Token()).wrong:
                 wrong.append(instance.name)

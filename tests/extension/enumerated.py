@@ -17,10 +17,10 @@ from spec_lab.core.randomness import CounterDraws, Key
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
-from spec_lab.tasks.certify.constrained import END, truth
 from spec_lab.tasks.certify.enumerate import explore, side_by_side
-from spec_lab.tasks.certify.exact import Instance
-from spec_lab.tasks.certify.worlds import PROMPT
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import END, Instance
+from spec_lab.tasks.certify.toy_models import PROMPT
 from tests.tiny import tiny_target
 
 V = 5
@@ -40,7 +40,7 @@ class Plain:
     target: Target
     v: int = V
 
-    def laws(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def probabilities(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """p after every text of ``length`` tokens, ``[V ** length, V]``, at temperature 1."""
         texts = torch.tensor([[*PROMPT, *text] for text in product(range(self.v), repeat=length)])
         with torch.inference_mode():
@@ -111,7 +111,7 @@ def decoded(
 
 def wanted(target: Target, tokens: int, applied: AppliedConstraint | None = None) -> dict:
     """The distribution of autoregressive decoding under the same constraint."""
-    instance = Instance(Plain(target), "1", tokens, END, binding=applied)  # type: ignore[arg-type]
+    instance = Instance(Plain(target), "1", tokens, END, applied=applied)  # type: ignore[arg-type]
     return truth(instance, SAMPLING)
 
 

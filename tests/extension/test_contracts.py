@@ -17,8 +17,8 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose.best_first import Budget
-from spec_lab.tasks.certify.constrained import PIECES, Forking
-from spec_lab.tasks.certify.worlds import PROMPT
+from spec_lab.tasks.certify.instances import PIECES, Forking
+from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
 from tests.extension.enumerated import SAMPLING, decoded, distance, model, wanted
 

@@ -17,9 +17,9 @@ import torch
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.applied import PLACES
 from spec_lab.core.draft import Draft, tree
-from spec_lab.tasks.certify.certificate import QUICK, every, prove
-from spec_lab.tasks.certify.constrained import END, WORLD, examine
-from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.exact import examine
+from spec_lab.tasks.certify.instances import CONSTRAINED, END, QUICK, Instance, every_instance
 from spec_lab.verify import Match, Token
 
 PACKAGE = Path(__file__).parent / "package"
@@ -147,12 +147,12 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
-    assert pair["exact"]["instances"] == sum(one.chain for one in every())
+    assert pair["exact"]["instances"] == sum(one.chain for one in every_instance())
     assert "bigram (point), straight: of chains only" in said
 
 
 def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behind, monkeypatch):
-    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     code, said, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
@@ -160,7 +160,7 @@ def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behi
 
 
 def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_cli, left_behind, monkeypatch):
-    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     options = ["proposer=bigram", "verifier=agree", "constraint=apart", "task.tokens=64", "max_new_tokens=16"]
     code, _, errors = flat_cli(*BY_NAME, *CERTIFY, *options)
     assert code == 0, errors
@@ -173,7 +173,7 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
 
 
 def test_a_constraint_whose_states_are_no_copies_fails(flat_cli, monkeypatch):
-    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors
@@ -187,5 +187,5 @@ def test_the_output_under_its_constraint_has_the_masked_law(placement):
 
 def enumerated(placement: str):
     """Every text of a toy under the constraint, drafted by a tree, against autoregressive decoding by hand."""
-    binding = AppliedConstraint(part("apart", "Apart")(WORLD.v), placement)
-    return examine(Instance(WORLD, "2x1", 2, END, binding=binding), "iid", Token())
+    binding = AppliedConstraint(part("apart", "Apart")(CONSTRAINED.v), placement)
+    return examine(Instance(CONSTRAINED, "2x1", 2, END, applied=binding), "iid", Token())

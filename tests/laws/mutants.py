@@ -32,11 +32,12 @@ from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose import Proposer
 from spec_lab.tasks.certify import exact
 from spec_lab.tasks.certify.certificate import Control, prove
-from spec_lab.tasks.certify.exact import LOOPS, PLAIN, Instance, reference
+from spec_lab.tasks.certify.exact import reference
+from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import JOINT, joint
 from spec_lab.tasks.certify.statistics import chi_square
-from spec_lab.tasks.certify.worlds import PROMPT, Random, code, logits
+from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
 from tests.laws import twin
@@ -290,18 +291,18 @@ def dropped(draft: Draft, p: Tensor) -> Verdict:
 # A grammar
 
 
-class Grammar(Random):
+class Grammar(RandomToy):
     """No token follows itself: p is the masked law. The draft knows no grammar."""
 
-    def laws(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        p, q = super().laws(length)
+    def probabilities(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        p, q = super().probabilities(length)
         last = np.arange(len(p)) % self.v if length else np.array(PROMPT[-1:])
         legal = torch.from_numpy(last[:, None] != np.arange(self.v))
         return logits_to_probs(torch.from_numpy(logits(p)), [PLAIN], mask=legal).numpy(), q
 
     def unmasked(self, text: tuple[int, ...]) -> np.ndarray:
         """The law ``[V]`` before the mask."""
-        return super().laws(len(text))[0][code(text, self.v)]
+        return super().probabilities(len(text))[0][code(text, self.v)]
 
 
 def trimmed(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
@@ -425,13 +426,13 @@ class Mutant:
     patch: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-PINNED = Random(11, plain=True)
-WIDE = Random(6, support=4, plain=True)  # no zeros at all: any q can have drawn any token
+PINNED = RandomToy(11, plain=True)
+WIDE = RandomToy(6, support=4, plain=True)  # no zeros at all: any q can have drawn any token
 MASKED = Grammar(11, plain=True)
-NOISY = Instance(Random(3, plain=True), "1", 3)
+NOISY = Instance(RandomToy(3, plain=True), "1", 3)
 
 
-def one_step(tree: str, drawn: Drawn, tv: float, world: Random = PINNED) -> Case:
+def one_step(tree: str, drawn: Drawn, tv: float, world: RandomToy = PINNED) -> Case:
     return Case(Instance(world, tree), drawn, tv)
 
 

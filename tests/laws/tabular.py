@@ -16,23 +16,23 @@ from spec_lab.core.draft import WAYS, Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.tasks.certify import outputs
 from spec_lab.tasks.certify.enumerate import explore
-from spec_lab.tasks.certify.worlds import Random, code
+from spec_lab.tasks.certify.toy_models import RandomToy, code
 from spec_lab.verify import Verdict
 
 Judge = Callable[[Draft, torch.Tensor], Verdict]
 """A verifier, or a broken one."""
 
 
-class World(Random):
+class World(RandomToy):
     """A toy world that answers for single texts as well."""
 
     def p(self, context: Sequence[int]) -> np.ndarray:
         """The target's law after ``context``."""
-        return self.laws(len(context))[0][code(context, self.v)]
+        return self.probabilities(len(context))[0][code(context, self.v)]
 
     def q(self, context: Sequence[int]) -> np.ndarray:
         """The draft's law after ``context``."""
-        return self.laws(len(context))[1][code(context, self.v)]
+        return self.probabilities(len(context))[1][code(context, self.v)]
 
 
 # Drafting
@@ -153,12 +153,12 @@ def target_of(world: World, context: tuple[int, ...], draft: Draft) -> torch.Ten
 # Laws of outputs
 
 
-class Outputs(outputs.Outputs):
+class Outputs(outputs.StepOutputs):
     """The law of what one step puts out, beside the world's own law."""
 
     def __init__(self, world: World, longest: int) -> None:
         super().__init__(world.v, longest)
-        self.laws = [world.laws(k)[0] for k in range(longest)]
+        self.laws = [world.probabilities(k)[0] for k in range(longest)]
         self.accepted = self.expected = 0.0
 
     @classmethod
@@ -190,7 +190,7 @@ class Outputs(outputs.Outputs):
             if depth > 0:
                 nodes = rows - shape.roots
                 number[rows] = number[shape.parent[nodes]] * v + draft.token.numpy()[nodes]
-            p[rows] = world.laws(depth)[0][number[rows]]
+            p[rows] = world.probabilities(depth)[0][number[rows]]
         verdict = judge(draft, torch.from_numpy(p))
         residual = verdict.residual(np.arange(shape.rows)).numpy()
         mass = residual.sum(-1)

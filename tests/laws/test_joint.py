@@ -14,12 +14,14 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.tasks.certify.enumerate import explore, side_by_side
-from spec_lab.tasks.certify.exact import PLAIN, Instance, examine, toy
-from spec_lab.tasks.certify.outputs import EXACT, Outputs, autoregressive
-from spec_lab.tasks.certify.worlds import PROMPT, Random, code
+from spec_lab.tasks.certify.exact import examine, toy_parts
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import PLAIN, Instance
+from spec_lab.tasks.certify.outputs import EXACT, first_difference, text_probabilities, total_variation
+from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code
 from spec_lab.verify import KSeq, Match, Token, Traversal
 
-FEW = Random(8, support=2)
+FEW = RandomToy(8, support=2)
 STOP = frozenset({2})
 LOSSLESS = [Token(), Traversal(), Match()]
 LONGEST = (("2", 4), "iid", "match")  # it takes as long as all others together; the short run has 2x1 for 2 tokens
@@ -85,18 +87,19 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
     return side_by_side(play)
 
 
-def law_of(outcomes, tokens=4, v=4):
-    outputs = Outputs(v, tokens)
+def distribution_of(outcomes, stop=frozenset()):
+    """The probability of each output; a text ends with a stop token or at its length."""
+    found = Counter()
     for probability, text in outcomes:
-        outputs.exactly[len(text)][code(text, v)] += probability
-    return outputs
+        found[((text, "stop" if text[-1] in stop else "length"),)] += probability
+    return found
 
 
 @EVERY_VERIFIER
 def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
     """Inside an accepted path, as its end, as the residual and as the bonus: all of them occur, and the law is kept."""
     instance = Instance(FEW, "1x1", tokens=3, stop=STOP)
-    parts, places, texts = toy(instance, "iid"), Counter(), []
+    parts, places, texts = toy_parts(instance, "iid"), Counter(), []
     for probability, (text, rounds) in decoded(parts, verifier, STOP, 3):
         texts.append((probability, text))
         shape, head, got = rounds[-1]
@@ -109,19 +112,20 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
             ] += 1
         assert not STOP.intersection(text[:-1])
     assert set(places) == {"inside", "end", "bonus", "residual"}
-    assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4, STOP)) < EXACT
+    assert total_variation(distribution_of(texts, STOP), truth(instance)) < EXACT
 
 
 @EVERY_VERIFIER
 def test_a_length_limit_cuts_inside_a_path(verifier):
-    parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
+    instance = Instance(FEW, "1x1", tokens=3)
+    parts = toy_parts(instance, "iid")
     outcomes = list(decoded(parts, verifier, tokens=3))
     assert any(
         got.count(accepted=True, kept=True) < len(got.path) for _, (_, rounds) in outcomes for _, _, got in rounds
     )
     texts = [(probability, text) for probability, (text, _) in outcomes]
     assert {len(text) for _, text in texts} == {3}
-    assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
+    assert total_variation(distribution_of(texts), truth(instance)) < EXACT
 
 
 @dataclass
@@ -143,12 +147,13 @@ class Moody:
     "verifier", [pytest.param(Token(), marks=pytest.mark.nightly), Traversal()], ids=lambda v: v.name
 )
 def test_empty_drafts_among_others_keep_the_law(verifier):
-    parts = toy(Instance(FEW, "2x1", tokens=3), "without")
+    instance = Instance(FEW, "2x1", tokens=3)
+    parts = toy_parts(instance, "without")
     parts = parts._replace(proposer=Moody(parts.proposer))
     outcomes = list(decoded(parts, verifier, tokens=3))
     sizes = {shape.trees[head].size for _, (_, rounds) in outcomes for shape, head, _ in rounds}
     assert 1 in sizes and len(sizes) > 1
-    assert law_of([(p, text) for p, (text, _) in outcomes], 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
+    assert total_variation(distribution_of([(p, text) for p, (text, _) in outcomes]), truth(instance)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
@@ -162,9 +167,8 @@ def test_empty_drafts_among_others_keep_the_law(verifier):
 )
 def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order, verifier):
     """One script makes all choices of the batch; greedy requests leave it nothing to choose."""
-    parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
-    cold = Sampling(0.0)
-    greedy = toy(Instance(FEW, "1x1", tokens=3), "iid", cold).laws
+    instance, cold = Instance(FEW, "1x1", tokens=3), Sampling(0.0)
+    parts, greedy = toy_parts(instance, "iid"), toy_parts(instance, "iid", cold).p
 
     def play(draws):
         requests = [
@@ -179,15 +183,15 @@ def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order
 
     outcomes = list(explore(play))
     assert len(outcomes) > 10
-    sampled = law_of([(p, texts["sampled"]) for p, texts in outcomes], 3)
-    assert sampled.distance(autoregressive(parts.laws, 3, 4)) < EXACT
+    sampled = distribution_of([(p, texts["sampled"]) for p, texts in outcomes])
+    assert total_variation(sampled, truth(instance)) < EXACT
     (certain,) = {texts["greedy"] for _, texts in outcomes}
-    assert autoregressive(greedy, 3, 4).exactly[3][code(certain, 4)] == 1.0
+    assert text_probabilities(greedy, 3)[code(certain, 4)] == 1.0
     assert {len(texts["longer"]) for _, texts in outcomes} == {2}
 
 
 def test_the_order_of_a_batch_changes_nobody_s_text():
-    parts = toy(Instance(Random(11, support=4, plain=True), "2x1", tokens=4), "without")
+    parts = toy_parts(Instance(RandomToy(11, support=4, plain=True), "2x1", tokens=4), "without")
     requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
     texts = []
     for order in (requests, requests[::-1], requests[5:] + requests[:5]):
@@ -199,11 +203,11 @@ def test_the_order_of_a_batch_changes_nobody_s_text():
     assert len(set(texts[0].values())) > 3
 
 
-class Same(Random):
+class Same(RandomToy):
     """The draft is the target."""
 
-    def laws(self, length):
-        p, _ = super().laws(length)
+    def probabilities(self, length):
+        p, _ = super().probabilities(length)
         return p, p
 
 
@@ -216,7 +220,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole(tree, verifier):
 
 
 def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
-    parts = toy(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
+    parts = toy_parts(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
     for verifier in (Token(), Traversal()):
         group = fixed_group(
             parts.target,
@@ -232,7 +236,8 @@ def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
 
 def test_a_draft_that_reads_ahead_is_seen():
     """Negative control: a proposer that leaves its draft out when the first token is 0."""
-    parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
+    instance = Instance(FEW, "1x1", tokens=3)
+    parts = toy_parts(instance, "iid")
 
     class Choosy(Moody):
         def propose(self, batch):
@@ -244,8 +249,7 @@ def test_a_draft_that_reads_ahead_is_seen():
             return draft.cut([9 if one else 0 for one in keep])
 
     parts = parts._replace(proposer=Choosy(parts.proposer))
-    outputs = law_of([(p, text) for p, (text, _) in decoded(parts, Token(), tokens=3)], 3)
-    assert outputs.mass == pytest.approx(1)
-    truth = autoregressive(parts.laws, 3, 4)
-    assert outputs.distance(truth) > 1e-3
-    assert "outputs begin with" in outputs.first_difference(truth)
+    outputs = distribution_of([(p, text) for p, (text, _) in decoded(parts, Token(), tokens=3)])
+    assert sum(outputs.values()) == pytest.approx(1)
+    assert total_variation(outputs, truth(instance)) > 1e-3
+    assert "outputs begin with" in first_difference(outputs, truth(instance))

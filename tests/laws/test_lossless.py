@@ -6,7 +6,8 @@ import pytest
 from spec_lab.core.draft import chain, tree
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.tasks.certify.enumerate import Reused, Script, explore
-from spec_lab.tasks.certify.exact import Instance, examine
+from spec_lab.tasks.certify.exact import examine
+from spec_lab.tasks.certify.instances import Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.laws.tabular import Outputs, World, every_draft, propose
 
@@ -85,7 +86,7 @@ def test_the_real_proposer_and_target_accept_what_their_twins_do(world, name, dr
 
 
 def test_worlds_hold_every_kind_of_context():
-    p, q = (np.concatenate(laws) for laws in zip(*(World(1).laws(k) for k in range(4)), strict=True))
+    p, q = (np.concatenate(laws) for laws in zip(*(World(1).probabilities(k) for k in range(4)), strict=True))
     assert (p == q).all(1).any() and ((p * q).sum(1) == 0).any()
     assert (p.max(1) == 1).any() and (q.max(1) == 1).any() and ((p == 0) & (q > 0)).any()
 
@@ -109,7 +110,7 @@ def test_an_exhausted_law_draws_no_more_siblings():
 def test_a_key_used_twice_is_noticed():
     script, key = Script(), Key(0, 0, 0, Purpose.STOP)
     script.choose(np.ones(2), key)
-    with pytest.raises(Reused, match="names two choices"):
+    with pytest.raises(Reused, match="is used for two choices"):
         script.choose(np.ones(2), key)
 
 

@@ -7,10 +7,11 @@ import torch
 
 from spec_lab.core.randomness import Purpose
 from spec_lab.engine.request import Request
-from spec_lab.tasks.certify.certificate import QUICK, Control, prove
-from spec_lab.tasks.certify.exact import LOOPS, PLAIN, STEPS, Instance, toy
+from spec_lab.tasks.certify.certificate import Control, prove
+from spec_lab.tasks.certify.exact import toy_parts
+from spec_lab.tasks.certify.instances import LOOPS, PLAIN, QUICK, STEPS, Instance
 from spec_lab.tasks.certify.sampled import JOINT, scores
-from spec_lab.tasks.certify.worlds import PROMPT
+from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Lenient, Token, Verdict
 from tests.laws import mutants, twin
 from tests.laws.mutants import ALPHA, MUTANTS, PINNED, WEIGHT_IS_S, WEIGHT_STAYS, identify
@@ -39,7 +40,7 @@ NOTES = (
 )
 """The mutants that the notes on verification list: the exact layer must kill each."""
 
-WORDS = {"law": "after [", "loop": "outputs ", "seam": "names two choices", "samples": "chi-square"}
+WORDS = {"law": "after [", "loop": "outputs ", "seam": "is used for two choices", "samples": "chi-square"}
 
 
 def test_the_list_of_the_notes_is_complete():
@@ -67,7 +68,7 @@ ENOUGH = (*QUICK, LOOPS[4])  # what every run enumerates of its own pair, and a 
 FREE = [
     mutant
     for mutant in MUTANTS
-    if mutant.layer in ("law", "loop") and not isinstance(mutant.cases[0].instance.world, mutants.Grammar)
+    if mutant.layer in ("law", "loop") and not isinstance(mutant.cases[0].instance.toy, mutants.Grammar)
 ]
 
 
@@ -125,7 +126,7 @@ def test_samples_do_not_see_a_lenience_of_0_99():
 )
 def test_a_score_sees_strong_mutants(drafts, verifier, score):
     def bound(drafts, verifier):
-        parts = toy(JOINT, drafts, dtype=torch.float32)
+        parts = toy_parts(JOINT, drafts, dtype=torch.float32)
         requests = [Request(number, f"{number}", PROMPT, PLAIN, JOINT.tokens) for number in range(500)]
         return scores(parts.target, parts.proposer, verifier, requests, seed=0, batch_size=250)[score].bound
 

@@ -11,7 +11,7 @@ from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.engines.grammar import json_schema
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.request import Request
-from spec_lab.tasks.certify.masks import walk
+from spec_lab.tasks.certify.masks import compare_masks
 
 NODE = {
     "type": "object",
@@ -40,5 +40,7 @@ def vocabulary():
 def test_masks_of_drafts_are_those_of_states_that_saw_none(vocabulary, schema, fast_forward, seed):
     grammar = json_schema(vocabulary, json.dumps(SCHEMAS[schema]))
     requests = [Request(number, f"prompt {number}", (1,), stop=frozenset(vocabulary.ends)) for number in range(3)]
-    found = walk(AppliedConstraint(grammar, fast_forward=fast_forward), requests, 20_000, seed, vocabulary.bytes)
+    found = compare_masks(
+        AppliedConstraint(grammar, fast_forward=fast_forward), requests, 20_000, seed, vocabulary.bytes
+    )
     assert found.different == 0, found.first

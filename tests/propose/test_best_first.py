@@ -12,8 +12,9 @@ from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.tasks.certify.exact import FEW, Instance, examine
-from spec_lab.tasks.certify.worlds import Random
+from spec_lab.tasks.certify.exact import examine
+from spec_lab.tasks.certify.instances import FEW, Instance
+from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token, Traversal
 from tests.propose.lab import (
     COLD,
@@ -295,7 +296,7 @@ class Larger:
         return DraftModel(draft, target.context, (), self.drawn, name=self.name, budget=self.budget)
 
 
-INSTANCES = [Instance(FEW, "1x1", 2), Instance(Random(6), "1")]
+INSTANCES = [Instance(FEW, "1x1", 2), Instance(RandomToy(6), "1")]
 ENUMERATED = [Budget(4, 2, 3, width=1), Budget(3, 1, 3, width=1)]
 
 

@@ -1,4 +1,4 @@
-"""Recorded drafts: what is asked of whom, the figures made of it, and what a run leaves behind."""
+"""The verifier study: which drafts each verifier gets, the numbers computed from them, and the files of a run."""
 
 import io
 import json
@@ -20,10 +20,9 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.proposer import Requires
 from spec_lab.propose import Null
-from spec_lab.tasks.verifier_study import judge, pooled
-from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
+from spec_lab.tasks.verifier_study import pooled, study_verifiers
+from spec_lab.tasks.verifier_study.recorded import drafts_along, of_prompt, pairs, positions, proposers_of, sample
 from spec_lab.tasks.verifier_study.tables import load
-from spec_lab.tasks.verifier_study.walk import places, sample, walk
 from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal
 from spec_lab.verify.transport import transport_bound
 from tests import checkpoints
@@ -53,14 +52,14 @@ def quiet() -> Console:
 
 
 def steps_of(one, request, every=3):
-    """The request's text, and every step along it with its laws copied."""
+    """The request's text, and every step along it with its probabilities copied."""
     text = [*request.tokens, *sample(one.target, request, 0).tokens]
-    with closing(walk(one.target, proposers_of(one), request, text, every, CounterDraws(0))) as steps:
+    with closing(drafts_along(one.target, proposers_of(one), request, text, every, CounterDraws(0))) as steps:
         return text, [replace(step, p=step.p.clone()) for step in steps]
 
 
 def held(one) -> int:
-    """Cells that somebody still holds, in the target and in all drafts."""
+    """Cells in use, in the target and in all draft models."""
     models = [one.target.lm, *(each.lm for each in one.more_proposers.values() if hasattr(each, "lm"))]
     return sum(int(lm.cells.references.sum()) + sum(lm.cells._users) for lm in models)
 
@@ -70,11 +69,11 @@ def done(tmp_path_factory):
     """A finished run: its lab, its directory and what it printed."""
     torch.set_num_threads(1)
     one, out, console = recorded_lab(), tmp_path_factory.mktemp("recorded") / "out", quiet()
-    assert judge(one, one_at_a_time(out), {}, console, every=3, repeats=1) == 0
+    assert study_verifiers(one, one_at_a_time(out), {}, console, every=3, repeats=1) == 0
     return one, out, console.file.getvalue()
 
 
-# The walk ----------------------------------------------------------------------------------------------------------
+# Drafts ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_is_what_the_loop_decodes_without_a_draft():
@@ -84,21 +83,21 @@ def test_the_text_is_what_the_loop_decodes_without_a_draft():
     assert [sample(one.target, request, 0).tokens for request in requests] == emitted(group)
 
 
-def test_places_begin_after_the_first_token_and_a_token_follows_each():
+def test_positions_begin_after_the_first_token_and_a_token_follows_each():
     request = recorded_lab().requests(one_at_a_time(Path()))[0]
     length = len(request.tokens)
-    assert list(places(request, range(length + 9), 4)) == [length + 1, length + 5]
-    assert list(places(request, range(length + 10), 4)) == [length + 1, length + 5, length + 9]
-    assert not places(request, range(length + 1), 1)
+    assert list(positions(request, range(length + 9), 4)) == [length + 1, length + 5]
+    assert list(positions(request, range(length + 10), 4)) == [length + 1, length + 5, length + 9]
+    assert not positions(request, range(length + 1), 1)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=9, repetition_penalty=1.3)])
-def test_laws_equal_a_plain_forward_over_the_recorded_prefix(sampling):
+def test_probabilities_equal_a_plain_forward_over_the_recorded_prefix(sampling):
     one = recorded_lab(sampling=sampling)
     request = one.requests(one_at_a_time(Path()))[1]
     text, steps = steps_of(one, request)
     seen = {(step.position, step.proposer) for step in steps}
-    assert seen == {(position, name) for position in places(request, text, 3) for name in one.more_proposers}
+    assert seen == {(position, name) for position in positions(request, text, 3) for name in one.more_proposers}
     for step in steps:
         shape = step.draft.shape
         for row in range(shape.rows):
@@ -108,7 +107,7 @@ def test_laws_equal_a_plain_forward_over_the_recorded_prefix(sampling):
 
 
 def test_a_draft_is_what_a_proposer_without_a_past_draws():
-    """What was drafted before and dropped leaves no trace; the same place is drafted alike, however often one looks."""
+    """Earlier drafts leave no trace: the draft at a position does not depend on how many positions come before it."""
     one = recorded_lab()
     request = one.requests(one_at_a_time(Path()))[0]
     _, often = steps_of(one, request, every=1)
@@ -154,7 +153,7 @@ def test_nothing_is_drafted_beyond_the_context():
     request = one.requests(one_at_a_time(Path()))[0]
     short = replace(one.target, context=len(request.tokens) + 9)
     text = [*request.tokens, *sample(short, request, 0).tokens]
-    with closing(walk(short, one.more_proposers, request, text, 2, CounterDraws(0))) as steps:
+    with closing(drafts_along(short, one.more_proposers, request, text, 2, CounterDraws(0))) as steps:
         depths = [step.draft.shape.nodes for step in steps]
     assert depths == [4, 4, 4, 2]
     assert held(one) == 0
@@ -165,7 +164,7 @@ def test_nothing_is_drafted_beyond_the_context():
 
 @dataclass
 class Spy:
-    """A verifier that remembers what it was asked."""
+    """A verifier that records its arguments."""
 
     inner: object
     asked: list
@@ -178,13 +177,13 @@ class Spy:
         return self.inner(draft, p)
 
 
-def test_all_verifiers_of_a_position_see_the_very_same_draft_and_laws():
+def test_all_verifiers_get_the_same_draft_and_probabilities():
     asked = []
     one = recorded_lab(verifiers={name: Spy(inner, asked) for name, inner in ONES.items()})
     drafting = proposers_of(one)
-    judges, _ = pairs(drafting, one.verifiers)
+    fitting, _ = pairs(drafting, one.verifiers)
     request = one.requests(one_at_a_time(Path()))[0]
-    _, rows = of_prompt(one, drafting, judges, request, seed=0, every=4, repeats=2)
+    _, rows = of_prompt(one, drafting, fitting, request, seed=0, every=4, repeats=2)
     by_draft: dict = {}
     for draft, place, p in asked:
         by_draft.setdefault(id(draft), []).append((place, p))
@@ -227,14 +226,14 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
     """The bound holds for the expectation over drafts, here over seeds; a single draft may exceed it."""
     one = recorded_lab(more_proposers=proposers(iid="3", without="3"))
     request = one.requests(one_at_a_time(Path(), max_new_tokens=2))[0]
-    judges, _ = pairs(one.more_proposers, {"token": Token(), "match": Match()})
+    fitting, _ = pairs(one.more_proposers, {"token": Token(), "match": Match()})
     text, exceeded = sample(one.target, request, 0).tokens, False
     rows = []
     for seed in range(150):
         with pytest.MonkeyPatch.context() as patch:
             outcome = replace(sample(one.target, request, 0), tokens=text)
-            patch.setattr("spec_lab.tasks.verifier_study.judging.sample", lambda *_, same=outcome: same)
-            rows += of_prompt(one, one.more_proposers, judges, request, seed, every=1, repeats=1)[1]
+            patch.setattr("spec_lab.tasks.verifier_study.recorded.sample", lambda *_, same=outcome: same)
+            rows += of_prompt(one, one.more_proposers, fitting, request, seed, every=1, repeats=1)[1]
     frame = pd.DataFrame(rows)
     for _, own in frame.groupby(["proposer", "verifier"]):
         assert own["bound"].std() < 1e-9
@@ -244,50 +243,50 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
     assert exceeded
 
 
-# Who judges whom ---------------------------------------------------------------------------------------------------
+# Pairs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_verifier_that_judges_no_proposer_is_refused(tmp_path):
+def test_a_verifier_that_supports_no_proposer_is_refused(tmp_path):
     one = recorded_lab(more_proposers=proposers(without="2", point="2"))
     with pytest.raises(
         ValueError, match=r"'kseq' supports drafts drawn iid, but the proposers draw point, without: .*~"
     ):
-        judge(one, one_at_a_time(tmp_path / "out"), {}, quiet())
+        study_verifiers(one, one_at_a_time(tmp_path / "out"), {}, quiet())
     assert not (tmp_path / "out").exists()
 
 
-def test_a_proposer_that_no_verifier_judges_is_refused(tmp_path):
+def test_a_proposer_that_no_verifier_supports_is_refused(tmp_path):
     one = recorded_lab(more_proposers=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
     with pytest.raises(ValueError, match="'gumbel' draws 'gumbel', which no verifier here supports"):
-        judge(one, one_at_a_time(tmp_path), {}, quiet())
+        study_verifiers(one, one_at_a_time(tmp_path), {}, quiet())
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({"batch_size": 2}, {}, "batch_size=1, not 2"),
+        ({"batch_size": 2}, {}, "batch_size must be 1 .got 2."),
         ({}, {"every": 0}, "task.every must be a whole number of 1 or more, not 0"),
         ({}, {"repeats": True}, "task.repeats must be a whole number"),
     ],
 )
 def test_options_are_checked(tmp_path, changes, options, words):
     with pytest.raises(ValueError, match=words):
-        judge(recorded_lab(), one_at_a_time(tmp_path, **changes), {}, quiet(), **options)
+        study_verifiers(recorded_lab(), one_at_a_time(tmp_path, **changes), {}, quiet(), **options)
 
 
-def test_without_a_proposer_there_is_nothing_to_judge(tmp_path):
-    with pytest.raises(ValueError, match="nothing drafts: name a proposer"):
-        judge(recorded_lab(more_proposers={}), one_at_a_time(tmp_path), {}, quiet())
+def test_without_a_proposer_there_is_nothing_to_verify(tmp_path):
+    with pytest.raises(ValueError, match="no proposer drafts: .*proposer@arms"):
+        study_verifiers(recorded_lab(more_proposers={}), one_at_a_time(tmp_path), {}, quiet())
 
 
-def test_a_proposer_refuses_what_it_cannot_draft_for(tmp_path):
+def test_a_proposer_refuses_a_sampling_that_it_does_not_support(tmp_path):
     with pytest.raises(ValueError, match="at temperature 0"):
-        judge(recorded_lab(temperature=0.0), one_at_a_time(tmp_path), {}, quiet())
+        study_verifiers(recorded_lab(temperature=0.0), one_at_a_time(tmp_path), {}, quiet())
 
 
-def test_without_verifiers_the_one_verifier_judges_and_the_main_proposer_drafts(tmp_path):
+def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_path):
     one = lab(texts=("the cat",), temperature=1.0, verifier=Lenient(0.5))
-    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     (only,) = summary["proposers"].values()
     assert list(summary["proposers"]) == ["speculative"] and list(only["verifiers"]) == ["lenient"]
@@ -296,10 +295,10 @@ def test_without_verifiers_the_one_verifier_judges_and_the_main_proposer_drafts(
     assert only["verifiers"]["lenient"]["expected_accepted"]["low"] is None  # one prompt has no interval
 
 
-# What is left behind -----------------------------------------------------------------------------------------------
+# Files of a run ----------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_names_pairs_left_out_and_what_figures_are_given(done):
+def test_the_summary_names_pairs_left_out_and_sampled_outcomes(done):
     _, out, said = done
     summary = json.loads((out / "summary.json").read_text())
     left = {(pair["proposer"], pair["verifier"]) for pair in summary["left_out"]}
@@ -339,14 +338,14 @@ def test_the_cells_are_given_back_where_a_verifier_fails(tmp_path):
 
     one = recorded_lab(verifiers={"fails": Fails()}, more_proposers=proposers(iid="2x1", without="2"))
     with pytest.raises(ValueError, match="verifier 'token' raised ZeroDivisionError"):
-        judge(one, one_at_a_time(tmp_path), {}, quiet())
+        study_verifiers(one, one_at_a_time(tmp_path), {}, quiet())
     assert held(one) == 0
 
 
 def test_the_run_depends_on_the_seed_alone(done, tmp_path):
     same, other = tmp_path / "same", tmp_path / "other"
-    assert judge(recorded_lab(), one_at_a_time(same, warmup=4), {}, quiet(), every=3, repeats=2) == 0
-    assert judge(recorded_lab(), one_at_a_time(other, seed=1), {}, quiet(), every=3, repeats=1) == 0
+    assert study_verifiers(recorded_lab(), one_at_a_time(same, warmup=4), {}, quiet(), every=3, repeats=2) == 0
+    assert study_verifiers(recorded_lab(), one_at_a_time(other, seed=1), {}, quiet(), every=3, repeats=1) == 0
     first, again, differs = (load(out).drop(columns=TIMES) for out in (done[1], same, other))
     pd.testing.assert_frame_equal(first, again)
     assert not first["expected_accepted"].equals(differs["expected_accepted"])
@@ -361,17 +360,17 @@ def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, monkeypatch, cap
             raise KeyboardInterrupt
         return sample(target, request, seed)
 
-    monkeypatch.setattr("spec_lab.tasks.verifier_study.judging.sample", interrupting)
-    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 130
-    assert f"the rows of 2 prompts of 5 are in {tmp_path}" in capsys.readouterr().err
+    monkeypatch.setattr("spec_lab.tasks.verifier_study.recorded.sample", interrupting)
+    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 130
+    assert f"the rows of 2 of 5 prompts are in {tmp_path}" in capsys.readouterr().err
     assert load(tmp_path)["request"].unique().tolist() == [0, 1] and held(one) == 0
     assert not (tmp_path / "summary.json").exists()
-    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 0
+    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), every=3, repeats=1) == 0
     assert asked == ["p0", "p1", "p2", "p2", "p3", "p4"]
     pd.testing.assert_frame_equal(load(tmp_path).drop(columns=TIMES), load(done[1]).drop(columns=TIMES))
 
 
-def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, capsys):
+def test_a_draft_at_broken_logits_is_left_out_and_named(tmp_path, monkeypatch, capsys):
     one = recorded_lab(
         texts=("the cat", "a b"), more_proposers=proposers(iid="2", point="2"), verifiers={"token": Token()}
     )
@@ -390,7 +389,7 @@ def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(lm, "prepare", prepared)
     monkeypatch.setattr(lm, "run", breaking)
-    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "request 'p0', position 8, iid: the target's logits are NaN or infinite" in summary["errors"][0]
     assert "iid: the target's logits are NaN" in capsys.readouterr().err
@@ -403,7 +402,7 @@ def test_a_draft_on_broken_laws_is_left_out_and_named(tmp_path, monkeypatch, cap
 
 
 def hand_made() -> pd.DataFrame:
-    """Two prompts with two drafts and one, judged by two verifiers."""
+    """Two prompts with two drafts and one, verified by two verifiers."""
     usual = {"proposer": "tree", "drawn": "iid", "lossless": True, "given": "draft", "nodes": 4, "propose": 1e-3}
     usual |= {"target": 3e-3, "probabilities": 1e-4}
     rows = []
@@ -419,7 +418,7 @@ def hand_made() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def test_pooled_figures_equal_those_by_hand():
+def test_pooled_numbers_equal_those_by_hand():
     figures = pooled.of_proposer(hand_made(), ["other", "token"])
     assert list(figures["verifiers"]) == ["other", "token"] and figures["compared_with"] == "token"
     assert figures["drafts"] == 3 and figures["drafted_per_draft"] == 4
@@ -442,7 +441,7 @@ def test_pooled_figures_equal_those_by_hand():
     assert token["share_of_forward"] == pytest.approx(0.01)
 
 
-def test_an_interval_covers_the_truth_about_as_often_as_it_says():
+def test_an_interval_covers_the_truth_about_as_often_as_its_level():
     rng, covered = np.random.default_rng(1), 0
     for _ in range(200):
         size = rng.integers(1, 6, 30)
@@ -465,7 +464,7 @@ def test_a_draft_without_nodes_accepts_nothing(tmp_path):
             return empty(1)
 
     one = recorded_lab(texts=("the cat", "a b"), proposer=Nothing(), more_proposers={}, verifiers={"token": Token()})
-    assert judge(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
+    assert study_verifiers(one, one_at_a_time(tmp_path), {}, quiet(), repeats=1) == 0
     rows = load(tmp_path)
     assert (rows[["expected_accepted", "first_level", "bound", "nodes"]] == 0).all(axis=None)
     assert json.loads((tmp_path / "summary.json").read_text())["proposers"]["speculative"]["bound"]["mean"] == 0
@@ -488,5 +487,5 @@ def test_the_experiment_runs(tmp_path, monkeypatch, capsys):
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
     assert {each["drawn"] for each in summary["proposers"].values()} == {"iid", "without", "point", "gumbel"}
     assert len(summary["proposers"]) == 5 and summary["requests"] == 2
-    judged = {name for each in summary["proposers"].values() for name in each["verifiers"]}
-    assert judged == {"token", "traversal", "match", "kseq", "gumbel", "cascade", "lenient", "typical", "relaxed"}
+    names = {name for each in summary["proposers"].values() for name in each["verifiers"]}
+    assert names == {"token", "traversal", "match", "kseq", "gumbel", "cascade", "lenient", "typical", "relaxed"}

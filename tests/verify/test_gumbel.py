@@ -14,7 +14,7 @@ from scipy import stats
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.tasks.certify.worlds import code
+from spec_lab.tasks.certify.toy_models import code
 from spec_lab.verify import Gumbel, Match, Token, Traversal, check_pair, choose, match_probability
 from tests.laws.tabular import World
 from tests.verify.test_twins import joint, random_law
@@ -337,7 +337,7 @@ def put_out(trees: int, place_of, seed: int) -> np.ndarray:
     ``place_of``: what keys a row's noise, by its place in its tree.
     """
     v = WORLD.v
-    (p0, q0), (p1, q1), (p2, _) = (WORLD.laws(depth) for depth in range(3))
+    (p0, q0), (p1, q1), (p2, _) = (WORLD.probabilities(depth) for depth in range(3))
     g = {place: noises(trees, v, seed, place_of(place)) for place in (-1, 0, 1)}
     first = np.argsort(-scores(q0[0], g[-1]), axis=-1)[:, :2]  # [N, 2]
     second = np.stack([scores(q1[first[:, k]], g[k]).argmax(-1) for k in (0, 1)], 1)
@@ -365,7 +365,7 @@ def test_the_joint_law_of_a_step_over_a_tree_is_the_target_s():
     """Each row has noise of its own; a tree whose rows share one is seen."""
     truth = np.ones(1)
     for depth in range(3):
-        truth = (truth[:, None] * WORLD.laws(depth)[0]).ravel()
+        truth = (truth[:, None] * WORLD.probabilities(depth)[0]).ravel()
     right = [put_out(3000, lambda place: place, seed) for seed in range(4)]
     assert agrees(np.concatenate(right), truth)
     assert not agrees(np.concatenate([put_out(3000, lambda place: 0, seed) for seed in range(2)]), truth)

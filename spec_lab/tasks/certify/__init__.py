@@ -1,1 +1,3 @@
-"""Certification: is a pair of proposer and verifier lossless? Exactly on toys, statistically on real models."""
+"""Certification: is a pair of proposer and verifier lossless? Enumerated exactly on toys, tested with samples
+elsewhere.
+"""

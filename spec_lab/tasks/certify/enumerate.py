@@ -1,4 +1,9 @@
-"""Draws that enumerate: the seam through which everything is chosen, driven through all that can happen."""
+"""Random draws that enumerate instead of sampling: every outcome of every random choice, with its probability.
+
+All random choices go through ``Draws``. A ``Script`` replays recorded choices and then always takes the first index
+with positive probability; the choices not taken become new scripts (depth-first search). The probability of an outcome
+is the product of the probabilities of its choices, so those of all outcomes sum to 1. Nothing is sampled.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +20,35 @@ T = TypeVar("T")
 
 
 SAME = 1e-4
-"""How much the weights of one choice may differ when it is made again. Rounding in float32 differs by less."""
+"""Largest difference between the weights of a choice when it is replayed. Rounding in float32 differs by less."""
 
 
 class Reused(Passing, AssertionError):
-    """One key named two choices: the second would reuse the noise of the first."""
+    """One random key was used for two choices: the second would reuse the noise of the first."""
 
 
 class Continuous(Passing, ValueError):
-    """The noise of a race has uncountably many values; it is certified otherwise."""
+    """Gumbel noise has uncountably many values; it is tested by samples instead."""
 
 
 class TooMany(Passing, ValueError):
-    """More outcomes than are worth enumerating."""
+    """An instance has more outcomes than the limit."""
 
 
 class Unrepeatable(Passing, ValueError):
-    """The same choices were made again, and the next choice was another one."""
+    """After the same choices were replayed, the next choice was a different one."""
 
 
-class Asked(NamedTuple):
-    """A choice: its key, but for request and round, and its weights ``[V]``, which sum to 1."""
+class RandomChoice(NamedTuple):
+    """A random choice: its key, but for request and step, and its probabilities ``[V]``."""
 
     key: Key
     weights: np.ndarray
 
-    def like(self, other: Asked) -> bool:
-        """Whether both are the same choice. Batch mates may add zeros to the weights, and change their rounding."""
+    def like(self, other: RandomChoice) -> bool:
+        """Return whether both are the same choice. Other requests of the batch may pad the weights with zeros and
+        change their rounding.
+        """
         mine, theirs = np.zeros((2, max(len(self.weights), len(other.weights))))
         mine[: len(self.weights)], theirs[: len(other.weights)] = self.weights, other.weights
         return self.key == other.key and np.allclose(mine, theirs, rtol=0, atol=SAME)
@@ -53,42 +60,44 @@ class Asked(NamedTuple):
 
 
 class Script:
-    """One text's choices: a recorded prefix, then the first possible index each time.
+    """The choices of one request: a recorded prefix, then the first index with positive probability each time.
 
-    What has just one possibility is no choice: whether it is asked for at all may depend on batch mates.
+    What has only one possibility does not count as a choice: whether it is drawn at all may depend on the other
+    requests of the batch.
 
     Args:
         prefix: indices to choose.
-        known: what these indices were chosen among when the prefix was recorded; empty: not checked.
+        known: the choices from which the prefix was recorded; empty: they are not checked.
     """
 
-    def __init__(self, prefix: tuple[int, ...] = (), known: Sequence[Asked] = ()) -> None:
+    def __init__(self, prefix: tuple[int, ...] = (), known: Sequence[RandomChoice] = ()) -> None:
         self.prefix, self.known, self.probability = prefix, known, 1.0
-        self.asked: list[Asked] = []
+        self.choices: list[RandomChoice] = []
         self.chosen: list[int] = []
         self.options: list[list[int]] = []
         self.keys: set[Key] = set()
 
     def choose(self, weights: np.ndarray, key: Key) -> int:
-        """An index of ``weights`` ``[V]``.
+        """Return an index of ``weights`` ``[V]``.
 
         Raises:
-            Reused: the key has named a choice before.
-            Unrepeatable: a choice of the prefix is another one than when it was recorded.
+            Reused: the key was used before.
+            Unrepeatable: a choice of the prefix differs from the recorded one.
+            ValueError: no weight is positive.
         """
         if key in self.keys:
-            raise Reused(f"{key} names two choices")
+            raise Reused(f"{key} is used for two choices")
         self.keys.add(key)
         options = np.flatnonzero(weights > 0).tolist()
         if not options:
-            raise ValueError(f"{key} chooses among weights of which none is positive: {weights.tolist()}")
+            raise ValueError(f"{key} chooses among weights none of which is positive: {weights.tolist()}")
         if len(options) == 1:
             return int(options[0])
         number = len(self.chosen)
-        asked = Asked(key._replace(request=0, round=0), weights / weights.sum())
-        if number < len(self.known) and not asked.like(self.known[number]):
-            raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {asked}")
-        self.asked.append(asked)
+        choice = RandomChoice(key._replace(request=0, round=0), weights / weights.sum())
+        if number < len(self.known) and not choice.like(self.known[number]):
+            raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {choice} when it is replayed")
+        self.choices.append(choice)
         index = self.prefix[number] if number < len(self.prefix) else options[0]
         self.probability *= float(weights[index] / weights.sum())
         self.chosen.append(index)
@@ -96,34 +105,34 @@ class Script:
         return index
 
     def others(self) -> Iterator[tuple[int, ...]]:
-        """Prefixes of the outcomes that branch off beyond this one's prefix."""
+        """Yield the prefixes of the outcomes that branch off after this one's prefix."""
         for number in range(len(self.prefix), len(self.chosen)):
             for other in self.options[number][1:]:
                 yield (*self.chosen[:number], other)
 
 
 class Scripts:
-    """``Draws`` that follow one script for each request, numbered from 0; a single script serves all requests."""
+    """``Draws`` that follow one script for each request, numbered from 0; a single script makes the choices of all."""
 
     def __init__(self, scripts: Sequence[Script]) -> None:
         self.scripts = scripts
 
     def pick(self, weights: torch.Tensor, keys: Sequence[Key]) -> torch.Tensor:
-        """See ``Draws.pick``. Weights that float32 made count as they are."""
+        """See ``Draws.pick``. Probabilities are those of the weights as they are, also in float32."""
         rows, one = weights.cpu().double().numpy(), len(self.scripts) == 1
         chosen = [self.scripts[0 if one else key.request].choose(row, key) for row, key in zip(rows, keys, strict=True)]
         return torch.tensor(chosen, dtype=torch.int64, device=weights.device)
 
     def race(self, width: int, keys: Sequence[Key]) -> np.ndarray:
         """Refused: see ``Continuous``."""
-        raise Continuous("the noise of a race cannot be enumerated")
+        raise Continuous("Gumbel noise cannot be enumerated")
 
 
 class Watched:
-    """Draws that refuse a key they have seen before.
+    """Draws that raise ``Reused`` where a random key is used twice.
 
     Args:
-        draws: who chooses.
+        draws: makes the choices.
     """
 
     def __init__(self, draws: Draws) -> None:
@@ -143,30 +152,30 @@ class Watched:
     def _watch(self, keys: Sequence[Key]) -> None:
         if len(self.keys | set(keys)) < len(self.keys) + len(keys):
             twice = next(key for number, key in enumerate(keys) if key in self.keys or key in keys[:number])
-            raise Reused(f"{twice} names two choices")
+            raise Reused(f"{twice} is used for two choices")
         self.keys.update(keys)
 
 
 def explore(play: Callable[[Draws], T]) -> Iterator[tuple[float, T]]:
-    """Every outcome of ``play`` with its probability."""
+    """Yield every outcome of ``play`` with its probability."""
     return ((mass, outcome) for mass, outcome in side_by_side(lambda draws, _: [play(draws)], 1))
 
 
 def side_by_side(
     play: Callable[[Draws, int], Sequence[T]], wide: int = 256, most: int | None = None
 ) -> Iterator[tuple[float, T]]:
-    """Every outcome of one request with its probability; up to ``wide`` of them are played at once.
+    """Yield every outcome of one request with its probability; up to ``wide`` of them are decoded as one batch.
 
     Args:
-        play: given draws and a number n, plays the same request n times as requests 0 .. n - 1: n outcomes.
-        wide: most requests at once.
-        most: outcomes to enumerate at most.
+        play: given draws and a number n, decodes n copies of the request as requests 0 .. n - 1 and returns n outcomes.
+        wide: largest batch.
+        most: largest number of outcomes; None for no limit.
 
     Raises:
-        TooMany: there are more.
-        Unrepeatable: after the same choices another one came than before.
+        TooMany: there are more outcomes.
+        Unrepeatable: a replay of the same choices led to a different one.
     """
-    waiting: list[tuple[tuple[int, ...], Sequence[Asked]]] = [((), ())]
+    waiting: list[tuple[tuple[int, ...], Sequence[RandomChoice]]] = [((), ())]
     found = 0
     while waiting:
         scripts = [Script(*recorded) for recorded in waiting[-wide:]]
@@ -177,6 +186,8 @@ def side_by_side(
         outcomes = play(Scripts(scripts), len(scripts))
         for script, outcome in zip(scripts, outcomes, strict=True):
             if len(script.chosen) < len(script.prefix):
-                raise Unrepeatable(f"{len(script.prefix)} choices were made, and now {len(script.chosen)}")
+                raise Unrepeatable(
+                    f"{len(script.prefix)} choices were made, but only {len(script.chosen)} when they were replayed"
+                )
             yield script.probability, outcome
-            waiting += [(prefix, script.asked[: len(prefix)]) for prefix in script.others()]
+            waiting += [(prefix, script.choices[: len(prefix)]) for prefix in script.others()]

@@ -1,8 +1,20 @@
-"""The exact layer: every draft, every acceptance and every emitted token of the real code, enumerated in float64.
+"""Enumeration: every draft, every acceptance and every emitted token of the code under test, in float64.
 
-A *step* drafts with the real proposer on a toy target, runs the real target path over the forest and asks the real
-verifier for its law: the law of the step's output follows without sampling. A *loop* enumerates the whole decode loop
-until a number of tokens is out, every choice through ``Draws``: state and noise carried from step to step count.
+Nothing is sampled here. The random choices of a request all go through ``Draws``; ``enumerate.Scripts`` visits every
+outcome of every choice and multiplies the probabilities. Two kinds of instances are enumerated:
+
+- A *step* (``Instance.tokens`` is 0): the drafts are enumerated. Each goes through the real forward of the target and
+  the real verifier, whose ``stop`` and ``residual`` give the distribution of the step's output without sampling.
+- A *loop*: drafts, verdicts and emitted tokens are enumerated through the whole decode loop until all tokens are
+  emitted, so that state and random keys carried from step to step count as well. The reference is ``ground_truth``.
+
+An instance is exact (``Finding.wrong`` is None) if all of these hold, with EXACT = 1e-12:
+
+- for a step, |A(s a) - (A(s) - D(s)) p(a | s)| <= EXACT for every text s and token a (see ``outputs``); for a loop,
+  |P(output) - P_autoregressive(output)| <= EXACT for every output and every beginning of one;
+- |sum of P(output) - 1| <= EXACT;
+- TV = sum |P(output) - P_autoregressive(output)| / 2 <= EXACT;
+- |E accepted tokens - E expected by the verdicts| <= 1e-9.
 """
 
 from __future__ import annotations
@@ -13,86 +25,55 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Parts, step
 from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
-from spec_lab.propose import Proposer, branches, draws_of
+from spec_lab.propose import CertifiableProposer, Proposer, branches, draws_of
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.trees import Choices, depth_of, parse, width_of
+from spec_lab.propose.trees import Choices, depth_of, parse
 from spec_lab.tasks.certify.enumerate import side_by_side
-from spec_lab.tasks.certify.outputs import EXACT, Outputs, autoregressive
-from spec_lab.tasks.certify.table import table_models
-from spec_lab.tasks.certify.worlds import PROMPT, Random, code, warped
-from spec_lab.verify import Verifier, check_draft, check_pair
+from spec_lab.tasks.certify.ground_truth import truth
+from spec_lab.tasks.certify.instances import PLAIN, Instance
+from spec_lab.tasks.certify.outputs import (
+    EXACT,
+    Distribution,
+    Output,
+    StepOutputs,
+    first_difference,
+    total_variation,
+)
+from spec_lab.tasks.certify.toy_models import code, table_models, warped
+from spec_lab.verify import HasAim, Verifier, check_draft, check_pair
 
 MOST = 60_000
-"""Outcomes of one instance that are enumerated at most."""
-
-PLAIN = Sampling(1.0)
+"""Largest number of outcomes of one instance that is enumerated."""
 
 LEAST, MOST_TOKENS = 3, 6
-"""Tokens that a toy's tables reach at least, and at most: drafts go no deeper."""
-
-
-@dataclass(frozen=True)
-class Instance:
-    """What is enumerated.
-
-    Args:
-        world: the toy laws.
-        tree: as ``trees.parse`` reads it; proposers that draft no tree ignore it.
-        tokens: 0 for one step; otherwise the loop runs until so many tokens are out.
-        stop: tokens that end the text.
-        start: tokens after the prompt when the step begins.
-        binding: a constraint on the toy's tokens, for a loop (``constrained``); None for none.
-    """
-
-    world: Random
-    tree: str
-    tokens: int = 0
-    stop: frozenset[int] = frozenset()
-    start: tuple[int, ...] = ()
-    binding: AppliedConstraint | None = None
-
-    @property
-    def chain(self) -> bool:
-        """Whether the tree is a chain."""
-        return width_of(parse(self.tree)) == 1
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        kind = "plain" if self.world.plain else "mixed"
-        what = f"{self.tokens} tokens" if self.tokens else "one step"
-        ends = f", stop {sorted(self.stop)}" if self.stop else ""
-        bound = "" if self.binding is None else f", {self.binding.constraint.name} on {self.binding.placement}"
-        return f"V={self.world.v} {kind} world {self.world.seed}, tree {self.tree}, {what}{ends}{bound}"
+"""Smallest and largest number of tokens that a toy's tables cover; drafts go no deeper."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one instance showed.
+    """The result of one instance.
 
     Args:
-        instance: which.
-        tv: total variation between the output's law and the target's.
+        instance: its name.
+        tv: total variation between the output's distribution and the target's.
         mass: total probability.
-        failure: the first text after which the law is another one, in words; None where it is the target's.
-        accepted: tokens accepted on average.
-        expected: as the verdicts expected it.
-        outcomes: enumerated.
-        drafted: nodes drafted in all of them.
-        aimed: total variation from the law a lossy verifier says that it is exact against; None where it names none, or
-            where its law depends on more than the text.
+        failure: the first text with a wrong probability, in words; None where there is none.
+        accepted: mean number of accepted tokens.
+        expected: the same as the verdicts expect it.
+        outcomes: number of outcomes enumerated.
+        drafted: number of nodes drafted in all of them.
+        own_target_tv: total variation from the distribution against which a lossy verifier declares that it is exact
+            (``HasAim``); None where it declares none, or where that distribution depends on more than the text.
     """
 
     instance: str
@@ -103,77 +84,56 @@ class Finding:
     expected: float
     outcomes: int
     drafted: int = 0
-    aimed: float | None = None
+    own_target_tv: float | None = None
 
     @property
     def wrong(self) -> str | None:
-        """What is not exact, in words; None where the output's law is the target's and acceptance what was expected."""
+        """What is not exact, in words; None where nothing is. The module states the tolerances."""
         if self.failure is not None:
             return self.failure
         if not abs(self.mass - 1) <= EXACT:
-            return f"the output's law has a total mass of {self.mass:.12g}"
+            return f"the probabilities of the outputs sum to {self.mass:.12g}"
         if not self.tv <= EXACT:
-            return f"the output's law is {self.tv:.2g} from the target's"
+            return f"the distribution of the outputs has a total variation of {self.tv:.2g} from the target's"
         if not abs(self.accepted - self.expected) <= 1e-9:
             return f"{self.accepted:.9g} tokens are accepted on average, the verdicts expected {self.expected:.9g}"
         return None
 
 
-TREES = ("1", "1x1", "1x1x1", "2", "3", "1x2", "2x1", "2x2", "3x1", "0 1 0.0 0.1 1.0 0.0.0 0.1.0")
-WORLDS = (
-    Random(1),
-    Random(6),
-    Random(12, v=5),
-    Random(4, plain=True),
-    Random(2),  # the first p and q are disjoint: nothing is accepted
-    Random(14),  # the first p and q are equal: the first token always is
-)
-FEW = Random(8, support=2)
-STEPS = tuple(Instance(world, tree) for world in WORLDS for tree in TREES)
-LOOPS = (
-    Instance(FEW, "1", 3),
-    Instance(FEW, "1x1", 3),
-    Instance(FEW, "2", 3),
-    Instance(FEW, "2x1", 2),
-    Instance(FEW, "1x1", 3, frozenset({1})),
-    Instance(Random(9, v=5, support=2), "1x1", 3, frozenset({0, 3})),
-)
-
-
-class Toy(NamedTuple):
+class ToyParts(NamedTuple):
     """A proposer on a toy target.
 
     Args:
-        target: over the table of p.
+        target: computes p from a table.
         proposer: drafts for it.
-        laws: p after every text, warped as requests sample.
+        p: the probabilities after every text, as ``sampling`` warps them.
     """
 
     target: Target
     proposer: Proposer
-    laws: list[np.ndarray]
+    p: list[np.ndarray]
 
 
 def reference(drawn: Drawn, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
-    """A draft model's proposer on a toy target that draws as asked."""
+    """Return a draft model's proposer on a toy target that draws siblings as asked."""
     return DraftModel(draft, target.context, tree, drawn)
 
 
-def toy(
+def toy_parts(
     instance: Instance, proposer: Proposer | Drawn, sampling: Sampling = PLAIN, dtype: torch.dtype = torch.float64
-) -> Toy:
-    """The instance's parts: the proposer's own ``toy`` where it offers one, else the proposer as it is; for a way of
-    drawing the reference.
+) -> ToyParts:
+    """Return the instance's parts: with the proposer's toy version where it has one (``CertifiableProposer``), else
+    with the proposer itself; for a way of drawing with the reference.
     """
     tree = parse(instance.tree)
     longest = max(min(instance.tokens + depth_of(tree), MOST_TOKENS), len(instance.start) + LEAST)
-    target, draft = table_models(instance.world, longest, dtype=dtype)
+    target, draft = table_models(instance.toy, longest, dtype=dtype)
     if isinstance(proposer, str):
-        drafting: Proposer = reference(proposer, target, draft, tree)
-    else:
+        proposer = reference(proposer, target, draft, tree)
+    elif isinstance(proposer, CertifiableProposer):
         with attributed("proposer", proposer):
-            drafting = getattr(proposer, "toy", lambda *_: proposer)(target, draft, tree)
-    return Toy(target, drafting, warped(instance.world, longest, sampling))
+            proposer = proposer.toy(target, draft, tree)
+    return ToyParts(target, proposer, warped(instance.toy, longest, sampling))
 
 
 @torch.inference_mode()
@@ -187,77 +147,80 @@ def examine(
     """Enumerate an instance with a proposer, or with the reference that draws as asked.
 
     Raises:
-        Reused: a choice reused another's noise.
-        Continuous: the proposer races.
+        Reused: a random key was used for two choices.
+        Continuous: the proposer draws Gumbel noise, which cannot be enumerated.
         TooMany: more than ``most`` outcomes.
-        ValueError: a draft that its own laws cannot have given.
+        ValueError: a draft that cannot have been drawn from the q that it states.
     """
-    parts = toy(instance, proposer, sampling)
-    return (_loop if instance.tokens else _step)(instance, parts, verifier, sampling, most)
+    if not instance.tokens:
+        return _step(instance, toy_parts(instance, proposer, sampling), verifier, sampling, most)
+    counts = Counts()
+    found, expected = decoded(instance, proposer, verifier, sampling, most, counts), truth(instance, sampling)
+    tv, failure = total_variation(found, expected), first_difference(found, expected)
+    return Finding(instance.name, tv, sum(found.values()), failure, **vars(counts))
 
 
-def request_of(number: int, instance: Instance, sampling: Sampling) -> Request:
-    """The instance as a request."""
-    text = PROMPT + instance.start
-    return Request(number, f"toy {number}", text, sampling, max(instance.tokens, 1), instance.stop)
+# One step ------------------------------------------------------------------------------------------------------------
 
 
 class _Tree(NamedTuple):
-    """One drafted tree judged: where the path can end and what is emitted there.
+    """One verified tree: where the path can end and what is emitted there.
 
     Args:
         depth: ``[n]`` of each row; number: ``[n]`` of its text.
         ends: ``[n, V]`` the probability of ending at a row and emitting a token.
-        expected: accepted tokens.
-        aim: ``[n, V]`` the law a lossy verifier is exact against.
+        expected: expected number of accepted tokens.
+        own_target: ``[n, V]`` the distribution against which a lossy verifier is exact.
     """
 
     depth: np.ndarray
     number: np.ndarray
     ends: np.ndarray
     expected: float
-    aim: np.ndarray | None
+    own_target: np.ndarray | None
 
 
-def _step(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling, most: int) -> Finding:
-    v, start = instance.world.v, len(instance.start)
-    laws = [after[code(instance.start, v) * v**k :][: v**k] for k, after in enumerate(parts.laws[start:])]
-    outputs = Outputs(v, len(laws))
-    aims: dict[tuple[int, int], np.ndarray] | None = {} if hasattr(verifier, "aim") else None
+def _step(instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, most: int) -> Finding:
+    v, start = instance.toy.v, len(instance.start)
+    p = [after[code(instance.start, v) * v**k :][: v**k] for k, after in enumerate(parts.p[start:])]
+    outputs = StepOutputs(v, len(p))
+    own_targets: dict[tuple[int, int], np.ndarray] | None = {} if isinstance(verifier, HasAim) else None
     accepted = expected = 0.0
     outcomes = drafted = 0
 
     def play(draws: Draws, count: int) -> list[_Tree]:
-        return _judged(instance, parts, verifier, sampling, draws, count)
+        return _verified(instance, parts, verifier, sampling, draws, count)
 
     for probability, tree in side_by_side(play, most=most):
         outcomes, drafted = outcomes + 1, drafted + len(tree.depth) - 1
         for row, (depth, number) in enumerate(zip(tree.depth.tolist(), tree.number.tolist(), strict=True)):
             outputs.exactly[depth + 1].reshape(-1, v)[number] += probability * tree.ends[row]
-            if aims is not None and tree.aim is not None:
-                other = aims.setdefault((depth, number), tree.aim[row])
-                if np.abs(other - tree.aim[row]).max() > EXACT:
-                    aims = None  # one text is a leaf here, a parent there: the aim is no law of texts
+            if own_targets is not None and tree.own_target is not None:
+                other = own_targets.setdefault((depth, number), tree.own_target[row])
+                if np.abs(other - tree.own_target[row]).max() > EXACT:
+                    own_targets = None  # the text is a leaf in one draft and a parent in another: not one distribution
         accepted += probability * float(tree.ends.sum(-1) @ tree.depth)
         expected += probability * tree.expected
-    aimed = None
-    if aims is not None:
-        wanted = [after.copy() for after in laws]
-        for (depth, number), law_there in aims.items():
-            if depth < len(wanted):
-                wanted[depth][number] = law_there
-        aimed = outputs.tv(wanted)
-    failure = outputs.first_failure(laws)
-    return Finding(instance.name, outputs.tv(laws), outputs.mass, failure, accepted, expected, outcomes, drafted, aimed)
+    own_target_tv = None
+    if own_targets is not None:
+        own = [after.copy() for after in p]
+        for (depth, number), there in own_targets.items():
+            if depth < len(own):
+                own[depth][number] = there
+        own_target_tv = outputs.tv(own)
+    failure = outputs.first_failure(p)
+    return Finding(
+        instance.name, outputs.tv(p), outputs.mass, failure, accepted, expected, outcomes, drafted, own_target_tv
+    )
 
 
-def _judged(
-    instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling, draws: Draws, count: int
+def _verified(
+    instance: Instance, parts: ToyParts, verifier: Verifier, sampling: Sampling, draws: Draws, count: int
 ) -> list[_Tree]:
-    """``count`` drafts of one step, as one forest through the real target and verifier."""
+    """Draft and verify ``count`` copies of the step, as one forest through the real target and verifier."""
     target, proposer, capture = parts.target, parts.proposer, Capture()
     check_pair(proposer.name, draws_of(proposer), verifier, branches(proposer))
-    requests = [request_of(number, instance, sampling) for number in range(count)]
+    requests = [instance.request(number, sampling) for number in range(count)]
     lives = [SequenceState(one, target.lm.open(), list(one.tokens), state=proposer.init(one)) for one in requests]
     own = Parts(target, proposer, capture, draws, None, choose_nothing, commit_nothing)
     try:
@@ -267,7 +230,7 @@ def _judged(
             raise ValueError(f"a toy draft broke: {next(iter(info.errors.values()))}")
         assert capture.draft is not None and capture.p is not None
         check_draft(proposer.name, verifier, capture.draft)
-        return _trees(capture.draft, capture.p, verifier, instance.world.v)
+        return _trees(capture.draft, capture.p, verifier, instance.toy.v)
     finally:
         for live in lives:
             proposer.close(live.state)
@@ -279,42 +242,67 @@ def _trees(draft: Draft, p: torch.Tensor, verifier: Verifier, v: int) -> list[_T
     with attributed("verifier", verifier):
         verdict = verifier(draft, p)
         residual = verdict.residual(np.arange(shape.rows)).double().numpy()
+        own = verifier.aim(draft, p).double().numpy() if isinstance(verifier, HasAim) else None
     total = residual.sum(-1, keepdims=True)
     ends = verdict.stop[:, None] * np.divide(residual, total, out=np.zeros_like(residual), where=total > 0)
     expected = verdict.expected_accepted(shape)
-    aim = verifier.aim(draft, p).double().numpy() if hasattr(verifier, "aim") else None
     number = np.zeros(shape.rows, dtype=np.int64)
-    for node, above in enumerate(shape.parent.tolist()):
-        number[shape.roots + node] = number[above] * v + token[node]
+    for node, parent in enumerate(shape.parent.tolist()):
+        number[shape.roots + node] = number[parent] * v + token[node]
     return [
-        _Tree(shape.depth[rows], number[rows], ends[rows], float(expected[head]), None if aim is None else aim[rows])
-        for head, rows in enumerate(shape.trees)
+        _Tree(shape.depth[rows], number[rows], ends[rows], float(expected[root]), None if own is None else own[rows])
+        for root, rows in enumerate(shape.trees)
     ]
 
 
-def _loop(instance: Instance, parts: Toy, verifier: Verifier, sampling: Sampling, most: int) -> Finding:
-    v = instance.world.v
-    outputs, truth = Outputs(v, instance.tokens), autoregressive(parts.laws, instance.tokens, v, instance.stop)
-    accepted = expected = 0.0
-    outcomes = drafted = 0
+# The decode loop -----------------------------------------------------------------------------------------------------
 
-    def play(draws: Draws, count: int) -> list[tuple[list[int], float, float]]:
-        nonlocal drafted
-        requests = [request_of(number, instance, sampling) for number in range(count)]
-        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws)
-        took, hoped = np.zeros(count), np.zeros(count)
-        for done in group:
-            drafted += done.draft.shape.nodes
-            for tree, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
-                took[live.request.id] += len(got.path)
-                hoped[live.request.id] += done.expected[tree]
-        return [(s.emitted, took[s.request.id], hoped[s.request.id]) for s in group.sequences]
 
-    for probability, (text, took, hoped) in side_by_side(play, most=most):
-        outcomes += 1
-        outputs.exactly[len(text)][code(text, v)] += probability
-        accepted += probability * took
-        expected += probability * hoped
-    failure = outputs.first_difference(truth)
-    tv = outputs.distance(truth)
-    return Finding(instance.name, tv, outputs.mass, failure, accepted, expected, outcomes, drafted)
+@dataclass
+class Counts:
+    """What ``decoded`` counts: means of accepted tokens that were not forced, as found and as the verdicts expect them;
+    outcomes; drafted nodes.
+    """
+
+    accepted: float = 0.0
+    expected: float = 0.0
+    outcomes: int = 0
+    drafted: int = 0
+
+
+@torch.inference_mode()
+def decoded(
+    instance: Instance,
+    proposer: Proposer | Drawn,
+    verifier: Verifier,
+    sampling: Sampling = PLAIN,
+    most: int = MOST,
+    counts: Counts | None = None,
+) -> Distribution:
+    """Return the distribution of the outputs of the decode loop, every choice enumerated. Raises what ``examine`` does.
+
+    Up to 256 copies of the request are decoded as one batch, each with choices of its own.
+    """
+    parts = toy_parts(instance, proposer, sampling)
+    counts, found = counts or Counts(), Distribution()
+
+    def play(draws: Draws, count: int) -> list[tuple[Output, float, float]]:
+        requests = [instance.request(number, sampling) for number in range(count)]
+        group = fixed_group(parts.target, parts.proposer, verifier, requests, draws, instance.applied)
+        accepted, expected = np.zeros(count), np.zeros(count)
+        for info in group:
+            counts.drafted += info.draft.shape.nodes
+            for tree, (live, got) in enumerate(zip(info.sequences, info.committed, strict=True)):
+                accepted[live.request.id] += len(got.path) - got.count(accepted=True, forced=True)
+                expected[live.request.id] += info.expected[tree]
+        outputs: list[Output] = [()] * count
+        for one in sorted(group.sequences, key=lambda live: live.lineage):
+            outputs[one.request.id] += ((tuple(one.emitted), str(one.finish)),)
+        return list(zip(outputs, accepted.tolist(), expected.tolist(), strict=True))
+
+    for probability, (output, accepted, expected) in side_by_side(play, most=most):
+        counts.outcomes += 1
+        counts.accepted += probability * accepted
+        counts.expected += probability * expected
+        found[output] = found.get(output, 0.0) + probability
+    return found

@@ -1,30 +1,50 @@
-"""The law of what is put out, and how it differs from the law that was wanted.
+"""Distributions of outputs, and how far they are from the target's.
 
-A step puts out an accepted path and one more token. Extend its output with exact target samples to a fixed length: the
-step is lossless iff the extended output has the target's law. Locally: with A_s the probability that the output begins
-with s and D_s that it is exactly s, lossless means A_sa = (A_s - D_s) p(a | s) for all s and a. The first s for which
-this fails is where the fault lies.
+Two kinds are compared. A *step* emits an accepted path and one more token, so its outputs have several lengths. They
+are
+extended to a fixed length with exact samples from the target: the step is lossless if and only if the extended outputs
+have the target's distribution. The same condition locally: let A(s) be the probability that the output begins with the
+text s, and D(s) that it is exactly s. Lossless means ``A(s a) = (A(s) - D(s)) p(a | s)`` for every s and token a, and
+the shortest s for which it fails is where the fault lies (``StepOutputs``). A whole request emits finished sequences,
+which are compared as they are (``total_variation``, ``first_difference``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from spec_lab.tasks.certify.worlds import text_of
+from spec_lab.tasks.certify.toy_models import text_of
 
 EXACT = 1e-12
-"""What rounding in float64 may leave."""
+"""Largest difference that counts as rounding: enumerated probabilities are sums and products in float64."""
 
-Laws = Sequence[np.ndarray]
-"""The wanted law after every text of 0, 1, .. tokens, each ``[V ** length, V]``."""
+Probabilities = Sequence[np.ndarray]
+"""The probabilities of the next token after every text of 0, 1, .. tokens, each ``[V ** length, V]``."""
+
+Output = tuple[tuple[tuple[int, ...], str], ...]
+"""Every sequence of a request, in the order of lineages: its text and why it ended."""
+
+Distribution = dict[Output, float]
+
+
+def text_probabilities(p: Probabilities, length: int) -> np.ndarray:
+    """Return the probability of every text of ``length`` tokens, ``[V ** length]``."""
+    reached = np.ones(1)
+    for after in p[:length]:
+        reached = (reached[:, None] * after).ravel()
+    return reached
+
+
+# One step ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Outputs:
-    """For each length the probability of putting out exactly each text, ``[V ** length]``.
+class StepOutputs:
+    """For each length the probability of emitting exactly each text, ``[V ** length]``.
 
     Args:
         v: V.
@@ -44,80 +64,86 @@ class Outputs:
         return float(sum(part.sum() for part in self.exactly))
 
     def begins(self) -> list[np.ndarray]:
-        """A: for each length the probability of beginning with each text."""
+        """Return A: for each length the probability of beginning with each text."""
         begins = [part.copy() for part in self.exactly]
         for k in range(self.longest, 0, -1):
             begins[k - 1] += begins[k].reshape(-1, self.v).sum(-1)
         return begins
 
-    def extended(self, laws: Laws, length: int | None = None) -> np.ndarray:
-        """The law of the first ``length`` tokens (default: of the longest output) when shorter outputs go on with
-        exact samples from ``laws``, ``[V ** length]``.
+    def extended(self, p: Probabilities, length: int | None = None) -> np.ndarray:  # [V ** length]
+        """Return the distribution of the first ``length`` tokens (default: of the longest output) when shorter outputs
+        are extended with exact samples from ``p``.
         """
         length = self.longest if length is None else length
         extended = self.exactly[0]
         for k in range(length):
-            extended = (extended[:, None] * laws[k]).ravel() + self.exactly[k + 1]
+            extended = (extended[:, None] * p[k]).ravel() + self.exactly[k + 1]
         for k in range(length + 1, self.longest + 1):  # longer outputs are cut
             extended = extended + self.exactly[k].reshape(self.v**length, -1).sum(-1)
         return extended
 
-    def tv(self, laws: Laws, length: int | None = None) -> float:
-        """Total variation between the extended output and the wanted law of as many tokens."""
+    def tv(self, p: Probabilities, length: int | None = None) -> float:
+        """Return the total variation between the extended outputs and the target's texts of as many tokens."""
         length = self.longest if length is None else length
-        return 0.5 * float(np.abs(self.extended(laws, length) - autoregressive(laws, length, self.v).exactly[-1]).sum())
+        return 0.5 * float(np.abs(self.extended(p, length) - text_probabilities(p, length)).sum())
 
-    def first_failure(self, laws: Laws, tolerance: float = EXACT) -> str | None:
-        """The shortest text s for which A_sa != (A_s - D_s) p(a | s) for some a, in words; None for a lossless step."""
+    def first_failure(self, p: Probabilities, tolerance: float = EXACT) -> str | None:
+        """Describe the shortest s with |A(s a) - (A(s) - D(s)) p(a | s)| > ``tolerance`` for some a; None if there is
+        none: the step is lossless.
+        """
         begins = self.begins()
         for k in range(self.longest):
-            wanted = (begins[k] - self.exactly[k])[:, None] * laws[k]
+            expected = (begins[k] - self.exactly[k])[:, None] * p[k]
             found = begins[k + 1].reshape(-1, self.v)
-            error = np.abs(found - wanted)
+            error = np.abs(found - expected)
             if not error.max() <= tolerance:
                 number, token = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
                 return (
                     f"after {list(text_of(int(number), k, self.v))} token {token} has probability "
-                    f"{unlike(found[number, token], wanted[number, token])}"
+                    f"{_unlike(found[number, token], expected[number, token])}"
                 )
         return None
 
-    def distance(self, other: Outputs) -> float:
-        """Total variation between two laws of whole outputs."""
-        return 0.5 * float(sum(np.abs(a - b).sum() for a, b in zip(self.exactly, other.exactly, strict=True)))
 
-    def first_difference(self, other: Outputs, tolerance: float = EXACT) -> str | None:
-        """The shortest text that one begins with, or ends with, more often than the other, in words."""
-        for k, (mine, theirs) in enumerate(zip(self.begins(), other.begins(), strict=True)):
-            for what, a, b in (("begin with", mine, theirs), ("are exactly", self.exactly[k], other.exactly[k])):
-                error = np.abs(a - b)
-                if not error.max() <= tolerance:
-                    number = int(np.nan_to_num(error, nan=np.inf).argmax())
-                    text = list(text_of(number, k, self.v))
-                    return f"outputs {what} {text} with probability {unlike(a[number], b[number])}"
+# Whole requests ------------------------------------------------------------------------------------------------------
+
+
+def total_variation(found: Distribution, expected: Distribution) -> float:
+    """Return the total variation between two distributions, sum |P - Q| / 2."""
+    return 0.5 * sum(abs(found.get(one, 0.0) - expected.get(one, 0.0)) for one in {*found, *expected})
+
+
+def first_difference(found: Distribution, expected: Distribution, tolerance: float = EXACT) -> str | None:
+    """Describe the shortest text with which outputs begin, or which they are, whose probability differs by more than
+    ``tolerance``; None if there is none. Of several as short, the one that differs most.
+    """
+    mine, theirs = _events(found), _events(expected)
+    errors = {event: abs(mine[event] - theirs[event]) for event in {**mine, **theirs}}
+    wrong = [event for event, error in errors.items() if not error <= tolerance]
+    if not wrong:
         return None
+    size, whole, output = min(wrong, key=lambda one: (one[:2], -np.nan_to_num(errors[one], nan=np.inf), one))
+    text = " and ".join(f"{list(text)}{f' ({finish})' if whole else ''}" for text, finish in output) or "nothing"
+    difference = _unlike(mine[size, whole, output], theirs[size, whole, output])
+    return f"outputs {'are exactly' if whole else 'begin with'} {text} with probability {difference}"
 
 
-def unlike(found: float, wanted: float) -> str:
-    """Two probabilities that should agree, in words."""
-    if not abs(found - wanted) < 1e-6:
-        return f"{found:.6g}, not {wanted:.6g}"
-    return f"{found:.6g}, off by {abs(found - wanted):.1e}: float32 where p is float64?"
+def _events(outputs: Distribution) -> Counter[tuple[int, bool, Output]]:
+    """Return the probability of being exactly each output (True), and of beginning with each text (False); with the
+    number of tokens. What forks begin with is left out.
+    """
+    events: Counter[tuple[int, bool, Output]] = Counter()
+    for output, probability in outputs.items():
+        events[sum(len(text) for text, _ in output), True, output] += probability  # type: ignore[assignment]
+        if len(output) == 1:
+            ((text, _),) = output
+            for length in range(1, len(text) + 1):
+                events[length, False, ((text[:length], ""),)] += probability  # type: ignore[assignment]
+    return events
 
 
-def autoregressive(laws: Laws, length: int, v: int, stop: frozenset[int] = frozenset()) -> Outputs:
-    """What decoding token by token puts out: ``length`` tokens, or fewer with a stop token at the end."""
-    outputs = Outputs(v, length)
-    alive = np.ones(1)
-    for k in range(length):
-        reached = alive[:, None] * laws[k]
-        if k + 1 == length:
-            outputs.exactly[k + 1] = reached.ravel()
-            break
-        for token in stop:
-            outputs.exactly[k + 1].reshape(-1, v)[:, token] = reached[:, token]
-            reached[:, token] = 0.0
-        alive = reached.ravel()
-    if length == 0:
-        outputs.exactly[0][0] = 1.0
-    return outputs
+def _unlike(found: float, expected: float) -> str:
+    """Describe two probabilities that should be equal."""
+    if not abs(found - expected) < 1e-6:
+        return f"{found:.6g}, not {expected:.6g}"
+    return f"{found:.6g}, off by {abs(found - expected):.1e}: float32 where p is float64?"

@@ -1,24 +1,44 @@
-"""A pair of proposer and verifier, and all that was found out about it."""
+"""How pairs of proposer and verifier are examined (``Certifier``), and the results of one (``Pair``).
+
+Each pair is enumerated on toys in float64 (``certificate.prove``), its texts of a toy are sampled in float32 and
+tested, and its tokens with the real target are tested.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from spec_lab.constrain import ConstraintError
 from spec_lab.core.draft import Drawn
-from spec_lab.propose import Proposer
-from spec_lab.tasks.certify.certificate import Grade, Proof, grade
+from spec_lab.core.faults import attributed
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.protocols import facts_of
+from spec_lab.engine.request import Request
+from spec_lab.propose import Proposer, check_sampling
+from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
+from spec_lab.tasks.certify.enumerate import Reused
+from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance, every_instance, under
+from spec_lab.tasks.certify.masks import Comparison, compare_masks
 from spec_lab.tasks.certify.outputs import EXACT
-from spec_lab.tasks.certify.statistics import ALPHA, distance
+from spec_lab.tasks.certify.sampled import joint, scores
+from spec_lab.tasks.certify.statistics import ALPHA, chi_square, distance, holm
+from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.verify import Verifier, chains_only
 
+JOINT_DISTRIBUTION = "joint distribution of four tokens"
+"""The name of the test of sampled texts."""
+
 MUCH = 0.15
-"""A test by samples that would not even have seen this total variation certifies nothing."""
+"""A statistical test that would not have detected this total variation certifies nothing."""
 
 MORE = 4
-"""How many times the samples confirm a rejection."""
+"""Factor by which the samples grow when a rejection is confirmed."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +46,12 @@ class Check:
     """One statistical test.
 
     Args:
-        name: what was tested.
-        samples: how much of it.
+        name: of the test.
+        samples: number of texts or tokens.
         statistic: chi-square or z.
-        p_value: of the law being right.
-        detectable: the smallest total variation that would have been seen, per text for joint laws, per token else.
+        p_value: probability of a result at least as extreme if the distribution is right.
+        detectable: the smallest total variation that would have been detected, per text for distributions of texts, per
+            token for score tests.
         seed: of the samples.
     """
 
@@ -44,17 +65,17 @@ class Check:
 
 @dataclass
 class Pair:
-    """What was found out.
+    """The results of one pair.
 
     Args:
         proposer: drafts.
-        verifier: decides.
-        proof: the exact layer's result.
-        drafts: who drafted in toy worlds: the proposer, or the reference that draws the same way.
-        texts: sampled in a toy world, by number; ``law`` is what they should follow.
-        checks: statistical tests, the joint law's first.
+        verifier: verifies.
+        proof: the result of enumeration.
+        drafts: what drafted the sampled texts: the proposer, or the reference that draws the same way.
+        texts: numbers of sampled texts of a toy; ``expected`` is their exact distribution ``[V ** tokens]``.
+        checks: statistical tests, that of the texts first.
         rejected: tests that rejected twice.
-        seconds: all this took.
+        seconds: duration.
     """
 
     proposer: Proposer
@@ -62,52 +83,55 @@ class Pair:
     proof: Proof
     drafts: Proposer | Drawn
     texts: np.ndarray
-    law: np.ndarray
+    expected: np.ndarray
     checks: list[Check] = field(default_factory=list)
     rejected: list[Check] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The pair in words."""
         return f"{self.proposer.name} ({self.proposer.drawn}), {self.verifier.name}"
 
     def reject(self, again: list[Check]) -> None:
-        """Keep of the tests done once more those that reject again."""
+        """Record those of the repeated tests that reject again."""
         self.rejected += [check for check in again if check.p_value < ALPHA]
 
     @property
     def distance(self) -> float:
-        """Total variation of the sampled texts from their law; some of it is noise."""
-        return distance(np.bincount(self.texts, minlength=len(self.law)), self.law)
+        """Total variation of the sampled texts from their exact distribution; noise included."""
+        return distance(np.bincount(self.texts, minlength=len(self.expected)), self.expected)
 
     @property
     def certified(self) -> Grade | None:
-        """See ``grade``. Where the reference drafted, its texts say nothing of the proposer's own drafts."""
+        """See ``grade``. Texts drafted by the reference do not count: they do not test the proposer's own drafts."""
         own = self.checks if self.drafts is self.proposer else self.checks[1:]
-        seen = [check for check in own if check.detectable <= MUCH]
-        return grade(self.proof, self.verifier.lossless, bool(self.rejected), bool(seen))
+        sampled = any(check.detectable <= MUCH for check in own)
+        return grade(self.proof, self.verifier.lossless, bool(self.rejected), sampled)
 
     @property
     def failed(self) -> str | None:
-        """What is wrong with what the verifier declares; None for nothing."""
+        """What contradicts the verifier's declaration; None for nothing."""
         if self.verifier.lossless:
             if self.proof.failure is not None:
                 return f"{self.proof.failure.wrong} ({self.proof.failure.instance})"
             if self.rejected:
                 worst = min(self.rejected, key=lambda check: check.p_value)
                 return f"{worst.name}: rejected twice, then with p = {worst.p_value:.1e} of {worst.samples} samples"
-        elif self.proof.aimed is not None and not self.proof.aimed <= EXACT:
-            return f"its output is {self.proof.aimed:.2g} from the law it says it is exact against"
+        elif self.proof.own_target_tv is not None and not self.proof.own_target_tv <= EXACT:
+            return (
+                f"its output has a total variation of {self.proof.own_target_tv:.2g} from the distribution against "
+                "which it declares to be exact (aim)"
+            )
         return None
 
     def facts(self) -> dict[str, Any]:
-        """For ``certificate.json``."""
+        """Return the entry of ``certificate.json``."""
         return {
             "proposer": self.proposer.name,
             "drawn": self.proposer.drawn,
             "verifier": self.verifier.name,
-            "options": {"proposer": getattr(self.proposer, "facts", {}), "verifier": repr(self.verifier)},
+            "options": {"proposer": facts_of(self.proposer), "verifier": repr(self.verifier)},
             "declared_lossless": self.verifier.lossless,
             "chains_only": chains_only(self.verifier),
             "certified": self.certified,
@@ -118,3 +142,159 @@ class Pair:
             "rejected": [vars(check) for check in self.rejected],
             "seconds": self.seconds,
         }
+
+
+@dataclass(frozen=True)
+class Certifier:
+    """Examines pairs of a lab.
+
+    Args:
+        lab: the parts.
+        settings: the scalars.
+        samples: texts of a toy that each pair decodes.
+        tokens: tokens that each lossless pair decodes with the real target; 0 for none.
+        mask_rows: masks that are compared; 0 for none.
+        sampling: of all requests.
+    """
+
+    lab: Lab
+    settings: Settings
+    samples: int
+    tokens: int
+    mask_rows: int
+    sampling: Sampling
+
+    def check(self) -> None:
+        """Find errors that would otherwise occur later, before anything is written.
+
+        Raises:
+            ValueError: prompts that do not fit; a constraint on the output that refuses all of them; a proposer that
+                cannot draft for the sampling.
+        """
+        for proposer in [self.lab.proposer, *self.lab.more_proposers.values()]:
+            check_sampling(proposer, self.sampling)
+        applied = self.lab.binding
+        if applied is not None and not self.requests and applied.on_target:
+            raise ValueError(
+                f"constraint '{applied.constraint.name}' refuses every prompt, so nothing can be decoded under it: "
+                f"{self.refused[0]}"
+            )
+
+    @cached_property
+    def _started(self) -> tuple[list[Request], list[str]]:
+        fit, refused = [], []
+        for request in self.lab.requests(self.settings):
+            try:
+                if self.lab.binding is not None:
+                    self.lab.binding.constraint.start(request)
+                fit.append(request)
+            except ConstraintError as error:
+                refused.append(str(error))
+        return fit, refused
+
+    @property
+    def requests(self) -> list[Request]:
+        """The prompts at which the constraint can start; all of them without a constraint."""
+        return self._started[0]
+
+    @property
+    def refused(self) -> list[str]:
+        """The constraint's messages for the other prompts."""
+        return self._started[1]
+
+    @cached_property
+    def own(self) -> tuple[Instance, ...]:
+        """Instances under the run's own constraint."""
+        return under(self.lab.binding)
+
+    @property
+    def parts(self) -> int:
+        """The amount of work of a pair, in units of the progress bar."""
+        return len(every_instance()) + len(self.own) + self.samples // 1000 + self.tokens // 100
+
+    def masks(self, tick: Callable[[float], object]) -> Comparison | None:
+        """Compare the masks of the run's own constraint with those of fresh states; None without a constraint."""
+        applied = self.lab.binding
+        if applied is None or not self.mask_rows:
+            return None
+        with attributed("constraint", applied.constraint):
+            return compare_masks(
+                applied, self.requests, self.mask_rows, self.settings.seed, self.lab.pieces, _scaled(tick, 1000)
+            )
+
+    def examine(self, proposer: Proposer, verifier: Verifier, tick: Callable[[float], object]) -> Pair:
+        """Enumerate and test one pair."""
+        start = time.perf_counter()
+        proof = prove(proposer, verifier, tick=tick)
+        if self.own and proof.findings:
+            proof = proof.also(prove(proposer, verifier, instances=self.own, tick=tick))
+        if self.sampling != PLAIN and proof.findings:
+            proof = proof.also(prove(proposer, verifier, (*LOOPS, *self.own), self.sampling))
+        drafts: Proposer | Drawn = proposer.drawn if proof.drafts == "reference" else proposer
+        progress = _scaled(tick, 1000)
+        try:
+            texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress)
+        except Reused as error:
+            proof = replace(proof, findings=(*proof.findings, noise_reused("sampled texts", error)))
+            texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
+        pair = Pair(proposer, verifier, proof, drafts, texts, expected)
+        pair.checks.append(histogram(texts, expected, self.settings.seed))
+        acts = self.lab.binding is not None and self.lab.binding.constraint.has_actions
+        if verifier.lossless and self.tokens and not acts:  # with actions, single tokens do not follow p
+            pair.checks += self.scored(pair, self.settings.seed, 1, _scaled(tick, 100))
+        pair.seconds = time.perf_counter() - start
+        return pair
+
+    def texts(
+        self,
+        drafts: Proposer | Drawn,
+        verifier: Verifier,
+        seed: int,
+        times: int,
+        tick: Callable[[int], object] = lambda _: None,
+        watched: bool = True,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sample texts of a toy; return them and their exact distribution."""
+        return joint(drafts, verifier, times * self.samples, seed, self.sampling, tick=tick, watched=watched)
+
+    def scored(self, pair: Pair, seed: int, times: int, tick: Callable[[int], object] = lambda _: None) -> list[Check]:
+        """Run the score tests with the real target on the lab's prompts, repeated as often as the tokens require."""
+        applied = self.lab.binding
+        prompts = self.requests if applied is not None and applied.on_target else self.lab.requests(self.settings)
+        count = -(-times * self.tokens // self.settings.max_new_tokens)
+        requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]
+        size = self.settings.batch_size
+        found = scores(self.lab.target, pair.proposer, pair.verifier, requests, seed, size, tick, applied)
+        return [
+            Check(name, one.tokens, one.z, one.bound, one.detectable_by_bound().tv, seed) for name, one in found.items()
+        ]
+
+    def confirm(self, pairs: Sequence[Pair]) -> None:
+        """Apply Holm's test to all checks of pairs that are declared lossless, and repeat what it rejects.
+
+        A rejection counts if it occurs again with another seed and four times the samples. Nothing more is sampled
+        where enumeration has found a fault, nor score tests where the texts have confirmed one.
+        """
+        checks = [(pair, check) for pair in pairs if pair.verifier.lossless for check in pair.checks]
+        suspicious = [one for one, no in zip(checks, holm([check.p_value for _, check in checks]), strict=True) if no]
+        seed = self.settings.seed + 1
+        for pair in pairs:
+            names = {check.name for one, check in suspicious if one is pair}
+            if pair.proof.failure is not None:
+                continue
+            if JOINT_DISTRIBUTION in names:
+                texts = self.texts(pair.drafts, pair.verifier, seed, MORE, watched=False)
+                pair.reject([histogram(*texts, seed)])
+            if names - {JOINT_DISTRIBUTION} and not pair.rejected:
+                pair.reject([check for check in self.scored(pair, seed, MORE) if check.name in names])
+
+
+def histogram(texts: np.ndarray, expected: np.ndarray, seed: int) -> Check:
+    """Return the chi-square test of sampled texts against their exact distribution."""
+    found = chi_square(np.bincount(texts, minlength=len(expected)), expected)
+    return Check(JOINT_DISTRIBUTION, found.samples, found.statistic, found.p_value, found.detectable, seed)
+
+
+def _scaled(tick: Callable[[float], object], size: int) -> Callable[[int], object]:
+    """Return a function that counts in units of ``size``."""
+    return lambda count: tick(count / size)

@@ -1,15 +1,16 @@
-"""The statistical layer: the real loop with real random numbers, tested against laws that are known.
+"""Statistical tests: the decode loop in float32 with sampled choices, tested against distributions that are known.
 
-``joint`` samples whole texts of a toy world, whose law is a table: a histogram of them is tested by chi-square.
-``scores`` decodes with real models, where texts are too many to count, and tests martingales instead: whatever was
-decided before a token was drawn, the token must follow its law.
+``joint`` samples whole texts of a toy, whose exact distribution is a table, for Pearson's chi-square test of their
+histogram. ``scores`` decodes with real models, whose texts are too many to count, and tests martingales: given
+everything decided before a token was drawn, the token must follow its distribution. ``statistics`` states the formulas
+of p-values and of the smallest bias that each test detects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,19 +27,30 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
-from spec_lab.propose.trees import parse, write
+from spec_lab.propose.trees import Choices, parse, write
 from spec_lab.tasks.certify.enumerate import Watched
-from spec_lab.tasks.certify.exact import PLAIN, Instance, toy
-from spec_lab.tasks.certify.outputs import autoregressive
+from spec_lab.tasks.certify.exact import toy_parts
+from spec_lab.tasks.certify.instances import PLAIN, Instance
+from spec_lab.tasks.certify.outputs import text_probabilities
 from spec_lab.tasks.certify.statistics import Score
-from spec_lab.tasks.certify.worlds import PROMPT, Random, code
+from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code
 from spec_lab.verify import Verifier, chains_only
 
-JOINT = Instance(Random(11, support=4, plain=True), "2x1", tokens=4)
-"""The world whose texts of four tokens are sampled: 256 of them, all possible."""
+JOINT = Instance(RandomToy(11, support=4, plain=True), "2x1", tokens=4)
+"""The toy whose texts of four tokens are sampled: 4 ** 4 = 256 texts, all possible."""
 
 WIDE = 256
-"""Texts decoded at once."""
+"""Texts decoded in one batch."""
+
+
+@runtime_checkable
+class HasTree(Protocol):
+    """A proposer with a static draft tree."""
+
+    @property
+    def tree(self) -> Choices:
+        """Its nodes as paths of child ranks."""
+        ...
 
 
 def joint(
@@ -51,34 +63,36 @@ def joint(
     tick: Callable[[int], object] = lambda _: None,
     watched: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Texts that the real loop puts out in float32, and the law they should have.
+    """Sample texts of a toy with the decode loop in float32, and compute their exact distribution.
 
-    A proposer with a tree of its own drafts that, as far as the texts and the toy's vocabulary reach. For a verifier
-    that verifies chains only a chain is drafted.
+    A proposer with a static tree drafts that tree, without the nodes deeper than the texts or of a rank of V or more.
+    For a verifier that is ``ChainsOnly`` a chain is drafted.
 
     Args:
         proposer: a proposer, or a way of drawing for the reference.
-        verifier: decides.
-        samples: texts.
+        verifier: verifies.
+        samples: number of texts.
         seed: of all choices.
         sampling: of the requests.
-        instance: a world and how many tokens.
-        tick: told how many texts were added.
-        watched: whether a key that names two choices is an error.
-
-    Raises:
-        Reused: one key named two choices, which would share their noise.
+        instance: the toy and the number of tokens.
+        tick: called with the number of texts added.
+        watched: whether a random key that is used for two choices is an error.
 
     Returns:
-        ``[samples]`` int64, each text's number; ``[V ** tokens]`` the law.
+        ``[samples]`` int64, each text's number; ``[V ** tokens]`` the probability of each text.
+
+    Raises:
+        Reused: a random key was used for two choices, which would share their noise.
     """
     if chains_only(verifier):
         instance = replace(instance, tree="1x1")
-    tree, deepest = getattr(proposer, "tree", ()), instance.tokens  # what lies deeper has no part in the texts
-    own = [path for path in tree if len(path) <= deepest and max(path) < instance.world.v]
-    parts = toy(replace(instance, tree=write(parse(own))) if own else instance, proposer, sampling, torch.float32)
+    tree: Choices = proposer.tree if isinstance(proposer, HasTree) else ()
+    own = [path for path in tree if len(path) <= instance.tokens and max(path) < instance.toy.v]
+    if own:
+        instance = replace(instance, tree=write(parse(own)))
+    parts = toy_parts(instance, proposer, sampling, torch.float32)
     draws: Draws = CounterDraws(seed)
-    v, texts = instance.world.v, np.empty(samples, dtype=np.int64)
+    v, texts = instance.toy.v, np.empty(samples, dtype=np.int64)
     for start in range(0, samples, WIDE):
         numbers = range(start, min(start + WIDE, samples))
         requests = [Request(number, f"toy {number}", PROMPT, sampling, instance.tokens) for number in numbers]
@@ -88,21 +102,23 @@ def joint(
         for live in group.sequences:
             texts[live.request.id] = code(live.emitted, v)
         tick(len(numbers))
-    return texts, autoregressive(parts.laws, instance.tokens, v).exactly[-1]
+    return texts, text_probabilities(parts.p, instance.tokens)
 
 
 # Real models -------------------------------------------------------------------------------------------------------
 
 
 class _Known(NamedTuple):
-    """What was fixed before a step's first token was drawn: its place in the output, and q there or what is drafted."""
+    """What was fixed before a step's first token was drawn: its position in the output, and q there or the drafted
+    tokens.
+    """
 
-    place: int
+    position: int
     q: Tensor | None  # [V]
     drafted: list[int]
 
-    def function(self, p: Tensor) -> Tensor:
-        """The f for the law p ``[V]``: sign(q - p), or whether a token is drafted."""
+    def function(self, p: Tensor) -> Tensor:  # [V] -> [V]
+        """Return f: sign(q - p), or 1 for the drafted tokens and 0 for others."""
         if self.q is not None:
             return torch.sign(self.q.to(p) - p)
         return torch.zeros_like(p).index_fill_(0, torch.tensor(self.drafted), 1.0)
@@ -116,70 +132,75 @@ def scores(
     seed: int,
     batch_size: int = 16,
     tick: Callable[[int], object] = lambda _: None,
-    binding: AppliedConstraint | None = None,
+    applied: AppliedConstraint | None = None,
 ) -> dict[str, Score]:
-    """Decode and test tokens against the laws of a plain forward over the finished text, which knows no cells.
+    """Decode requests and test their tokens against the probabilities p of one plain forward over each finished text,
+    without KV cache.
 
-    Three martingales. *Towards the draft*: the first token of each step, with f = sign(q - p) at the head, or, for
-    deterministic drafts, whether a token is among those drafted there. Given the past, a step's first token follows p
-    whatever the verifier; later ones need care, since where a step ends depends on them. *Mode*: every token, with f =
-    whether it is p's likeliest. *Draft*: every drafted token, with f = whether it is the likeliest of the law the draft
-    states for it, given its earlier siblings; a draft that states another law than it was drawn from is found here.
+    Three martingales, each a sum of f(x) - E f(x) over tokens x (see ``Score``):
+
+    - *towards the draft*: the first token of each step, f = sign(q - p) at the root; for deterministic drafts, f = 1 if
+      the token is among those drafted there, else 0. Given the past, a step's first token follows p whatever the
+      verifier does. Later tokens of a step are left out, as where the step ends depends on them.
+    - *mode*: every token, f = 1 if it has the largest p, else 0.
+    - *draft*: every sampled draft token, f = 1 if it has the largest probability of the q that the draft states for it,
+      given its earlier siblings, else 0. It finds a draft that was not drawn from the q that it states.
 
     Args:
-        target: decodes, best in float32 or float64: the two ways of computing p must agree.
+        target: decodes, best in float32 or float64: p is computed in two ways that must agree.
         proposer: drafts.
-        verifier: decides.
+        verifier: verifies.
         requests: decoded in groups of ``batch_size``.
         seed: of all choices.
-        tick: told how many tokens were added.
-        binding: the constraint; one that acts has no law of its tokens one by one.
+        batch_size: requests of a group.
+        tick: called with the number of tokens added.
+        applied: the constraint, which must have no actions: with them, single tokens do not follow p.
 
     Raises:
-        ValueError: a request broke; says why.
+        ValueError: a request broke; names it.
     """
     towards, mode, drafted = Score(1.0 if proposer.drawn == "point" else 2.0), Score(1.0), Score(1.0)
     for start in range(0, len(requests), batch_size):
         some = requests[start : start + batch_size]
-        group = fixed_group(target, proposer, verifier, some, CounterDraws(seed), binding)
+        group = fixed_group(target, proposer, verifier, some, CounterDraws(seed), applied)
         known: dict[SequenceState, list[_Known]] = {}
-        for done in group:
-            for live, fixed in _fixed(done):
+        for info in group:
+            for live, fixed in _fixed(info):
                 known.setdefault(live, []).append(fixed)
-            _score_draft(drafted, done.draft)
+            _score_draft(drafted, info.draft)
         if group.errors:
             raise ValueError(next(iter(group.errors.values())))
         for live in group.sequences:
-            p = _plain_laws(target, live, binding)
+            p = _plain_probabilities(target, live, applied)
             _add(mode, p, likeliest(p), live.emitted)
             if live in known:
-                there = p[[one.place for one in known[live]]]
-                f = torch.stack([one.function(law) for one, law in zip(known[live], there, strict=True)])
-                _add(towards, there, f, [live.emitted[one.place] for one in known[live]])
+                there = p[[one.position for one in known[live]]]
+                f = torch.stack([one.function(row) for one, row in zip(known[live], there, strict=True)])
+                _add(towards, there, f, [live.emitted[one.position] for one in known[live]])
             tick(len(live.emitted))
     found = {"towards the draft": towards, "mode": mode, "draft": drafted}
     return {name: score for name, score in found.items() if score.tokens}
 
 
-def _fixed(done: StepInfo) -> list[tuple[SequenceState, _Known]]:
-    """For each tree with children at its head: the draft's law there, or which tokens it holds."""
-    draft, shape, found = done.draft, done.draft.shape, []
-    for head, live in enumerate(done.sequences):
-        children = shape.children[head] - shape.roots
+def _fixed(info: StepInfo) -> list[tuple[SequenceState, _Known]]:
+    """Return, for each tree with children of the root, q at the root or the drafted tokens."""
+    draft, shape, found = info.draft, info.draft.shape, []
+    for root, live in enumerate(info.sequences):
+        children = shape.children[root] - shape.roots
         if len(children):
-            q = None if draft.q is None or draft.q_row is None else draft.q[int(draft.q_row[head])].cpu()
-            place = done.context[head] - len(live.request.tokens)
-            found.append((live, _Known(place, q, [] if q is not None else draft.token[children].tolist())))
+            q = None if draft.q is None or draft.q_row is None else draft.q[int(draft.q_row[root])].cpu()
+            position = info.context[root] - len(live.request.tokens)
+            found.append((live, _Known(position, q, [] if q is not None else draft.token[children].tolist())))
     return found
 
 
-def likeliest(p: Tensor) -> Tensor:
-    """Whether a token is the likeliest, as 0 and 1, ``[n, V]``."""
+def likeliest(p: Tensor) -> Tensor:  # [n, V] -> [n, V]
+    """Return 1 for the token with the largest probability of each row, 0 for others."""
     return torch.nn.functional.one_hot(p.argmax(-1), p.shape[-1]).double()
 
 
-def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint | None) -> Tensor:
-    """The law each emitted token should have, by one forward over the whole text, ``[n, V]`` float64."""
+def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedConstraint | None) -> Tensor:
+    """Return p for each emitted token, by one forward over the whole text, ``[n, V]`` float64."""
     first = len(live.request.tokens)
     ids = torch.tensor([live.tokens], device=target.lm.device)
     with torch.inference_mode():
@@ -189,8 +210,8 @@ def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint 
     for row, token in enumerate(live.emitted[:-1], start=1):
         seen[row:, token] = True
     mask = None
-    if binding is not None and binding.on_target:
-        state, each = binding.constraint.start(live.request), []
+    if applied is not None and applied.on_target:
+        state, each = applied.constraint.start(live.request), []
         for token in live.emitted:
             own = state.mask()
             each.append(full_mask(logits.shape[-1]) if own is None else own)
@@ -201,15 +222,15 @@ def _plain_laws(target: Target, live: SequenceState, binding: AppliedConstraint 
 
 
 def _add(score: Score, p: Tensor, f: Tensor, tokens: Sequence[int]) -> None:
-    """Add f(x) of tokens ``[n]`` with laws p and functions f, both ``[n, V]``."""
-    p = p / p.sum(-1, keepdim=True)  # float32 laws are off by rounding, always to one side
+    """Add f(x) for tokens ``[n]`` with probabilities p and functions f, both ``[n, V]``."""
+    p = p / p.sum(-1, keepdim=True)  # in float32 the sum is off by rounding, always in one direction
     mean = (p * f).sum(-1)
     variance = (p * (f - mean[:, None]) ** 2).sum(-1)
     score.add(f[range(len(tokens)), list(tokens)].numpy(), mean.numpy(), variance.numpy())
 
 
 def _score_draft(score: Score, draft: Draft) -> None:
-    """Whether each drafted token is the likeliest of its q given its earlier siblings; nothing where points occur."""
+    """Add whether each draft token has the largest q given its earlier siblings; nothing where points occur."""
     if draft.q is None or draft.q_row is None or not draft.shape.nodes or "point" in draft.ways:
         return
     shape, token = draft.shape, draft.token.cpu()

@@ -1,19 +1,26 @@
-"""The verdict table."""
+"""What a certificate looks like: the table of results, and the convergence figure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from spec_lab.tasks.certify.certificate import every
+from spec_lab.analysis.figures import COLOURS, STYLE
+from spec_lab.tasks.certify.instances import every_instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.pair import Check, Pair
-from spec_lab.tasks.certify.statistics import ALPHA, POWER
+from spec_lab.tasks.certify.statistics import ALPHA, POWER, distance, expected_distance
 from spec_lab.verify import chains_only
+
+Texts = tuple[np.ndarray, np.ndarray]
+"""Numbers of sampled texts, and their exact distribution."""
 
 
 def show(
@@ -25,36 +32,38 @@ def show(
     masks: Mapping[str, Any] | None,
     console: Console,
 ) -> None:
-    """Print what was found out about each pair.
+    """Print the results of each pair.
 
     Args:
         pairs: those that were examined.
         broken: those that failed on a toy, each with the reason.
-        left_out: those that do not fit, in words.
-        control: the joint law's test of a broken verifier.
+        left_out: the names of those that do not fit.
+        control: the test of a wrong verifier's texts.
         samples: texts decoded for each pair.
-        masks: what comparing the masks of the run's own constraint found; None where none were compared.
-        console: where to.
+        masks: the comparison of the masks of the run's own constraint; None where none were compared.
+        console: where to print.
     """
     table = Table(title="Certificates", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for name in ("proposer", "drawn", "verifier", "verdict"):
+    for name in ("proposer", "drawn", "verifier", "result"):
         table.add_column(name, overflow="fold")
     for name in ("TV", "p texts", "p model"):
         table.add_column(name, justify="right", no_wrap=True)
     for pair in pairs:
-        said = "masks are wrong" if masks and masks["failed"] and pair.verifier.lossless else verdict(pair)
-        table.add_row(pair.proposer.name, pair.proposer.drawn, pair.verifier.name, said, *_figures(pair))
+        found = "masks are wrong" if masks and masks["failed"] and pair.verifier.lossless else result(pair)
+        table.add_row(pair.proposer.name, pair.proposer.drawn, pair.verifier.name, found, *_numbers(pair))
     console.print(table)
     console.print(_notes(pairs, control, samples), highlight=False)
     if masks is not None:
         console.print(_masks(masks), highlight=False, markup=False)
     if left_out:
-        console.print(f"Left out, as the verifier cannot judge such drafts: {'; '.join(left_out)}.", highlight=False)
+        console.print(
+            f"Left out, as the verifier does not support such drafts: {'; '.join(left_out)}.", highlight=False
+        )
     if control.p_value >= ALPHA:
-        console.print("The control was not found: so few samples show nothing. Raise task.samples.", style="bold red")
+        console.print("The control was not detected: too few samples. Raise task.samples.", style="bold red")
     for pair in pairs:
         if chains_only(pair.verifier):
-            console.print(f"{pair.name}: of chains only, as the verifier declares.", highlight=False)
+            console.print(f"{pair.name}: chains only, as the verifier declares.", highlight=False)
         for why in pair.proof.missing:
             console.print(f"{pair.name}: not enumerated: {why}", highlight=False)
         if pair.failed:
@@ -66,21 +75,19 @@ def show(
         console.print(what, style="bold red", highlight=False, markup=False)
 
 
-def _masks(masks: Mapping[str, Any]) -> str:
-    """What was compared, in words."""
-    prompts, refused = masks["refused_prompts"], ""
-    if prompts:
-        refused = f"; {prompts} prompt{'s' if prompts > 1 else ''} refused: {masks['refusal']}"
-    if not masks["rows"]:
-        return f"Masks: no masks were compared, as the constraint refuses every prompt{refused}."
-    return (
-        f"Masks: {masks['rows']} rows of random drafts under the run's own constraint and vocabulary compared with "
-        f"states that saw no draft ({masks['steps']} steps, {masks['texts']} texts of up to {masks['longest']} "
-        f"tokens): {masks['different'] or 'none'} differ{refused}."
-    )
+def result(pair: Pair) -> str:
+    """Return the result of a pair in a few words."""
+    if pair.failed:
+        return "FAILS"
+    if pair.certified:
+        return {"exact": "lossless, proved", "sampled": "lossless, sampled"}[pair.certified]
+    worst = pair.proof.worst
+    biased = worst.tv > EXACT if worst else pair.checks[0].p_value < ALPHA
+    found = "lossy" if biased else "no bias found"
+    return found if pair.proof.own_target_tv is None else f"{found}, exact for its own target"
 
 
-def _figures(pair: Pair) -> list[str]:
+def _numbers(pair: Pair) -> list[str]:
     texts, *scored = pair.checks
     tv = f"{pair.proof.worst.tv:.2g}" if pair.proof.worst else ""
     if tv and pair.proof.drafts == "reference":
@@ -93,13 +100,12 @@ def _figures(pair: Pair) -> list[str]:
 
 def _notes(pairs: Sequence[Pair], control: Check, samples: int) -> str:
     lines = [
-        f"TV: the largest distance of the output's law from the target's over {len(every())} toy instances, "
-        "enumerated in float64, trees to depth 3 (*: of sampled texts, as its noise cannot be enumerated; "
-        "r: of a reference's drafts in place of the proposer's own).",
-        f"p texts: chi-square of {samples} texts of four tokens through the loop in float32, with the proposer's own "
-        f"tree, which would have seen a "
-        f"distance of {max(pair.checks[0].detectable for pair in pairs):.1%}; of the control, a broken verifier, "
-        f"{control.p_value:.1g}.",
+        f"TV: enumerated, not sampled. Largest total variation between the distributions of the output and of the "
+        f"target over {len(every_instance())} toy instances in float64, trees to depth 3; exact up to {EXACT:g} "
+        "(*: of sampled texts, as Gumbel noise cannot be enumerated; r: a reference drafts in place of the proposer).",
+        f"p texts: sampled. Chi-square of {samples} texts of four toy tokens from the decode loop in float32, with the "
+        f"proposer's own tree; detects a TV of {max(pair.checks[0].detectable for pair in pairs):.1%}. The control, a "
+        f"wrong verifier, has p = {control.p_value:.1g}.",
     ]
     scored = [check for pair in pairs for check in pair.checks[1:]]
     if scored:
@@ -109,20 +115,77 @@ def _notes(pairs: Sequence[Pair], control: Check, samples: int) -> str:
             for name, ones in each.items()
         ]
         lines.append(
-            "p model: the smallest of the score tests on tokens of the real target against plain forwards, which would "
-            f"have seen, per token, {', '.join(tests)}."
+            "p model: sampled. Smallest p-value of the score tests of the real target's tokens against plain forwards, "
+            f"which detect a TV per token of: {', '.join(tests)}."
         )
-    lines.append(f"Would have seen: with power {POWER:g} at level {ALPHA:g}, before Holm's correction over all tests.")
+    lines.append(f"Detects: with power {POWER:g} at level {ALPHA:g}, before Holm's correction over all tests.")
     return "\n".join(lines)
 
 
-def verdict(pair: Pair) -> str:
-    """In a word or two."""
-    if pair.failed:
-        return "FAILS"
-    if pair.certified:
-        return {"exact": "lossless, proved", "sampled": "lossless, sampled"}[pair.certified]
-    worst = pair.proof.worst
-    biased = worst.tv > EXACT if worst else pair.checks[0].p_value < ALPHA
-    found = "lossy" if biased else "no bias found"
-    return found if pair.proof.aimed is None else f"{found}, exact against its aim"
+def _masks(masks: Mapping[str, Any]) -> str:
+    """Describe the comparison of masks."""
+    prompts, refused = masks["refused_prompts"], ""
+    if prompts:
+        refused = f"; {prompts} prompt{'s' if prompts > 1 else ''} refused: {masks['refusal']}"
+    if not masks["rows"]:
+        return f"Masks: no masks were compared, as the constraint refuses every prompt{refused}."
+    return (
+        f"Masks: sampled. {masks['rows']} rows of random drafts under the run's own constraint and vocabulary compared "
+        f"with states that processed no draft ({masks['steps']} steps, {masks['texts']} texts of up to "
+        f"{masks['longest']} tokens): {masks['different'] or 'none'} differ{refused}."
+    )
+
+
+# The figure ----------------------------------------------------------------------------------------------------------
+
+
+def convergence(pairs: Sequence[tuple[str, bool, Texts]], control: Texts) -> Figure:
+    """Draw the total variation between the empirical distribution and the target's against the number of samples.
+
+    Of a lossless pair it falls as 1 / sqrt(n); of a biased one it stops at the bias.
+
+    Args:
+        pairs: for each its verifier's name, whether that is declared lossless, and the texts. Pairs of one verifier
+            share a colour.
+        control: texts of a wrong verifier.
+    """
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.add_subplot()
+        sizes = _sizes(len(control[0]))
+        (line,) = axes.plot(sizes, expected_distance(control[1], sizes), color="black", lw=6, alpha=0.15)
+        line.set_label("samples of the target's distribution: 1/sqrt(n)")
+        names = list(dict.fromkeys(name for name, _, _ in pairs))
+        several = {name: sum(other == name for other, _, _ in pairs) for name in names}
+        labelled = set()
+        for name, lossless, texts in pairs:
+            (line,) = axes.plot(
+                sizes, _distances(*texts, sizes), lw=1.2, color=COLOURS[names.index(name) % len(COLOURS)]
+            )
+            line.set_linestyle("-" if lossless else "--")
+            if name not in labelled:
+                more = f", {several[name]} pairs" if several[name] > 1 else ""
+                line.set_label(f"{name}{'' if lossless else ' (lossy)'}{more}")
+                labelled.add(name)
+        (line,) = axes.plot(sizes, _distances(*control, sizes), color="black", lw=2, ls=":")
+        line.set_label("control: emits from p after a rejection")
+        axes.set(
+            xscale="log", yscale="log", xlabel="sampled texts of four tokens (256 are possible)",
+            ylabel="total variation from the target's distribution",
+            title="Outputs of lossless pairs converge to the target's distribution",
+        )  # fmt: skip
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _sizes(samples: int) -> np.ndarray:
+    return np.unique(np.geomspace(min(100, samples), samples, 40).astype(int))
+
+
+def _distances(texts: np.ndarray, expected: np.ndarray, sizes: np.ndarray) -> list[float]:
+    counts, begun, found = np.zeros(len(expected), dtype=np.int64), 0, []
+    for size in sizes:
+        counts += np.bincount(texts[begun:size], minlength=len(expected))
+        begun = size
+        found.append(distance(counts, expected))
+    return found

@@ -1,8 +1,8 @@
-"""Tests of samples against known laws, each with the smallest error that it would have seen.
+"""Tests of samples against known distributions, each with the smallest error that it would have detected.
 
-A test that rejects nothing says little unless it says what it could have rejected. Conventions, the same throughout:
-``alpha`` is the probability of rejecting a true law, ``power`` that of rejecting the smallest error called detectable;
-TV is total variation. Laws are float64 and sum to 1.
+A test that does not reject is evidence only together with the smallest error that it would have rejected. Throughout,
+``alpha`` is the probability of rejecting a true distribution, ``power`` that of rejecting an error of the size called
+detectable, and TV the total variation. Probabilities are float64 and sum to 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from scipy.stats import chi2, norm
 
 ALPHA = 1e-6
 POWER = 0.999
-ROUNDING = 1e-6  # of a mean or value of order 1: laws may have been float32
-NEVER = 1e-12  # a probability that no run gets to see
+ROUNDING = 1e-6  # of a mean or value of order 1: probabilities may have been float32
+NEVER = 1e-12  # the probability of an event that does not occur in any run
 
 
 # Histograms --------------------------------------------------------------------------------------------------------
@@ -28,16 +28,16 @@ NEVER = 1e-12  # a probability that no run gets to see
 
 @dataclass(frozen=True)
 class ChiSquare:
-    """Pearson's test of counts against a law.
+    """Pearson's test of counts against a distribution.
 
     Args:
-        statistic: sum over cells of (observed - expected)^2 / expected; infinite where something impossible was seen.
+        statistic: sum over cells of (observed - expected)^2 / expected; infinite where something impossible occurred.
         df: degrees of freedom, one less than the cells.
-        p_value: P(a sample of the law has a statistic at least as large), asymptotically.
-        samples: how many were counted.
-        cells: how many are left after pooling.
-        impossible: samples of what the law gives probability 0. Any makes the p-value 0.
-        detectable: the smallest TV of the pooled law that would have been rejected, see ``detectable_tv``.
+        p_value: P(chi-square(df) >= statistic), asymptotically.
+        samples: number of samples.
+        cells: number of cells after pooling.
+        impossible: samples of outcomes with probability 0. Any makes the p-value 0.
+        detectable: the smallest TV of the pooled distribution that would have been rejected, see ``detectable_tv``.
     """
 
     statistic: float
@@ -50,39 +50,42 @@ class ChiSquare:
 
 
 def chi_square(
-    counts: np.ndarray, law: np.ndarray, least: float = 10.0, alpha: float = ALPHA, power: float = POWER
+    counts: np.ndarray, expected: np.ndarray, least: float = 10.0, alpha: float = ALPHA, power: float = POWER
 ) -> ChiSquare:
-    """Pearson's chi-square test, cells that expect fewer than ``least`` samples pooled.
+    """Return Pearson's chi-square test; cells in which fewer than ``least`` samples are expected are pooled.
 
-    Pooling looks at the law and the number of samples only, so the test stays honest. With one cell left nothing is
-    tested: p-value 1, detectable 1.
+    Pooling depends on the expected distribution and the number of samples only, so the test remains valid. With one
+    cell
+    left nothing is tested: p-value 1, detectable 1.
 
     Args:
-        counts: ``[K]``, how often each outcome was seen.
-        law: ``[K]``, its probability.
+        counts: ``[K]``, the number of samples of each outcome.
+        expected: ``[K]``, its probability.
+        least: smallest number of samples expected in a cell.
+        alpha, power: of ``detectable``.
 
     Raises:
-        ValueError: shapes that differ; negative counts; what is no law.
+        ValueError: shapes that differ; negative counts; probabilities that do not sum to 1.
     """
-    counts, law = _checked(counts, law)
+    counts, expected = _checked(counts, expected)
     samples = int(counts.sum())
-    impossible = int(counts[law == 0].sum())
-    seen, expected = _pooled(counts[law > 0], samples * law[law > 0], least)
-    df = len(expected) - 1
-    statistic = float(((seen - expected) ** 2 / expected).sum()) if df > 0 else 0.0
+    impossible = int(counts[expected == 0].sum())
+    seen, mean = _pooled(counts[expected > 0], samples * expected[expected > 0], least)
+    df = len(mean) - 1
+    statistic = float(((seen - mean) ** 2 / mean).sum()) if df > 0 else 0.0
     p_value = float(chi2.sf(statistic, df)) if df > 0 else 1.0
     if impossible:
         statistic, p_value = inf, 0.0
     detectable = detectable_tv(df, samples, alpha, power)
-    return ChiSquare(statistic, df, p_value, samples, len(expected), impossible, detectable)
+    return ChiSquare(statistic, df, p_value, samples, len(mean), impossible, detectable)
 
 
 def detectable_tv(df: int, samples: int, alpha: float = ALPHA, power: float = POWER) -> float:
-    """The smallest TV that the chi-square test rejects with probability ``power``, whatever its direction; at most 1.
+    """Return the smallest TV that the chi-square test rejects with probability ``power``, in any direction; at most 1.
 
-    sqrt(lambda / (4 n)), with P(noncentral chi-square(df, lambda) > critical value) = power. An error d of the law p
-    has lambda = n sum d^2 / p >= 4 n TV^2 (Cauchy-Schwarz), equal where |d| is proportional to p: the least favourable
-    direction. Any other is seen earlier.
+    sqrt(lambda / (4 n)), with P(noncentral chi-square(df, lambda) > critical value) = power. An error d of the
+    distribution p has lambda = n sum d^2 / p >= 4 n TV^2 (Cauchy-Schwarz), with equality where |d| is proportional to
+    p: the least favourable direction. Smaller errors are detected in any other.
     """
     if df < 1 or samples < 1:
         return 1.0
@@ -90,36 +93,42 @@ def detectable_tv(df: int, samples: int, alpha: float = ALPHA, power: float = PO
 
 
 def samples_for(tv: float, df: int, alpha: float = ALPHA, power: float = POWER) -> int:
-    """How many samples make ``tv`` detectable: lambda / (4 TV^2), the inverse of ``detectable_tv``."""
+    """Return how many samples make ``tv`` detectable: lambda / (4 TV^2), the inverse of ``detectable_tv``."""
     return ceil(_noncentrality(df, alpha, power) / (4 * tv**2))
 
 
-def distance(counts: np.ndarray, law: np.ndarray) -> float:
-    """TV between the empirical law and ``law``: sum |counts / n - p| / 2. Of a true law it falls as 1 / sqrt(n)."""
-    counts, law = _checked(counts, law)
+def distance(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Return the TV between the empirical and the expected distribution, sum |counts / n - p| / 2.
+
+    For samples of the expected distribution it falls as 1 / sqrt(n).
+    """
+    counts, expected = _checked(counts, expected)
     if not counts.any():
         raise ValueError("no samples")
-    return float(0.5 * np.abs(counts / counts.sum() - law).sum())
+    return float(0.5 * np.abs(counts / counts.sum() - expected).sum())
 
 
-def expected_distance(law: np.ndarray, samples: float | np.ndarray) -> np.ndarray:
-    """What ``distance`` is on average for ``samples`` ``[..]`` of a true law: sum sqrt(2 p (1 - p) / (pi n)) / 2.
+def expected_distance(expected: np.ndarray, samples: float | np.ndarray) -> np.ndarray:
+    """Return the mean of ``distance`` for ``samples`` ``[..]`` of the expected distribution p itself.
 
-    Each count as a normal variable: right where all cells expect several samples, too large where many expect none.
+    sum sqrt(2 p (1 - p) / (pi n)) / 2, with each count as a normal variable: right where several samples are expected
+    in every cell, too large where none is expected in many.
     """
-    law = np.asarray(law, dtype=np.float64)
-    return 0.5 * np.sqrt(2 * law * (1 - law) / np.pi).sum() / np.sqrt(samples)
+    p = np.asarray(expected, dtype=np.float64)
+    return 0.5 * np.sqrt(2 * p * (1 - p) / np.pi).sum() / np.sqrt(samples)
 
 
 def _noncentrality(df: int, alpha: float, power: float) -> float:
-    """Lambda with P(noncentral chi-square(df, lambda) > chi-square's critical value at alpha) = power."""
+    """Return lambda with P(noncentral chi-square(df, lambda) > chi-square's critical value at alpha) = power."""
     if not 0 < alpha < power < 1:
         raise ValueError(f"power {power} must lie above alpha {alpha}, both inside (0, 1)")
     return float(chndtrinc(chi2.isf(alpha, df), df, 1.0 - power))
 
 
 def _pooled(seen: np.ndarray, expected: np.ndarray, least: float) -> tuple[np.ndarray, np.ndarray]:
-    """Cells that expect at least ``least``, the others as one; that one joins the smallest cell if still too small."""
+    """Return the cells in which at least ``least`` samples are expected, and the others as one cell; if that one is
+    still too small it joins the smallest cell.
+    """
     small = expected < least
     if not small.any():
         return seen, expected
@@ -133,27 +142,27 @@ def _pooled(seen: np.ndarray, expected: np.ndarray, least: float) -> tuple[np.nd
     return seen, expected
 
 
-def _checked(counts: np.ndarray, law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    counts, law = np.asarray(counts), np.asarray(law, dtype=np.float64)
-    if counts.shape != law.shape or counts.ndim != 1:
-        raise ValueError(f"counts {counts.shape} and law {law.shape} must be two vectors of one length")
+def _checked(counts: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    counts, p = np.asarray(counts), np.asarray(expected, dtype=np.float64)
+    if counts.shape != p.shape or counts.ndim != 1:
+        raise ValueError(f"counts {counts.shape} and probabilities {p.shape} must be two vectors of one length")
     if (counts < 0).any():
         raise ValueError("a count is negative")
-    mass = law.sum()
-    if not (law >= 0).all() or not abs(mass - 1) < 1e-6:
-        raise ValueError(f"not a law: it sums to {mass}, its smallest entry is {law.min(initial=0.0)}")
-    return counts, law / mass
+    mass = p.sum()
+    if not (p >= 0).all() or not abs(mass - 1) < 1e-6:
+        raise ValueError(f"not a distribution: it sums to {mass}, its smallest entry is {p.min(initial=0.0)}")
+    return counts, p / mass
 
 
 # Scores ------------------------------------------------------------------------------------------------------------
 
 
 class Detectable(NamedTuple):
-    """The smallest error that a score test would have seen.
+    """The smallest error that a score test would have detected.
 
     Args:
         bias: of E f, per token.
-        tv: the TV per token that a bias of this size needs at least; at most 1.
+        tv: the smallest TV per token with a bias of this size; at most 1.
     """
 
     bias: float
@@ -161,23 +170,23 @@ class Detectable(NamedTuple):
 
 
 class Score:
-    """Martingale score test: tokens x_i of known laws p_i, each of which may depend on all tokens before.
+    """Martingale score test: tokens x_i of known distributions p_i, each of which may depend on all tokens before.
 
-    Of any f_i fixed before x_i is seen, the sum of f_i(x_i) - E_{p_i} f_i is a martingale, and
+    For any f_i fixed before x_i is drawn, the sum of f_i(x_i) - E_{p_i} f_i is a martingale, and
 
         z = sum (f_i(x_i) - E f_i) / sqrt(sum Var f_i)
 
-    is standard normal for many tokens. One number per token: this needs no histogram, so no small vocabulary.
+    is standard normal for many tokens. One number per token is enough: no histogram, so no small vocabulary is needed.
 
     Args:
         spread: max f - min f.
 
     Attributes:
-        tokens: how many were added.
+        tokens: number of tokens added.
         deviation: sum of f - E f.
         variance: sum of Var f.
-        impossible: tokens whose f was certain (Var f = 0, or as good as) and came out otherwise. Any makes the p-value
-            0: one rare number among many ordinary ones would be lost in z.
+        impossible: tokens whose f was certain (Var f = 0 up to rounding) and had another value. Any makes the p-value
+            0: in z, one such token among many ordinary ones would go unnoticed.
     """
 
     def __init__(self, spread: float = 1.0) -> None:
@@ -186,7 +195,7 @@ class Score:
         self.deviation = self.variance = 0.0
 
     def add(self, value: np.ndarray, mean: np.ndarray, variance: np.ndarray) -> None:
-        """Count tokens in: f(x), E f and Var f, each ``[n]``.
+        """Add tokens: f(x), E f and Var f, each ``[n]``.
 
         Raises:
             ValueError: shapes that differ, NaN or infinite numbers, a variance below 0 by more than rounding.
@@ -199,7 +208,8 @@ class Score:
         if (variance < -1e-9 * (1 + mean**2)).any():  # E f^2 - (E f)^2 cancels
             raise ValueError(f"a variance is negative: {variance.min()}")
         off = value - mean
-        # a certain f has a rounded mean: such deviations all have one sign, and would add up to a large z over nothing
+        # The mean of a certain f is rounded. Such deviations all have one sign; added up without variance, they would
+        # make z large.
         rounding = ROUNDING * (1 + np.abs(mean))
         still = (np.abs(off) <= rounding) & (variance <= rounding**2)
         # Chebyshev: P(|f - E f| >= |off|) <= Var f / off^2
@@ -211,14 +221,14 @@ class Score:
 
     @property
     def z(self) -> float:
-        """The score; infinite where something impossible was seen, 0 where nothing was random."""
+        """The score; infinite where something impossible occurred, 0 where nothing was random."""
         if self.impossible:
             return inf if self.deviation >= 0 else -inf
         return self.deviation / sqrt(self.variance) if self.variance > 0 else 0.0
 
     @property
     def p_value(self) -> float:
-        """Two-sided, by the normal law: for a variance of many ``spread`` squared, see ``bound``."""
+        """Two-sided, by the normal distribution; for a variance of less than many ``spread`` squared see ``bound``."""
         return float(2 * norm.sf(abs(self.z)))
 
     @property
@@ -226,8 +236,8 @@ class Score:
         """A p-value without asymptotics, by Freedman's inequality: 2 exp(-V / b^2 h(b |S| / V)), at most 1.
 
         S is the deviation, V the variance, b the spread and h(u) = (1 + u) log(1 + u) - u. Peaked
-        laws need it: where V is not much larger than b^2 one rare token, as rare as its law says, is a large z. With
-        much variance it is a few times larger than ``p_value``.
+        distributions need it: where V is not much larger than b^2, one rare token, no more frequent than its
+        probability, makes z large. With much variance it is a few times larger than ``p_value``.
         """
         if self.impossible:
             return 0.0
@@ -237,11 +247,11 @@ class Score:
         return min(1.0, 2 * exp(-self.variance / self.spread**2 * ((1 + u) * log1p(u) - u)))
 
     def detectable(self, alpha: float = ALPHA, power: float = POWER) -> Detectable:
-        """The smallest bias that ``p_value`` would have rejected: (z_{alpha/2} + z_power) sqrt(sum Var f) / n.
+        """Return the smallest bias that ``p_value`` would have rejected: (z_{alpha/2} + z_power) sqrt(sum Var f) / n.
 
-        The variance is taken to be the same under the error. Where nothing was random nothing is promised: bias
-        infinite, TV 1. A bias b needs a TV of at least b / spread, and f = sign(q - p) attains it where mass moves from
-        p towards q.
+        The variance is taken to be the same under the error. Where nothing was random nothing is detectable: bias
+        infinite, TV 1. A bias b implies a TV of at least b / spread, with equality for f = sign(q - p) where
+        probability moves from p towards q.
         """
         if not self.variance > 0:
             return Detectable(inf, 1.0)
@@ -249,8 +259,8 @@ class Score:
         bias = quantiles * sqrt(self.variance) / self.tokens
         return Detectable(bias, min(1.0, bias / self.spread))
 
-    def would_have_seen(self, alpha: float = ALPHA, power: float = POWER) -> Detectable:
-        """As ``detectable``, of the test by ``bound``: the deviation at which it rejects, and z_power above."""
+    def detectable_by_bound(self, alpha: float = ALPHA, power: float = POWER) -> Detectable:
+        """Return the smallest bias that ``bound`` would have rejected: (S + z_power sqrt(V)) / n, bound(S) = alpha."""
         if not self.variance > 0:
             return Detectable(inf, 1.0)
 
@@ -269,12 +279,12 @@ class Score:
 
 
 def holm(p_values: Sequence[float], alpha: float = ALPHA) -> list[bool]:
-    """Which hypotheses Holm's step-down rejects: P(any true one is rejected) <= alpha, however they depend."""
+    """Return which hypotheses Holm's step-down rejects: P(any true one is rejected) <= alpha under any dependence."""
     return [value <= alpha for value in holm_adjusted(p_values)]
 
 
 def holm_adjusted(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the order given: the largest of (m - i) p_(i) up to each rank i from 0, at most 1.
+    """Return Holm's adjusted p-values in the order given: the largest of (m - i) p_(i) up to each rank i, at most 1.
 
     Raises:
         ValueError: a p-value outside [0, 1], or NaN.

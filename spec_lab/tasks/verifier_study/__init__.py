@@ -1,9 +1,9 @@
-"""Recorded drafts, judged by every verifier that accepts them: a verifier is a law, so no decoding is needed.
+"""The verifier study: every verifier verifies the same drafts. A verifier returns probabilities, so nothing is decoded.
 
-The target's own texts are recorded once. At places along them every proposer drafts below the true prefix, and all
-verifiers are asked about the very same draft and target law.
+The target's own texts are recorded once. At positions along them every proposer drafts below the recorded prefix, and
+all verifiers get the same draft and the same target probabilities.
 """
 
-from spec_lab.tasks.verifier_study.task import judge
+from spec_lab.tasks.verifier_study.task import study_verifiers
 
-__all__ = ["judge"]
+__all__ = ["study_verifiers"]

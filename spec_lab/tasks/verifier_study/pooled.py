@@ -1,6 +1,6 @@
-"""Every figure of recorded drafts, computed from their rows. Intervals are by bootstrap over prompts, 95 %.
+"""The numbers of the verifier study, computed from its rows. Intervals are by bootstrap over prompts, 95 %.
 
-Only pooled figures are given: on a single draft a better verifier need not accept more.
+Only pooled numbers are reported: on a single draft a better verifier need not accept more.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ EXACT = "exact"
 def summarise(
     rows: pd.DataFrame, texts: pd.DataFrame, verifiers: Sequence[str], facts: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The figures of a run.
+    """Return the numbers of a run.
 
     Args:
         rows: as in ``tables.RECORDED``.
         texts: as in ``tables.TEXTS``.
         verifiers: names, in the order shown.
-        facts: what each proposer says of itself, in the order shown.
+        facts: of each proposer, in the order shown.
     """
     return {
         "requests": len(texts),
         "tokens": int((texts["tokens"].map(len) - texts["prompt_tokens"]).sum()),
         "positions": len(rows[["request", "position"]].drop_duplicates()),
         "proposers": {
-            name: {**said, **of_proposer(rows[rows["proposer"] == name], verifiers)} for name, said in facts.items()
+            name: {**own, **of_proposer(rows[rows["proposer"] == name], verifiers)} for name, own in facts.items()
         },
         "errors": texts["error"][texts["error"] != ""].tolist(),
     }
 
 
 def of_proposer(rows: pd.DataFrame, verifiers: Sequence[str]) -> dict[str, Any]:
-    """One proposer's drafts, and every verifier's figures over them."""
+    """Return the numbers of one proposer's drafts, and of every verifier over them."""
     drafts = rows.drop_duplicates(["request", "position"])
-    judges = [name for name in verifiers if name in set(rows["verifier"])]
-    base = "token" if "token" in judges else next(iter(judges), None)
+    names = [name for name in verifiers if name in set(rows["verifier"])]
+    base = "token" if "token" in names else next(iter(names), None)
     against = rows[rows["verifier"] == base]
     forward = drafts["target_forward"].median()
     return {
@@ -56,12 +56,12 @@ def of_proposer(rows: pd.DataFrame, verifiers: Sequence[str]) -> dict[str, Any]:
         "target_forward_us": MICRO * forward,
         "probabilities_us": MICRO * drafts["probabilities"].median(),
         "compared_with": base,
-        "verifiers": {name: of_verifier(rows[rows["verifier"] == name], against, forward) for name in judges},
+        "verifiers": {name: of_verifier(rows[rows["verifier"] == name], against, forward) for name in names},
     }
 
 
 def of_verifier(rows: pd.DataFrame, base: pd.DataFrame, forward: float) -> dict[str, Any]:
-    """One verifier's figures over one proposer's drafts.
+    """Return the numbers of one verifier over one proposer's drafts.
 
     Args:
         rows: its verdicts.
@@ -87,9 +87,10 @@ def of_verifier(rows: pd.DataFrame, base: pd.DataFrame, forward: float) -> dict[
 def ratio(
     rows: pd.DataFrame, part: pd.Series, whole: pd.Series | None = None, level: float = 0.95, resamples: int = 9999
 ) -> Interval:
-    """Sum of ``part`` / sum of ``whole`` (None: the number of rows), with the interval over prompts drawn anew.
+    """Return the sum of ``part`` / the sum of ``whole`` (None: the number of rows), with its bootstrap interval.
 
-    The same rows always give the same interval, and all figures over the same prompts draw the same prompts.
+    Prompts are resampled with a fixed seed: the same rows have the same interval, and all ratios over the same prompts
+    use the same resamples.
     """
     counted = pd.Series(1.0, index=rows.index) if whole is None else whole
     sums = pd.DataFrame({"part": part, "whole": counted}).groupby(rows["request"]).sum().to_numpy()  # [N, 2]

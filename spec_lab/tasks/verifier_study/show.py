@@ -1,4 +1,4 @@
-"""What the figures of recorded drafts look like: the tables at the end, and the plots."""
+"""The terminal tables and the figures of the verifier study."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROW = 0.27  # inches of a verifier's row
 
 
 def tell(summary: Mapping[str, Any], console: Console) -> None:
-    """Print what ``summary.json`` says."""
+    """Print ``summary.json`` as tables."""
     console.print(
         f"{summary['experiment']}: {summary['requests']} prompts, {summary['tokens']} tokens of the target at "
         f"temperature {summary['temperature']:g}, a draft every {summary['every']} tokens; 95 % intervals over prompts",
@@ -42,8 +42,8 @@ def _accepted(name: str, proposer: Mapping[str, Any]) -> Table:
         f"{proposer['drafts']} drafts, bound {_interval(proposer['bound'])}"
     )
     table.add_column("verifier", no_wrap=True)
-    for head in ("E accepted", f"beyond {proposer['compared_with']}", "of the bound"):
-        table.add_column(head, justify="right", no_wrap=True)
+    for heading in ("E accepted", f"minus {proposer['compared_with']}", "of the bound"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for verifier, one in proposer["verifiers"].items():
         table.add_row(
             label(verifier, one),
@@ -68,35 +68,35 @@ def _time(proposers: Mapping[str, Mapping[str, Any]]) -> Table:
         ),
     )
     for verifier in dict.fromkeys(key for one in proposers.values() for key in one["verifiers"]):
-        judged = [one["verifiers"].get(verifier) for one in proposers.values()]
+        each = [one["verifiers"].get(verifier) for one in proposers.values()]
         table.add_row(
             verifier,
-            *("" if one is None else _spent(one["verify_us"]["median"], one["share_of_forward"]) for one in judged),
+            *("" if one is None else _spent(one["verify_us"]["median"], one["share_of_forward"]) for one in each),
         )
     return table
 
 
 def _notes(summary: Mapping[str, Any]) -> str:
     lines = [
-        "E accepted: expected accepted tokens of a draft, from the verifier's exact law given the draft. bound: the "
-        "largest probability that at least one token is accepted, by optimal transport; of the bound: what is reached "
-        "of it. A lossy verifier may exceed it, any other up to the scatter of the drafts. Times are medians, with the "
-        "laws in the processor's cache."
+        "E accepted: expected accepted tokens per draft, from the verifier's exact probabilities given the draft; mean "
+        "over sampled drafts. bound: the largest probability that at least one token is accepted, by optimal "
+        "transport; of the bound: the verifier's probability, as a share of it. Lossy verifiers may exceed the bound, "
+        "lossless ones by the sampling error of the drafts only. Times are medians, with p in the processor's cache."
     ]
     every = [one for proposer in summary["proposers"].values() for one in proposer["verifiers"].values()]
     if any(one["kind"] == OUTCOME for one in every):
         lines.append(
-            "*: a sampled outcome. The noise of the draft settles what is accepted, so there is no probability left to "
-            "compute: figures are means of outcomes and err more."
+            "*: a sampled outcome. The noise of the draft determines what is accepted, so these are means of outcomes "
+            "rather than of probabilities, with a larger sampling error."
         )
     left_out: dict[str, list[str]] = {}
     for one in summary["left_out"]:
         left_out.setdefault(f"{one['proposer']} (drawn {one['drawn']})", []).append(one["verifier"])
     if left_out:
         pairs = "; ".join(f"{proposer}: {', '.join(names)}" for proposer, names in left_out.items())
-        lines.append(f"Left out, as they cannot judge such drafts: {pairs}.")
+        lines.append(f"Left out, as the verifiers do not support such drafts: {pairs}.")
     if summary["errors"]:
-        lines.append(f"In {len(summary['errors'])} prompts something broke: see 'errors' in summary.json.")
+        lines.append(f"{len(summary['errors'])} prompts had errors: see 'errors' in summary.json.")
     return "\n".join(lines)
 
 
@@ -109,7 +109,7 @@ def _spent(microseconds: float, share: float) -> str:
 
 
 def label(verifier: str, one: Mapping[str, Any]) -> str:
-    """The verifier's name, and what a reader must know beside it."""
+    """Return the verifier's name, marked if it is lossy or a sampled outcome."""
     lossy = "" if one["lossless"] else " (lossy)"
     return f"{verifier}{lossy}{' *' if one['kind'] == OUTCOME else ''}"
 
@@ -124,8 +124,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 class Column(NamedTuple):
-    """One column of panels: its title, its unit, what of a verifier is drawn (middle, low, high), and where a dashed
-    line stands.
+    """One column of panels: its title, its unit, what is drawn of a verifier (middle, low, high), and the position of a
+    dashed line.
     """
 
     title: str
@@ -144,12 +144,14 @@ ACCEPTED = (
 )
 TIME = (
     Column("Verification and choice", "microseconds: median and middle half", _three("verify_us", "median")),
-    Column("The same, beside the target's forward", "percent of it", lambda one: (1e2 * one["share_of_forward"],) * 3),
+    Column(
+        "The same, relative to the target's forward", "percent of it", lambda one: (1e2 * one["share_of_forward"],) * 3
+    ),
 )
 
 
 def draw(summary: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what there is data for; returns the files."""
+    """Draw the figures for which there are data; return the files."""
     own_folder(folder)
     proposers = {name: one for name, one in summary["proposers"].items() if one["verifiers"]}
     drawn = []
@@ -163,7 +165,7 @@ def draw(summary: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def panels(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, ...]) -> Figure:
-    """A row of panels for each proposer, verifiers from top to bottom; lossy ones hollow."""
+    """Return a figure with a row of panels for each proposer, verifiers from top to bottom, lossy ones hollow."""
     rows = [len(one["verifiers"]) for one in proposers.values()]
     figure = Figure(figsize=(9.5, ROW * sum(rows) + 0.55 * len(rows) + 0.9), layout="constrained")
     grid = figure.subplots(len(rows), len(columns), squeeze=False, height_ratios=[count + 1 for count in rows])
@@ -188,7 +190,7 @@ def panels(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, ..
 
 
 def _legend(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, ...]) -> str:
-    """What the marks mean."""
+    """Describe the marks."""
     notes = ["filled: lossless, hollow: lossy"]
     if any(column.line is not None for column in columns):
         notes.append("dashed: no lossless verifier accepts more on average")
@@ -198,7 +200,7 @@ def _legend(proposers: Mapping[str, Mapping[str, Any]], columns: tuple[Column, .
 
 
 def _dots(axes: Axes, verifiers: Mapping[str, Mapping[str, Any]], column: Column, colour: str) -> None:
-    """One panel."""
+    """Draw one panel."""
     for place, one in enumerate(verifiers.values()):
         middle, low, high = column.of(one)
         if middle is None:

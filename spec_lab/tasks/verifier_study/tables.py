@@ -1,4 +1,4 @@
-"""The rows that recorded drafts leave behind, prompt by prompt, so that a kill keeps every finished prompt."""
+"""The tables of the verifier study. They are written prompt by prompt, so that a kill keeps every finished prompt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 RECORDED = {
     "id": (_TEXT, "request/position/proposer/verifier"),
     "request": (_WHOLE, "number of the prompt in its run"),
-    "position": (_WHOLE, "tokens of the true prefix, prompt included"),
+    "position": (_WHOLE, "tokens of the recorded prefix, prompt included"),
     "proposer": (_TEXT, "name of the proposer in the run"),
     "drawn": (_TEXT, "how it draws siblings"),
     "verifier": (_TEXT, "name of the verifier in the run"),
-    "lossless": (_FLAG, "whether the verifier's output has the target's law"),
-    "given": (_TEXT, "what its law is given: the 'draft'; or its 'noise' as well, and then it is a sampled outcome"),
+    "lossless": (_FLAG, "whether the verifier declares itself lossless"),
+    "given": (
+        _TEXT,
+        "what its probabilities are conditional on: the 'draft'; or its 'noise' as well: a sampled outcome",
+    ),
     "nodes": (_WHOLE, "drafted nodes"),
     "depth": (_WHOLE, "drafted depth"),
     "children": (_WHOLE, "drafted nodes of the first level"),
@@ -32,7 +35,7 @@ RECORDED = {
     "probabilities": (_REAL, "seconds of turning logits into target probabilities"),
     "verify": (_REAL, "seconds of verification and choice, the median of several times"),
 }
-"""One row for each request, position, proposer and verifier; what no verifier decides is repeated."""
+"""One row for each request, position, proposer and verifier; what does not depend on the verifier is repeated."""
 
 TEXTS = {
     "id": (_TEXT, "the request"),
@@ -41,18 +44,18 @@ TEXTS = {
     "workload": (_TEXT, "the prompt's workload"),
     "prompt_tokens": (_WHOLE, "the prompt's length in tokens"),
     "tokens": (pa.list_(_WHOLE), "the recorded text's token ids, prompt included"),
-    "error": (_TEXT, "what broke while it was recorded or drafted for; empty for nothing"),
+    "error": (_TEXT, "errors while it was recorded or drafted for; empty for none"),
 }
 """One row for each recorded text."""
 
 
 def parts(out: str | Path) -> Parts:
-    """The tables of a study in its directory; a prompt is finished once its text is on disk."""
+    """Return the tables of a study in its directory; a prompt is finished once its text is on disk."""
     return Parts(Path(out), {"recorded": RECORDED, "texts": TEXTS}, unit="request")
 
 
 def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:
-    """The rows of a run's finished prompts, whether it is done, running or was stopped.
+    """Return the rows of a run's finished prompts, whether it is done, running or was stopped.
 
     Raises:
         ValueError: a file of the run that is not a table.

@@ -1,4 +1,4 @@
-"""The task: record texts, draft along them, ask every verifier, and leave rows, a summary and figures behind."""
+"""The task: record texts, draft along them, verify with every verifier; write rows, a summary and figures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spec_lab.results.parts import Rows
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.tasks.verifier_study import pooled, show
-from spec_lab.tasks.verifier_study.judging import of_prompt, pairs, proposers_of
+from spec_lab.tasks.verifier_study.recorded import of_prompt, pairs, proposers_of
 from spec_lab.tasks.verifier_study.tables import parts
 
 
-def judge(
+def study_verifiers(
     lab: Lab,
     settings: Settings,
     config: Mapping[str, Any],
@@ -30,16 +30,16 @@ def judge(
     every: int = 4,
     repeats: int = 5,
 ) -> int:
-    """Let all proposers draft along texts of the target, and ask all verifiers about the same drafts and laws.
+    """Draft along texts of the target with all proposers, and verify the same drafts with all verifiers.
 
-    Rows reach the disk prompt by prompt; the same command with the same directory goes on where a run was stopped.
+    Rows are written prompt by prompt; the same command with the same directory resumes a stopped run.
 
     Args:
         lab: the parts: all proposers, and ``verifiers`` (without any: the one verifier).
         settings: the scalars.
         config: the configuration, for the manifest.
-        console: where the final table goes; default standard output.
-        every: tokens between two places where the proposers draft.
+        console: for the final tables; default standard output.
+        every: tokens between two drafts.
         repeats: how often each verification is timed.
 
     Returns:
@@ -54,11 +54,11 @@ def judge(
     whole("task.repeats", repeats)
     if settings.batch_size > 1:
         raise ValueError(
-            f"recorded drafts are judged one prompt at a time; set batch_size=1, not {settings.batch_size}"
+            f"batch_size must be 1 (got {settings.batch_size}): the verifier study drafts for one prompt at a time"
         )
     proposers, requests = proposers_of(lab), lab.requests(settings)
     verifiers = dict(lab.verifiers) or {lab.verifier.name: lab.verifier}
-    judges, left_out = pairs(proposers, verifiers)
+    fitting, left_out = pairs(proposers, verifiers)
     facts = lab.facts()
     tables = parts(settings.output_dir)
 
@@ -70,9 +70,9 @@ def judge(
         todo = [one for one in requests if one.id not in before]
         if todo and settings.warmup:
             short = replace(todo[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
-            of_prompt(lab, proposers, judges, short, settings.seed, every, repeats)
+            of_prompt(lab, proposers, fitting, short, settings.seed, every, repeats)
         for request in tqdm(todo, desc=settings.name, unit="prompt", disable=None):
-            one, rows = of_prompt(lab, proposers, judges, request, settings.seed, every, repeats)
+            one, rows = of_prompt(lab, proposers, fitting, request, settings.seed, every, repeats)
             tables.write(f"{request.id:06d}", {"recorded": rows, "texts": [one]})
             lab.tracker.group(request.id, _means(rows))
             if one["error"]:
@@ -95,13 +95,13 @@ def judge(
 
     def left() -> tuple[int, str]:
         done = len(finished())
-        return done, f"the rows of {done} prompts of {len(requests)} are in {settings.output_dir}"
+        return done, f"the rows of {done} of {len(requests)} prompts are in {settings.output_dir}"
 
     return Task(lab, settings, config, proposers, work, left, tables).run(console)
 
 
 def _means(rows: Rows) -> dict[str, float]:
-    """Mean expected accepted tokens of each pair, for whoever watches."""
+    """Return the mean expected accepted tokens of each pair, for the tracker."""
     if not rows:
         return {}
     each = pd.DataFrame(rows).groupby(["proposer", "verifier"])["expected_accepted"].mean()

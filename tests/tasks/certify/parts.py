@@ -1,4 +1,4 @@
-"""Parts that are not what they declare, and honest ones that are not shipped."""
+"""Verifiers and proposers that are not what they declare, and correct ones that are not shipped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ class Claims(Verifies):
 
 
 class Forgets(Verifies):
-    """Where a leaf is reached nothing is left to emit."""
+    """Has an empty residual at the leaves."""
 
     def __call__(self, draft, p):
         verdict, leaf = Token()(draft, p), np.array([not len(children) for children in draft.shape.children])
@@ -52,7 +52,7 @@ class Forgets(Verifies):
 
 
 class Uniform(Lifecycle):
-    """Drafts one token, each as likely as any other. Made for no target in particular."""
+    """Drafts one token from the uniform distribution, for any target."""
 
     name = "uniform"
     drawn = "iid"
@@ -72,7 +72,7 @@ class Uniform(Lifecycle):
 
 
 class Misstates(Uniform):
-    """Says that its first token is three times as likely as it is."""
+    """States three times the probability for token 0."""
 
     name = "misstates"
 
@@ -83,7 +83,7 @@ class Misstates(Uniform):
 
 
 class Hotter:
-    """A draft model that states the law of half its temperature."""
+    """A draft model that states the distribution of half its temperature."""
 
     def __init__(self, inner):
         self.inner = inner

@@ -6,11 +6,11 @@ import torch
 from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.propose import Null, branches
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.tasks.certify.certificate import QUICK, every, in_short, prove
-from spec_lab.tasks.certify.exact import STEPS, Instance
+from spec_lab.tasks.certify.certificate import in_short, prove
+from spec_lab.tasks.certify.instances import QUICK, STEPS, Instance, every_instance
 from spec_lab.tasks.certify.sampled import joint
-from spec_lab.tasks.certify.worlds import Random
-from spec_lab.tasks.verifier_study.judging import pairs
+from spec_lab.tasks.certify.toy_models import RandomToy
+from spec_lab.tasks.verifier_study.recorded import pairs
 from spec_lab.verify import Lenient, Token, chains_only, check_pair, misfit
 from tests.tasks.certify.parts import Uniform, Verifies
 from tests.tasks.certify.test_exact import draft_model
@@ -46,8 +46,8 @@ class Pairs(Uniform):
 
 
 def test_chains_are_enumerated_and_nothing_else():
-    chosen = [one for one in every() if one.chain]
-    assert 20 < len(chosen) < len(every())
+    chosen = [one for one in every_instance() if one.chain]
+    assert 20 < len(chosen) < len(every_instance())
     proof = prove("iid", Straight(), QUICK)
     assert [one.instance for one in proof.findings] == [one.name for one in QUICK if one.chain]
     assert proof.failure is None and not proof.missing
@@ -59,8 +59,8 @@ def test_a_chain_verifier_that_is_wrong_is_found():
 
 
 def test_texts_are_sampled_from_chains():
-    texts, law = joint("iid", Straight(), 20, 0)
-    assert len(texts) == 20 and law.sum() == pytest.approx(1)
+    texts, expected = joint("iid", Straight(), 20, 0)
+    assert len(texts) == 20 and expected.sum() == pytest.approx(1)
 
 
 def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
@@ -77,13 +77,13 @@ def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
 
 def test_a_tree_of_one_that_does_not_declare_it_is_refused_when_it_is_drafted():
     with pytest.raises(ValueError, match="'straight' verifies chains only; proposer 'pairs' has drafted a tree"):
-        prove(Pairs(), Straight(), [Instance(Random(1), "1x1")])
+        prove(Pairs(), Straight(), [Instance(RandomToy(1), "1x1")])
 
 
-def test_recorded_drafts_of_trees_are_not_judged_by_it():
+def test_the_verifier_study_gives_it_no_trees():
     proposers = {"tree": draft_model("2x1"), "chain": draft_model("1x1")}
-    judges, left_out = pairs(proposers, {"straight": Straight(), "token": Token()})
-    assert {name: [*found] for name, found in judges.items()} == {"tree": ["token"], "chain": ["straight", "token"]}
+    fitting, left_out = pairs(proposers, {"straight": Straight(), "token": Token()})
+    assert {name: [*found] for name, found in fitting.items()} == {"tree": ["token"], "chain": ["straight", "token"]}
     assert [one["proposer"] for one in left_out] == ["tree"]
     with pytest.raises(ValueError, match="proposer 'tree' drafts trees drawn 'iid', which no verifier here supports"):
         pairs(proposers, {"straight": Straight()})

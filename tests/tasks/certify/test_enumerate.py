@@ -1,4 +1,4 @@
-"""Draws that enumerate: every outcome once, with its probability, whatever stands beside it."""
+"""Draws that enumerate: every outcome once, with its probability, in batches of any size."""
 
 from collections import Counter
 
@@ -19,15 +19,15 @@ from spec_lab.tasks.certify.enumerate import (
 )
 
 AFTER = np.array([[9.0, 9.0, 9.0], [0.5, 0.25, 0.25], [7.0, 0.0, 0.0]])
-"""Weights of what follows each token, and at the beginning what follows 1. After 2 there is no choice."""
+"""Weights of the next token after each token; a text begins as after 1. After 2 there is no choice."""
 
 
 def keyed(request, number):
     return Key(request, 0, number, Purpose.EMIT)
 
 
-def walk(draws, count):
-    """Texts of ``count`` requests that go on until they draw 0, three tokens at most; the law follows the last one."""
+def decode(draws, count):
+    """Texts of ``count`` requests that end at 0 or three tokens; the weights depend on the last token."""
     texts = [[] for _ in range(count)]
     for number in range(3):
         live = [n for n, text in enumerate(texts) if not text or text[-1]]
@@ -48,19 +48,19 @@ BY_HAND = {
 
 @pytest.mark.parametrize("wide", [1, 2, 3, 256])
 def test_every_outcome_comes_once_with_its_probability(wide):
-    outcomes = list(side_by_side(walk, wide))
+    outcomes = list(side_by_side(decode, wide))
     assert Counter(text for _, text in outcomes) == Counter(list(BY_HAND))
     assert {text: mass for mass, text in outcomes} == pytest.approx(BY_HAND)
     assert sum(mass for mass, _ in outcomes) == pytest.approx(1, abs=1e-15)
 
 
 def test_side_by_side_is_what_explore_finds_one_by_one():
-    alone = sorted(explore(lambda draws: walk(draws, 1)[0]))
+    alone = sorted(explore(lambda draws: decode(draws, 1)[0]))
     for wide in (2, 5, 256):
-        assert sorted((mass, outcome) for mass, outcome in side_by_side(walk, wide)) == alone
+        assert sorted((mass, outcome) for mass, outcome in side_by_side(decode, wide)) == alone
 
 
-def test_no_more_are_played_at_once_than_asked_for():
+def test_the_width_limits_the_batch():
     sizes = []
 
     def play(draws, count):
@@ -71,7 +71,7 @@ def test_no_more_are_played_at_once_than_asked_for():
     assert sizes == [1, 2]
 
 
-def test_one_script_serves_every_request():
+def test_one_script_makes_the_choices_of_every_request():
     """``explore`` plays whole batches."""
     outcomes = list(explore(lambda draws: tuple(draws.pick(torch.ones((2, 2)), [keyed(7, 0), keyed(8, 0)]).tolist())))
     assert sorted(outcomes) == [(0.25, (a, b)) for a in (0, 1) for b in (0, 1)]
@@ -84,7 +84,7 @@ def test_weights_need_not_sum_to_one():
 
 
 def test_a_single_possibility_is_no_choice():
-    """Whether it is asked for at all may depend on batch mates; a script must not count it."""
+    """Whether it is drawn at all may depend on the other requests of the batch; a script must not count it."""
     script = Script((1,))
     assert script.choose(np.array([0.0, 5.0, 0.0]), keyed(0, 0)) == 1
     assert (script.chosen, script.probability) == ([], 1.0)
@@ -92,16 +92,16 @@ def test_a_single_possibility_is_no_choice():
     assert (script.chosen, script.probability) == ([1], 0.6)
 
 
-def test_a_key_that_names_two_choices_is_found_across_rounds_and_even_where_nothing_is_to_choose():
+def test_a_key_that_is_used_twice_is_found_even_where_there_is_one_possibility():
     def play(draws):
         draws.pick(torch.ones((1, 2)), [keyed(0, 0)])
         draws.pick(torch.tensor([[1.0, 0.0]]), [keyed(0, 0)])
 
-    with pytest.raises(Reused, match="names two choices"):
+    with pytest.raises(Reused, match="is used for two choices"):
         list(explore(play))
 
 
-def test_other_purposes_rounds_branches_and_indices_are_other_choices():
+def test_keys_of_other_purposes_steps_branches_and_indices_are_other_choices():
     script, one = Script(), keyed(0, 0)
     for key in (
         one, one._replace(purpose=Purpose.STOP), one._replace(round=1), one._replace(branch=1), one._replace(index=1),
@@ -109,8 +109,8 @@ def test_other_purposes_rounds_branches_and_indices_are_other_choices():
         script.choose(np.ones(2), key)
 
 
-def test_the_noise_of_a_race_is_refused():
-    with pytest.raises(Continuous, match="the noise of a race cannot be enumerated"):
+def test_gumbel_noise_is_refused():
+    with pytest.raises(Continuous, match="Gumbel noise cannot be enumerated"):
         Scripts([Script()]).race(3, [keyed(0, 0)])
 
 
@@ -125,17 +125,17 @@ def test_more_outcomes_than_allowed_are_refused_and_exactly_as_many_are_not(wide
         list(side_by_side(play, wide, most=8))
 
 
-def test_watched_draws_choose_as_before_and_refuse_a_key_seen_before():
+def test_watched_draws_choose_the_same_and_refuse_a_key_used_before():
     draws, keys = Watched(CounterDraws(3)), [Key(0, 0, n, Purpose.EMIT) for n in range(3)]
     weights = torch.ones(3, 5)
     assert draws.pick(weights, keys).tolist() == CounterDraws(3).pick(weights, keys).tolist()
     race = Key(0, 0, 0, Purpose.RACE)
     assert (draws.race(4, [race]) == CounterDraws(3).race(4, [race])).all()
     for again in ([keys[1]], [race], [Key(1, 0, 0, Purpose.STOP)] * 2):
-        with pytest.raises(Reused, match="names two choices"):
+        with pytest.raises(Reused, match="is used for two choices"):
             draws.pick(torch.ones((len(again), 2)), again)
 
 
 def test_weights_of_which_none_is_positive_are_named():
-    with pytest.raises(ValueError, match="none is positive"):
+    with pytest.raises(ValueError, match="none of which is positive"):
         Script().choose(np.array([0.0, np.nan]), Key(0, 0, 0, Purpose.EMIT))

@@ -1,4 +1,4 @@
-"""The exact layer: whatever is shipped and declares itself lossless is, and whatever lies is found and localised."""
+"""Enumeration: every shipped verifier that is declared lossless is, and wrong declarations are found and localised."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,15 +19,15 @@ from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.trees import parse
-from spec_lab.tasks.certify.certificate import QUICK, Control, Proof, grade, in_short, prove
-from spec_lab.tasks.certify.exact import FEW, LOOPS, STEPS, Finding, Instance, examine
+from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
+from spec_lab.tasks.certify.exact import Finding, examine
+from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance
 from spec_lab.tasks.certify.pair import Check, Pair
-from spec_lab.tasks.certify.table import table_models
-from spec_lab.tasks.certify.worlds import Random
+from spec_lab.tasks.certify.toy_models import RandomToy, table_models
 from spec_lab.verify import Cascade, Gumbel, KSeq, Match, Token, Traversal, Verdict
 from tests.tasks.certify.parts import LOSSLESS, VERIFIERS, Claims, Forgets, Hotter, Misstates, Uniform, Verifies
 
-TARGET, DRAFT = table_models(Random(4, plain=True), 3)
+TARGET, DRAFT = table_models(RandomToy(4, plain=True), 3)
 ENUMERATED = [(verifier, drawn) for verifier, drawn in LOSSLESS if drawn != "gumbel"]
 
 
@@ -98,7 +98,7 @@ def test_the_shipped_proposers_are_all_here():
 
 
 def test_drafts_are_the_proposer_s_own():
-    """Each drafts otherwise, so other outcomes are enumerated and other tokens accepted."""
+    """Each drafts differently, so different outcomes are enumerated and different numbers of tokens accepted."""
     means = {name: [one.accepted for one in proved(name).findings] for name in PROPOSERS}
     assert means["none"] == [0.0] * len(QUICK)
     assert means["chain, confident"][1:2] == means["chain"][1:2]  # "2": one level, nothing to end early
@@ -110,9 +110,9 @@ def test_all_instances_with_the_fastest_proposer():
     require_exact(prove("point", Traversal()))
 
 
-def test_the_instances_reach_what_has_hidden_faults_before():
-    """V of 5, depth 3, uneven siblings, stop tokens, laws of every kind: V = 2 and depth 1 hide whole classes."""
-    assert {one.world.v for one in STEPS} == {4, 5}
+def test_the_instances_cover_what_small_instances_miss():
+    """V = 5, depth 3, uneven siblings, stop tokens: V = 2 and depth 1 hide whole classes of faults."""
+    assert {one.toy.v for one in STEPS} == {4, 5}
     assert {"1x1x1", "2x2", "3x1"} < {one.tree for one in STEPS}
     assert any(one.stop for one in LOOPS) and all(one.tokens >= 2 for one in LOOPS)
     assert len({one.name for one in STEPS + LOOPS}) == len(STEPS + LOOPS)
@@ -125,7 +125,7 @@ def test_the_run_s_own_sampling_is_enumerated(sampling):
 
 def test_a_step_may_begin_anywhere():
     for start in ((3,), (1, 2)):
-        assert examine(Instance(Random(1), "2x1", start=start), "without", Traversal()).wrong is None
+        assert examine(Instance(RandomToy(1), "2x1", start=start), "without", Traversal()).wrong is None
     one, other = (examine(Instance(FEW, "1x1", start=start), "iid", Token()) for start in ((0,), (3,)))
     assert one.accepted != other.accepted
 
@@ -144,18 +144,18 @@ class Foreign(Uniform):
         return super().propose(batch)
 
 
-def test_a_run_says_that_its_own_pair_is_exact():
+def test_a_run_records_that_its_own_pair_is_exact():
     found = in_short(PROPOSERS["none"], Match())
     assert found == {"certified": "quick", "certificate": prove(Null(), Match(), QUICK).facts()}
 
 
-def test_one_that_works_as_it_is_is_enumerated_itself():
+def test_a_proposer_that_works_on_a_toy_is_enumerated_itself():
     proof = prove(Uniform(), Token(), QUICK)
     require_exact(proof)
     assert proof.drafts == "proposer"
 
 
-def test_one_that_fails_on_toys_leaves_the_reference_s_drafts_and_that_is_said():
+def test_for_a_proposer_that_fails_on_toys_the_reference_drafts_and_the_reason_is_recorded():
     proof = prove(Foreign(), Token(), QUICK)
     assert proof.drafts == "reference" and proof.failure is None and len(proof.findings) == len(QUICK)
     (missing,) = proof.missing
@@ -167,7 +167,7 @@ def test_one_that_fails_on_toys_leaves_the_reference_s_drafts_and_that_is_said()
     assert in_short(Foreign(), Token())["certificate"]["missing"] == list(proof.missing)
 
 
-def test_a_toy_that_fails_is_named():
+def test_an_error_in_toy_names_the_proposer():
     class Broken(Uniform):
         def toy(self, target, draft, tree):
             raise TypeError("no such toy")
@@ -176,15 +176,15 @@ def test_a_toy_that_fails_is_named():
         prove(Broken(), Token(), QUICK)
     said = str(error.value)
     assert said.startswith(f"proposer 'uniform' raised TypeError: no such toy ({__file__}:") and "in toy)" in said
-    assert said.endswith("on a toy draft drawn iid by 'uniform' (V=4 mixed world 1, tree 1x1, one step)")
+    assert said.endswith("on a toy draft drawn iid by 'uniform' (V=4 mixed toy model 1, tree 1x1, one step)")
 
 
-# Proposers that lie
+# Proposers that state a wrong q
 
 
 @pytest.mark.parametrize("proposer", [Misstates(), Hotter(draft_model())], ids=["misstates", "hotter"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
-def test_a_law_that_was_not_drawn_from_is_found(proposer, verifier):
+def test_a_wrong_q_is_found(proposer, verifier):
     proof = prove(proposer, verifier, QUICK)
     assert proof.drafts == "proposer"
     assert proof.worst.tv > 0.01
@@ -192,7 +192,7 @@ def test_a_law_that_was_not_drawn_from_is_found(proposer, verifier):
     assert in_short(proposer, verifier)["certified"] is None
 
 
-def test_a_wrong_law_does_no_harm_to_a_verifier_that_does_not_read_it():
+def test_a_wrong_q_does_not_matter_to_a_verifier_that_does_not_read_q():
     require_exact(prove(Misstates(), Match(), QUICK))
 
 
@@ -202,24 +202,24 @@ def test_noise_that_is_used_twice_is_found():
 
     failure = prove(Sharing(), Token(), LOOPS[:1]).failure
     assert failure.wrong.startswith("noise is used twice: Key(")
-    assert "names two choices" in failure.wrong
+    assert "is used for two choices" in failure.wrong
 
 
 # Gumbel: noise that cannot be enumerated
 
 
 @pytest.mark.parametrize("proposer", ["gumbel", draft_model("2x1", "gumbel")], ids=["reference", "own"])
-def test_a_race_is_left_to_the_samples_and_never_called_exact(proposer):
+def test_gumbel_drafts_are_left_to_samples_and_never_called_exact(proposer):
     proof = prove(proposer, Gumbel(), QUICK)
     assert proof.findings == () and proof.worst is None and proof.failure is None
-    assert proof.missing == ("the noise of a race cannot be enumerated",)
+    assert proof.missing == ("Gumbel noise cannot be enumerated",)
     assert proof.drafts == ("reference" if proposer == "gumbel" else "proposer")
     assert grade(proof, lossless=True) is None
     assert grade(proof, lossless=True, sampled=True) == "sampled"
     assert grade(proof, lossless=True, sampled=True, rejected=True) is None
 
 
-def test_a_run_s_own_certificate_leaves_a_race_open():
+def test_a_run_does_not_certify_gumbel_drafts():
     found = in_short(draft_model("2", "gumbel"), Gumbel())
     assert found["certified"] is None and found["certificate"]["failure"] is None
 
@@ -231,13 +231,13 @@ def test_a_run_s_own_certificate_leaves_a_race_open():
     ("name", "drawn"),
     [(n, d) for n, v in VERIFIERS.items() if not v.lossless for d in sorted(v.accepts) if d != "gumbel"],
 )
-def test_lossy_verifiers_have_their_distance_measured_and_are_not_certified(name, drawn):
+def test_lossy_verifiers_have_a_total_variation_and_are_not_certified(name, drawn):
     verifier = VERIFIERS[name]
     proof = prove(drawn, verifier, QUICK)
     assert 0.01 < proof.worst.tv < 1 and proof.failure is not None
     assert grade(proof, verifier.lossless) is None
-    assert (proof.aimed is not None) == (name == "cascade")
-    assert failed(proof, verifier) is None, "it said so"
+    assert (proof.own_target_tv is not None) == (name == "cascade")
+    assert failed(proof, verifier) is None, "it is declared lossy"
 
 
 def failed(proof, verifier):
@@ -246,12 +246,12 @@ def failed(proof, verifier):
 
 @pytest.mark.parametrize("verifier", [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
-def test_a_cascade_is_exact_against_its_aim(verifier, drawn):
-    assert prove(drawn, verifier, STEPS[:4] + STEPS[30:34]).aimed < 1e-12
+def test_a_cascade_is_exact_against_its_own_target(verifier, drawn):
+    assert prove(drawn, verifier, STEPS[:4] + STEPS[30:34]).own_target_tv < 1e-12
 
 
-@pytest.mark.parametrize("broken", [lambda pi, p: p, lambda pi, p: pi * np.nan], ids=["another law", "NaN"])
-def test_a_lossy_verifier_that_misses_its_aim_fails(broken):
+@pytest.mark.parametrize("broken", [lambda pi, p: p, lambda pi, p: pi * np.nan], ids=["another distribution", "NaN"])
+def test_a_lossy_verifier_that_is_not_exact_against_its_own_target_fails(broken):
     class Astray(Cascade):
         def aim(self, draft, p):
             return broken(super().aim(draft, p), p)
@@ -260,13 +260,13 @@ def test_a_lossy_verifier_that_misses_its_aim_fails(broken):
             return Token()(draft, super().aim(draft, p))
 
     proof = prove("iid", Astray(), QUICK)
-    assert not proof.aimed <= 1e-12
-    assert "from the law it says it is exact against" in failed(proof, Astray())
+    assert not proof.own_target_tv <= 1e-12
+    assert "from the distribution against which it declares to be exact" in failed(proof, Astray())
 
 
 @pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
-def test_a_false_claim_is_found_and_localised(verifier, drawn):
+def test_a_wrong_declaration_is_found_and_localised(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
     assert proof.worst.tv > 0.01
     assert proof.failure.wrong.startswith("after [] token ")
@@ -275,7 +275,7 @@ def test_a_false_claim_is_found_and_localised(verifier, drawn):
 
 
 def test_a_fault_at_the_second_token_is_localised_there():
-    """A bonus drawn from the law one position early."""
+    """A bonus token drawn from p one position early."""
 
     class Early(Verifies):
         def __call__(self, draft, p):
@@ -288,7 +288,7 @@ def test_a_fault_at_the_second_token_is_localised_there():
                 lambda rows: torch.where(torch.from_numpy(leaf[rows, None]), p[above[rows]], verdict.residual(rows)),
             )
 
-    wrong = examine(Instance(Random(4, plain=True), "1"), "iid", Early()).wrong
+    wrong = examine(Instance(RandomToy(4, plain=True), "1"), "iid", Early()).wrong
     assert wrong.startswith("after [") and not wrong.startswith("after []")
 
 
@@ -302,10 +302,10 @@ def test_a_residual_that_has_nothing_left_loses_mass():
     [
         ({}, None),
         ({"failure": "after [2] .."}, "after [2] .."),
-        ({"mass": 0.5}, "the output's law has a total mass of 0.5"),
-        ({"mass": np.nan}, "the output's law has a total mass of nan"),
-        ({"tv": 0.25}, "the output's law is 0.25 from the target's"),
-        ({"tv": np.nan}, "the output's law is nan from the target's"),
+        ({"mass": 0.5}, "the probabilities of the outputs sum to 0.5"),
+        ({"mass": np.nan}, "the probabilities of the outputs sum to nan"),
+        ({"tv": 0.25}, "the distribution of the outputs has a total variation of 0.25 from the target's"),
+        ({"tv": np.nan}, "the distribution of the outputs has a total variation of nan from the target's"),
         ({"expected": 1.0}, "0.5 tokens are accepted on average, the verdicts expected 1"),
     ],
 )
@@ -321,7 +321,7 @@ def test_nan_is_the_worst():
 
 @dataclass(frozen=True)
 class Fussy(Verifies):
-    """Cannot judge forests in which some row has so many children."""
+    """Raises where a row has so many children."""
 
     children: int
     name = "fussy"
@@ -334,7 +334,7 @@ class Fussy(Verifies):
 
 @pytest.mark.parametrize(
     ("children", "instance"),
-    [(1, "V=4 mixed world 1, tree 1x1, one step"), (2, "V=4 mixed world 1, tree 2, one step")],
+    [(1, "V=4 mixed toy model 1, tree 1x1, one step"), (2, "V=4 mixed toy model 1, tree 2, one step")],
 )
 @pytest.mark.parametrize(("proposer", "by"), [("iid", ""), (draft_model(), " by 'draft_model'")])
 def test_a_verifier_that_fails_on_toys_is_named_with_the_instance(proposer, by, children, instance):
@@ -346,7 +346,7 @@ def test_a_verifier_that_fails_on_toys_is_named_with_the_instance(proposer, by, 
     assert said.endswith(f"in __call__), on a toy draft drawn iid{by} ({instance})")
 
 
-def test_a_run_with_a_verifier_that_fails_on_toys_goes_on_uncertified():
+def test_a_run_with_a_verifier_that_fails_on_toys_is_not_certified():
     found = in_short(draft_model(), Fussy(2))
     assert found["certified"] is None
     assert "verifier 'fussy' raised" in found["certificate"]["missing"][0]
@@ -355,12 +355,12 @@ def test_a_run_with_a_verifier_that_fails_on_toys_goes_on_uncertified():
 # Size
 
 
-def test_an_instance_with_too_many_outcomes_is_left_out_and_that_is_said(monkeypatch):
+def test_an_instance_with_too_many_outcomes_is_left_out_and_recorded(monkeypatch):
     few = partial(examine, most=20)
     monkeypatch.setattr("spec_lab.tasks.certify.certificate.examine", few)
     proof = prove("iid", Token(), QUICK[:3])
     assert [one.outcomes for one in proof.findings] == [9, 9]
-    assert proof.missing == ("V=4 mixed world 1, tree 2x1, one step: more than 20 outcomes",)
+    assert proof.missing == ("V=4 mixed toy model 1, tree 2x1, one step: more than 20 outcomes",)
     assert grade(proof, lossless=True) is None and grade(proof, lossless=True, sampled=True) == "sampled"
 
 
@@ -376,9 +376,9 @@ def test_the_facts_of_a_proof():
     facts = proof.facts()
     assert facts["instances"] == 2 and facts["outcomes"] == sum(one.outcomes for one in proof.findings) == 18
     assert facts["worst_tv"] == proof.worst.tv and facts["worst_instance"] == proof.worst.instance
-    assert facts["failure"] is facts["aimed_tv"] is None
+    assert facts["failure"] is facts["own_target_tv"] is None
     assert prove("gumbel", Gumbel(), QUICK).facts()["worst_tv"] is None
-    assert prove("iid", Claims(), QUICK[:1]).facts()["failure"].endswith("(V=4 mixed world 1, tree 1x1, one step)")
+    assert prove("iid", Claims(), QUICK[:1]).facts()["failure"].endswith("(V=4 mixed toy model 1, tree 1x1, one step)")
 
 
 def test_every_instance_done_is_ticked():
@@ -388,7 +388,7 @@ def test_every_instance_done_is_ticked():
 
 
 class Shy(Uniform):
-    """Would draft, but never does on a toy."""
+    """Drafts nothing on a toy."""
 
     def propose(self, batch):
         return super().propose(batch).cut([0] * len(batch.sequences))
@@ -415,7 +415,7 @@ def pair_with(drafts, *detectable):
     return Pair(proposer, Token(), proof, own, np.zeros(1, dtype=int), np.ones(1), checks)
 
 
-def test_samples_certify_only_own_drafts_and_only_if_they_would_have_seen_much():
+def test_samples_certify_only_own_drafts_and_only_if_they_detect_enough():
     assert pair_with("own", 0.05).certified == "sampled"
     assert pair_with("own", 0.5).certified is None
     assert pair_with("reference", 0.05).certified is None, "the reference's texts"

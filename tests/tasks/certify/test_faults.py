@@ -1,4 +1,4 @@
-"""Proposers and verifiers that raise, or that draft by chance of their own: who is named, and where."""
+"""Proposers and verifiers that raise, or that use random numbers of their own: the message names part and place."""
 
 from random import Random
 
@@ -8,9 +8,9 @@ import torch
 
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.tasks.certify.certificate import QUICK, prove
+from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.enumerate import Script, Unrepeatable, side_by_side
-from spec_lab.tasks.certify.exact import LOOPS
+from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Verdict
 from tests.tasks.certify.parts import Uniform, Verifies
 
@@ -31,7 +31,7 @@ class Fails(Uniform):
 
 
 class Dice(Uniform):
-    """Guesses by a generator of its own."""
+    """Drafts with a random generator of its own."""
 
     name, drawn = "dice", "point"
 
@@ -44,7 +44,7 @@ class Dice(Uniform):
 
 
 class Moody(Verifies):
-    """Accepts by a generator of its own."""
+    """Accepts with a random generator of its own."""
 
     name = "moody"
 
@@ -68,7 +68,7 @@ def test_a_proposer_that_raises_is_named_with_file_line_and_instance():
 
 
 @pytest.mark.parametrize("proposer", [None, 3, Draft(forest((chain(0),) * 2), torch.empty(0, dtype=torch.long))])
-def test_what_is_no_draft_for_the_batch_is_refused_in_its_name(proposer):
+def test_a_draft_that_does_not_fit_the_batch_is_refused_and_names_the_proposer(proposer):
     class Odd(Uniform):
         def toy(self, target, draft, tree):
             return self
@@ -85,7 +85,7 @@ def test_what_is_no_draft_for_the_batch_is_refused_in_its_name(proposer):
     [(Dice(), Token(), "proposer 'dice' drafts"), ("iid", Moody(), "verifier 'moody' verifies")],
     ids=["proposer", "verifier"],
 )
-def test_chance_of_one_s_own_is_detected_and_the_rule_is_said(proposer, verifier, whose):
+def test_random_numbers_of_its_own_are_detected_and_the_rule_is_named(proposer, verifier, whose):
     with pytest.raises(ValueError) as error:
         prove(proposer, verifier, LOOPS[:2])
     said = str(error.value)
@@ -105,7 +105,7 @@ def test_a_choice_that_a_replay_does_not_repeat_is_an_error():
         list(side_by_side(play))
 
 
-def test_a_choice_that_a_replay_does_not_come_to_is_an_error():
+def test_a_choice_that_a_replay_does_not_reach_is_an_error():
     plays = []
 
     def play(draws, count):
@@ -113,15 +113,15 @@ def test_a_choice_that_a_replay_does_not_come_to_is_an_error():
         weights = torch.tensor([[0.5, 0.5] if len(plays) == 1 else [1.0, 0.0]] * count)
         return draws.pick(weights, [Key(n, 0, 0, Purpose.EMIT) for n in range(count)]).tolist()
 
-    with pytest.raises(Unrepeatable, match="1 choices were made, and now 0"):
+    with pytest.raises(Unrepeatable, match="1 choices were made, but only 0"):
         list(side_by_side(play))
 
 
-def test_batch_mates_may_pad_and_round_what_is_chosen_among():
+def test_other_requests_may_pad_and_round_the_weights():
     key = Key(3, 0, 0, Purpose.STOP)
     first = Script()
     assert first.choose(np.array([0.5, 0.5]), key) == 0
-    again = Script((1,), first.asked)
+    again = Script((1,), first.choices)
     assert again.choose(np.array([0.5 + 1e-7, 0.5 - 1e-7, 0.0]), key._replace(request=5)) == 1
     with pytest.raises(Unrepeatable):
-        Script((1,), first.asked).choose(np.array([0.6, 0.4]), key)
+        Script((1,), first.choices).choose(np.array([0.6, 0.4]), key)

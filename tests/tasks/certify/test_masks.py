@@ -1,4 +1,4 @@
-"""Masks of random drafts against those of states that saw no draft: wrong constraints are found, right ones pass."""
+"""Masks of random drafts against those of states that processed no draft: wrong constraints are found, others pass."""
 
 import json
 import sys
@@ -16,8 +16,9 @@ from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.protocol import Masks, allows, mask_of, masks_by_forking, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.engine.request import Request
-from spec_lab.tasks.certify.certificate import QUICK, prove
-from spec_lab.tasks.certify.masks import walk
+from spec_lab.tasks.certify.certificate import prove
+from spec_lab.tasks.certify.instances import QUICK
+from spec_lab.tasks.certify.masks import compare_masks
 
 PIECES = (b"(", b")", b"[", b"]", b"a", b" ", b"")
 END = 6
@@ -27,7 +28,7 @@ REQUESTS = [Request(number, f"prompt {number}", (4,), stop=frozenset({END})) for
 
 @dataclass
 class Nested:
-    """The state of a text of nested brackets: those that are open, and whether the text is over."""
+    """The state of a text of nested brackets: those that are open, and whether the text has ended."""
 
     open: list[int] = field(default_factory=list)
     over: bool = False
@@ -115,7 +116,7 @@ class Rolled:
 
 @dataclass
 class Rollback:
-    """Brackets whose trees are walked depth first by the state's own matcher."""
+    """Brackets whose trees the state's own matcher traverses depth first."""
 
     right: bool
     name, vocabulary, has_actions = "rollback", len(PIECES), False
@@ -148,7 +149,7 @@ class Shared(Nested):
 
 
 def found(constraint, rows=3000, seed=0, requests=REQUESTS, **options):
-    return walk(AppliedConstraint(constraint, **options), requests, rows, seed, PIECES)
+    return compare_masks(AppliedConstraint(constraint, **options), requests, rows, seed, PIECES)
 
 
 def test_masks_that_are_right_pass():
@@ -162,7 +163,7 @@ def test_masks_that_are_right_pass():
 def test_one_corrupt_mask_in_five_hundred_is_found(seed):
     seen = found(Corrupt(), seed=seed)
     assert 1 <= seen.different <= 10
-    assert seen.first.what == "mask" and seen.first.asked == "masks" and not seen.first.added
+    assert seen.first.what == "mask" and seen.first.asked == "complete" and not seen.first.added
     assert len(seen.first.missing) == 1
 
 
@@ -182,7 +183,7 @@ def test_a_fork_that_is_no_copy_is_found(monkeypatch):
     assert found(Brackets(), rows=500).different >= 1
 
 
-def test_a_mask_that_only_the_guide_gives_is_found():
+def test_a_wrong_mask_of_a_growing_draft_is_found():
     """``masks`` is right; a growing draft asks the states themselves."""
 
     class Guided(Nested):
@@ -202,15 +203,15 @@ def test_a_mask_that_only_the_guide_gives_is_found():
             return masks_by_forking(right, shape, token, self.vocabulary)
 
     seen = found(Half(), rows=500)
-    assert seen.different >= 1 and seen.first.asked == "guide"
+    assert seen.different >= 1 and seen.first.asked == "growing"
 
 
-def test_the_same_seed_compares_the_same_rows_and_says_how_many():
+def test_the_same_seed_compares_the_same_rows_and_counts_them():
     ticks = []
-    one = walk(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES, ticks.append)
-    assert one == walk(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES)
+    one = compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES, ticks.append)
+    assert one == compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 5, PIECES)
     assert sum(ticks) == 800 <= one.rows
-    assert one != walk(AppliedConstraint(Corrupt()), REQUESTS, 800, 6, PIECES)
+    assert one != compare_masks(AppliedConstraint(Corrupt()), REQUESTS, 800, 6, PIECES)
 
 
 def test_without_requests_nothing_is_compared():
@@ -230,7 +231,7 @@ def test_a_constraint_that_breaks_on_a_draft_counts_as_different():
 
 
 @pytest.mark.parametrize("supports_drafts", [True, False])
-def test_texts_end_where_a_constraint_acts(supports_drafts):
+def test_texts_end_at_an_action(supports_drafts):
     @dataclass
     class Counts:
         left: int = 5
@@ -266,7 +267,7 @@ def test_an_action_that_a_draft_does_not_see_is_found():
     assert seen.different >= 1 and seen.first.what in ("action", "mask")
 
 
-def test_grammars_of_an_engine_are_walked_on_its_vocabulary_with_states_that_only_fork():
+def test_grammars_are_compared_with_states_that_only_fork():
     pieces = [*(bytes([c]) for c in b'{}":,v012 \n'), b'{"', b'":', b'"v":', b" {", b""]
     vocabulary = Vocabulary.plain(pieces, len(pieces) - 1)
     schema = """{"$defs": {"t": {"type": "object", "properties": {"v": {"anyOf": [{"type": "integer"},
@@ -280,7 +281,7 @@ def test_grammars_of_an_engine_are_walked_on_its_vocabulary_with_states_that_onl
         start = staticmethod(grammar.start)
 
     requests = [replace(REQUESTS[0], stop=frozenset(vocabulary.ends))]
-    seen = walk(AppliedConstraint(Forks(), fast_forward=True), requests, 1500, 0, pieces)
+    seen = compare_masks(AppliedConstraint(Forks(), fast_forward=True), requests, 1500, 0, pieces)
     assert seen.different == 0 and seen.longest > 20
 
 
@@ -345,11 +346,11 @@ MINE = ["constraint=controller", "constraint.make=my_masks.Constraint", "task.to
 
 @pytest.fixture
 def mine(flat_cli, tmp_path, monkeypatch):
-    """``certify`` with a constraint of one's own: (exit code, stdout, stderr), and the certificate."""
+    """``certify`` with a constraint of the user: (exit code, stdout, stderr), and the certificate."""
     (tmp_path / "my_masks.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_masks", raising=False)
-    monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
+    monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     certificate = tmp_path / "here" / "certificate.json"
 
     def call(*options):
@@ -364,7 +365,7 @@ def test_certify_compares_masks_of_the_run_s_own_constraint(mine):
     assert code == 0, errors
     assert found["certified"] is True and found["constraint"]["masks"]["rows"] >= 400
     assert found["constraint"]["masks"]["different"] == 0 and found["constraint"]["masks"]["first"] is None
-    assert "states that saw no draft" in said and "none differ" in said
+    assert "states that processed no draft" in " ".join(said.split()) and "none differ" in said
 
 
 def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
@@ -388,7 +389,7 @@ def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
     assert "1 prompt refused" in said
 
 
-def test_where_every_prompt_is_refused_the_table_says_that_nothing_was_compared(mine):
+def test_where_every_prompt_is_refused_the_table_reports_that_nothing_was_compared(mine):
     refuses_all = ["constraint.options={refuses: [0, 1]}", "constraint.placement=draft"]
     code, said, errors, found = mine(*MINE, "task.mask_rows=400", *refuses_all)
     assert code == 0, errors

@@ -1,4 +1,4 @@
-"""The statistical layer: honest loops pass, and each test rejects what it is there for, under its own name."""
+"""Tests by samples: correct loops pass, and each test rejects the fault that it is for."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,10 +15,10 @@ from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram
 from spec_lab.tasks.certify import sampled
 from spec_lab.tasks.certify.certificate import Control
-from spec_lab.tasks.certify.exact import Instance
+from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.sampled import joint, scores
 from spec_lab.tasks.certify.statistics import ALPHA, chi_square
-from spec_lab.tasks.certify.worlds import Random
+from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Gumbel, KSeq, Match, Token, Traversal
 from tests.propose.lab import draft_model
 from tests.tasks.certify.parts import VERIFIERS, Hotter, Misstates, Uniform
@@ -33,7 +33,7 @@ def histogram(drafts, verifier, samples=SAMPLES):
     return chi_square(np.bincount(texts, minlength=len(wanted)), wanted)
 
 
-# Texts of the toy world
+# Texts of a toy
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def histogram(drafts, verifier, samples=SAMPLES):
     ],
     ids=lambda one: getattr(one, "name", one),
 )
-def test_the_texts_of_a_lossless_loop_have_the_target_s_law(drafts, verifier):
+def test_the_texts_of_a_lossless_loop_have_the_target_s_distribution(drafts, verifier):
     found = histogram(drafts, verifier)
     assert found.p_value > 1e-3
     assert found.samples == SAMPLES and found.cells > 30 and found.impossible == 0
@@ -56,14 +56,14 @@ def test_the_texts_of_a_lossless_loop_have_the_target_s_law(drafts, verifier):
 @pytest.mark.parametrize(
     ("drafts", "verifier"),
     [("iid", Control()), (Misstates(), Token())],
-    ids=["p after a rejection", "a law not drawn from"],
+    ids=["p after a rejection", "wrong q"],
 )
-def test_the_texts_of_a_biased_loop_have_not(drafts, verifier):
+def test_the_texts_of_a_biased_loop_are_rejected(drafts, verifier):
     assert histogram(drafts, verifier, 1000).p_value < ALPHA
 
 
-def test_a_race_s_noise_that_is_read_again_is_found():
-    """No enumeration sees it. A residual raced over the noise that drew the rejected token knows too much."""
+def test_gumbel_noise_that_is_reused_is_found():
+    """Enumeration cannot find it: the residual is drawn with the noise that drew the rejected token."""
 
     class Racing(Gumbel):
         def __call__(self, draft, p):
@@ -82,20 +82,20 @@ def test_the_same_seed_gives_the_same_texts_however_many_are_decoded_at_once(mon
     assert joint("iid", Token(), 60, 6)[0].tolist() != few.tolist()
 
 
-def test_every_text_is_counted_in_as_it_comes(monkeypatch):
+def test_every_text_is_counted(monkeypatch):
     monkeypatch.setattr(sampled, "WIDE", 16)
     ticks = []
     joint("point", Token(), 40, 0, tick=ticks.append)
     assert ticks == [16, 16, 8]
 
 
-def test_the_law_is_of_the_sampling_asked_for():
+def test_the_expected_distribution_is_that_of_the_sampling():
     cold = Sampling(0.5, top_k=2)
-    world = Instance(Random(11, support=4, plain=True), "1x1", tokens=2)
-    texts, wanted = joint("iid", Token(), 400, 0, cold, world)
+    toy = Instance(RandomToy(11, support=4, plain=True), "1x1", tokens=2)
+    texts, wanted = joint("iid", Token(), 400, 0, cold, toy)
     assert (wanted > 0).sum() == 4 and wanted.sum() == pytest.approx(1)
     assert (wanted[texts] > 0).all()
-    assert chi_square(np.bincount(texts, minlength=16), joint("iid", Token(), 1, 0, WARM, world)[1]).p_value < ALPHA
+    assert chi_square(np.bincount(texts, minlength=16), joint("iid", Token(), 1, 0, WARM, toy)[1]).p_value < ALPHA
 
 
 # Tokens of a real model
@@ -127,19 +127,19 @@ PAIRS = {
     "many without": lambda: (draft_model("8", "without", temperature=0.5), Token()),
     "gumbel": lambda: (draft_model("2x1", "gumbel"), Gumbel()),
     "point": lambda: (draft_model("2x1", "point"), Match()),
-    "a law of its own": lambda: (draft_model("1x1", temperature=1.7), Token()),
+    "its own temperature": lambda: (draft_model("1x1", temperature=1.7), Token()),
     "no model": lambda: (Uniform(), Traversal()),
     "n-gram": lambda: (Ngram(3, 3, 1), Token()),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_honest_pairs_pass_every_test(name):
+def test_correct_pairs_pass_every_test(name):
     proposer, verifier = PAIRS[name]()
     found = scored(proposer, verifier)
     assert all(score.bound > 1e-3 for score in found.values())
-    laws = [] if proposer.drawn == "point" else ["draft"]
-    assert list(found) == ["towards the draft", "mode", *laws]
+    drafted = [] if proposer.drawn == "point" else ["draft"]
+    assert list(found) == ["towards the draft", "mode", *drafted]
     assert found["mode"].tokens == 96 * 24
     assert 0 < found["towards the draft"].tokens < 96 * 24, "one for each step that drafted"
 
@@ -154,7 +154,7 @@ def test_without_drafts_there_is_the_mode_alone():
     [Sampling(0.7, top_k=8), Sampling(1.2, top_p=0.8), Sampling(0.3, repetition_penalty=5.0), Sampling(0.0)],
     ids=["top-k", "top-p", "penalty", "greedy"],
 )
-def test_warped_requests_are_tested_against_their_warped_laws(warp):
+def test_warped_requests_are_tested_against_warped_probabilities(warp):
     assert not rejected(scored(draft_model("1x1"), Token(), requests(warp, count=24, new=96)))
 
 
@@ -162,7 +162,7 @@ def test_the_control_is_rejected_towards_the_draft():
     found = scored(draft_model("1x1"), Control())
     assert "towards the draft" in rejected(found)
     assert found["towards the draft"].z > 0, "where p < q a rejection emits too often"
-    assert "draft" not in rejected(found), "its drafts are honest"
+    assert "draft" not in rejected(found), "its drafts are right"
 
 
 def test_a_deterministic_draft_that_is_accepted_too_often_is_rejected_towards_the_draft():
@@ -171,7 +171,7 @@ def test_a_deterministic_draft_that_is_accepted_too_often_is_rejected_towards_th
     assert "towards the draft" in rejected(found) and found["towards the draft"].z > 0
 
 
-def test_drafts_from_another_law_than_stated_are_rejected_as_drafts():
+def test_drafts_that_are_not_drawn_from_their_q_are_rejected_as_drafts():
     found = scored(Hotter(draft_model("1x1")), Match())
     assert rejected(found) == {"draft"}, "matching never reads q, so the output is right"
     assert found["draft"].z < 0, "they were drawn hotter than stated: less often the likeliest"
@@ -187,7 +187,7 @@ def test_a_loop_that_forgets_a_warp_is_rejected_by_the_mode(monkeypatch, verifie
 
 
 def test_a_loop_with_corrupt_cells_is_rejected_by_the_mode(monkeypatch):
-    """Plain forwards know no cells, so they are a truth that the corruption does not reach."""
+    """Plain forwards use no KV cache, so the corruption does not reach them."""
     write = Cells.write
     monkeypatch.setattr(Cells, "write", lambda self, layer, key, value, places: write(self, layer, key, -value, places))
     assert "mode" in rejected(scored(Ngram(3, 3, 1), Token(), requests(count=192)))
@@ -215,7 +215,7 @@ def test_a_request_that_breaks_is_an_error_that_names_it():
         scores(broken, Null(), Match(), wanted, 0)
 
 
-def test_tokens_are_counted_in_as_they_come_and_batches_change_nothing():
+def test_tokens_are_counted_and_batches_change_nothing():
     ticks = []
     wanted = requests(count=5, new=7)
     one = scores(target(), draft_model("1x1"), Token(), wanted, 0, 2, ticks.append)

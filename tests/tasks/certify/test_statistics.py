@@ -1,4 +1,4 @@
-"""Tests of the tests: known values, calibration under the law, power at the stated error."""
+"""Tests of the tests: known values, calibration under the true distribution, power at the stated error."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def binomial_band(probability: float, repeats: int, sds: float = 4.0) -> float:
 
 
 def test_chi_square_agrees_with_scipy():
-    counts, law = np.array([43, 52, 54, 40, 11]), np.array([0.2, 0.25, 0.25, 0.25, 0.05])
-    found = chi_square(counts, law)
-    statistic, p_value = stats.chisquare(counts, counts.sum() * law)
+    counts, p = np.array([43, 52, 54, 40, 11]), np.array([0.2, 0.25, 0.25, 0.25, 0.05])
+    found = chi_square(counts, p)
+    statistic, p_value = stats.chisquare(counts, counts.sum() * p)
     assert (found.statistic, found.p_value) == pytest.approx((statistic, p_value), rel=1e-12)
     assert (found.df, found.cells, found.samples, found.impossible) == (4, 5, 200, 0)
     assert found.detectable == detectable_tv(4, 200)
@@ -65,16 +65,16 @@ def test_with_one_cell_nothing_is_tested(counts):
 
 
 def test_an_impossible_outcome_is_named():
-    law = np.array([0.5, 0.5, 0.0])
-    seen = chi_square(np.array([500, 499, 1]), law)
+    p = np.array([0.5, 0.5, 0.0])
+    seen = chi_square(np.array([500, 499, 1]), p)
     assert (seen.p_value, seen.impossible, seen.statistic) == (0.0, 1, math.inf)
-    assert chi_square(np.array([500, 500, 0]), law).p_value == 1.0  # and is no cell
-    assert chi_square(np.array([500, 500, 0]), law).cells == 2
+    assert chi_square(np.array([500, 500, 0]), p).p_value == 1.0  # and is no cell
+    assert chi_square(np.array([500, 500, 0]), p).cells == 2
     assert chi_square(np.array([9, 1]), np.array([1.0, 0.0])).p_value == 0.0
 
 
 @pytest.mark.parametrize(
-    ("counts", "law"),
+    ("counts", "p"),
     [
         ([1, 2], [0.5, 0.4]),
         ([1, 2], [1.5, -0.5]),
@@ -84,9 +84,9 @@ def test_an_impossible_outcome_is_named():
         ([], []),
     ],
 )
-def test_what_is_no_law_or_count_is_refused(counts, law):
+def test_negative_counts_and_wrong_probabilities_are_refused(counts, p):
     with pytest.raises(ValueError):
-        chi_square(np.array(counts), np.array(law))
+        chi_square(np.array(counts), np.array(p))
 
 
 @given(
@@ -94,28 +94,28 @@ def test_what_is_no_law_or_count_is_refused(counts, law):
     st.floats(1.0, 50.0),
 )
 def test_pooling_loses_no_sample_and_leaves_no_small_cell(cells, least):
-    counts, law = np.array([count for count, _ in cells]), np.array([mass for _, mass in cells])
-    if law.sum() < 1e-3:
+    counts, p = np.array([count for count, _ in cells]), np.array([mass for _, mass in cells])
+    if p.sum() < 1e-3:
         return
-    law /= law.sum()
-    counts[law == 0] = 0
-    found = chi_square(counts, law, least)
+    p /= p.sum()
+    counts[p == 0] = 0
+    found = chi_square(counts, p, least)
     assert found.samples == counts.sum()
-    assert 1 <= found.cells <= (law > 0).sum()
+    assert 1 <= found.cells <= (p > 0).sum()
     assert 0 <= found.p_value <= 1
     if found.cells > 1:
         assert found.cells * least <= found.samples * (1 + 1e-9)
-    if len(set(law.tolist())) < len(law):
+    if len(set(p.tolist())) < len(p):
         return  # of equally small cells the first takes the rest in
-    order = np.random.default_rng(0).permutation(len(law))
-    assert chi_square(counts[order], law[order], least).statistic == pytest.approx(found.statistic, rel=1e-6, abs=1e-9)
+    order = np.random.default_rng(0).permutation(len(p))
+    assert chi_square(counts[order], p[order], least).statistic == pytest.approx(found.statistic, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("shape", ["even", "skewed"])
-def test_a_true_law_is_rejected_as_often_as_stated(shape):
+def test_a_true_distribution_is_rejected_as_often_as_stated(shape):
     rng, repeats = np.random.default_rng(1), 4000
-    law = np.full(10, 0.1) if shape == "even" else rng.dirichlet(np.full(40, 0.3))
-    p_values = [chi_square(counts, law).p_value for counts in rng.multinomial(2000, law, size=repeats)]
+    p = np.full(10, 0.1) if shape == "even" else rng.dirichlet(np.full(40, 0.3))
+    p_values = [chi_square(counts, p).p_value for counts in rng.multinomial(2000, p, size=repeats)]
     assert np.mean(np.array(p_values) < 0.05) == pytest.approx(0.05, abs=binomial_band(0.05, repeats))
 
 
@@ -123,8 +123,8 @@ def test_a_true_law_is_rejected_as_often_as_stated(shape):
 
 
 @pytest.mark.parametrize(("df", "thousands"), [(9, 215), (31, 287), (63, 354), (255, 579)])
-def test_the_table_of_the_notes(df, thousands):
-    """notes/verification.md: power 0.999 at alpha 1e-6 against TV 1 %."""
+def test_samples_for_one_percent(df, thousands):
+    """Power 0.999 at alpha 1e-6 against TV 1 %."""
     samples = samples_for(0.01, df)
     assert round(samples / 1000) == thousands
     assert detectable_tv(df, samples) == pytest.approx(0.01, rel=1e-5)
@@ -140,7 +140,7 @@ def test_the_smallest_detectable_error_has_the_stated_power(df, alpha, power, tv
         assert stats.ncx2.sf(stats.chi2.isf(alpha, df), df, noncentral) == pytest.approx(power, abs=1e-6)
 
 
-def test_few_samples_promise_nothing():
+def test_few_samples_detect_nothing():
     assert detectable_tv(9, 0) == detectable_tv(0, 1000) == detectable_tv(9, 3) == 1.0
     with pytest.raises(ValueError, match="power"):
         detectable_tv(9, 1000, alpha=0.1, power=0.05)
@@ -150,17 +150,17 @@ def test_few_samples_promise_nothing():
 def test_the_least_favourable_error_is_rejected_as_often_as_stated(power):
     """|d| proportional to p; another direction of the same TV is rejected more often."""
     rng, repeats, samples, alpha = np.random.default_rng(2), 2000, 50_000, 1e-3
-    law = np.array([0.15, 0.15, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
-    tv = detectable_tv(len(law) - 1, samples, alpha, power)
+    p = np.array([0.15, 0.15, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05])
+    tv = detectable_tv(len(p) - 1, samples, alpha, power)
 
     def rejected(error: np.ndarray) -> float:
         error *= tv / (0.5 * np.abs(error).sum())
         assert error.sum() == pytest.approx(0, abs=1e-15)
-        counts = rng.multinomial(samples, law + error, size=repeats)
-        return float(np.mean([chi_square(one, law).p_value < alpha for one in counts]))
+        counts = rng.multinomial(samples, p + error, size=repeats)
+        return float(np.mean([chi_square(one, p).p_value < alpha for one in counts]))
 
-    least = rejected(np.tile([1.0, -1.0], 5) * law)
-    assert least == pytest.approx(power, abs=binomial_band(power, repeats) + 0.01)  # the law of large n is a limit
+    least = rejected(np.tile([1.0, -1.0], 5) * p)
+    assert least == pytest.approx(power, abs=binomial_band(power, repeats) + 0.01)  # exact for large n only
     assert rejected(np.array([1.0, -1, 0, 0, 0, 0, 0, 0, 0, 0])) > least
 
 
@@ -175,12 +175,12 @@ def test_distance():
         distance(np.array([0, 0]), np.array([0.5, 0.5]))
 
 
-def test_distance_of_a_true_law_is_as_expected():
-    rng, law = np.random.default_rng(3), np.array([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
+def test_distance_of_a_true_distribution_is_as_expected():
+    rng, p = np.random.default_rng(3), np.array([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
     for samples in (1000, 100_000):
-        mean = np.mean([distance(counts, law) for counts in rng.multinomial(samples, law, size=2000)])
-        assert mean == pytest.approx(float(expected_distance(law, samples)), rel=0.03)
-    line = expected_distance(law, np.array([100, 400, 1600]))
+        mean = np.mean([distance(counts, p) for counts in rng.multinomial(samples, p, size=2000)])
+        assert mean == pytest.approx(float(expected_distance(p, samples)), rel=0.03)
+    line = expected_distance(p, np.array([100, 400, 1600]))
     assert line[0] / line == pytest.approx([1, 2, 4])
 
 
@@ -206,7 +206,7 @@ def test_score_by_hand():
     assert (bias, tv) == pytest.approx((1.959964 / 4, 1.959964 / 4))
 
 
-def test_score_knows_the_size_the_notes_state():
+def test_score_detects_one_percent_with_the_known_number_of_tokens():
     """About (z_a + z_b)^2 / (4 eps^2) tokens for f = +-1 of even odds; 1 % needs 154k to 159k (one- or two-sided)."""
     score = Score(2.0)
     n = 158_700
@@ -215,7 +215,7 @@ def test_score_knows_the_size_the_notes_state():
     assert score.detectable().bias == pytest.approx(0.02, rel=2e-2)
 
 
-def test_nothing_random_promises_nothing():
+def test_without_randomness_nothing_is_detectable():
     score = Score()
     assert (score.p_value, score.bound, score.detectable()) == (1.0, 1.0, (math.inf, 1.0))
     score.add(np.ones(5), np.full(5, 1 - 1e-9), np.zeros(5))  # a rounded mean is no deviation
@@ -224,7 +224,7 @@ def test_nothing_random_promises_nothing():
 
 
 def test_rounded_means_do_not_add_up():
-    """Certain tokens of a float32 law that sums to 1 - 1e-7: without care z = sqrt(n)."""
+    """Certain tokens of a float32 distribution that sums to 1 - 1e-7: without care z = sqrt(n)."""
     score, n = Score(), 100_000
     score.add(np.ones(n), np.full(n, 1 - 1e-7), np.full(n, 1e-14))
     assert (score.z, score.p_value, score.bound, score.tokens) == (0.0, 1.0, 1.0, n)
@@ -248,8 +248,8 @@ def test_broken_scores_are_refused(value, mean, variance):
         Score().add(np.array(value), np.array(mean), np.array(variance))
 
 
-def test_score_of_a_true_law_is_rejected_as_often_as_stated():
-    """Laws change from token to token, and f with them."""
+def test_score_of_a_true_distribution_is_rejected_as_often_as_stated():
+    """Distributions change from token to token, and f with them."""
     rng, repeats, n = np.random.default_rng(4), 2000, 400
     p_values = []
     for _ in range(repeats):
@@ -276,7 +276,7 @@ def test_a_detectable_bias_is_rejected_as_often_as_stated(power):
 
 
 def test_few_rare_tokens_need_the_bound():
-    """300 tokens of p = 0.9999: 3 % of all runs see one rare token, as they should; the normal law rejects all those.
+    """300 tokens of p = 0.9999: 3 % of all runs have one rare token; the normal distribution rejects all those.
 
     The bound does not, and with much variance it costs little.
     """
@@ -332,13 +332,13 @@ def test_holm_rejects_a_true_family_as_often_as_stated():
 
 
 @pytest.mark.parametrize("power", [0.5, 0.9])
-def test_what_the_bound_would_have_seen_it_rejects_as_often_as_stated(power):
+def test_the_bound_rejects_a_detectable_bias_as_often_as_stated(power):
     rng, repeats, n, alpha = np.random.default_rng(7), 1000, 20_000, 1e-3
     p, f = np.array([0.3, 0.2, 0.1, 0.4]), np.array([1.0, -1.0, 1.0, -1.0])
     one = sign_score(p, f, np.zeros(n, dtype=int))
-    seen = one.would_have_seen(alpha, power)
-    assert seen.tv > one.detectable(alpha, power).tv, "the bound asks for more than the normal law"
+    seen = one.detectable_by_bound(alpha, power)
+    assert seen.tv > one.detectable(alpha, power).tv, "the bound asks for more than the normal distribution"
     wrong = p + seen.tv * np.array([0.75, -1 / 3, 0.25, -2 / 3])
     rejected = [sign_score(p, f, rng.choice(4, n, p=wrong)).bound < alpha for _ in range(repeats)]
     assert np.mean(rejected) == pytest.approx(power, abs=binomial_band(power, repeats) + 0.02)
-    assert Score().would_have_seen() == (math.inf, 1.0)
+    assert Score().detectable_by_bound() == (math.inf, 1.0)

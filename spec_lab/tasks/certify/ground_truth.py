@@ -1,0 +1,100 @@
+"""The reference of the decode loop: autoregressive decoding of a toy, enumerated without engine, KV cache or drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import torch
+
+from spec_lab.constrain import ConstraintState, Continuation
+from spec_lab.constrain.protocol import unpack
+from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.engine.request import Request
+from spec_lab.tasks.certify.instances import PLAIN, Instance
+from spec_lab.tasks.certify.outputs import Distribution, Output
+from spec_lab.tasks.certify.toy_models import code, logits
+
+
+def truth(instance: Instance, sampling: Sampling = PLAIN) -> Distribution:
+    """Return the distribution of the outputs of autoregressive decoding under the instance's constraint.
+
+    Tokens are sampled one after another from the masked probabilities; after each the constraint's action is applied.
+    All outcomes are visited, each with the product of its tokens' probabilities.
+    """
+    request, applied = instance.request(0, sampling), instance.applied
+    tables = [logits(instance.toy.probabilities(length)[0]) for length in range(instance.tokens)]
+    decoding = _Autoregressive(instance.toy.v, request, tables)
+    start = applied.constraint.start(request) if applied is not None and applied.on_target else None
+    found = Distribution()
+    for probability, ended in decoding.outcomes(_Live((), start)):
+        output: Output = tuple((text, finish) for _, text, finish in sorted(ended))
+        found[output] = found.get(output, 0.0) + probability
+    return found
+
+
+Ended = tuple[tuple[int, ...], tuple[int, ...], str]
+"""A lineage, its text and why it ended."""
+
+
+@dataclass(frozen=True)
+class _Live:
+    text: tuple[int, ...]
+    state: ConstraintState | None
+    lineage: tuple[int, ...] = ()
+    forks: int = 0
+
+
+@dataclass(frozen=True)
+class _Autoregressive:
+    """Autoregressive decoding of one request, every outcome with its probability."""
+
+    v: int
+    request: Request
+    tables: Sequence[np.ndarray]
+
+    def outcomes(self, live: _Live) -> Iterator[tuple[float, list[Ended]]]:
+        """Yield every way in which a sequence and its forks can end."""
+        action = None if live.state is None else live.state.action()
+        if action:
+            yield from self._acted(live, action)
+        elif action is not None:
+            yield 1.0, [(live.lineage, live.text, "constraint")]
+        elif len(live.text) >= self.request.max_new_tokens:
+            yield 1.0, [(live.lineage, live.text, "length")]
+        else:
+            p = self._probabilities(live)
+            if not p.any():
+                yield 1.0, [(live.lineage, live.text, "stuck")]
+            for token in np.flatnonzero(p).tolist():
+                text, state = (*live.text, token), live.state
+                if token in self.request.stop:
+                    yield float(p[token]), [(live.lineage, text, "stop")]
+                    continue
+                if state is not None:
+                    state = state.fork()
+                    state.advance(token)
+                for probability, ended in self.outcomes(replace(live, text=text, state=state)):
+                    yield float(p[token]) * probability, ended
+
+    def _acted(self, live: _Live, action: tuple[Continuation, ...]) -> Iterator[tuple[float, list[Ended]]]:
+        forks, each = live.forks + (len(action) > 1), []
+        for number, onward in enumerate(action):
+            text = live.text[: len(live.text) - onward.backtrack]
+            if number:
+                one = _Live(text, onward.state, (*live.lineage, live.forks, number))
+            else:
+                one = _Live(text, onward.state, live.lineage, forks)
+            each.append(list(self.outcomes(one)))
+        for some in product(*each):
+            yield float(np.prod([p for p, _ in some])), [one for _, ended in some for one in ended]
+
+    def _probabilities(self, live: _Live) -> np.ndarray:  # [V]
+        mask = None if live.state is None else live.state.mask()
+        allowed = None if mask is None else torch.from_numpy(unpack(mask, self.v))[None]
+        row = torch.from_numpy(self.tables[len(live.text)][code(live.text, self.v)])[None]
+        seen = torch.zeros(1, self.v, dtype=torch.bool)
+        seen[0, [*self.request.tokens, *live.text]] = True
+        return logits_to_probs(row, [self.request.sampling], seen, allowed)[0].numpy()

@@ -1,0 +1,147 @@
+"""What is enumerated: toy models, draft trees, lengths and constraints, small enough that every outcome is visited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spec_lab.constrain import AppliedConstraint
+from spec_lab.constrain.applied import PLACES
+from spec_lab.constrain.banned import Banned
+from spec_lab.constrain.combined import Combined
+from spec_lab.constrain.control import Branch, ControllerConstraint, Event
+from spec_lab.constrain.engines.grammar import regex
+from spec_lab.constrain.min_new_tokens import MinNewTokens
+from spec_lab.constrain.protocol import CertifiableConstraint
+from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.request import Request
+from spec_lab.propose.trees import parse, width_of
+from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy
+
+PLAIN = Sampling(1.0)
+"""Temperature 1 and nothing else."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One toy request.
+
+    Args:
+        toy: the probabilities of target and draft model.
+        tree: as ``trees.parse`` reads it; proposers without a tree ignore it.
+        tokens: 0 for a single step; otherwise the decode loop runs until so many tokens are emitted.
+        stop: tokens that end the text.
+        start: tokens after the prompt at which the step begins.
+        applied: a constraint on the toy's tokens, for a loop; None for none.
+    """
+
+    toy: RandomToy
+    tree: str
+    tokens: int = 0
+    stop: frozenset[int] = frozenset()
+    start: tuple[int, ...] = ()
+    applied: AppliedConstraint | None = None
+
+    @property
+    def chain(self) -> bool:
+        """Whether the tree is a chain."""
+        return width_of(parse(self.tree)) == 1
+
+    @property
+    def name(self) -> str:
+        """The instance in words."""
+        kind = "plain" if self.toy.plain else "mixed"
+        what = f"{self.tokens} tokens" if self.tokens else "one step"
+        stop = f", stop {sorted(self.stop)}" if self.stop else ""
+        under = "" if self.applied is None else f", {self.applied.constraint.name} on {self.applied.placement}"
+        return f"V={self.toy.v} {kind} toy model {self.toy.seed}, tree {self.tree}, {what}{stop}{under}"
+
+    def request(self, number: int, sampling: Sampling) -> Request:
+        """Return the instance as a request."""
+        return Request(number, f"toy {number}", PROMPT + self.start, sampling, max(self.tokens, 1), self.stop)
+
+
+TREES = ("1", "1x1", "1x1x1", "2", "3", "1x2", "2x1", "2x2", "3x1", "0 1 0.0 0.1 1.0 0.0.0 0.1.0")
+TOYS = (
+    RandomToy(1),
+    RandomToy(6),
+    RandomToy(12, v=5),
+    RandomToy(4, plain=True),
+    RandomToy(2),  # the first p and q are disjoint: nothing is accepted
+    RandomToy(14),  # the first p and q are equal: the first token is always accepted
+)
+FEW = RandomToy(8, support=2)
+STEPS = tuple(Instance(toy, tree) for toy in TOYS for tree in TREES)
+"""Single steps."""
+
+LOOPS = (
+    Instance(FEW, "1", 3),
+    Instance(FEW, "1x1", 3),
+    Instance(FEW, "2", 3),
+    Instance(FEW, "2x1", 2),
+    Instance(FEW, "1x1", 3, frozenset({1})),
+    Instance(RandomToy(9, v=5, support=2), "1x1", 3, frozenset({0, 3})),
+)
+"""The decode loop without a constraint."""
+
+QUICK = (*(Instance(TOYS[0], tree) for tree in ("1x1", "2", "2x1", "1x1x1")), *LOOPS[:2])
+"""What every run enumerates of its own pair, in a fraction of a second."""
+
+PIECES = (b"a", b"b", b"ab", b"c", b"")
+"""The tokens of constrained toys as text; the last one ends it."""
+
+END = frozenset({4})
+CONSTRAINED = RandomToy(8, v=5, support=2)
+
+
+def constrained() -> tuple[Instance, ...]:
+    """Return loops under every kind of constraint: a grammar in every placement, a fork with backtracking, banned
+    phrases with a minimum length.
+    """
+    vocabulary = Vocabulary.plain(PIECES, 4)
+    grammar = regex(vocabulary, "(ab|c)(a|b|c)*b|a[bc]")
+    every = [AppliedConstraint(grammar, placement, fast_forward=placement == "both") for placement in PLACES]
+    forking = ControllerConstraint(lambda _: Forking(), vocabulary.size, "a controller that forks")
+    every.append(AppliedConstraint(forking))
+    every.append(AppliedConstraint(Combined([Banned(("bb", "ca"), PIECES), MinNewTokens(2, vocabulary.size)])))
+    trees = ("1x1", "2x1", "1x1", "1x1", "1", "1x1")
+    return tuple(Instance(CONSTRAINED, tree, 2, END, applied=one) for tree, one in zip(trees, every, strict=True))
+
+
+def under(applied: AppliedConstraint | None) -> tuple[Instance, ...]:
+    """Return loops under a run's own constraint in every placement that it can have; none where it has no toy version
+    (``CertifiableConstraint``).
+    """
+    if applied is None or not isinstance(applied.constraint, CertifiableConstraint):
+        return ()
+    constraint = applied.constraint.toy(Vocabulary.plain(PIECES, 4))
+    places = [place for place in PLACES if place in ("target", "both") or not constraint.has_actions]
+    every = [AppliedConstraint(constraint, place, fast_forward=place == "both") for place in places]
+    return tuple(
+        Instance(CONSTRAINED, tree, tokens, END, applied=one)
+        for tree, tokens in (("2x1", 2), ("1x1", 3))
+        for one in every
+    )
+
+
+def every_instance() -> tuple[Instance, ...]:
+    """Return all instances, those under a run's own constraint apart."""
+    return STEPS + LOOPS + constrained()
+
+
+@dataclass
+class Forking:
+    """A controller that forks the sequence after the first token; the fork replaces that token."""
+
+    steps: int = 0
+
+    def step(self, event: Event) -> list[Branch]:
+        """See ``Controller``."""
+        self.steps += 1
+        if self.steps == 2:
+            return [Branch(allow={0, 1, 2}), Branch(backtrack=1, ff=((3, 0),))]
+        return [Branch()]
+
+    def fork(self) -> Forking:
+        """See ``Controller``."""
+        return Forking(self.steps)
