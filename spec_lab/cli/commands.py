@@ -252,7 +252,9 @@ def print_results(folder: Path, console: Console | None = None) -> None:
     Raises:
         ValueError: it is no sweep.
     """
-    table = sweep.collect(folder)
+    from spec_lab.analysis.metrics import sweeps
+
+    table = sweeps.named(sweep.collect(folder))
     if "tau_pooled" not in table or not len(table):
         return
     label = sweep.labels({one.folder.name: one.overrides for one in sweep.runs(folder)})
@@ -274,7 +276,7 @@ FIGURES = {
     "speed-up [95 %]": "speedup",
     "tokens/s": "tokens_per_second",
     "tau": "tau_pooled",
-    "E tau": "expected_tau",
+    "expected tau": "expected_tau",
 }
 """Columns of a sweep's table on the screen, and where they come from."""
 
