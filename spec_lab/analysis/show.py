@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_lab.analysis.metrics import PHASES
+from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.text import COLUMNS, interval, losslessness, number, table
 from spec_lab.core.terminal import visible
 
@@ -30,7 +31,9 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         console: where it is printed.
         verbose: print every column; a console of ``WIDE`` columns or more does so anyway.
     """
-    summary = by_proposer(summary)
+    names = arm_names({arm: figures.get("proposer") for arm, figures in summary["arms"].items()})
+    against = {peer: renamed(speedups, names) for peer, speedups in (summary["against"] or {}).items()}
+    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against}
     verbose = verbose or console.width >= WIDE
     wide = console.width >= WIDE
     console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
@@ -44,19 +47,6 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     console.print("\n".join(_notes(summary, verbose)), highlight=False)
 
 
-def by_proposer(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary with its main arm called by its proposer's name, where no other arm has that name."""
-    arms = summary["arms"]
-    name = str(arms.get("speculative", {}).get("proposer", "speculative"))
-    name = "speculative" if name in arms else name
-
-    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name if arm == "speculative" else arm: value for arm, value in values.items()}
-
-    against = {peer: renamed(values) for peer, values in (summary["against"] or {}).items()}
-    return {**summary, "arms": renamed(arms), "against": against}
-
-
 def chosen_trees(now: Mapping[str, Arm], begun: Mapping[str, Arm]) -> list[str]:
     """Return a line for each arm whose draft tree was chosen by measured costs, with the option that repeats it.
 
@@ -64,7 +54,7 @@ def chosen_trees(now: Mapping[str, Arm], begun: Mapping[str, Arm]) -> list[str]:
         now: the proposers' facts, by arm, the main arm first.
         begun: the same in the manifest; of a resumed run, from when it began.
     """
-    lines = []
+    lines, names = [], arm_names({arm: facts.get("name") for arm, facts in begun.items()})
     for number_of_arm, (arm, facts) in enumerate(begun.items()):
         if "costs_measured" not in facts:
             continue
@@ -78,7 +68,7 @@ def chosen_trees(now: Mapping[str, Arm], begun: Mapping[str, Arm]) -> list[str]:
         else:
             origin = f"step costs measured now{busy}{' and not cached' if busy else ''}"
         lines.append(
-            f"{arm}: calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau "
+            f"{names[arm]}: calibrated tree of {facts['nodes']} nodes, depth {depth}, expected tau "
             f"{facts['expected_tokens']:.2f} ({origin}); repeat it with {option}='{tree}'"
         )
     return lines

@@ -257,7 +257,9 @@ def print_results(folder: Path, console: Console | None = None) -> None:
     Raises:
         ValueError: the folder holds no sweep.
     """
-    table = sweep.collect(folder)
+    from spec_lab.analysis.metrics import sweeps
+
+    table = sweeps.named(sweep.collect(folder))
     if "tau_pooled" not in table or not len(table):
         return
     label = sweep.labels({one.folder.name: one.overrides for one in sweep.runs(folder)})

@@ -19,6 +19,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
+from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
@@ -58,7 +59,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     def work(facts: Mapping[str, Any]) -> Done:
         for line in show.chosen_trees(lab.facts(), facts["proposers"]):
             console.print(line, soft_wrap=True, highlight=False)
-        finished = recorder.finished()
+        finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
         total = sum(map(len, todo.values())) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="prompt", disable=one_of_several()) as bar:
@@ -67,15 +68,16 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 _warm_up(arms, requests[:size], settings.warmup)
                 bar.set_postfix_str("")
             for number, group in todo.items():
-                rows = _decode_group(lab, settings, arms, number, group, bar)
+                rows = _decode_group(lab, settings, arms, names, number, group, bar)
                 recorder.write(number, *rows)
                 seen = tracking.group_figures(pd.DataFrame(rows[2]))
                 lab.tracker.group(number, seen)
-                bar.set_postfix({name: f"{value:.3g}" for name, value in seen.items()})
+                speeds = {series.rpartition("/")[0]: f"{speed:.3g} tokens/s" for series, speed in seen.items()}
+                bar.set_postfix(renamed(speeds, names))
         tables = recorder.gather()
         return Done(
             _summary(lab, settings, arms, tables, config),
-            lambda: [] if many else _draw(tables, settings.output_dir / "figures"),
+            lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
             lambda found: show.show(found, console),
             tables,
         )
@@ -103,7 +105,13 @@ def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) 
 
 
 def _decode_group(
-    lab: Lab, settings: Settings, arms: Mapping[str, Arm], number: int, group: Sequence[Request], bar: Any
+    lab: Lab,
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    names: Mapping[str, str],
+    number: int,
+    group: Sequence[Request],
+    bar: Any,
 ) -> tuple[writer.Rows, writer.Rows, writer.Rows]:
     """Every arm's rows of one group, the arms in the group's order."""
     rounds: writer.Rows = []
@@ -118,7 +126,7 @@ def _decode_group(
             shown = lab.shown(outcome.request, outcome.tokens), lab.ends(outcome.request, outcome.tokens)
             requests.append(writer.request_row(outcome, prompt, *shown, settings.seed, number, name, order))
             if outcome.error:
-                bar.write(f"{name}: {outcome.error}", file=sys.stderr)
+                bar.write(f"{names[name]}: {outcome.error}", file=sys.stderr)
         bar.update(len(group))
     return rounds, steps, requests
 

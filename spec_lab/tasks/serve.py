@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis.figures.style import STYLE, colours
 from spec_lab.analysis.metrics.intervals import cluster_interval
+from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.text import interval, number, table
 from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
 from spec_lab.core.options import one_of, whole
@@ -116,8 +117,7 @@ def serve(
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
-    if "speculative" in arms and lab.proposer.name not in arms:
-        arms = {lab.proposer.name if name == "speculative" else name: arm for name, arm in arms.items()}
+    arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
     for arm in arms.values():  # an engine validates requests when they are added: refuse before anything is served
         engine = engine_of(arm, limits)
         for one in stream:

@@ -262,9 +262,19 @@ def test_arms_that_only_one_run_has_are_not_compared_with_others_in_their_place(
     ]
 
 
+def test_runs_with_different_proposers_pair_by_key_and_show_both_names(tmp_path):
+    a, b = (write(tmp_path / name, taus(9), proposers={"speculative": {"name": name}}) for name in ("medusa", "ngram"))
+    found = compare([a, b])
+    assert found.pairs[0].arms == ("speculative", "speculative") and found.pairs[0].names == ("medusa", "ngram")
+    assert "B compared with A: ngram with medusa" in shown(found) and "speculative" not in shown(found)
+    row = as_frame(found).iloc[0]
+    assert (row["reference_arm"], row["reference_name"], row["other_name"]) == ("speculative", "medusa", "ngram")
+
+
 def test_one_run_alone_has_its_arms_compared(tmp_path):
     found = compare([write(tmp_path / "a", taus(9), arms=["speculative", "ngram"])])
     assert [pair.arms for pair in found.pairs] == [("speculative", "ngram")]
+    assert "ngram compared with toy" in shown(found)
     assert words(found)["tau_pooled"] == "identical"
 
 

@@ -144,6 +144,11 @@ def test_the_line_of_a_tree_says_whether_it_was_calibrated_on_a_busy_machine(ste
     assert "proposer.tree='0 0.0'" in line
 
 
+def test_the_line_of_a_tree_names_the_proposer():
+    facts = {"name": "medusa", "tree": "0", "nodes": 1, "expected_tokens": 1.5, "costs_measured": "now"}
+    assert show.chosen_trees({}, {"speculative": facts})[0].startswith("medusa: ")
+
+
 def test_the_trees_of_further_arms_are_options_of_their_own():
     facts = {"tree": "0", "nodes": 1, "expected_tokens": 1.5, "costs": "cached", "costs_measured": "now"}
     lines = show.chosen_trees({"a": facts, "b": facts}, {"a": facts, "b": facts})

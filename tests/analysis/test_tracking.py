@@ -16,6 +16,7 @@ import wandb
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables
 from spec_lab.analysis.tracking import Files, Wandb, client, series, track, track_all
+from spec_lab.analysis.tracking.dashboard import ARMS
 from spec_lab.results import sweep
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.benchmark import run
@@ -129,11 +130,12 @@ def test_a_view_holds_summary_figures_and_tables(tracked, seen):
     pictures = {name.split(".")[0] for one in history(seen) for name in one if name.startswith("figures/")}
     assert pictures == {f"figures/{path.stem}" for path in (tracked / "figures").glob("*.png")} != set()
     requests, tables = table(tracked, "requests"), metrics.load(tracked)
-    assert len(requests) == len(tables.requests) and set(requests["arm"]) == {"speculative", "baseline"}
-    first = requests[requests["arm"] == "speculative"].iloc[0]
+    assert len(requests) == len(tables.requests) and set(requests["arm"]) == {"repeat", "baseline"}
+    first = requests[requests["arm"] == "repeat"].iloc[0]
     own = metrics.decode_steps(tables.steps, "speculative").query("request == 0")
     assert first["prompt"] == "the cat sat" and first["tau"] == pytest.approx(metrics.tau_pooled(own))
     depths = table(tracked, "depths").query("kind == 'survival'")
+    assert set(depths["arm"]) == {"repeat"}
     assert depths["value"].tolist() == pytest.approx(written["survival"])
 
 
@@ -371,11 +373,15 @@ def test_files_only_does_nothing(tmp_path):
 # The dashboard -----------------------------------------------------------------------------------------------------
 
 
+def test_the_dashboard_shows_the_arms_of_a_run_unless_others_are_named(tracked):
+    assert [*ARMS] == metrics.arms(metrics.load(tracked))
+
+
 def test_the_dashboard_names_only_what_a_view_logs(tracked, seen):
     pytest.importorskip("wandb_workspaces")
     from spec_lab.analysis.tracking.dashboard import dashboard
 
-    made = dashboard("project", "entity", metrics.arms(metrics.load(tracked)))
+    made = dashboard("project", "entity")
     spec = json.loads(made._to_model().model_dump_json(by_alias=True))["spec"]["section"]
     sections = {one["name"]: one["panels"] for one in spec["panelBankConfig"]["sections"]}
     assert list(sections) == ["speed", "acceptance", "time", "texts"]

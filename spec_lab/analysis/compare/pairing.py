@@ -14,6 +14,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, factor, speedup_totals
+from spec_lab.analysis.names import names_in_manifest
 
 Verdict = Literal["significant", "not significant", "identical", "too few", "not tested"]
 
@@ -55,9 +56,13 @@ class RunRows:
 
     @property
     def arms(self) -> list[str]:
-        """The arms with rounds, the main one first, without the baseline."""
+        """The arms with step rows, the main one first, without the baseline."""
         with_rounds = set(self.tables.rounds["arm"]) - {"baseline"}
         return [arm for arm in metrics.arms(self.tables) if arm in with_rounds]
+
+    def name(self, arm: str) -> str:
+        """Return the name under which an arm is shown."""
+        return names_in_manifest(self.manifest).get(arm, arm)
 
     def described(self) -> str:
         """Return proposer, size and state of the run, in words."""
@@ -146,7 +151,8 @@ class ArmComparison:
 
     Args:
         reference, other: labels of the runs.
-        arms: the reference's arm, the other's.
+        arms: keys of the reference's arm and the other's.
+        names: the names under which they are shown.
         prompts, groups: number of pairs of units; 0 where the runs are compared unpaired.
         identical: share of the shared prompts with the same output tokens in both; NaN without shared prompts.
         changes: the figures.
@@ -155,6 +161,7 @@ class ArmComparison:
     reference: str
     other: str
     arms: tuple[str, str]
+    names: tuple[str, str]
     prompts: int
     groups: int
     identical: float
@@ -186,6 +193,7 @@ def compare_arms(reference: RunRows, other: RunRows) -> list[ArmComparison]:
             reference.selected.label,
             other.selected.label,
             pair,
+            (reference.name(pair[0]), other.name(pair[1])),
             0 if prompts is None else len(prompts),
             0 if groups is None else len(groups),
             math.nan if prompts is None else _identical(reference, other, pair, prompts),
@@ -271,7 +279,7 @@ def _speeds(
 
 
 def _why_not_tested(reference: RunRows, other: RunRows) -> str:
-    """Return what besides the experiment differs between the seconds of two runs."""
+    """Return why tokens per second of two runs are not compared."""
     if reference is other:
         return "see speed-up"
     machines = [

@@ -41,10 +41,10 @@ def show(comparison: Comparison, console: Console) -> None:
 def as_frame(comparison: Comparison) -> pd.DataFrame:
     """Return one row for each figure of a pair of arms, for notebooks and CSV.
 
-    Columns: ``reference`` and ``other`` (labels), their folders and arms, ``figure``, ``reference_value``,
-    ``other_value``, ``change`` (a factor where ``relative``, else a difference), its own interval (``low``, ``high``)
-    and the one that holds together with all others (``simultaneous_low``, ``simultaneous_high``), ``smallest``,
-    ``unit``, ``units``, ``paired``, ``verdict``, ``why``; ``identical_outputs`` belongs to the pair.
+    Columns: ``reference`` and ``other`` (labels), their folders, arms (keys) and arms' names, ``figure``,
+    ``reference_value``, ``other_value``, ``change`` (a factor where ``relative``, else a difference), its own interval
+    (``low``, ``high``) and the one that holds together with all others (``simultaneous_low``, ``simultaneous_high``),
+    ``smallest``, ``unit``, ``units``, ``paired``, ``verdict``, ``why``; ``identical_outputs`` belongs to the pair.
     """
     folders = {run.label: str(run.folder) for run in comparison.runs}
     rows = []
@@ -56,6 +56,8 @@ def as_frame(comparison: Comparison) -> pd.DataFrame:
             "other_folder": folders[pair.other],
             "reference_arm": pair.arms[0],
             "other_arm": pair.arms[1],
+            "reference_name": pair.names[0],
+            "other_name": pair.names[1],
         }
         for one in pair.changes:
             values = {"figure": one.figure, "reference_value": one.reference, "other_value": one.other}
@@ -81,10 +83,10 @@ def _settings(title: str, heading: str, settings: Sequence[SettingValues]) -> Ta
 
 
 def _pair(pair: ArmComparison, comparison: Comparison) -> Table:
-    reference, other = pair.arms if pair.reference == pair.other else (pair.reference, pair.other)
+    reference, other = pair.names if pair.reference == pair.other else (pair.reference, pair.other)
     title = f"{other} compared with {reference}"
     if pair.reference != pair.other:
-        title += f": {pair.arms[0]}" if pair.arms[0] == pair.arms[1] else f": {pair.arms[1]} with {pair.arms[0]}"
+        title += f": {pair.names[0]}" if pair.names[0] == pair.names[1] else f": {pair.names[1]} with {pair.names[0]}"
     if pair.prompts:
         title += f"; {pair.prompts} prompts in both, {pair.identical:.0%} with the same output"
     shown = table(visible(title))

@@ -77,8 +77,8 @@ def throughput(tables: Tables) -> Figure | None:
     left.set(xlabel="baseline, tokens/s", ylabel="arm, tokens/s", xlim=(0, top), ylim=(0, top))
     left.set_title("Groups of prompts; dashed: the baseline's speed")
     farthest = np.nanmax([frame["speedup"].max(), means["high"].max(), 1.0])
-    right.set(xlabel="speed-up: total tokens/s over the baseline's", xlim=(0, farthest * 1.06))
-    right.set_title("Speed-up, 95 % interval; dots: groups")
+    right.set(xlabel=style.SPEEDUP, xlim=(0, farthest * 1.06))
+    right.set_title("Speed-up, 95 % interval; dots: ratios of groups")
     style.rows(right, names)
     right.set_ylim(len(others) - 0.5, -0.75)
     for label, arm in zip(right.get_yticklabels(), others, strict=True):

@@ -62,6 +62,9 @@ STYLE = {
     "text.parse_math": False,  # names may contain dollar signs
 }
 
+SPEEDUP = "speed-up (ratio of sums)"
+"""Label of ``metrics.speedup``: total tokens per total seconds over the baseline's."""
+
 LETTER = 0.078
 """Approximate width of a letter at nine points, in inches."""
 

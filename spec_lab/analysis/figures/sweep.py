@@ -18,8 +18,8 @@ from spec_lab.core.terminal import visible
 MAX_ROWS = 40
 """Most rows of a forest plot; of more, the fastest are drawn."""
 
-SPEEDUP = "speed-up: total tokens/s over the baseline's"
-VALUES = {"tau_pooled": "tau, tokens per step", "speedup": SPEEDUP}
+VALUES = {"tau_pooled": "tau, tokens per step", "speedup": style.SPEEDUP}
+"""Label of each figure that is drawn against an option."""
 
 
 @rc_context(STYLE)
@@ -47,7 +47,7 @@ def forest(table: pd.DataFrame, keys: Sequence[str]) -> Figure | None:
         axes.annotate(text, (1.02, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     style.rows(axes, names, size=8)
     axes.set_xlim(0, None)
-    axes.set_xlabel(f"{SPEEDUP}, 95 % interval")
+    axes.set_xlabel(f"{style.SPEEDUP}, 95 % interval")
     count = f"the {len(shown)} fastest of {len(frame)}" if len(shown) < len(frame) else f"{len(frame)} rows"
     axes.set_title(f"Speed-ups: {count}")
     return figure
@@ -65,17 +65,19 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str], by: str) -> Figure
     present = set(categories[by])
     words = [word for word in categories[by].cat.categories if word in present]
     names = style.short(words, 40)
-    colour = style.option_colours(words)
-    if by in ("arm", "proposer"):
-        proposers = {word: word.removeprefix("proposer=") for word in words}
-        colour = {word: style.colours(proposers.values())[name] for word, name in proposers.items()}
+    arms = [list(frame.loc[categories[by] == word, "arm"].unique()) for word in words]
+    if len({tuple(one) for one in arms}) == sum(map(len, arms)):  # each word stands for an arm
+        of_arm = style.colours(sweeps.compared_arms(table))
+        colour = {word: of_arm[arm] for word, (arm,) in zip(words, arms, strict=True)}
+    else:
+        colour = style.option_colours(words)
     figure, (axes,) = style.panels(1, 4.4, 3.2, right=style.text_width(names.values()) + 0.5)
     style.one_line(axes, "y")
     for word in words:
         rows_of_word = frame[categories[by] == word]
         axes.plot(rows_of_word["tau_pooled"], rows_of_word["speedup"], "o", ms=5, alpha=0.75, color=colour[word],
                   label=names[word])  # fmt: skip
-    axes.set(xlabel=VALUES["tau_pooled"], ylabel=SPEEDUP, title="Speed-up against tau")
+    axes.set(xlabel=VALUES["tau_pooled"], ylabel=style.SPEEDUP, title="Speed-up against tau")
     style.legend_right(axes)
     return figure
 

@@ -12,7 +12,7 @@ Published formulas differ, so a figure is always named with its formula. Convent
 - The bonus or recovered token of a step is part of tau.
 - Speeds and comparisons of outputs leave out whole groups in which a request of any arm broke (``broken_groups``): its
   output is cut short, perhaps in one arm only. Acceptance and time by phase count what was decoded until then.
-- Speeds leave out the prefill, its tokens and its seconds, unless the name says otherwise.
+- Speeds leave out the prefill, its tokens and its seconds, unless the name states otherwise.
 - **Speed-up** (``speedup``) is a ratio of sums: the arm's total tokens per total seconds over the baseline's, on the
   same groups of prompts in the same run. Other means of the same ratios have other names: ``speedup_mean_of_groups``
   (arithmetic mean of the groups' ratios), ``speedup_geometric_mean`` (``paired``), ``spec_bench_speedup``.

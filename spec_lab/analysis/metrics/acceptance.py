@@ -133,7 +133,7 @@ def calibration(steps: pd.DataFrame) -> dict[str, float]:
         ``sampled_variance``, ``expected_variance``: of the two estimators, over groups (linearised).
         ``variance_reduction``: sampled / expected variance, the factor by which more groups would be needed for the
             same precision. 1 is no gain; with few groups the factor is itself uncertain. NaN where it is 1 by
-            construction: at temperature 0, for a verifier that is given the draft's noise (``expected_kind``), and for
+            construction: at temperature 0, for a verifier that shares the draft's noise (``expected_kind``), and for
             steps without drafts.
     """
     sampled, expected = (

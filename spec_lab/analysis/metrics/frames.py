@@ -109,11 +109,12 @@ def time_by_phase(tables: Tables) -> pd.DataFrame:
 
 
 def cost_of_nodes(tables: Tables) -> pd.DataFrame:
-    """Return the target's time per round: arm, live, nodes, ms (median), low, high (quartiles), rounds.
+    """Return the target's time per step of the batch: arm, live, nodes, ms (median), low, high (quartiles), rounds.
 
-    ``live`` is the number of sequences in the round, ``nodes`` the drafted nodes of each, rounded where they differ.
+    ``live`` is the number of sequences, ``nodes`` the drafted nodes of each, rounded where they differ, ``rounds`` the
+    number of steps.
     Milliseconds are those of the phase ``target`` alone, packing and KV-cache bookkeeping included; prefills are left
-    out. All contexts are pooled and nodes are as the arms drafted them, so rounds with more nodes may also differ in
+    out. All contexts are pooled and nodes are as the arms drafted them, so steps with more nodes may also differ in
     context and arm. ``spec_lab.tasks.cost`` varies the number of nodes alone.
     """
     rounds = tables.rounds[~tables.rounds["prefill"] & (tables.rounds["live"] > 0)]

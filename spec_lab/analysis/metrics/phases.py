@@ -18,11 +18,11 @@ PHASES = {
     "commit": "commit",
     "between": "between steps",
 }
-"""Disjoint parts of decode time, with their labels. Keys are those of ``summary.json`` and of the table of rounds."""
+"""Disjoint parts of decode time, with their labels. Keys are those of ``summary.json`` and of ``rounds``."""
 
 
 def decode_seconds(rounds: pd.DataFrame, arm: str) -> float:
-    """Return the seconds from the end of each group's prefill to the end of its last round, summed over groups."""
+    """Return the seconds from the end of each group's prefill to the end of its last step, summed over groups."""
     rounds = rounds[rounds["arm"] == arm]
     group = np.unique(rounds["group"].to_numpy(), return_inverse=True)[1]
     end, prefill = (rounds["start"] + rounds["whole"]).to_numpy(), rounds["prefill"].to_numpy(dtype=bool)
@@ -33,7 +33,7 @@ def decode_seconds(rounds: pd.DataFrame, arm: str) -> float:
 
 
 def phases_of(rounds: pd.DataFrame) -> pd.DataFrame:
-    """Return the seconds of each round by phase, without "between": columns ``PHASES`` but the last."""
+    """Return the seconds of each step of the batch by phase, without "between": columns ``PHASES`` but the last."""
     parts = {
         "target_rest": rounds["target"] - rounds["target_forward"],
         "propose_rest": rounds["propose"] - rounds["propose_forward"],
@@ -49,11 +49,11 @@ def phase_seconds(rounds: pd.DataFrame, arm: str) -> dict[str, float]:
     return {phase: float(phases[phase]) for phase in PHASES}
 
 
-def phase_seconds_by_round(rounds: pd.DataFrame) -> pd.DataFrame:
-    """Return the seconds of each round after the prefill, by phase; they add up to ``phase_seconds``.
+def phase_seconds_by_step(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Return the seconds of each step of the batch after the prefill, by phase; they add up to ``phase_seconds``.
 
     Args:
-        rounds: one arm's rounds, prefill included, in the order decoded.
+        rounds: one arm's rows of ``rounds``, prefill included, in the order decoded.
     """
     phases, end = phases_of(rounds), rounds["start"] + rounds["whole"]
     phases["between"] = end - end.groupby(rounds["group"]).shift(fill_value=0.0) - phases.sum(axis=1)

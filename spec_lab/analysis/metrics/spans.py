@@ -17,9 +17,9 @@ class Span(NamedTuple):
         text: the piece.
         kind: 'accepted' (drafted and accepted), 'bonus' (the bonus or recovered token of a step), 'forced' (its
             constraint allowed one token only; accepted drafts are 'accepted' unless all of the step were forced),
-            'prefill' (sampled by the prompt's own forward), 'unknown' (rows do not say: a peer, or tables without
+            'prefill' (sampled by the prompt's own forward), 'unknown' (a peer, or tables without
             ``ends``).
-        round: the forward that emitted it; -1: before any, or unknown.
+        round: the step that emitted it; -1: before any, or unknown.
     """
 
     text: str
@@ -59,7 +59,7 @@ def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[Spa
 
 
 def _origins(rows: pd.DataFrame, steps: pd.DataFrame, sequence: int, count: int) -> list[tuple[str, int]]:
-    """Return kind and round of each of the ``count`` tokens of a sequence.
+    """Return kind and step of each of the ``count`` tokens of a sequence.
 
     A step's ``context`` says where its tokens begin. Earlier tokens beyond it were taken back by backtracking; missing
     ones were appended by the constraint before the next step, or before the first.

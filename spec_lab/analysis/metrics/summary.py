@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 
 
 def arms(tables: Tables) -> list[str]:
-    """Return the run's arms: the main one, other proposers, arms without rounds (peers), the baseline last."""
+    """Return the run's arms: the main one, other proposers, peers (without rows in ``rounds``), the baseline last."""
     with_rounds, main = set(tables.rounds["arm"]), main_arm(tables)
 
     def order(arm: str) -> tuple[int, str]:
@@ -26,7 +26,7 @@ def arms(tables: Tables) -> list[str]:
 def main_arm(tables: Tables) -> str | None:
     """Return the arm of ``proposer``, which is decoded first in the run's first group; None if only others are there.
 
-    Peers, which have no rounds, and the baseline are never the main arm.
+    Peers and the baseline are never the main arm.
     """
     proposing = set(tables.rounds["arm"]) - {"baseline"}
     requests = tables.requests[tables.requests["arm"].isin(proposing)]
@@ -37,7 +37,7 @@ def main_arm(tables: Tables) -> str | None:
 
 
 def speedups_over_peers(tables: Tables) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the speed-ups of the arms with rounds over each arm without (a peer): peer, arm, interval."""
+    """Return the speed-ups of the other arms over each peer (arm without rows in ``rounds``): peer, arm, interval."""
     with_rounds, names = set(tables.rounds["arm"]), arms(tables)
     measured = [arm for arm in names if arm in with_rounds]
     return {

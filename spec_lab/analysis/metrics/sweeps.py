@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from spec_lab.analysis.names import arm_names
+
 
 def varied(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the options in ``keys`` that have more than one value; absence counts as a value."""
@@ -17,6 +19,17 @@ def varied(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 def numeric(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
     """Return the varied options with at least two numbers among their values, seeds left out."""
     return [key for key in varied(table, keys) if key != "seed" and _numbers(table[key]).nunique() > 1]
+
+
+def named(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table with the names under which arms are shown (``names.arm_names``), run by run."""
+    if not {"run", "arm", "proposer_name"} <= set(table):
+        return table
+    proposers: dict[str, dict[str, str | None]] = {}
+    for run, arm, name in table[["run", "arm", "proposer_name"]].itertuples(index=False):
+        proposers.setdefault(run, {})[arm] = name if isinstance(name, str) else None
+    names = {run: arm_names(arms) for run, arms in proposers.items()}
+    return table.assign(arm=[names[run].get(arm, arm) for run, arm in zip(table["run"], table["arm"], strict=True)])
 
 
 def compared_arms(table: pd.DataFrame) -> list[str]:
@@ -37,16 +50,16 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str]) -> tuple[pd.DataFr
     """Return the rows of ``over_sweep`` that have tau and speed-up, and the categories that colour them.
 
     Returns:
-        The rows; and by name ("arm", where there are several, and the ``keys`` that vary in them) a categorical series
-        over the rows. Categories are words such as "depth=2", which no two names share, in the order of colours: arms
-        as in ``compared_arms``, numbers by value, then words.
+        The rows; and by name ("arm", where there are several that no option tells apart, and the ``keys`` that vary in
+        them) a categorical series over the rows. Categories are words such as "depth=2", which no two names share, in
+        the order of colours: arms as in ``compared_arms``, numbers by value, then words.
     """
     frame = over_sweep(table, keys)
     frame = frame.reindex(columns=dict.fromkeys([*frame, "tau_pooled", "speedup"]))
     frame = frame[frame["tau_pooled"].notna() & frame["speedup"].notna()]
     options, arms = varied(frame, keys), compared_arms(table)
     categories = {}
-    if len(arms) > 1 or not options:
+    if _arm_tells(frame, options) or not options:
         categories["arm"] = pd.Series(pd.Categorical(frame["arm"], arms), frame.index)
     for key in options:
         texts = ["" if pd.isna(value) else _text(value) for value in frame[key]]
@@ -57,13 +70,13 @@ def tau_and_speedup(table: pd.DataFrame, keys: Sequence[str]) -> tuple[pd.DataFr
 
 
 def labels(table: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return a name for each row from the values of ``keys`` and, where there are several, its arm.
+    """Return a name for each row from the values of ``keys`` and, where they do not tell several arms apart, its arm.
 
     Keys are cut to their last part ("sampling.temperature" to "temperature") where that is unambiguous.
     """
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: key if last[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
-    with_arm = table["arm"].nunique() > 1
+    with_arm = _arm_tells(table, keys)
     names = []
     for row in table.to_dict("records"):
         parts = [f"{short[key]}={_text(row[key])}" for key in keys if not pd.isna(row[key])]
@@ -108,8 +121,17 @@ def by_option(
 
 
 def _compared(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows that are compared with a baseline."""
-    return table[table["arm"].notna() & (table["arm"] != "baseline")]
+    """Return the rows that are compared with a baseline, with the names under which their arms are shown."""
+    return named(table[table["arm"].notna() & (table["arm"] != "baseline")])
+
+
+def _arm_tells(table: pd.DataFrame, keys: Sequence[str]) -> bool:
+    """Return whether the rows have several arms, and no option divides the rows as their arms do."""
+
+    def codes(column: str) -> list[int]:
+        return pd.factorize(table[column], use_na_sentinel=False)[0].tolist()
+
+    return table["arm"].nunique() > 1 and codes("arm") not in [codes(key) for key in keys]
 
 
 def _numbers(values: pd.Series) -> pd.Series:

@@ -2,8 +2,8 @@
 
 The page contains its figures as SVG, its style and its script; it fetches nothing, and its content security policy
 forbids fetching and evaluation of text as code. Whatever came from outside (prompts, outputs, options, errors) is
-escaped. Every number comes from ``spec_lab.analysis.metrics``. ``figures/`` beside the page has the same figures as PNG
-and SVG files.
+escaped. Every number comes from ``spec_lab.analysis.metrics``. ``figures/`` in the same folder has the same figures as
+PNG and SVG files.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.metrics.frames import Ranks
+from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
 from spec_lab.analysis.text import COLUMNS, losslessness, number
 from spec_lab.core.files import Unreadable, expect, read_json
@@ -59,8 +60,11 @@ def page(folder: Path) -> str:
     summary, tables = _summary(folder), metrics.load(folder)
     if not len(tables.requests):
         _refuse_other_task(folder)
-    arms = metrics.arms(tables)
-    states = {arm: summary.get("arms", {}).get(arm, {}) for arm in arms}
+    names = names_in_manifest(manifest)
+    manifest = {**manifest, "proposers": renamed(manifest["proposers"], names)}
+    tables = with_names(tables, names)
+    arms, recorded = metrics.arms(tables), renamed(summary.get("arms", {}), names)
+    states = {arm: recorded.get(arm, {}) for arm in arms}
     figures_of = {arm: metrics.summarise(tables, arm) for arm in arms}
     drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
     prompts, prompts_shown = _prompts(tables, arms)
@@ -125,7 +129,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _temperature(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> float:
-    """Return the temperature of the requests; 0 where the run does not say."""
+    """Return the temperature of the requests; 0 where it is not recorded."""
     sampling = manifest["config"].get("sampling") or {}
     return float(summary.get("temperature", sampling.get("temperature", 0.0)) or 0.0)
 
@@ -223,7 +227,10 @@ def _facts(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tabl
         "experiment": config.get("name"),
         "model": short_path(target.get("path")),
         "precision, device, attention": ", ".join(str(one) for one in device if one),
-        "proposers": "; ".join(f"{arm}: {one.get('name')}" for arm, one in manifest["proposers"].items()),
+        "proposers": "; ".join(
+            arm if one.get("name") in (None, arm) else f"{arm}: {one['name']}"
+            for arm, one in manifest["proposers"].items()
+        ),
         "constraint": summary.get("constraint"),
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling.items()),
         "prompts": short_path(prompts.get("path")) or prompts.get("_target_"),

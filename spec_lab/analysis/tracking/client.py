@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 from spec_lab.analysis.metrics import Tables
+from spec_lab.analysis.names import names_in_manifest, with_names
 from spec_lab.analysis.tracking import series
 from spec_lab.core.files import refuse_link
 
@@ -116,14 +117,15 @@ def replay(
             run.log({"group": number, **figures_of_group})
     for point in series.points(tables):
         run.log(point)
-    for name, frame in (("requests", series.requests(tables)), ("depths", series.depths(tables))):
+    named = with_names(tables, names_in_manifest(manifest))
+    for name, frame in (("requests", series.requests(named)), ("depths", series.depths(named))):
         frame = frame.where(frame.notna(), None)
         run.log({f"tables/{name}": wandb.Table(columns=list(frame.columns), data=frame.to_numpy().tolist())})
     with TemporaryDirectory() as folder:
         if not pictures:
             from spec_lab.analysis import figures  # importing matplotlib is slow
 
-            pictures = figures.draw(tables, Path(folder))
+            pictures = figures.draw(named, Path(folder))
         show(run, summary, pictures)
     run.summary.update({"rows_per_point": series.rows_per_point(tables), "groups_of": manifest.get("groups")})
 

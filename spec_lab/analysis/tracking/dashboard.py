@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spec_lab.analysis.names import MAIN
 from spec_lab.analysis.tracking import client, series
 
-ARMS = ("medusa", "baseline")
-"""The arms shown unless others are named."""
+ARMS = (MAIN, "baseline")
+"""Keys of the arms shown unless others are named."""
+
+AXES = {"group": "group of prompts", "step": "step", "round": "step of the batch"}
+"""Labels of the axes (``series.SERIES``)."""
 
 PICTURES = ("acceptance", "throughput", "phases")
 """The figures that a run draws."""
@@ -23,7 +27,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     Args:
         project: the project whose runs it shows.
         entity: the owner of the project.
-        arms: the arms shown, the main one first.
+        arms: keys of the arms shown, the main one first.
 
     Returns:
         A ``wandb_workspaces.workspaces.Workspace``.
@@ -40,7 +44,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     def line(title: str, axis: str, *names: str, of: Sequence[str] = arms, **options: Any) -> Any:
         known = series.keys(list(of))
         shown = [f"{arm}/{name}" for arm in of for name in names if f"{arm}/{name}" in known]
-        return panels.LinePlot(title=title, x=axis, y=shown, title_x=axis, **options)
+        return panels.LinePlot(title=title, x=axis, y=shown, title_x=AXES[axis], **options)
 
     def bar(title: str, *names: str) -> Any:
         return panels.BarPlot(title=title, metrics=[panels.SummaryMetric(name) for name in names])
@@ -54,9 +58,9 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
     acceptance, throughput, phases = PICTURES
     sections = {
         "speed": [
-            bar("speed-up: total tokens/s over the baseline's", "speedup.mean"),
+            bar("speed-up (ratio of sums)", "speedup.mean"),
             bar("tokens/s", "tokens_per_second", "baseline_tokens_per_second"),
-            line("speed-up by group", "group", "speedup"),
+            line("tokens/s over the baseline's, by group", "group", "speedup"),
             line("tokens/s by group", "group", "tokens_per_second"),
             pictures(throughput),
         ],
@@ -72,7 +76,7 @@ def dashboard(project: str, entity: str, arms: Sequence[str] = ARMS) -> Any:
             bar("overhead: share of decode time outside module calls", "overhead", "baseline_overhead"),
             *(
                 line(
-                    f"seconds per round by phase: {arm}",
+                    f"seconds per step by phase: {'proposer' if arm == MAIN else arm}",
                     "round",
                     *series.SERIES["round"],
                     of=[arm],

@@ -1,8 +1,8 @@
 """The points, tables and tags that Weights & Biases shows: pure functions of rows and manifest, without wandb.
 
 Points have one of three axes: ``group`` (of prompts), ``step`` (an arm's decode steps, ``metrics.decode_steps``, in the
-order decoded) and ``round`` (an arm's rounds after the prefill). All arms and runs share the axes, so one plot can show
-any of them. ``keys`` names every series.
+order decoded) and ``round`` (an arm's steps of the batch after the prefill). All arms and runs share the axes, so one
+plot can show any of them. ``keys`` names every series.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import pandas as pd
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import PHASES, Tables
 from spec_lab.analysis.metrics.frames import by_depth
-from spec_lab.analysis.metrics.phases import phase_seconds_by_round
+from spec_lab.analysis.metrics.phases import phase_seconds_by_step
 from spec_lab.results import sweep
 from spec_lab.results.manifest import finite
 
 MAX_POINTS = 1000
-"""Most points of a series over steps or rounds; longer series are averaged in this many bins."""
+"""Most points of a series over steps; longer series are averaged in this many bins."""
 
 MAX_ROWS = 500
 """Most rows of the table of requests: those of the first prompts."""
@@ -47,7 +47,7 @@ SERIES = {
 - ``emitted``: tokens that a step emitted, after cuts; ``accepted`` and ``expected``: accepted draft tokens and their
   exact expectation, before cuts; all without forced ones.
 - ``tau``: ``metrics.tau_pooled`` of the steps so far.
-- ``seconds/PHASE``: of a round, by phase; the phases add up to decode time.
+- ``seconds/PHASE``: of a step of the batch, by phase; the phases add up to decode time.
 """
 
 
@@ -70,11 +70,11 @@ def groups(tables: Tables) -> Iterator[tuple[int, Point]]:
 
 
 def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
-    """Yield what is shown once decoding is over: speed-ups by group, then every arm's steps and rounds.
+    """Yield what is shown once decoding is over: speed-ups by group, then every arm's steps.
 
     Args:
         tables: the run's rows.
-        max_points: most points of a series over steps or rounds.
+        max_points: most points of a series over steps.
     """
     names = metrics.arms(tables)
     paired = pd.DataFrame(
@@ -88,7 +88,7 @@ def points(tables: Tables, max_points: int = MAX_POINTS) -> Iterator[Point]:
         shown = _binned(_step_values(steps), edges)
         shown["tau"] = [metrics.tau_pooled(steps.iloc[:end]) for end in edges[1:]]
         by_step.append(shown.add_prefix(f"{arm}/"))
-        seconds = phase_seconds_by_round(_in_order(tables.rounds[tables.rounds["arm"] == arm]))
+        seconds = phase_seconds_by_step(_in_order(tables.rounds[tables.rounds["arm"] == arm]))
         by_round.append(_binned(seconds, _edges(len(seconds), max_points)).add_prefix(f"{arm}/seconds/"))
     yield from _points("step", by_step)
     yield from _points("round", by_round)

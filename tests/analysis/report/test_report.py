@@ -196,7 +196,7 @@ def test_the_variance_that_exact_acceptance_saves_has_a_column(ran, tmp_path):
         shutil.copy(ran / name, tmp_path)
     reduction = metrics.calibration(metrics.decode_steps(steps, "speculative"))["variance_reduction"]
     assert reduction == pytest.approx(4)  # half the deviations
-    assert arm_row(report.write(tmp_path), "speculative")["variance reduction"] == "4.0"
+    assert arm_row(report.write(tmp_path), "repeat")["variance reduction"] == "4.0"
 
 
 def columns(page: Path) -> list[str]:
@@ -221,6 +221,12 @@ def test_the_table_of_arms_has_the_figures_of_the_metrics(page, ran):
     assert row["speed-up [95 %]"].startswith(f"{figures['speedup']['mean']:.2f} [")
     assert row["mean of group speed-ups [95 %]"].startswith(f"{figures['speedup_mean_of_groups']['mean']:.2f} [")
     assert row["TTFT ms"] == f"{1e3 * figures['time_to_first_token']:.1f}"
+
+
+@pytest.mark.parametrize("which", ["page", "sweep"])
+def test_arms_are_shown_by_the_names_of_their_proposers(which, page, swept):
+    text = Parsed(page if which == "page" else report.write(swept)).text
+    assert "repeat" in text and "longer" in text and "speculative" not in text
 
 
 # Runs in every state -------------------------------------------------------------------------------------------------
@@ -385,7 +391,7 @@ def test_a_browser_shows_a_page_that_is_not_blank(which, page, swept, tmp_path):
     seen = (imread(picture)[..., :3] * 255).round().astype(int)
     assert seen.shape[:2] == (3000, 1240)
     assert len(np.unique(seen @ np.array([1 << 16, 1 << 8, 1]))) > 200  # colours
-    colour = to_rgb(colours(["speculative"])["speculative"])
+    colour = to_rgb(colours(["repeat", "longer"])["repeat"])
     marks = (np.abs(seen - (np.array(colour) * 255)).sum(-1) < 12).sum()
     assert marks > 300
 
@@ -400,4 +406,4 @@ def test_the_browser_would_tell_of_an_error(tmp_path):
 @pytest.mark.parametrize(("temperature", "says"), [(0.0, "100.0%"), (0.7, "n/a (temperature 0.7)")])
 def test_identical_outputs_are_shown_at_temperature_0_only(tmp_path, temperature, says):
     run(lab(temperature=temperature), settings(tmp_path / "run"), {"sampling": {"temperature": temperature}})
-    assert arm_row(report.write(tmp_path / "run"), "speculative")["identical outputs"] == says
+    assert arm_row(report.write(tmp_path / "run"), "repeat")["identical outputs"] == says
