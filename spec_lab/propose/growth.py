@@ -128,7 +128,7 @@ class Growth:
     ) -> np.ndarray:
         """Draw one level's nodes, and read all that the host needs by one copy.
 
-        What lies beyond the support of a distribution is drawn from a one-hot one, and dropped on the host.
+        On a device, what lies beyond the support of q is drawn from a one-hot distribution, and dropped on the host.
 
         Args:
             level: the level.
@@ -191,13 +191,21 @@ class Growth:
         found = []
         for rank, (nodes, places) in enumerate(below):
             rows = torch.from_numpy(places).to(q.device)
-            weights = left if len(rows) == len(left) else left[rows]  # rows ascend
+            alive = None
             if support is not None and rank:
-                exhausted = (support <= (1 if self.drawn == "iid" else rank))[rows, None]
-                if q.device.type != "cpu" or exhausted.any():
-                    first = torch.arange(q.shape[-1], device=q.device) == 0
-                    weights = torch.where(exhausted, first.to(q.dtype), weights)
-            picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT)) if len(nodes) else rows
+                alive = (support > (1 if self.drawn == "iid" else rank))[rows]
+            if alive is None or (q.device.type == "cpu" and alive.all()):
+                weights = left if len(rows) == len(left) else left[rows]  # rows ascend
+                picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT)) if len(nodes) else rows
+            elif q.device.type == "cpu":  # whom it is drawn for is known, and costs no copy
+                picked = torch.zeros_like(rows)
+                if alive.any():
+                    keys = self._keys(nodes[alive.numpy()], Purpose.DRAFT)
+                    picked[alive] = self.batch.draws.pick(left[rows[alive]], keys)
+            else:
+                first = torch.arange(q.shape[-1], device=q.device) == 0
+                weights = torch.where(alive[:, None], left[rows], first.to(q.dtype))
+                picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT))
             found.append(picked)
             if left is not q:
                 left[rows, picked] = 0.0
