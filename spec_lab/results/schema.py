@@ -86,7 +86,13 @@ REQUESTS = {
     "ends": (pa.list_(pa.int64()), "after each token, how many characters of the text are settled"),
     "prefill_tokens": (_WHOLE, "of them, those emitted by the prefill's forward"),
     "decode_tokens": (_WHOLE, "of them, the others; of a fork, those that it did not share"),
-    "prefill_seconds": (_REAL, "seconds of the prefill's round, shared by the group"),
+    "queue_seconds": (_REAL, "seconds from its arrival to its admission; 0 in a fixed group, which does not queue"),
+    "prefill_seconds": (_REAL, "seconds from its admission to the end of the step that emitted its first token"),
+    "prefill_compute_seconds": (
+        _REAL,
+        "seconds of the steps until its first token, each multiplied by the share of its computed tokens (pending and "
+        "drafted) that belong to this sequence; 0 for forks. Over a fixed group they add up to the prefill's seconds",
+    ),
     "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last round"),
     "finish": (_TEXT, "why the sequence ended (batch.FINISHES)"),
     "kept": (_FLAG, "whether its constraint, asked once the request had finished, kept this sequence"),

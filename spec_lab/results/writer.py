@@ -82,12 +82,13 @@ class Outcome:
         finish: why it ended.
         prefill_tokens: of the tokens, those emitted by the prefill's forward.
         decode_tokens: of the tokens, those that came later and are no other sequence's.
-        prefill_seconds: seconds until then.
+        prefill_seconds: seconds from its admission until then.
         decode_seconds: seconds from then to the request's end.
+        prefill_compute_seconds: of the steps until then, its share (``computed_shares``).
         error: what broke it; empty for nothing.
         sequence: its number in the request.
         parent: the number of the sequence it was forked from; -1 for none.
-        violated, kept: see ``columns.REQUESTS``.
+        violated, kept, queue_seconds: see ``schema.REQUESTS``.
     """
 
     request: Request
@@ -97,15 +98,29 @@ class Outcome:
     decode_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    prefill_compute_seconds: float
     error: str = ""
     sequence: int = 0
     parent: int = -1
     violated: int = -1
     kept: bool = True
+    queue_seconds: float = 0.0
+
+
+def computed_shares(info: StepInfo) -> dict[SequenceState, float]:
+    """Return each sequence's share of the tokens that a step computed: pending and drafted ones, chunks of prompts.
+
+    Sequences that compute their prompt and others that decode share one forward; this is how its seconds are divided.
+    """
+    drafted = (info.draft.acceptable_nodes + info.draft.computed_only_nodes).tolist()
+    trees = zip(info.sequences, info.pending, drafted, strict=True)
+    computed = {sequence: pending + nodes for sequence, pending, nodes in trees} | dict(info.chunks)
+    total = sum(computed.values())
+    return {sequence: tokens / total for sequence, tokens in computed.items()}
 
 
 def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[str, str]) -> list[Outcome]:
-    """The results of an engine's sequences, in order. On a GPU call it only when all work is done.
+    """The results of the sequences of an engine's fixed group, in order. On a GPU call it only when all work is done.
 
     Args:
         sequences: all there were, forks and those that never took part included.
@@ -116,9 +131,13 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[s
     admitted: dict[int, StepInfo] = {}  # by request: the step that began its prompt, and the one that ended it
     first: dict[int, StepInfo] = {}
     final: dict[SequenceState, StepInfo] = {}
+    computing: dict[SequenceState, float] = {}  # seconds of its prompt
     for one in infos:
-        for sequence in [*one.sequences, *(sequence for sequence, _ in one.chunks)]:
+        seconds = one.clock.seconds(one.began, one.ended)
+        for sequence, share in computed_shares(one).items():
             admitted.setdefault(sequence.request.id, one)
+            if sequence.request.id not in first:
+                computing[sequence] = computing.get(sequence, 0.0) + share * seconds
         for sequence in one.sequences:
             first.setdefault(sequence.request.id, one)
             final[sequence] = one
@@ -145,6 +164,7 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[s
                 decode_tokens=own - own_first,
                 prefill_seconds=prefill,
                 decode_seconds=decode,
+                prefill_compute_seconds=computing.get(sequence, 0.0),
                 error=errors.get(sequence.request.name, "") if sequence.finish in BROKEN else unwatched(sequence),
                 sequence=number,
                 parent=parent,
@@ -187,7 +207,9 @@ def request_row(
         "ends": list(ends),
         "prefill_tokens": outcome.prefill_tokens,
         "decode_tokens": outcome.decode_tokens,
+        "queue_seconds": outcome.queue_seconds,
         "prefill_seconds": outcome.prefill_seconds,
+        "prefill_compute_seconds": outcome.prefill_compute_seconds,
         "decode_seconds": outcome.decode_seconds,
         "finish": outcome.finish,
         "kept": outcome.kept,

@@ -31,6 +31,8 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import Request
 from spec_lab.results.parts import Parts
+from spec_lab.results.schema import REQUESTS
+from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 
@@ -50,8 +52,11 @@ SERVED = {
     "first_token": (_REAL, "end of the step that emitted its first token"),
     "end": (_REAL, "end of its last step"),
     "steps": (_WHOLE, "steps that sampled for it"),
+    "prefill_compute_seconds": REQUESTS["prefill_compute_seconds"],
 }
 """One row for each request and arm."""
+
+NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
 PERCENTILES = (50, 90, 99)
 MAX_RATE = 1e6
@@ -219,7 +224,7 @@ def serve_segment(
     """Serve requests that arrive at the ``due`` seconds; returns a row for each, in their order."""
     engine = engine_of(arm, limits)
     rows: dict[int, dict[str, Any]] = {
-        one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at, "steps": 0}
+        one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at} | NOTHING_YET
         for one, at in zip(requests, due, strict=True)
     }
     coming, start = list(zip(due, requests, strict=True)), clock()
@@ -237,8 +242,11 @@ def serve_segment(
             end = clock() - start
             if info is None:
                 continue
-            for sequence in [*info.sequences, *(one for one, _ in info.chunks)]:
-                rows[sequence.request.id].setdefault("admitted", began)
+            for sequence, share in computed_shares(info).items():
+                row = rows[sequence.request.id]
+                row.setdefault("admitted", began)
+                if "first_token" not in row:
+                    row["prefill_compute_seconds"] += share * (end - began)
             for sequence in info.sequences:
                 row = rows[sequence.request.id]
                 row.setdefault("first_token", end)
@@ -256,9 +264,14 @@ def serve_segment(
 
 
 def latencies(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with ``queue``, ``ttft`` (time to first token) and ``tpot`` (time per further token), in seconds."""
+    """Return the rows with their latencies in seconds.
+
+    Columns: ``queue``, ``prefill`` (from the admission to the first token), ``ttft`` (time to first token: both) and
+    ``tpot`` (time per further token).
+    """
     return frame.assign(
         queue=frame["admitted"] - frame["arrival"],
+        prefill=frame["first_token"] - frame["admitted"],
         ttft=frame["first_token"] - frame["arrival"],
         tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
     )
@@ -298,7 +311,7 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
             **{
                 name: {f"p{p}": float(np.percentile(own[name], p)) for p in PERCENTILES}
                 | {"mean": float(own[name].mean())}
-                for name in ("queue", "ttft", "tpot")
+                for name in ("queue", "prefill", "ttft", "tpot")
             },
         }
     return found

@@ -5,11 +5,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.request import Request
+from spec_lab.propose import Null
 from spec_lab.results import schema, writer
 from spec_lab.results.writer import Recorder, load
 from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Match
 from tests.labs import Repeat, lab, settings
+from tests.tiny import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +76,31 @@ def test_rounds_hold_the_batch(decoded):
     assert starts == sorted(starts)
     ends = {outcome.decode_seconds + outcome.prefill_seconds for outcome in done.outcomes}
     assert max(ends) == pytest.approx(rounds[-1]["start"] + rounds[-1]["whole"])
+
+
+def test_a_fixed_group_s_prefill_is_divided_by_the_tokens_computed_for_each_request(decoded):
+    requests, done, rounds, _ = decoded
+    computed = [len(request.tokens) + 2 for request in requests]  # the prompt, and two drafted tokens
+    for outcome, tokens in zip(done.outcomes, computed, strict=True):
+        assert outcome.queue_seconds == 0 and outcome.prefill_seconds == pytest.approx(rounds[0]["whole"])
+        share = tokens / sum(computed)
+        assert outcome.prefill_compute_seconds == pytest.approx(share * rounds[0]["whole"])
+
+
+def test_prompts_in_chunks_share_each_step_with_those_that_decode():
+    """Prompts of 3, 11 and 2 tokens, four a step: 3 + 1 of the second; then 1 decoded + 4; 1 + 4; 1 + 2 + 2."""
+    lengths, shares = (3, 11, 2), [[3 / 4], [1 / 4, 4 / 5, 4 / 5, 2 / 5], [2 / 5]]
+    target = tiny_target()
+    engine = Engine(target, Null(), Match(), CounterDraws(0), limits=Limits(max_prefill_tokens=4))
+    for number, length in enumerate(lengths):
+        engine.add(Request(number, f"r{number}", tuple(range(1, length + 1)), max_new_tokens=6))
+    infos = list(engine)
+    spent = [info.clock.seconds(info.began, info.ended) for info in infos]
+    done = writer.outcomes(engine.sequences, infos, {})
+    for outcome, first, own in zip(done, (0, 0, 3), shares, strict=True):
+        expected = sum(share * seconds for share, seconds in zip(own, spent[first:], strict=False))
+        assert outcome.prefill_compute_seconds == pytest.approx(expected)
+    assert done[1].prefill_seconds >= sum(spent[:4]) > done[1].prefill_compute_seconds
 
 
 def test_slim_steps_keep_no_draft_distributions(decoded):
