@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_lab.constrain import Masks, StepConstraint
 from spec_lab.constrain.applied import StepMasks, open_mask
 from spec_lab.core.clock import Clock, Mark, Span
-from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.draft import POINT, Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import argmax, logits_to_probs, one_hot_, probs_dtype
@@ -37,6 +37,9 @@ PHASES = ("propose", "mask", "target", "wait", "probabilities", "verify", "commi
 
 Chunk = tuple[SequenceState, int]
 """A sequence whose prompt is computed in parts, and how many of its pending tokens this step computes."""
+
+Drafts = tuple[list[int], list[float], list[float | None]]
+"""Drafted tokens, their target probabilities p, and their draft probabilities q (None where none was sampled)."""
 
 Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
 """Samples a verdict. See ``verify.choose``."""
@@ -70,6 +73,7 @@ class Parts:
         commit: applies what was chosen; studies that follow a given text replace it.
         made: forks made so far, by the request's id.
         memory: for probabilities.
+        record: whether ``StepInfo.drafts`` is filled.
     """
 
     target: Target
@@ -81,6 +85,7 @@ class Parts:
     commit: Commit = commit
     made: Counter[int] = field(default_factory=Counter)
     memory: Memory = field(default_factory=Memory)
+    record: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +109,7 @@ class StepInfo:
         began, ended: moments.
         spans: the phases, and the module calls of target and proposer.
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
+        drafts: ``[M]`` every drafted token, its target probability and its draft probability, where they are recorded.
     """
 
     sequences: list[SequenceState]
@@ -125,6 +131,7 @@ class StepInfo:
     spans: list[Span]
     mask_busy: float = 0.0
     draft_masks: float = 0.0
+    drafts: Drafts | None = None
 
     def slim(self) -> StepInfo:
         """The step without its draft distributions, which would fill the memory (V numbers for every node)."""
@@ -199,6 +206,10 @@ class StepInfo:
                     "context": self.context[tree],
                 }
             )
+            if self.drafts is not None:
+                nodes = (own[1:] - shape.roots).tolist()
+                columns = zip(("draft_tokens", "draft_p", "draft_q"), self.drafts, strict=True)
+                rows[-1] |= {name: [values[node] for node in nodes] for name, values in columns}
         return rows
 
 
@@ -298,6 +309,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
                 token = np.where(silent[row], -1, token)
             expected, expected_emitted = _expected(verdict, draft.shape, masks if on_target else None, silent)
             given = verdict.given
+        drafts = _drafts(draft, None if greedy else p) if parts.record else None
 
     # 6. Commit: tokens, KV cache, constraint states.
     with clock.phase("commit"):
@@ -326,7 +338,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     return StepInfo(
         sequences, draft, committed, context, [len(tokens) for tokens in pending], prefill, expected, expected_emitted,
         given, empty, output.attended, list(chunks), {sequences[tree]: why for tree, why in errors.items()},
-        clock, began, clock.mark(), clock.take(), seconds + (0.0 if found is None else found.seconds), seconds,
+        clock, began, clock.mark(), clock.take(), seconds + (0.0 if found is None else found.seconds), seconds, drafts,
     )  # fmt: skip
 
 
@@ -430,6 +442,21 @@ def _expected(
     return tuple(  # type: ignore[return-value]
         np.bincount(shape.root, weights=verdict.stop * what, minlength=shape.roots) for what in (depth, depth + last)
     )
+
+
+def _drafts(draft: Draft, p: Tensor | None) -> Drafts:
+    """Return every drafted token with its probabilities p and q at its parent, in one copy to the host."""
+    if p is None or not draft.shape.nodes:
+        return [], [], []
+    parent, token = draft.shape.parent, draft.token
+    values = [token.double(), p[torch.from_numpy(parent).to(p.device), token].double()]
+    if draft.q is not None and draft.q_row is not None:
+        rows = torch.from_numpy(draft.q_row[parent].clip(0)).to(p.device)
+        values.append(draft.q[rows, token].double())
+    tokens, target, *sampled = torch.stack(values).tolist()
+    q = sampled[0] if sampled else [None] * len(tokens)
+    points = draft.codes == POINT
+    return [int(one) for one in tokens], target, [None if point else x for point, x in zip(points, q, strict=True)]
 
 
 def _logprobs(

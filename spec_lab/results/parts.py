@@ -6,7 +6,7 @@ into place once whole. At the end ``gather`` joins the parts into one file per t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
@@ -32,11 +32,26 @@ class Parts:
         tables: the columns of each table, an ``id`` among them.
         unit: the column that names the unit of work a row belongs to. A unit is finished once its rows of the last
             table are on disk: these are written last and read first. None: there is one table only.
+        optional: further columns of some tables, which files may lack, and rows may be null in.
+        written: names of the optional columns that this run writes.
     """
 
-    def __init__(self, out: Path, tables: Mapping[str, Columns], unit: str | None = None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        tables: Mapping[str, Columns],
+        unit: str | None = None,
+        optional: Mapping[str, Columns] | None = None,
+        written: Collection[str] = (),
+    ) -> None:
         self.out, self.unit = out, unit
-        self.schemas = {name: schema(columns) for name, columns in tables.items()}
+        self.optional = {name: schema((optional or {}).get(name, {})) for name in tables}
+        self.required = {name: schema(columns) for name, columns in tables.items()}
+        self.schemas = {name: self._schema(name, written) for name in tables}
+
+    def _schema(self, name: str, present: Collection[str]) -> pa.Schema:
+        """The required columns of a table, and those of the optional ones that are present."""
+        return pa.schema([*self.required[name], *(one for one in self.optional[name] if one.name in present)])
 
     def write(self, part: str, rows: Mapping[str, Rows]) -> None:
         """Write a finished unit's rows, one file per table that has any.
@@ -61,7 +76,7 @@ class Parts:
         refuse_link(self.out / "parts")
         frames = {}
         for name in reversed(self.schemas):  # whatever unit the last table finishes has its other rows on disk
-            frame = pa.concat_tables(self._pieces(name)).to_pandas()
+            frame = pa.concat_tables(self._pieces(name), promote_options="default").to_pandas()
             frames[name] = frame.drop_duplicates("id", keep="last", ignore_index=True)
         if self.unit is not None:
             *others, last = self.schemas
@@ -74,7 +89,7 @@ class Parts:
         """Join all parts into one file per table, remove them, and return the tables."""
         frames = self.load()
         for name, frame in frames.items():
-            table = pa.Table.from_pandas(frame, schema=self.schemas[name], preserve_index=False)
+            table = pa.Table.from_pandas(frame, schema=self._schema(name, frame.columns), preserve_index=False)
             _write(table, self.out / f"{name}.parquet")
         for name in self.schemas:
             for file in [*self._files(name), *self.out.glob(f".{name}.parquet.*.tmp")]:  # of a write that was killed
@@ -102,7 +117,8 @@ class Parts:
         try:
             if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for whoever writes into it
                 raise ValueError("no regular file")
-            return _fitted(pq.read_table(file, partitioning=None), self.schemas[name])
+            table = pq.read_table(file, partitioning=None)
+            return _fitted(table, self._schema(name, table.column_names), self.optional[name].names)
         except FileNotFoundError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -117,11 +133,11 @@ def schema(columns: Columns) -> pa.Schema:
     return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in columns.items()])
 
 
-def _fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
+def _fitted(table: pa.Table, wanted: pa.Schema, nullable: Collection[str]) -> pa.Table:
     """The wanted columns of the table, with their types.
 
     Raises:
-        pa.ArrowException, ValueError: it lacks one, or has something else in it.
+        pa.ArrowException, ValueError: it lacks one, or has something else in it, or nulls outside of ``nullable``.
     """
     if missing := [name for name in wanted.names if name not in table.column_names]:
         raise ValueError(f"it has no column {', '.join(missing)}")
@@ -130,7 +146,8 @@ def _fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
         pieces = table[field.name].chunks
         if pa.types.is_list(field.type):
             pieces = [*pieces, *(one.flatten() for one in pieces)]
-        if not pa.types.is_floating(field.type) and any(one.null_count for one in pieces):
+        complete = field.name not in nullable and not pa.types.is_floating(field.type)
+        if complete and any(one.null_count for one in pieces):
             raise ValueError(f"column {field.name} has rows without a value")
     table.validate(full=True)
     return table

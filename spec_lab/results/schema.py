@@ -101,4 +101,20 @@ REQUESTS = {
 }
 """One row for each sequence of a request, in each arm: just one unless a constraint forked it."""
 
+OPTIONAL = {
+    "steps": {
+        "draft_tokens": (pa.list_(pa.int32()), "the drafted tokens, in the order of the tree's nodes"),
+        "draft_p": (pa.list_(pa.float32()), "target probability of each drafted token, given the path above it"),
+        "draft_q": (
+            pa.list_(pa.float32()),
+            "draft probability of each drafted token before any sibling was drawn; null where it was not sampled",
+        ),
+        "policy": (_TEXT, "what a policy decided for this step, as JSON"),
+    }
+}
+"""Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""
+
+DRAFT_COLUMNS = ("draft_tokens", "draft_p", "draft_q")
+"""The optional columns of ``steps`` that the run option ``record_drafts`` adds."""
+
 SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}

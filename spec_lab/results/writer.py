@@ -9,7 +9,7 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
 from spec_lab.results.parts import Parts, Rows
-from spec_lab.results.schema import SCHEMAS
+from spec_lab.results.schema import OPTIONAL, SCHEMAS
 from spec_lab.text.prompts import Prompt
 
 
@@ -219,10 +219,15 @@ def request_row(
 
 
 class Recorder:
-    """Writes a run's rows under ``out``, group by group."""
+    """Writes a run's rows, group by group.
 
-    def __init__(self, out: Path) -> None:
-        self.parts = Parts(out, SCHEMAS, unit="group")
+    Args:
+        out: the run's directory.
+        optional: names of the optional columns (``schema.OPTIONAL``) that the rows of this run have.
+    """
+
+    def __init__(self, out: Path, optional: Collection[str] = ()) -> None:
+        self.parts = Parts(out, SCHEMAS, unit="group", optional=OPTIONAL, written=optional)
 
     def finished(self) -> set[int]:
         """Groups whose rows are on disk."""

@@ -166,6 +166,46 @@ def test_nothing_there_is_empty_tables(tmp_path):
     assert list(tables.steps.columns) == list(schema.STEPS)
 
 
+DRAFTED = {"draft_tokens": [[4, 5]], "draft_p": [[0.5, 0.25]], "draft_q": [[0.125, None]]}
+
+
+def with_drafts(group: int) -> tuple[list, list, list]:
+    rounds, steps, requests = rows(group)
+    return rounds, [steps[0] | {name: values for name, (values,) in DRAFTED.items()}], requests
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_optional_columns_are_written_where_the_recorder_is_made_for_them(tmp_path, gathered):
+    recorder = Recorder(tmp_path, schema.DRAFT_COLUMNS)
+    for group in (0, 1):
+        recorder.write(group, *with_drafts(group))
+    if gathered:
+        recorder.gather()
+        assert pq.read_schema(tmp_path / "steps.parquet").field("draft_q").metadata[b"is"]
+    steps = load(tmp_path).steps
+    assert list(steps.columns) == [*schema.STEPS, *schema.DRAFT_COLUMNS]
+    assert steps["draft_tokens"].map(list).tolist() == [[4, 5]] * 2
+    assert steps["draft_p"].map(list).tolist() == [[0.5, 0.25]] * 2
+    for q in steps["draft_q"]:
+        assert q[0] == 0.125 and pd.isna(q[1])
+
+
+def test_optional_columns_are_left_out_otherwise(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.write(0, *with_drafts(0))
+    assert list(recorder.gather().steps.columns) == list(load(tmp_path).steps.columns) == list(schema.STEPS)
+
+
+def test_an_optional_column_may_hold_nulls_and_a_required_one_may_not(tmp_path):
+    recorder = Recorder(tmp_path, ["policy"])
+    recorder.write(0, *rows(0))
+    assert recorder.gather().steps["policy"].isna().all() and load(tmp_path).steps["policy"].isna().all()
+    rounds, steps, requests = rows(1)
+    recorder.write(1, rounds, [steps[0] | {"path": None}], requests)
+    with pytest.raises(ValueError, match="column path"):
+        load(tmp_path)
+
+
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "steps.parquet").write_bytes(b"not parquet")
     with pytest.raises(ValueError, match=r"steps\.parquet is not a readable table"):
