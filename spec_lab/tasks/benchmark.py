@@ -78,7 +78,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         return Done(
             _summary(lab, settings, arms, tables, config),
             lambda: [] if many else _draw(tables, settings.output_dir / "figures"),
-            lambda found: show.show(found, console),
+            lambda found: show.show(found, console, settings.verbose),
             tables,
         )
 

@@ -60,6 +60,7 @@ class Settings:
         token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
+        verbose: whether tables in the terminal have all their columns.
         overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
             prints no table and draws no figures.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
@@ -80,6 +81,7 @@ class Settings:
     token_healing: bool = False
     max_prompt_tokens: int | None = None
     record_drafts: bool = False
+    verbose: bool = False
     overrides: Sequence[str] | None = None
     config_sha256: str = ""
 
@@ -99,7 +101,7 @@ class Settings:
             )
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
-        for name in ("baseline", "token_healing", "record_drafts"):
+        for name in ("baseline", "token_healing", "record_drafts", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         check_strings("stop_strings", strings("stop_strings", self.stop_strings))

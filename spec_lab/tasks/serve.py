@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis.figures.style import STYLE, colours
 from spec_lab.analysis.metrics.intervals import cluster_interval
-from spec_lab.analysis.text import interval, number, table
+from spec_lab.analysis.text import WIDE, interval, number, table
 from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
@@ -165,7 +165,8 @@ def serve(
             "segments": len(segments),
             "arms": summarise(frame, list(arms), ttft_bound, tpot_bound),
         }
-        return Done(summary, lambda: draw(frame, settings.output_dir / "figures"), partial(tell, console=console))
+        told = partial(tell, console=console, verbose=settings.verbose)
+        return Done(summary, lambda: draw(frame, settings.output_dir / "figures"), told)
 
     def left() -> tuple[int, str]:
         done = len(finished())
@@ -341,8 +342,12 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     return [folder / "latency.png"]
 
 
-def tell(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the arms: throughput, speed-up over the last one, goodput, and latencies in milliseconds."""
+def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
+    """Print the arms: throughput, speed-up over the last one, goodput, and latencies in milliseconds.
+
+    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
+    first token, and means.
+    """
     arms = summary["arms"]
     shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
     shown.add_column("arm", overflow="fold")
@@ -353,3 +358,13 @@ def tell(summary: Mapping[str, Any], console: Console) -> None:
         rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
         shown.add_row(arm, *rates, *times)
     console.print(shown)
+    if verbose or console.width >= WIDE:
+        parts = table("Time to the first token [ms]")
+        parts.add_column("arm", overflow="fold")
+        columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
+        columns += [("ttft", "mean"), ("tpot", "mean")]
+        for what, key in columns:
+            parts.add_column(f"{what.upper() if what in ('ttft', 'tpot') else what} {key}", justify="right")
+        for arm, own in arms.items():
+            parts.add_row(arm, *(number(1e3 * own[what][key], ".0f") for what, key in columns))
+        console.print(parts)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from shutil import copytree
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,6 +59,14 @@ def test_both_arms_decode_every_prompt_in_turn(done):
 def test_rows_say_how_much_text_each_token_settles(done):
     for one in metrics.load(done[0]).requests.itertuples():
         assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
+
+
+def test_verbose_prints_more_columns_and_is_the_same_run(done, tmp_path):
+    console, out = quiet(), tmp_path / "out"
+    copytree(done[0], out)
+    assert run(lab(), settings(out, warmup=4, verbose=True), CONFIG | {"verbose": True}, console) == 0
+    assert "untruncated tau" in console.file.getvalue() and "untruncated tau" not in done[1]
+    assert metrics.load(out).requests.equals(metrics.load(done[0]).requests), "nothing is decoded again"
 
 
 def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_else(done, tmp_path):

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from spec_lab.analysis.text import WIDE
 from spec_lab.cli.main import main
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
@@ -17,7 +18,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise
+from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise, tell
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, lab, settings
@@ -325,6 +326,17 @@ def test_every_arm_serves_every_request_once_and_takes_turns_in_going_first(tmp_
     assert list(summary["arms"]) == ["repeat", "baseline"]
     shown = console.file.getvalue()
     assert "repeat" in shown and "baseline" in shown and "7 requests" in shown
+
+
+@pytest.mark.parametrize(("width", "verbose", "more"), [(80, False, False), (80, True, True), (WIDE, False, True)])
+def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_wide_terminal(width, verbose, more):
+    rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
+    summary = {"experiment": "x", "arrivals": "all", "arms": summarise(rows, ["a"], 1, 1)}
+    console = Console(file=io.StringIO(), width=width)
+    tell(summary, console, verbose)
+    shown = console.file.getvalue()
+    assert ("queue" in shown and "123" in shown and "877" in shown) is more
+    assert "TTFT" in shown and "…" not in shown and all(len(line.rstrip()) <= width for line in shown.splitlines())
 
 
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
