@@ -22,6 +22,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.engine.sequence import DraftMasks
 
 Expand = Callable[[Shape, np.ndarray, np.ndarray], Tensor]
 """Draft logits ``[n, V]`` after the nodes ``rows`` ``[n]`` of a forest that holds ``token`` ``[M]`` so far."""
@@ -56,6 +57,8 @@ class BestFirst:
         samplings: ``[B]`` the draft's sampling parameters.
         depths: ``[B]`` most levels of each tree, at most the budget's; 0 where nothing is drafted.
         texts: ``[B]`` the tokens of each sequence; needed where a sampling has a repetition penalty.
+        masks: what a constraint allows the draft to draw; None for everything. Children are drawn from the masked draft
+            distribution, and nodes below which nothing is allowed are not expanded.
     """
 
     budget: Budget
@@ -65,6 +68,7 @@ class BestFirst:
     samplings: Sequence[Sampling]
     depths: Sequence[int]
     texts: Sequence[Sequence[int]] = ()
+    masks: DraftMasks | None = None
     parent: list[int] = field(default_factory=list)
     token: list[int] = field(default_factory=list)
     _score: list[float] = field(default_factory=list)  # of each row, log probability of its path
@@ -74,6 +78,7 @@ class BestFirst:
     _nodes: list[int] = field(default_factory=list)  # of each tree
     _q: list[Tensor] = field(default_factory=list)
     _q_row: dict[int, int] = field(default_factory=dict)
+    _allowed: dict[int, np.ndarray] = field(default_factory=dict)  # of each row that is expanded, [V] bool
 
     def grow(self, roots: Tensor, expand: Expand) -> Draft:
         """Draw the forest.
@@ -86,29 +91,46 @@ class BestFirst:
         self._score, self._tree, self._depth = [0.0] * count, list(range(count)), [0] * count
         self._place, self._nodes = [0] * count, [0] * count
         frontier: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # heaps of (-score, row)
-        chosen = [tree for tree, depth in enumerate(self.depths) if depth]
-        logits = roots
+        chosen, logits, shape = [tree for tree, depth in enumerate(self.depths) if depth], roots, self._shape()
+        for root in chosen:
+            self._may_expand(shape, root)
         while chosen:
             for row in self._draw(chosen, logits):
                 heapq.heappush(frontier[self._tree[row]], (-self._score[row], row))
-            chosen = []
+            chosen, shape = [], self._shape()
             for tree, heap in enumerate(frontier):
                 left = self.budget.nodes - self._nodes[tree]
-                for _ in range(min(self.budget.width, left // self.budget.children)):
-                    while heap and self._depth[heap[0][1]] >= min(self.depths[tree], self.budget.depth):
-                        heapq.heappop(heap)
-                    if heap:
-                        chosen.append(heapq.heappop(heap)[1])
+                count = min(self.budget.width, left // self.budget.children)
+                while heap and count:
+                    _, row = heapq.heappop(heap)
+                    shallow = self._depth[row] < min(self.depths[tree], self.budget.depth)
+                    if shallow and self._may_expand(shape, row):
+                        chosen.append(row)
+                        count -= 1
             chosen.sort(key=lambda row: (self._tree[row], row))
             if chosen:
-                logits = expand(self._shape(), np.array(chosen), np.array(self.token))
+                logits = expand(shape, np.array(chosen), np.array(self.token))
         return self._draft(logits)
+
+    def _may_expand(self, shape: Shape, row: int) -> bool:
+        """Whether the constraint allows anything below a row; remembers what."""
+        if self.masks is None:
+            return True
+        allowed = self._allowed[row] = self.masks(shape, np.array([row]), np.array(self.token, dtype=np.int64))[0]
+        return bool(allowed.any())
 
     def _shape(self) -> Shape:
         return Shape(len(self.keys), np.array(self.parent, dtype=np.int64))
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; returns their rows."""
+        if self.masks is not None:
+            allowed = torch.from_numpy(np.stack([self._allowed.pop(row) for row in rows])).to(logits.device)
+            logits = logits.masked_fill(~allowed, -torch.inf)
+            possible = logits.amax(-1) > -torch.inf
+            rows, logits = [row for row, one in zip(rows, possible.tolist(), strict=True) if one], logits[possible]
+            if not rows:
+                return []
         samplings = [self.samplings[self._tree[row]] for row in rows]
         k, new = self.budget.children, []
         if self.drawn == "point":  # scores are draft probabilities at temperature 1, whatever the request's
