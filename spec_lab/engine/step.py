@@ -208,8 +208,9 @@ class StepInfo:
             )
             if self.drafts is not None:
                 nodes = (own[1:] - shape.roots).tolist()
-                columns = zip(("draft_tokens", "draft_p", "draft_q"), self.drafts, strict=True)
-                rows[-1] |= {name: [values[node] for node in nodes] for name, values in columns}
+                token, p, q = self.drafts
+                rows[-1] |= {"draft_tokens": [token[node] for node in nodes]}
+                rows[-1] |= {"draft_p": [p[node] for node in nodes], "draft_q": [q[node] for node in nodes]}
         return rows
 
 
