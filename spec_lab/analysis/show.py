@@ -10,13 +10,10 @@ from rich.table import Table
 
 from spec_lab.analysis.metrics import PHASES
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.text import COLUMNS, interval, losslessness, number, table
+from spec_lab.analysis.text import COLUMNS, WIDE, interval, losslessness, number, table
 from spec_lab.core.terminal import visible
 
 Arm = Mapping[str, Any]
-WIDE = 130
-"""Columns of a terminal that shows every column without ``verbose``."""
-
 FIGURES = (
     "tokens_per_second", "speedup", "tau_pooled", "draft_token_rate", "time_to_first_token", "time_per_output_token",
 )  # fmt: skip

@@ -10,6 +10,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+WIDE = 130
+"""Columns of a terminal that shows every column of a table without ``verbose``."""
+
 
 @dataclass(frozen=True)
 class FigureFormat:

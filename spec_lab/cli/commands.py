@@ -14,6 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from spec_lab.analysis.text import COLUMNS, WIDE
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
@@ -94,9 +95,12 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         what = (COMMANDS[name].__doc__ or "").strip()
         return which.add_parser(name, help=what, description=what)
 
-    for name in ("state", "collect"):
-        add(name).add_argument("folder", type=Path, metavar="SWEEP", help="a sweep's directory")
+    collect = add("collect")
+    for one in (add("state"), collect):
+        one.add_argument("folder", type=Path, metavar="SWEEP", help="a sweep's directory")
     compare = add("compare")
+    for one, what in ((collect, "print the figures as well, with all columns"), (compare, "print further tables")):
+        one.add_argument("-v", "--verbose", action="store_true", help=what)
     compare.add_argument(
         "folders", type=Path, nargs="+", metavar="DIR", help="runs or sweeps; the first is the reference"
     )
@@ -125,7 +129,10 @@ def _state(given: argparse.Namespace, console: Console) -> int:
 def _collect(given: argparse.Namespace, console: Console) -> int:
     """Write a sweep's figures as one tidy table: table.parquet and table.csv in its directory."""
     with sweep.reading(given.folder):
-        return _collect_into(given.folder, sweep.collect(given.folder), console)
+        code = _collect_into(given.folder, sweep.collect(given.folder), console)
+        if given.verbose:
+            print_results(given.folder, console, verbose=True)
+        return code
 
 
 def _collect_into(folder: Path, table: pd.DataFrame, console: Console) -> int:
@@ -151,7 +158,7 @@ def _compare(given: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--level must be between 0 and 1, not {given.level:g}")
     with sweep.reading(*given.folders):
         found = compare(given.folders, given.level)
-        show(found, console)
+        show(found, console, given.verbose)
     if given.csv:
         _write_table(given.csv, as_frame(found).to_csv(index=False))
         _say(console, f"Table: {given.csv}")
@@ -229,7 +236,8 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
     console = console or Console(markup=False)
     found = sweep.runs(folder)
     label = sweep.labels({one.folder.name: one.overrides for one in found})
-    table = _table("run", "state", "groups", "seconds", "")
+    table = _table("run", "state", right=("groups", "seconds"))
+    table.add_column("", overflow="fold")
     for one in found:
         if every or one.state != "done" or one.code:
             groups = f"{one.groups}/{'?' if one.of is None else one.of}"
@@ -251,51 +259,53 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
         console.print("retry=true runs the failed ones again; tracebacks are in ended.json.", highlight=False)
 
 
-def print_results(folder: Path, console: Console | None = None) -> None:
+def print_results(folder: Path, console: Console | None = None, verbose: bool = False) -> None:
     """Print the main figures of each arm but the baseline, of a sweep's runs that are done; at most ``MOST`` rows.
+
+    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has ``MORE_FIGURES``.
 
     Raises:
         ValueError: the folder holds no sweep.
     """
     from spec_lab.analysis.metrics import sweeps
 
-    table = sweeps.named(sweep.collect(folder))
+    console, table = console or Console(markup=False), sweeps.named(sweep.collect(folder))
     if "tau_pooled" not in table or not len(table):
         return
     label = sweep.labels({one.folder.name: one.overrides for one in sweep.runs(folder)})
     shown = table[(table["arm"] != "baseline") | (table.groupby("run")["arm"].transform("nunique") == 1)]
     arms = ("arm",) if shown["arm"].nunique() > 1 else ()
-    printed = _table("run", *arms, *FIGURES)
-    for one in shown.head(MOST).to_dict("records"):
-        speedup, *others = (_number(one[name]) for name in FIGURES.values())
-        if speedup:
-            speedup += f" [{_number(one['speedup_low'])}, {_number(one['speedup_high'])}]"
-        named = (visible(label.get(one["run"], one["run"])), *(visible(one[arm]) for arm in arms))
-        printed.add_row(*named, speedup, *others)
-    (console or Console(markup=False)).print(printed, highlight=False)
+    for names in (FIGURES, MORE_FIGURES) if verbose or console.width >= WIDE else (FIGURES,):
+        printed = _table("run", *arms, right=[COLUMNS[name].heading for name in names])
+        for one in shown.head(MOST).to_dict("records"):
+            named = (visible(label.get(one["run"], one["run"])), *(visible(one[arm]) for arm in arms))
+            printed.add_row(*named, *(_figure(one, name) for name in names))
+        console.print(printed, highlight=False)
     if len(shown) > MOST:
-        (console or Console(markup=False)).print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
+        console.print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
 
 
-FIGURES = {
-    "speed-up [95 %]": "speedup",
-    "tokens/s": "tokens_per_second",
-    "tau": "tau_pooled",
-    "expected tau": "expected_tau",
-}
-"""Columns of the table that ``print_results`` prints, and the figures that they show."""
+def _figure(row: Mapping[str, Any], name: str) -> str:
+    """A figure of a row of ``sweep.collect`` as text; a speed-up has its interval."""
+    if name == "speedup":
+        return COLUMNS[name].text({"mean": row[name], "low": row["speedup_low"], "high": row["speedup_high"]})
+    return COLUMNS[name].text(row.get(name))
+
+
+FIGURES = ("speedup", "tokens_per_second", "tau_pooled", "expected_tau")
+"""Columns of a sweep's table on the screen."""
+
+MORE_FIGURES = ("draft_token_rate", "time_to_first_token", "time_per_output_token", "overhead")
 
 MOST = 40
 """Maximum number of rows of that table."""
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table; the columns of ``right`` come last, and hold numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        right = column in ("groups", "seconds", *FIGURES)
-        table.add_column(column, justify="right" if right else "left", overflow="fold", no_wrap=right)
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def _number(value: Any) -> str:
-    return "" if pd.isna(value) else f"{value:.2f}"

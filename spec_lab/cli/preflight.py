@@ -101,7 +101,7 @@ class Preflight(Callback):
             names = {sweep.folder_name(one) for one in asked(config)}
             mine = [one for one in sweep.runs(out) if one.folder.name in names or not names]
             code = int(len(mine) < len(names) or any(one.state != "done" or one.code for one in mine))
-            print_results(out)
+            print_results(out, verbose=bool(config.get("verbose")))
             print_sweep(out)
             search.print_best(config)
         except Exception as error:  # Hydra would only warn, and exit with 0

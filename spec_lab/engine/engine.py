@@ -18,7 +18,7 @@ from spec_lab.engine.proposer import Proposer, branches, draws_of
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
-from spec_lab.engine.step import Chunk, Memory, Parts, StepInfo, settle, step
+from spec_lab.engine.step import Chunk, Parts, StepInfo, settle, step
 from spec_lab.models.target import Target
 from spec_lab.text.detokenizer import Rules, Stream
 from spec_lab.verify import Verifier, check_pair
@@ -61,6 +61,7 @@ class Engine:
         pieces: the bytes of each token, for requests with stop strings, and for listeners.
         listen: whether every sequence is read as text (``SequenceState.events``).
         limits: how much is done at once.
+        record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
 
     After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` what
     broke, by the request's name.
@@ -77,6 +78,7 @@ class Engine:
     pieces: Sequence[bytes] | None = None
     listen: bool = False
     limits: Limits = field(default_factory=Limits)
+    record: bool = False
     sequences: list[SequenceState] = field(init=False, default_factory=list)
     errors: dict[str, str] = field(init=False, default_factory=dict)
     steps: int = field(init=False, default=0)
@@ -84,7 +86,7 @@ class Engine:
     def __post_init__(self) -> None:
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
-        self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, memory=Memory())
+        self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
@@ -347,13 +349,14 @@ def fixed_group(
     applied: AppliedConstraint | None = None,
     pieces: Sequence[bytes] | None = None,
     listen: bool = False,
+    record: bool = False,
 ) -> Engine:
     """An engine with requests that are decoded together from the first step on. Arguments as of ``Engine``.
 
     Raises:
         ValueError: see ``Engine`` and ``Engine.add``.
     """
-    engine = Engine(target, proposer, verifier, draws, applied, pieces, listen)
+    engine = Engine(target, proposer, verifier, draws, applied, pieces, listen, record=record)
     for request in requests:
         engine.add(request)
     return engine

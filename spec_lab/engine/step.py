@@ -34,6 +34,9 @@ from spec_lab.models.target import Target
 from spec_lab.verify import Choice, Verdict, Verifier, chains_only, check_draft, choose
 from spec_lab.verify.arrays import Array, on_host
 
+Drafts = tuple[list[int], list[float], list[float | None]]
+"""Drafted tokens, their target probabilities p, and their draft probabilities q (None where none was sampled)."""
+
 Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
 """Samples a verdict. See ``verify.choose``."""
 
@@ -84,6 +87,9 @@ class Parts:
     def chains_only(self) -> bool:
         """Whether the verifier verifies chains only."""
         return chains_only(self.verifier)
+
+
+NOTHING = np.empty(0)
 
 
 @torch.inference_mode()
@@ -239,7 +245,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         host["expected_emitted"], given, host["empty"], output.attended, list(chunks),
         {sequences[tree]: why for tree, why in errors.items()}, clock, began, clock.mark(), clock.take(),
         seconds + (0.0 if found is None else found.seconds), seconds, before, read.copies - before,
-        Recorded(drafted, host["p"], host["q"]) if "p" in host else None,
+        Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING)) if parts.record else None,
     )  # fmt: skip
 
 

@@ -158,4 +158,9 @@ class StepInfo:
                     "context": self.context[tree],
                 }
             )
+            if self.recorded is not None:
+                nodes = own[1:] - shape.roots
+                q = [None if np.isnan(one) else one for one in self.recorded.q[nodes].tolist()]
+                rows[-1] |= {"draft_tokens": [self.recorded.token[node] for node in nodes]}
+                rows[-1] |= {"draft_p": self.recorded.p[nodes].tolist(), "draft_q": q}
         return rows

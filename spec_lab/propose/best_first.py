@@ -1,12 +1,11 @@
-"""Best-first growth of draft trees: each draft forward expands the likeliest nodes that are not expanded yet.
+"""Best-first growth of draft trees: each draft forward expands the unexpanded nodes of highest path probability.
 
 Source: EAGLE-2 (2406.16858, section 4.1) grows levels of top-k nodes; OPT-Tree (2406.17276) and DySpec (2410.11744)
 grow by the product of draft probabilities along the path. Here ``width`` nodes are expanded at a time; ``width`` = 1 is
 strict best-first growth.
 
-Where to grow next may depend on everything drawn so far, since every drawn node stays and siblings are verified in the
-order in which they were drawn; so token and traversal verification stay exact for sampled nodes as for deterministic
-ones.
+Which node is expanded next may depend on everything drawn so far, because every drawn node stays in the tree and
+siblings are verified in drawing order. Token and traversal verification are therefore exact for sampled nodes too.
 """
 
 from __future__ import annotations
@@ -22,20 +21,21 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.engine.sequence import DraftMasks
 
 Expand = Callable[[Shape, np.ndarray, np.ndarray], Tensor]
-"""Draft logits ``[n, V]`` after the nodes ``rows`` ``[n]`` of a forest that holds ``token`` ``[M]`` so far."""
+"""Computes the draft logits ``[n, V]`` at ``rows`` ``[n]`` of a forest (a Shape) whose nodes hold ``token`` ``[M]``."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How large trees grow.
+    """The limits of each tree.
 
     Args:
-        nodes: most nodes below each root.
-        children: drawn below each expanded node; at most ``nodes``.
-        depth: most levels.
-        width: nodes of each tree that one draft forward expands.
+        nodes: maximum number of nodes below the root.
+        children: number of children drawn below each expanded node; at most ``nodes``.
+        depth: maximum depth.
+        width: number of nodes that one draft forward expands.
     """
 
     nodes: int
@@ -46,16 +46,18 @@ class Budget:
 
 @dataclass
 class BestFirst:
-    """A forest that grows best first.
+    """A forest of draft trees that grow best first.
 
     Args:
-        budget: how large.
-        drawn: how siblings are drawn: "iid", "without" (replacement) or "point" (the likeliest).
-        draws: where sampled children come from.
+        budget: the limits of each tree.
+        drawn: how siblings are drawn: "iid", "without" replacement or "point" (the top-k tokens).
+        draws: samples the children.
         keys: ``[B]`` (request, branch, step) of each tree.
-        samplings: ``[B]`` the draft's sampling parameters.
-        depths: ``[B]`` most levels of each tree, at most the budget's; 0 where nothing is drafted.
-        texts: ``[B]`` the tokens of each sequence; needed where a sampling has a repetition penalty.
+        samplings: ``[B]`` sampling parameters of the draft.
+        depths: ``[B]`` maximum depth of each tree; the budget's applies as well. 0: nothing is drafted.
+        texts: ``[B]`` tokens of each sequence; required by repetition penalties.
+        masks: token masks of a constraint; None for none. Children are drawn from the masked draft distribution, and
+            nodes below which no token is allowed are not expanded.
     """
 
     budget: Budget
@@ -65,53 +67,72 @@ class BestFirst:
     samplings: Sequence[Sampling]
     depths: Sequence[int]
     texts: Sequence[Sequence[int]] = ()
+    masks: DraftMasks | None = None
     parent: list[int] = field(default_factory=list)
     token: list[int] = field(default_factory=list)
-    _score: list[float] = field(default_factory=list)  # of each row, log probability of its path
+    _score: list[float] = field(default_factory=list)  # of each row: log-probability of its path
     _tree: list[int] = field(default_factory=list)  # of each row
     _depth: list[int] = field(default_factory=list)
-    _place: list[int] = field(default_factory=list)  # of each row, its number in its own tree, 0 for the root
+    _place: list[int] = field(default_factory=list)  # of each row: its number in its own tree, 0 for the root
     _nodes: list[int] = field(default_factory=list)  # of each tree
     _q: list[Tensor] = field(default_factory=list)
     _q_row: dict[int, int] = field(default_factory=dict)
+    _allowed: dict[int, np.ndarray] = field(default_factory=dict)  # [V] bool, of rows about to be expanded
 
     def grow(self, roots: Tensor, expand: Expand) -> Draft:
-        """Draw the forest.
+        """Draw the whole forest.
 
         Args:
-            roots: ``[B]`` draft logits after each root, in the order of trees with a depth above 0.
-            expand: computes the logits after further nodes.
+            roots: ``[A, V]`` draft logits at the roots of the A trees with a depth above 0, in order.
+            expand: computes the draft logits at further nodes.
         """
         count = len(self.keys)
         self._score, self._tree, self._depth = [0.0] * count, list(range(count)), [0] * count
         self._place, self._nodes = [0] * count, [0] * count
         frontier: list[list[tuple[float, int]]] = [[] for _ in range(count)]  # heaps of (-score, row)
-        chosen = [tree for tree, depth in enumerate(self.depths) if depth]
-        logits = roots
+        chosen, logits, shape = [tree for tree, depth in enumerate(self.depths) if depth], roots, self._shape()
+        for root in chosen:
+            self._may_expand(shape, root)
         while chosen:
             for row in self._draw(chosen, logits):
                 heapq.heappush(frontier[self._tree[row]], (-self._score[row], row))
-            chosen = []
+            chosen, shape = [], self._shape()
             for tree, heap in enumerate(frontier):
                 left = self.budget.nodes - self._nodes[tree]
-                for _ in range(min(self.budget.width, left // self.budget.children)):
-                    while heap and self._depth[heap[0][1]] >= min(self.depths[tree], self.budget.depth):
-                        heapq.heappop(heap)
-                    if heap:
-                        chosen.append(heapq.heappop(heap)[1])
+                count = min(self.budget.width, left // self.budget.children)
+                while heap and count:
+                    _, row = heapq.heappop(heap)
+                    shallow = self._depth[row] < min(self.depths[tree], self.budget.depth)
+                    if shallow and self._may_expand(shape, row):
+                        chosen.append(row)
+                        count -= 1
             chosen.sort(key=lambda row: (self._tree[row], row))
             if chosen:
-                logits = expand(self._shape(), np.array(chosen), np.array(self.token))
+                logits = expand(shape, np.array(chosen), np.array(self.token))
         return self._draft(logits)
+
+    def _may_expand(self, shape: Shape, row: int) -> bool:
+        """Return whether the constraint allows any token below a row, and keep the row's mask."""
+        if self.masks is None:
+            return True
+        allowed = self._allowed[row] = self.masks(shape, np.array([row]), np.array(self.token, dtype=np.int64))[0]
+        return bool(allowed.any())
 
     def _shape(self) -> Shape:
         return Shape(len(self.keys), np.array(self.parent, dtype=np.int64))
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
-        """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; returns their rows."""
+        """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
+        if self.masks is not None:
+            allowed = torch.from_numpy(np.stack([self._allowed.pop(row) for row in rows])).to(logits.device)
+            logits = logits.masked_fill(~allowed, -torch.inf)
+            possible = logits.amax(-1) > -torch.inf
+            rows, logits = [row for row, one in zip(rows, possible.tolist(), strict=True) if one], logits[possible]
+            if not rows:
+                return []
         samplings = [self.samplings[self._tree[row]] for row in rows]
         k, new = self.budget.children, []
-        if self.drawn == "point":  # scores are draft probabilities at temperature 1, whatever the request's
+        if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
             samplings = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
         q = logits_to_probs(logits, samplings, self._seen(rows, samplings, logits))
         if self.drawn == "point":
@@ -125,7 +146,7 @@ class BestFirst:
             for token in tokens[place]:
                 mass = float(q[place, token])
                 if mass <= 0.0:
-                    continue  # beyond the support of q
+                    continue  # outside the support of q
                 new.append(len(self.keys) + len(self.parent))
                 self.parent.append(row)
                 self.token.append(token)
@@ -138,7 +159,7 @@ class BestFirst:
         return new
 
     def _seen(self, rows: Sequence[int], samplings: Sequence[Sampling], like: Tensor) -> Tensor | None:  # [n, V]
-        """The tokens of each row's text, for repetition penalties; None where there are none."""
+        """Return which tokens occur before each row's children; None without repetition penalties."""
         if all(one.repetition_penalty == 1 for one in samplings):
             return None
         seen = np.zeros(like.shape, dtype=bool)
@@ -150,9 +171,10 @@ class BestFirst:
         return torch.from_numpy(seen).to(like.device)
 
     def _sample(self, rows: Sequence[int], q: Tensor, k: int) -> list[list[int]]:
-        """``k`` children of each row, keyed by the row's place in its own tree and the child's rank.
+        """Sample up to ``k`` children of each row, keyed by the row's place in its own tree and the child's rank.
 
-        Fewer where the support has fewer tokens; iid siblings of a one-hot q would repeat the first.
+        A row gets no more children without replacement than q has support, and one iid child where q is one-hot, since
+        further ones would repeat it.
         """
         tokens: list[list[int]] = [[] for _ in rows]
         left, support = q.clone(), (q > 0).sum(-1).tolist()

@@ -238,11 +238,11 @@ class DraftModel(Lifecycle):
         caches: Sequence[DraftCache | None],
         budget: Budget,
     ) -> Draft:
-        """Trees that grow best first. Constraints do not mask them: a node that is not allowed has p = 0."""
+        """Trees that grow best first."""
         active = [tree for tree, cache in enumerate(caches) if cache is not None]
         keys = [one.key for one in batch.sequences]
         texts = [one.tokens for one in batch.sequences]
-        growth = BestFirst(budget, self.drawn, batch.draws, keys, samplings, depths, texts)
+        growth = BestFirst(budget, self.drawn, batch.draws, keys, samplings, depths, texts, batch.draft_masks)
         if not active:
             nothing = torch.empty(0, batch.target.vocabulary, device=batch.device)
             return growth.grow(nothing, lambda *_: nothing)

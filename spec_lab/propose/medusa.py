@@ -1,6 +1,6 @@
-"""Medusa: heads on the target's hidden state draft a static tree, without a draft model.
+"""Medusa: heads on the target's hidden state draft a static tree; no draft model is needed.
 
-Source: Medusa (2401.10774); trees chosen for the machine as in Sequoia (2402.12374, section 4.3).
+Source: Medusa (2401.10774). Calibrated trees are chosen for the machine as in Sequoia (2402.12374, section 4.3).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 
 class Medusa(Lifecycle):
-    """Drafts the same tree each round: the child of rank r at depth d is head d's r-th likeliest token (heads from 0).
+    """Drafts the same tree in each step: the child of rank r at depth d is the r-th likeliest token of head d - 1.
 
-    The heads read the hidden state of the last computed token, from which the target chose the first pending token, and
-    heads with a trunk read that token as well. Of m pending tokens m - 1 are beyond, so the tree begins with head m - 1
-    and loses m - 1 levels. A sequence of which nothing is computed gets no tree.
+    The heads read the hidden state of the last computed token; heads with a trunk also read the token after it, which
+    is the first pending one. With m pending tokens the first m - 1 heads predict pending tokens, so the tree begins
+    with head m - 1 and is m - 1 levels shallower. A sequence without computed tokens gets no tree.
 
     Args:
-        heads: at least as many as the tree is deep.
+        heads: at least as many as the tree's depth.
         tree: the tree.
-        calibration: how the tree was chosen; None for a named tree.
+        calibration: how a calibrated tree was chosen; None for other trees.
     """
 
     name = "medusa"
@@ -74,40 +74,40 @@ class Medusa(Lifecycle):
         recalibrate: bool = False,
         cache: str | None = None,
     ) -> Medusa:
-        """Read heads, and choose the tree.
+        """Read heads and choose the tree.
 
         Args:
             target: whose hidden states the heads read.
             path: folder of the heads.
-            tree: as ``trees.parse`` reads it (at most 1024 nodes, 256 deep), "none" to draft nothing, or "calibrated":
-                the most expected tokens per second for the accuracies in the folder's calibration and the measured
-                cost of steps on this machine. Costs are measured once (some seconds) and kept in a cache, so that the
-                same command chooses the same tree. Where no tree beats decoding without a draft, nothing is drafted,
-                with a warning. Or "likeliest": the ``max_nodes`` nodes that are likeliest to be accepted by those
-                accuracies.
-            batch_size: sequences decoded together, for which the tree is calibrated.
-            temperature: of the target; the calibration measured nearest to it is taken.
-            max_nodes: largest calibrated tree; nodes of the likeliest. From 1 to 1024.
-            max_depth: of the deepest calibrated or likeliest tree, from 1 to 256; None, or more than there are heads:
-                as deep as there are heads.
-            recalibrate: measure the costs of steps even if the cache has them, and replace them there. Costs older
-                than 30 days are measured again in any case.
+            tree: a tree as ``trees.parse`` reads it (at most 1024 nodes, depth 256); "none" to draft nothing;
+                "calibrated": the tree with the most expected tokens per second, given the accuracies in the folder's
+                calibration and the step costs measured on this machine; or "likeliest": the ``max_nodes`` nodes with
+                the highest acceptance probability by those accuracies. Costs are measured once (some seconds) and
+                cached, so that the same command chooses the same tree. If no tree is faster than decoding without a
+                draft, nothing is drafted and a warning is logged.
+            batch_size: number of sequences decoded together, for which the tree is calibrated.
+            temperature: of the target; the calibration with the nearest temperature is used.
+            max_nodes: maximum number of nodes of a calibrated tree, and the number of nodes of "likeliest"; 1 to 1024.
+            max_depth: maximum depth of a calibrated or likeliest tree, 1 to 256, and never more than the number of
+                heads; None: the number of heads.
+            recalibrate: measure step costs even if they are cached, and replace them in the cache. Costs older than 30
+                days are always measured again.
             cache: folder of the measured costs; None: ``$SPEC_LAB_CACHE``, else ``$XDG_CACHE_HOME/spec_lab``, else
                 ``~/.cache/spec_lab``.
 
         Raises:
-            ValueError: heads that do not fit the target; a tree deeper than the heads or wider than the vocabulary;
-                a malformed option or file.
-            OSError: files are missing.
+            ValueError: the heads do not fit the target, the tree is deeper than the heads or wider than the vocabulary,
+                or an option or file is malformed.
+            OSError: a file is missing.
         """
         whole("proposer.batch_size", batch_size)
         whole("proposer.max_nodes", max_nodes, most=MOST_NODES)
         if max_depth is not None:
             whole("proposer.max_depth", max_depth, 1, ", or null for as deep as there are heads", most=MOST_DEPTH)
         if not isinstance(recalibrate, bool):
-            raise ValueError(f"proposer.recalibrate must be true or false, not {recalibrate!r}")
+            raise ValueError(f"proposer.recalibrate must be true or false (got {recalibrate!r})")
         if cache is not None and (not isinstance(cache, str) or not cache):
-            raise ValueError(f"proposer.cache must be null or name a folder, not {cache!r}")
+            raise ValueError(f"proposer.cache must be null or the name of a folder (got {cache!r})")
         heads = Heads.read(path, target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
         if tree in ("calibrated", "likeliest"):
@@ -130,47 +130,56 @@ class Medusa(Lifecycle):
                 again=recalibrate,
             )
             if not found.choices:
-                log.warning("no Medusa tree pays at batch size %d on this machine: nothing will be drafted", batch_size)
+                log.warning(
+                    "no Medusa tree is faster than decoding without a draft at batch size %d on this machine: nothing "
+                    "will be drafted", batch_size,
+                )  # fmt: skip
             return Medusa(heads, found.choices, found)
         choices = () if tree == "none" else parse(tree)
         if depth_of(choices) > len(heads):
-            raise ValueError(f"the tree is {depth_of(choices)} deep, the Medusa heads at {path} are only {len(heads)}")
+            raise ValueError(
+                f"proposer.tree has depth {depth_of(choices)}, but there are only {len(heads)} Medusa heads at {path}: "
+                "choose a shallower tree"
+            )
         if width_of(choices) > target.vocabulary:
-            raise ValueError(f"a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary} tokens")
+            raise ValueError(
+                f"proposer.tree has up to {width_of(choices)} children below a node, but the vocabulary only has "
+                f"{target.vocabulary} tokens: choose a narrower tree"
+            )
         return Medusa(heads, choices)
 
     def toy(self, target: Target, draft: CausalLM, tree: Choices) -> Medusa:
-        """The same proposer with random heads of the target's size and another tree. See ``Proposer``."""
+        """Return the same proposer with random heads of the target's size and another tree."""
         return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None), tree)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep: the tree, and how it was chosen."""
+        """The tree and how it was chosen, for the manifest."""
         chosen = {} if self.calibration is None else self.calibration.facts
         return {"tree": write(self.tree) or "none", "nodes": self.nodes, "heads": len(self.heads), **chosen}
 
     def init(self, request: Request) -> Features:
-        """No hidden states yet."""
+        """Return an empty store of hidden states."""
         return Features()
 
     def observe(self, observed: Sequence[Observation]) -> None:
-        """Keep the hidden states of all computed positions: after a rewind an earlier one is the last."""
+        """Store the hidden states of all computed positions: after a rewind an earlier one is the last."""
         for one in observed:
             if one.hidden is not None:
                 state: Features = one.sequence.state
                 state.add(one.start, one.hidden)
 
     def rewind(self, state: Features, length: int) -> None:
-        """Forget the states from ``length`` on."""
+        """Drop the hidden states from position ``length`` on."""
         state.rewind(length)
 
     def fork(self, state: Features) -> Features:
-        """The same states; they are never written to."""
+        """Return a copy that shares the hidden states; they are never written to."""
         return state.copy()
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
-        """The tree below every sequence of which something is computed."""
+        """Draft the tree below every sequence with computed tokens."""
         lm, computed = batch.target.lm, [len(sequence.kv) for sequence in batch.sequences]
         last = [one.state.last(length) for one, length in zip(batch.sequences, computed, strict=True)]
         gaps = tuple(
@@ -189,15 +198,17 @@ class Medusa(Lifecycle):
         return Draft(shape, tokens.view(-1).index_select(0, index))
 
     def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor]:
-        """For trees that begin with head ``gaps[b]``: the forest, which have nodes, and where each token is found.
+        """Plan a step whose tree b begins with head ``gaps[b]``.
 
-        The index ``[M]`` points into the flattened ``[active, K, width]`` likeliest tokens.
+        Returns:
+            The forest; the trees with nodes; and for each node the index ``[M]`` of its token in the flattened
+            ``[active, K, width]`` likeliest tokens.
         """
         shapes = [self._cut[max(0, self._depth - gap)] for gap in gaps]
-        active = [head for head, one in enumerate(shapes) if one.nodes]
+        active = [tree for tree, one in enumerate(shapes) if one.nodes]
         index = [np.empty(0, dtype=np.int64)]
-        for place, head in enumerate(active):
-            one = shapes[head]
-            which = place * self._depth + one.depth[1:] - 1 + gaps[head]
+        for place, tree in enumerate(active):
+            one = shapes[tree]
+            which = place * self._depth + one.depth[1:] - 1 + gaps[tree]
             index.append(which * self._width + one.rank)
         return forest(tuple(shapes)), active, torch.from_numpy(np.concatenate(index)).to(self.heads.weight.device)

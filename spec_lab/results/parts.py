@@ -1,12 +1,12 @@
-"""Tables of rows that are written part by part, so that a kill keeps every finished unit of work.
+"""Tables that are written in parts, so that a killed run keeps the rows of every finished unit of work.
 
-Each unit (a group of prompts, one prompt, one timed place) leaves one parquet file per table in ``parts/``, renamed
-into place once whole. At the end ``gather`` joins the parts into one file per table.
+Each unit (a group of prompts, for example) leaves one parquet file per table in ``parts/``, renamed into place when it
+is complete. At the end ``gather`` joins the parts into one file per table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
@@ -29,20 +29,39 @@ class Parts:
 
     Args:
         out: the directory.
-        tables: the columns of each table, an ``id`` among them.
-        unit: the column that names the unit of work a row belongs to. A unit is finished once its rows of the last
-            table are on disk: these are written last and read first. None: there is one table only.
+        tables: the columns of each table, including ``id``.
+        unit: the column with the unit of work of each row. A unit is finished when its rows of the last table are on
+            disk: these are written last and read first. None: there is only one table.
+        optional: further columns of some tables; files may lack them, and their values may be null.
+        written: names of the optional columns that this run writes.
     """
 
-    def __init__(self, out: Path, tables: Mapping[str, Columns], unit: str | None = None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        tables: Mapping[str, Columns],
+        unit: str | None = None,
+        optional: Mapping[str, Columns] | None = None,
+        written: Collection[str] = (),
+    ) -> None:
         self.out, self.unit = out, unit
-        self.schemas = {name: schema(columns) for name, columns in tables.items()}
+        self.optional = {name: schema((optional or {}).get(name, {})) for name in tables}
+        self.required = {name: schema(columns) for name, columns in tables.items()}
+        self.schemas = {name: self._schema(name, written) for name in tables}
+
+    def _schema(self, name: str, present: Collection[str]) -> pa.Schema:
+        """The required columns of a table, and those of the optional ones that are present."""
+        return pa.schema([*self.required[name], *(one for one in self.optional[name] if one.name in present)])
 
     def write(self, part: str, rows: Mapping[str, Rows]) -> None:
-        """Write a finished unit's rows, one file per table that has any.
+        """Write the rows of a finished unit, one file for each table with rows.
+
+        Args:
+            part: names the unit in file names.
+            rows: of each table.
 
         Raises:
-            OSError: a file cannot be written; nothing of it is left behind.
+            OSError: a file cannot be written; no incomplete file remains.
             Unreadable: ``parts`` is a symlink.
         """
         folder = own_folder(self.out / "parts")
@@ -51,17 +70,17 @@ class Parts:
                 _write(pa.Table.from_pylist(rows[name], schema=one), folder / f"{name}-{part}.parquet")
 
     def load(self) -> dict[str, pd.DataFrame]:
-        """Return the rows of the finished units, whether the run goes on, was killed or is done.
+        """Return the rows of the finished units of a run that is running, was killed or is done.
 
-        Of rows with the same id the last one stays.
+        Of rows with the same id the last one is kept.
 
         Raises:
             Unreadable: a file is not a table or has other columns; ``parts`` is a symlink.
         """
         refuse_link(self.out / "parts")
         frames = {}
-        for name in reversed(self.schemas):  # whatever unit the last table finishes has its other rows on disk
-            frame = pa.concat_tables(self._pieces(name)).to_pandas()
+        for name in reversed(self.schemas):  # units in the last table have their other rows on disk
+            frame = pa.concat_tables(self._pieces(name), promote_options="default").to_pandas()
             frames[name] = frame.drop_duplicates("id", keep="last", ignore_index=True)
         if self.unit is not None:
             *others, last = self.schemas
@@ -74,7 +93,7 @@ class Parts:
         """Join all parts into one file per table, remove them, and return the tables."""
         frames = self.load()
         for name, frame in frames.items():
-            table = pa.Table.from_pandas(frame, schema=self.schemas[name], preserve_index=False)
+            table = pa.Table.from_pandas(frame, schema=self._schema(name, frame.columns), preserve_index=False)
             _write(table, self.out / f"{name}.parquet")
         for name in self.schemas:
             for file in [*self._files(name), *self.out.glob(f".{name}.parquet.*.tmp")]:  # of a write that was killed
@@ -89,20 +108,21 @@ class Parts:
         return sorted((self.out / "parts").glob(f"{name}-*.parquet"))
 
     def _pieces(self, name: str) -> list[pa.Table]:
-        """All files of a table, the oldest first. The run may write and gather parts meanwhile."""
+        """Read all files of a table, the oldest first, while the run may write and gather parts."""
         parts = []
         for file in self._files(name):
             with suppress(FileNotFoundError):  # gathered meanwhile
                 parts.append(self._read(file))
-        whole = self.out / f"{name}.parquet"  # read after the parts: it holds those that are gone
+        whole = self.out / f"{name}.parquet"  # read after the parts: it holds those that were gathered meanwhile
         return [self._read(one) for one in [whole] if one.exists()] + parts or [self.schemas[name].empty_table()]
 
     def _read(self, file: Path) -> pa.Table:
         name, _, part = file.stem.partition("-")
         try:
-            if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for whoever writes into it
+            if not S_ISREG(file.stat().st_mode):  # opening a pipe would wait for its writer
                 raise ValueError("no regular file")
-            return _fitted(pq.read_table(file, partitioning=None), self.schemas[name])
+            table = pq.read_table(file, partitioning=None)
+            return _fitted(table, self._schema(name, table.column_names), self.optional[name].names)
         except FileNotFoundError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -113,15 +133,16 @@ class Parts:
 
 
 def schema(columns: Columns) -> pa.Schema:
-    """Columns of these types, with their meanings as metadata."""
+    """Return the columns as an arrow schema, with their meanings as metadata."""
     return pa.schema([pa.field(column, kind, metadata={"is": what}) for column, (kind, what) in columns.items()])
 
 
-def _fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
-    """The wanted columns of the table, with their types.
+def _fitted(table: pa.Table, wanted: pa.Schema, nullable: Collection[str]) -> pa.Table:
+    """Return the wanted columns of the table, cast to their types.
 
     Raises:
-        pa.ArrowException, ValueError: it lacks one, or has something else in it.
+        pa.ArrowException, ValueError: a column is missing, has other types of values, or has nulls and is not
+            ``nullable``.
     """
     if missing := [name for name in wanted.names if name not in table.column_names]:
         raise ValueError(f"it has no column {', '.join(missing)}")
@@ -130,7 +151,8 @@ def _fitted(table: pa.Table, wanted: pa.Schema) -> pa.Table:
         pieces = table[field.name].chunks
         if pa.types.is_list(field.type):
             pieces = [*pieces, *(one.flatten() for one in pieces)]
-        if not pa.types.is_floating(field.type) and any(one.null_count for one in pieces):
+        complete = field.name not in nullable and not pa.types.is_floating(field.type)
+        if complete and any(one.null_count for one in pieces):
             raise ValueError(f"column {field.name} has rows without a value")
     table.validate(full=True)
     return table

@@ -88,7 +88,13 @@ REQUESTS = {
     "ends": (pa.list_(pa.int64()), "for each token, number of characters of the text that no later token changes"),
     "prefill_tokens": (_WHOLE, "of them, those emitted by the prefill's forward"),
     "decode_tokens": (_WHOLE, "of them, the others; of a fork, those that it did not share"),
-    "prefill_seconds": (_REAL, "seconds of the prefill's round, shared by the group"),
+    "queue_seconds": (_REAL, "seconds from its arrival to its admission; 0 in a fixed group, which does not queue"),
+    "prefill_seconds": (_REAL, "seconds from its admission to the end of the step that emitted its first token"),
+    "prefill_compute_seconds": (
+        _REAL,
+        "seconds of the steps until its first token, each multiplied by the share of its computed tokens (pending and "
+        "drafted) that belong to this sequence; 0 for forks. Over a fixed group they add up to the prefill's seconds",
+    ),
     "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last round"),
     "finish": (_TEXT, "finish reason (engine.request.FINISHES)"),
     "kept": (_FLAG, "whether the constraint kept this sequence when the request had finished"),
@@ -96,5 +102,21 @@ REQUESTS = {
     "error": (_TEXT, "why the request failed; else empty"),
 }
 """One row for each sequence of a request, in each arm: exactly one unless a constraint forked it."""
+
+OPTIONAL = {
+    "steps": {
+        "draft_tokens": (pa.list_(pa.int32()), "the drafted tokens, in the order of the tree's nodes"),
+        "draft_p": (pa.list_(pa.float32()), "target probability of each drafted token, given the path above it"),
+        "draft_q": (
+            pa.list_(pa.float32()),
+            "draft probability of each drafted token before any sibling was drawn; null where it was not sampled",
+        ),
+        "policy": (_TEXT, "what a policy decided for this step, as JSON"),
+    }
+}
+"""Columns that some runs write in addition; a row may be null there. Readers accept tables with and without them."""
+
+DRAFT_COLUMNS = ("draft_tokens", "draft_p", "draft_q")
+"""The optional columns of ``steps`` that the run option ``record_drafts`` adds."""
 
 SCHEMAS = {"rounds": ROUNDS, "steps": STEPS, "requests": REQUESTS}

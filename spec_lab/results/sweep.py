@@ -36,8 +36,8 @@ State = Literal["done", "running", "failed", "waiting"]
 
 Known = TypeVar("Known")
 
-PLACES = ("output_dir", "tracker", "retry")
-"""Options about where results go and retries: they do not make it another run."""
+PLACES = ("output_dir", "tracker", "retry", "verbose")
+"""Options about where results go, what is printed and retries: they do not make it another run."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: the run has not ended, and the same command resumes it."""

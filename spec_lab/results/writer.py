@@ -1,15 +1,14 @@
-"""The rows a run leaves behind: three tables, written group by group, so that a kill keeps every finished group.
+"""A run's rows: three tables, written group by group, so that a killed run keeps every finished group.
 
-While a group decodes, only its ``StepInfo`` objects are kept; they become rows after the clock has stopped. A group's
-rows are one part of three tables (see ``parts``), the requests written last: a group is finished exactly if its
+While a group is decoded, only its ``StepInfo`` objects are kept; rows are built after the clock has stopped. A group's
+rows are one part of each table (see ``parts``). The requests are written last: a group is finished if and only if its
 requests are on disk. At the end the parts are gathered into ``rounds.parquet``, ``steps.parquet`` and
-``requests.parquet``. ``schema`` says what every column means; metrics are computed from these rows and from nothing
-else.
+``requests.parquet``. ``schema`` defines the columns. Metrics are computed from these rows only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
 from spec_lab.results.parts import Parts, Rows
-from spec_lab.results.schema import SCHEMAS
+from spec_lab.results.schema import OPTIONAL, SCHEMAS
 from spec_lab.text.prompts import Prompt
 
 
@@ -37,7 +36,7 @@ class Tables:
 
 
 def rows_of(infos: Seq[StepInfo], group: int, arm: str) -> tuple[Rows, Rows]:
-    """Rows of the tables ``rounds`` and ``steps``. On a GPU call it only when all work is done."""
+    """Return the rows of the tables ``rounds`` and ``steps``. On a GPU, call it only after ``clock.synchronise``."""
     rounds, steps = [], []
     last = {}  # each sequence's latest row
     place = numbered([sequence for one in infos for sequence in one.sequences])
@@ -58,9 +57,9 @@ def rows_of(infos: Seq[StepInfo], group: int, arm: str) -> tuple[Rows, Rows]:
 
 
 def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[int, int]]:
-    """Each sequence's number in its request, forks after what they were forked from, and that one's number or -1.
+    """Return each sequence's number in its request and the number of its parent, -1 for none.
 
-    The numbers follow from the lineage: how fast anything was decoded does not matter.
+    Numbers follow the lineage, parents before their forks, so they do not depend on the order of decoding.
     """
     found = {(one.request.id, one.lineage): one for one in sequences}
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -74,20 +73,22 @@ def numbered(sequences: Iterable[SequenceState]) -> dict[SequenceState, tuple[in
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one arm made of one request, or of a fork of it.
+    """The output of one arm for one sequence of a request.
 
     Args:
         request: the request.
-        tokens: what was emitted, after cuts.
-        finish: why it ended.
-        prefill_tokens: of the tokens, those emitted by the prefill's forward.
-        decode_tokens: of the tokens, those that came later and are no other sequence's.
-        prefill_seconds: seconds until then.
-        decode_seconds: seconds from then to the request's end.
-        error: what broke it; empty for nothing.
+        tokens: the emitted tokens, after truncation.
+        finish: the finish reason.
+        prefill_tokens: number of tokens emitted by the step that ended the prefill.
+        decode_tokens: number of tokens emitted later by this sequence itself, not before a fork.
+        prefill_seconds: seconds from the admission to the end of the step that ended the prefill.
+        decode_seconds: seconds from then to the sequence's end.
+        prefill_compute_seconds: seconds of the steps until the end of the prefill, multiplied by the sequence's shares
+            of their tokens (``computed_shares``).
+        error: why it failed; else empty.
         sequence: its number in the request.
-        parent: the number of the sequence it was forked from; -1 for none.
-        violated, kept: see ``columns.REQUESTS``.
+        parent: the number of the sequence that it was forked from; -1 for none.
+        violated, kept, queue_seconds: see ``schema.REQUESTS``.
     """
 
     request: Request
@@ -97,28 +98,46 @@ class Outcome:
     decode_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    prefill_compute_seconds: float
     error: str = ""
     sequence: int = 0
     parent: int = -1
     violated: int = -1
     kept: bool = True
+    queue_seconds: float = 0.0
+
+
+def computed_shares(info: StepInfo) -> dict[SequenceState, float]:
+    """Return each sequence's share of the tokens that a step computed: pending and drafted ones, chunks of prompts.
+
+    Sequences that compute their prompt and others that decode share one forward; this is how its seconds are divided.
+    """
+    drafted = (info.draft.acceptable_nodes + info.draft.computed_only_nodes).tolist()
+    trees = zip(info.sequences, info.pending, drafted, strict=True)
+    computed = {sequence: pending + nodes for sequence, pending, nodes in trees} | dict(info.chunks)
+    total = sum(computed.values())
+    return {sequence: tokens / total for sequence, tokens in computed.items()}
 
 
 def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[str, str]) -> list[Outcome]:
-    """The results of an engine's sequences, in order. On a GPU call it only when all work is done.
+    """Return the outcome of each sequence of a fixed group. On a GPU, call it only after ``clock.synchronise``.
 
     Args:
-        sequences: all there were, forks and those that never took part included.
-        infos: of all steps.
+        sequences: all of the group's, including forks and those that took part in no step.
+        infos: all steps of the group.
         errors: by the request's name.
     """
     place, found = numbered(sequences), []
-    admitted: dict[int, StepInfo] = {}  # by request: the step that began its prompt, and the one that ended it
-    first: dict[int, StepInfo] = {}
+    admitted: dict[int, StepInfo] = {}  # by request: the first step that computed a part of its prompt
+    first: dict[int, StepInfo] = {}  # by request: the step that emitted its first token
     final: dict[SequenceState, StepInfo] = {}
+    computing: dict[SequenceState, float] = {}  # ``prefill_compute_seconds``
     for one in infos:
-        for sequence in [*one.sequences, *(sequence for sequence, _ in one.chunks)]:
+        seconds = one.clock.seconds(one.began, one.ended)
+        for sequence, share in computed_shares(one).items():
             admitted.setdefault(sequence.request.id, one)
+            if sequence.request.id not in first:
+                computing[sequence] = computing.get(sequence, 0.0) + share * seconds
         for sequence in one.sequences:
             first.setdefault(sequence.request.id, one)
             final[sequence] = one
@@ -132,7 +151,7 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[s
             prefill = clock.seconds(begun.began, prompt_done.ended)
             if sequence in final:
                 decode = clock.seconds(prompt_done.ended, final[sequence].ended)
-            if sequence in prompt_done.sequences:  # what was forced before it is computed by the prefill too
+            if sequence in prompt_done.sequences:  # tokens forced before the first step are computed by the prefill too
                 at = prompt_done.sequences.index(sequence)
                 before = prompt_done.context[at] - len(sequence.request.tokens)
                 own_first = min(own, before + prompt_done.committed[at].count(kept=True))
@@ -145,6 +164,7 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[s
                 decode_tokens=own - own_first,
                 prefill_seconds=prefill,
                 decode_seconds=decode,
+                prefill_compute_seconds=computing.get(sequence, 0.0),
                 error=errors.get(sequence.request.name, "") if sequence.finish in BROKEN else unwatched(sequence),
                 sequence=number,
                 parent=parent,
@@ -156,17 +176,25 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[s
 
 
 def unwatched(sequence: SequenceState) -> str:
-    """That an observing constraint gave up, in words; empty where it did not."""
+    """Return a message that an observing constraint failed; empty where it did not."""
     if not sequence.unwatched:
         return ""
     why = without_name(sequence.request, sequence.unwatched)
-    return f"request '{sequence.request.name}' went on without the constraint that observed it: {why}"
+    return f"request '{sequence.request.name}' continued without its observing constraint, which failed: {why}"
 
 
 def request_row(
     outcome: Outcome, prompt: Prompt, shown: str, ends: Seq[int], seed: int, group: int, arm: str, order: int
 ) -> dict[str, Any]:
-    """The row of one outcome; ``shown`` is its text, of which so many characters are settled after each token."""
+    """Return the row of one outcome.
+
+    Args:
+        outcome: the outcome.
+        prompt: the request's prompt.
+        shown: the output as text.
+        ends: for each token, number of characters of the text that no later token changes.
+        seed, group, arm, order: see ``schema.REQUESTS``.
+    """
     number = outcome.request.id
     return {
         "id": f"{number}/{arm}/{outcome.sequence}",
@@ -187,7 +215,9 @@ def request_row(
         "ends": list(ends),
         "prefill_tokens": outcome.prefill_tokens,
         "decode_tokens": outcome.decode_tokens,
+        "queue_seconds": outcome.queue_seconds,
         "prefill_seconds": outcome.prefill_seconds,
+        "prefill_compute_seconds": outcome.prefill_compute_seconds,
         "decode_seconds": outcome.decode_seconds,
         "finish": outcome.finish,
         "kept": outcome.kept,
@@ -197,29 +227,38 @@ def request_row(
 
 
 class Recorder:
-    """Writes a run's rows under ``out``, group by group."""
+    """Writes a run's rows, group by group.
 
-    def __init__(self, out: Path) -> None:
-        self.parts = Parts(out, SCHEMAS, unit="group")
+    Args:
+        out: the run's directory.
+        optional: names of the optional columns (``schema.OPTIONAL``) that the rows of this run have.
+    """
+
+    def __init__(self, out: Path, optional: Collection[str] = ()) -> None:
+        self.parts = Parts(out, SCHEMAS, unit="group", optional=OPTIONAL, written=optional)
 
     def finished(self) -> set[int]:
-        """Groups whose rows are on disk."""
+        """Return the groups whose rows are on disk."""
         return set(self.parts.load()["requests"]["group"])
 
     def write(self, group: int, rounds: Rows, steps: Rows, requests: Rows) -> None:
-        """Put one finished group's rows on disk."""
+        """Write the rows of a finished group."""
         self.parts.write(f"{group:06d}", {"rounds": rounds, "steps": steps, "requests": requests})
 
     def gather(self) -> Tables:
-        """Put all parts together in one file a table, and remove them."""
+        """Join the parts into one file per table and remove them; see ``Parts.gather``."""
         return Tables(**self.parts.gather())
 
 
 def load(out: str | Path) -> Tables:
-    """The rows of the finished groups of a run: running, killed or done. Errors as in ``Parts.load``."""
+    """Return the rows of the finished groups of a run that is running, was killed or is done.
+
+    Raises:
+        Unreadable: see ``Parts.load``.
+    """
     return Tables(**Recorder(Path(out)).parts.load())
 
 
 def schema(name: str) -> pa.Schema:
-    """The columns of one table, with their meanings as metadata."""
+    """Return the columns of one table, with their meanings as metadata."""
     return parts.schema(SCHEMAS[name])

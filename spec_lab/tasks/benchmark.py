@@ -23,6 +23,7 @@ from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
+from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
@@ -53,7 +54,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     many = settings.overrides is not None
     console = console or Console(quiet=many, markup=False)
     arms, requests = lab.arms(settings), lab.requests(settings)
-    recorder, size = Recorder(settings.output_dir), settings.batch_size
+    optional = DRAFT_COLUMNS if settings.record_drafts else ()
+    recorder, size = Recorder(settings.output_dir, optional), settings.batch_size
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
 
     def work(facts: Mapping[str, Any]) -> Done:
@@ -78,7 +80,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         return Done(
             _summary(lab, settings, arms, tables, config),
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
-            lambda found: show.show(found, console),
+            lambda found: show.show(found, console, settings.verbose),
             tables,
         )
 

@@ -59,6 +59,8 @@ class Settings:
         min_new_tokens: before a text may end.
         token_healing: whether the prompts' last tokens are taken off and generated anew, beginning with the same bytes.
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
+        record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
+        verbose: whether tables in the terminal have all their columns.
         overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
             prints no table and draws no figures.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
@@ -78,6 +80,8 @@ class Settings:
     min_new_tokens: int = 0
     token_healing: bool = False
     max_prompt_tokens: int | None = None
+    record_drafts: bool = False
+    verbose: bool = False
     overrides: Sequence[str] | None = None
     config_sha256: str = ""
 
@@ -97,7 +101,7 @@ class Settings:
             )
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, not {brief(self.seed)}")
-        for name in ("baseline", "token_healing"):
+        for name in ("baseline", "token_healing", "record_drafts", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, not {getattr(self, name)!r}")
         check_strings("stop_strings", strings("stop_strings", self.stop_strings))
@@ -146,11 +150,13 @@ class Loop:
     seed: int
     binding: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
+    record: bool = False
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """See ``Arm``. Rows are built after the clock has stopped."""
         draws = CounterDraws(self.seed)
-        engine = fixed_group(self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces)
+        parts = self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces
+        engine = fixed_group(*parts, record=self.record)
         infos = [info.slim() for info in engine]
         self.target.lm.clock.synchronise()
         return Decoded(infos, writer.outcomes(engine.sequences, infos, engine.errors))
@@ -195,7 +201,8 @@ class Lab:
                 strings.
         """
         null = Null.load(self.target)
-        baseline = Loop(self.target, null, Match(), settings.seed, self.binding, self.pieces)
+        own = settings.seed, self.binding, self.pieces, settings.record_drafts
+        baseline = Loop(self.target, null, Match(), *own)
         arms: dict[str, Arm] = {}
         proposers = {"speculative": self.proposer, **self.more_proposers}
         if isinstance(self.proposer, Null):
@@ -209,7 +216,7 @@ class Lab:
                     f"{nodes} nodes a step. Memory grows with their square, so at most {MOST_NODES} are possible: "
                     "draft fewer nodes, or decode fewer prompts together"
                 )
-            arms[name] = Loop(self.target, proposer, self.verifier, settings.seed, self.binding, self.pieces)
+            arms[name] = Loop(self.target, proposer, self.verifier, *own)
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
         if self.peers and (self.binding is not None or settings.stop_strings):

@@ -159,6 +159,7 @@ class Generate:
             max(len(tokens) - watch.first_count, 0),
             first - watch.start,
             end - first,
+            first - watch.start,
         )
 
     def _config(self, request: Request) -> GenerationConfig:
@@ -219,9 +220,8 @@ class Bare:
             token = self._pick(self.model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1])
             tokens.append(int(token))
             first = first or time.perf_counter()
-        return Outcome(
-            request, tokens, finish(tokens, request), 1, len(tokens) - 1, first - start, time.perf_counter() - first
-        )
+        prefill, decode = first - start, time.perf_counter() - first
+        return Outcome(request, tokens, finish(tokens, request), 1, len(tokens) - 1, prefill, decode, prefill)
 
     def _pick(self, logits: Tensor) -> Tensor:  # [1, V] -> [1, 1]
         if self.temperature == 0:

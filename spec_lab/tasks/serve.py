@@ -25,13 +25,15 @@ from tqdm import tqdm
 from spec_lab.analysis.figures.style import STYLE, colours
 from spec_lab.analysis.metrics.intervals import cluster_interval
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.text import interval, number, table
+from spec_lab.analysis.text import WIDE, interval, number, table
 from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import Request
 from spec_lab.results.parts import Parts
+from spec_lab.results.schema import REQUESTS
+from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 
@@ -51,8 +53,11 @@ SERVED = {
     "first_token": (_REAL, "end of the step that emitted its first token"),
     "end": (_REAL, "end of its last step"),
     "steps": (_WHOLE, "steps that sampled for it"),
+    "prefill_compute_seconds": REQUESTS["prefill_compute_seconds"],
 }
 """One row for each request and arm."""
+
+NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
 PERCENTILES = (50, 90, 99)
 MAX_RATE = 1e6
@@ -161,7 +166,8 @@ def serve(
             "segments": len(segments),
             "arms": summarise(frame, list(arms), ttft_bound, tpot_bound),
         }
-        return Done(summary, lambda: draw(frame, settings.output_dir / "figures"), partial(tell, console=console))
+        told = partial(tell, console=console, verbose=settings.verbose)
+        return Done(summary, lambda: draw(frame, settings.output_dir / "figures"), told)
 
     def left() -> tuple[int, str]:
         done = len(finished())
@@ -220,7 +226,7 @@ def serve_segment(
     """Serve requests that arrive ``due`` seconds after the start; return a row for each, in their order."""
     engine = engine_of(arm, limits)
     rows: dict[int, dict[str, Any]] = {
-        one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at, "steps": 0}
+        one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at} | NOTHING_YET
         for one, at in zip(requests, due, strict=True)
     }
     coming, start = list(zip(due, requests, strict=True)), clock()
@@ -238,8 +244,11 @@ def serve_segment(
             end = clock() - start
             if info is None:
                 continue
-            for sequence in [*info.sequences, *(one for one, _ in info.chunks)]:
-                rows[sequence.request.id].setdefault("admitted", began)
+            for sequence, share in computed_shares(info).items():
+                row = rows[sequence.request.id]
+                row.setdefault("admitted", began)
+                if "first_token" not in row:
+                    row["prefill_compute_seconds"] += share * (end - began)
             for sequence in info.sequences:
                 row = rows[sequence.request.id]
                 row.setdefault("first_token", end)
@@ -257,9 +266,14 @@ def serve_segment(
 
 
 def latencies(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with ``queue``, ``ttft`` (time to first token) and ``tpot`` (time per further token), in seconds."""
+    """Return the rows with their latencies in seconds.
+
+    Columns: ``queue``, ``prefill`` (from the admission to the first token), ``ttft`` (time to first token: both) and
+    ``tpot`` (time per further token).
+    """
     return frame.assign(
         queue=frame["admitted"] - frame["arrival"],
+        prefill=frame["first_token"] - frame["admitted"],
         ttft=frame["first_token"] - frame["arrival"],
         tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
     )
@@ -299,7 +313,7 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
             **{
                 name: {f"p{p}": float(np.percentile(own[name], p)) for p in PERCENTILES}
                 | {"mean": float(own[name].mean())}
-                for name in ("queue", "ttft", "tpot")
+                for name in ("queue", "prefill", "ttft", "tpot")
             },
         }
     return found
@@ -329,8 +343,12 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     return [folder / "latency.png"]
 
 
-def tell(summary: Mapping[str, Any], console: Console) -> None:
-    """Print each arm's throughput, speed-up over the last arm, goodput, and latencies in milliseconds."""
+def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
+    """Print each arm's throughput, speed-up over the last arm, goodput, and latencies in milliseconds.
+
+    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
+    first token, and means.
+    """
     arms = summary["arms"]
     shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
     shown.add_column("arm", overflow="fold")
@@ -341,3 +359,13 @@ def tell(summary: Mapping[str, Any], console: Console) -> None:
         rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
         shown.add_row(arm, *rates, *times)
     console.print(shown)
+    if verbose or console.width >= WIDE:
+        parts = table("Time to the first token [ms]")
+        parts.add_column("arm", overflow="fold")
+        columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
+        columns += [("ttft", "mean"), ("tpot", "mean")]
+        for what, key in columns:
+            parts.add_column(f"{what.upper() if what in ('ttft', 'tpot') else what} {key}", justify="right")
+        for arm, own in arms.items():
+            parts.add_row(arm, *(number(1e3 * own[what][key], ".0f") for what, key in columns))
+        console.print(parts)

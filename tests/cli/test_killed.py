@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TIMES = {
     "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
     "steps": [],
-    "requests": ["prefill_seconds", "decode_seconds"],
+    "requests": [name for name in schema.REQUESTS if name.endswith("_seconds")],
 }
 """Columns that differ between two runs of the same."""
 GROUPS = 6

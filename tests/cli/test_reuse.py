@@ -21,7 +21,7 @@ from tests import checkpoints
 TIMES = {
     "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
     "steps": [],
-    "requests": ["prefill_seconds", "decode_seconds"],
+    "requests": [name for name in schema.REQUESTS if name.endswith("_seconds")],
 }
 """Columns that differ between two runs of the same."""
 

@@ -15,7 +15,17 @@ from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.rows import history
 from spec_lab.propose import Null
 from spec_lab.verify import Match, Token
-from tests.propose.lab import PROMPTS, WARM, decode, emitted, plain_greedy, requests
+from tests.propose.lab import (
+    PROMPTS,
+    WARM,
+    decode,
+    draft_model,
+    emitted,
+    path_tokens,
+    plain_greedy,
+    plain_law,
+    requests,
+)
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
 
 TREE = tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
@@ -305,3 +315,34 @@ def test_a_step_names_its_phases_and_their_time_adds_up(target, truth):
     assert min(phases) > 0 and 0.5 * seconds["whole"] < sum(phases) <= seconds["whole"] * (1 + 1e-9)
     assert 0 < seconds["target_forward"] <= seconds["target"]
     assert [r.prefill for r in steps][:2] == [[True] * 3, [False] * 3]
+
+
+# Recorded drafts
+
+
+@pytest.mark.parametrize("drawn", ["without", "point"])
+def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(target, drawn):
+    proposer = draft_model("2x1", drawn)
+    wanted = requests(WARM, new=6)
+    engine = fixed_group(target, proposer, Token(), wanted, CounterDraws(0), record=True)
+    steps = list(engine)
+    texts = [list(request.tokens) for request in wanted]
+    for info in steps:
+        shape = info.draft.shape
+        for row, sequence, rows in zip(info.rows(), info.sequences, shape.trees, strict=True):
+            nodes = rows[1:]
+            assert row["draft_tokens"] == info.draft.token[torch.from_numpy(nodes - shape.roots)].tolist()
+            for place, node in enumerate(nodes.tolist()):
+                above = [*texts[sequence.request.id], *path_tokens(info.draft, int(shape.parent[node - shape.roots]))]
+                p, q = (plain_law(model.lm.model, above, WARM) for model in (target, proposer))
+                token = row["draft_tokens"][place]
+                assert row["draft_p"][place] == pytest.approx(float(p[token]))
+                assert row["draft_q"][place] == (None if drawn == "point" else pytest.approx(float(q[token])))
+        for sequence, got in zip(info.sequences, info.committed, strict=True):
+            texts[sequence.request.id] += [one.token for one in got.tokens if one.kept]
+    assert sum(len(row["draft_tokens"]) for info in steps for row in info.rows()) > 20
+
+
+def test_drafts_are_not_recorded_unless_asked_for(target):
+    _, steps = decode(target, draft_model("2x1"), requests(WARM, new=4))
+    assert all(info.drafts is None and "draft_p" not in row for info in steps for row in info.rows())

@@ -706,7 +706,7 @@ def test_heads_with_tensors_that_they_do_not_use_are_refused(heads):
     target, folder = heads
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"weight2": torch.ones(3)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="'weight2' has no place"):
+    with pytest.raises(ValueError, match="'weight2'"):
         Heads.read(str(folder), target)
 
 

@@ -1,21 +1,25 @@
 """Trees that grow best first: against a plain twin, within their budget, apart from batch mates, exact, refused."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
 
+from spec_lab.constrain import AppliedConstraint
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.engine import fixed_group
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.tasks.certify.exact import examine
-from spec_lab.tasks.certify.instances import FEW, Instance
+from spec_lab.tasks.certify.instances import FEW, Instance, constrained
 from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Token, Traversal
+from tests.constrain import toys
 from tests.propose.lab import (
     COLD,
     WARM,
@@ -47,7 +51,7 @@ def sampled(weights, uniform):
 def children_of(p, drawn, count, uniforms):
     """The tokens drawn from p (a list), in order."""
     if drawn == "point":
-        return sorted(range(len(p)), key=lambda token: -p[token])[:count]
+        return [token for token in sorted(range(len(p)), key=lambda token: -p[token])[:count] if p[token]]
     tokens, left, support = [], list(p), sum(mass > 0 for mass in p)
     for uniform in uniforms[: min(count, support)] if drawn == "without" or support == 1 else uniforms:
         tokens.append(sampled(left, uniform))
@@ -60,12 +64,13 @@ def twin(probabilities, drawn, budget, depth, key, seed=0):
     """One tree: of each node the number of its parent (0 is the root) and its token, in the order drawn.
 
     Args:
-        probabilities: of the token after a path (a tuple of tokens), as a list.
+        probabilities: of the token after a path (a tuple of tokens), as a list; all 0 where nothing may follow.
     """
     paths, parents, scores, unexpanded = [()], [None], [1.0], {0} if depth else set()
     while unexpanded:
         fits = min(budget.width, (budget.nodes - len(paths) + 1) // budget.children)
         deep = [node for node in unexpanded if len(paths[node]) < min(depth, budget.depth)]
+        deep = [node for node in deep if any(probabilities(paths[node]))]
         chosen = sorted(deep, key=lambda node: (-scores[node], node))[:fits]
         if not chosen:
             break
@@ -90,12 +95,32 @@ def tree_of(draft, tree):
     return [(number[int(shape.parent[row - shape.roots])], int(draft.token[row - shape.roots])) for row in rows[1:]]
 
 
+def allowed_after(path):
+    """A constraint, ``[V]`` bool: which tokens may follow a path. After a 0 nothing may."""
+    return np.array([token != (sum(path) + 1) % V and path[-1:] != (0,) for token in range(V)])
+
+
+@dataclass
+class Masks:
+    """The draft masks of a constraint that is the same for every tree; ``asked`` are the rows of each call."""
+
+    allowed: Callable
+    forces: bool = False
+    asked: list = field(default_factory=list)
+
+    def __call__(self, shape, rows, token):
+        self.asked += rows.tolist()
+        paths = [tuple(int(token[node - shape.roots]) for node in shape.path(row)) for row in rows.tolist()]
+        return np.stack([self.allowed(path) for path in paths])
+
+
 @dataclass
 class Table:
     """Random logits after every path of every tree; ``forwards`` counts the rows of each call."""
 
     seed: int = 0
     spread: float = 2.0
+    masks: Masks | None = None
 
     def __post_init__(self):
         self.forwards = []
@@ -104,7 +129,12 @@ class Table:
         return self.spread * np.random.default_rng([self.seed, number, *path]).normal(size=V)
 
     def probabilities(self, number):
-        return lambda path: torch.from_numpy(self.logits(number, path)).softmax(-1).tolist()
+        def after(path):
+            p = torch.from_numpy(self.logits(number, path)).softmax(-1).numpy()
+            p = p if self.masks is None else p * self.masks.allowed(path)
+            return (p / max(p.sum(), 1e-300)).tolist()
+
+        return after
 
     def grow(self, drawn, budget, depths=(9,), numbers=None, seed=0):
         """A forest with a tree for each of ``numbers``, which name the trees' tables and requests."""
@@ -119,7 +149,8 @@ class Table:
             return torch.from_numpy(np.array(found))
 
         roots = [self.logits(number, ()) for number, depth in zip(numbers, depths, strict=True) if depth]
-        growing = BestFirst(budget, drawn, CounterDraws(seed), keys, [WARM] * len(keys), depths)
+        own = CounterDraws(seed), keys, [WARM] * len(keys), depths
+        growing = BestFirst(budget, drawn, *own, masks=self.masks)
         return growing.grow(torch.from_numpy(np.array(roots).reshape(-1, V)), expand)
 
 
@@ -185,6 +216,48 @@ def test_a_tree_is_the_same_alone_and_beside_others(drawn):
             mine, own = ([d.q_row[row] for row in d.shape.trees[t]] for d, t in ((together, place), (alone, 0)))
             for here, there in zip(mine, own, strict=True):
                 assert (here < 0) == (there < 0) and (here < 0 or torch.equal(together.q[here], alone.q[there]))
+
+
+# Constraints -------------------------------------------------------------------------------------------------------
+
+
+@EACH_WAY
+@pytest.mark.parametrize("width", [1, 3])
+def test_draft_masks_follow_each_path_and_dead_ends_are_not_expanded(drawn, width):
+    budget = Budget(24, 3, 6, width)
+    ended = 0
+    for seed in range(6):
+        table = Table(seed, spread=3.0, masks=Masks(allowed_after))
+        draft = table.grow(drawn, budget, depths=(9, 0, 3), seed=seed)
+        for tree, depth in enumerate((9, 0, 3)):
+            assert tree_of(draft, tree) == twin(table.probabilities(tree), drawn, budget, depth, (tree, 0, 3), seed)
+        shape = draft.shape
+        for row in range(shape.rows):
+            path = tuple(path_tokens(draft, row))
+            assert all(allowed_after(path[:n])[token] for n, token in enumerate(path))
+            if path[-1:] == (0,):
+                ended += 1
+                assert not len(shape.children[row])
+            if drawn != "point" and len(shape.children[row]):
+                expected = torch.tensor(table.probabilities(int(shape.root[row]))(path), dtype=torch.float64)
+                torch.testing.assert_close(draft.q[draft.q_row[row]], expected)
+        assert len(table.masks.asked) == len(set(table.masks.asked)), "each row is asked about once"
+    assert ended
+
+
+@EACH_WAY
+def test_nothing_is_drafted_where_nothing_is_allowed(drawn):
+    draft = Table(masks=Masks(lambda _: np.zeros(V, dtype=bool))).grow(drawn, Budget(6, 2), depths=(9, 9))
+    assert draft.shape.nodes == 0 and draft.shape.roots == 2
+
+
+@EACH_WAY
+def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn):
+    constraint = toys.Table(lambda text: [n for n in range(VOCABULARY) if (n + len(text)) % 3], VOCABULARY)
+    parts = target, best_first(Budget(8, 2, 4, 2), drawn), Token(), requests(WARM), CounterDraws(0)
+    group = fixed_group(*parts, AppliedConstraint(constraint, "both"))
+    rows = [row for info in group for row in info.rows()]
+    assert sum(row["nodes"] for row in rows) > 100 and all(row["legal"] == row["nodes"] for row in rows)
 
 
 # The draft model ---------------------------------------------------------------------------------------------------
@@ -308,6 +381,21 @@ def test_the_output_distribution_is_the_target_s(drawn, verifier, budget):
         found = examine(instance, Larger(drawn, budget), verifier)
         assert found.wrong is None and found.tv < 1e-12 and abs(found.mass - 1) < 1e-12
         assert found.drafted > 0 and found.accepted > 0
+
+
+BOUND = [replace(one, tree="1x1", tokens=2) for one in constrained() if one.applied.on_draft]
+GRAMMARS = [one for one in BOUND if not one.applied.constraint.has_actions]
+CASES = [(one, drawn, Budget(4, 2, 3, width=1)) for one in GRAMMARS for drawn in WAYS]
+CASES += [(one, "point", Budget(2, 1, 3, width=1)) for one in BOUND if one not in GRAMMARS]  # samples are too many
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name.partition('tokens, ')[2]}, {case[1]}")
+def test_under_a_constraint_the_output_distribution_is_the_masked_target_s(case, verifier):
+    instance, drawn, budget = case
+    found = examine(instance, Larger(drawn, budget), verifier)
+    assert found.wrong is None and found.tv < 1e-12 and abs(found.mass - 1) < 1e-12
+    assert found.drafted > 0 and found.accepted > 0
 
 
 # Options -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Sweeps: what was asked, where each run stands, what the command line makes of it, and the table of it all."""
 
+import io
 import json
 import math
 import os
@@ -14,8 +15,10 @@ import pandas as pd
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from spec_lab.cli.commands import command
+from spec_lab.analysis.text import WIDE
+from spec_lab.cli.commands import command, print_results
 from spec_lab.results import sweep, writer
 from spec_lab.results.parts import Parts
 from spec_lab.results.writer import load
@@ -522,6 +525,30 @@ def test_state_and_collect_tell_what_there_is(cli, tiny, tmp_path, decoded):
     assert table["prompts.limit"].tolist() == [1]
     assert table["proposer_name"].tolist() == ["ngram"]
     assert pd.read_csv(tmp_path / "swept" / "table.csv")["run"].tolist() == [done.folder.name]
+    assert "tokens/s" not in said
+
+    code, said, errors = cli("collect", "swept", "-v")
+    assert code == 0, errors
+    assert {"tokens/s", "expected", "TTFT", "acceptance"} <= {*said.split()}
+
+
+def test_a_sweep_s_table_has_more_columns_if_verbose_or_on_a_wide_terminal(tmp_path, monkeypatch):
+    few = {"speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.75, "tokens_per_second": 90.0, "tau_pooled": 2.5}
+    row = {"run": "one", "arm": "speculative", "expected_tau": 2.25, "time_to_first_token": 0.5} | few
+    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame([row]))
+    monkeypatch.setattr(sweep, "runs", lambda _: [])
+
+    def lines(width, verbose):
+        console = Console(file=io.StringIO(), width=width)
+        print_results(tmp_path, console, verbose)
+        return [line.split() for line in console.file.getvalue().splitlines() if line.strip("─ ")]
+
+    first = ["run", "speed-up", "[95", "%]", "tokens/s", "tau", "expected", "tau"], ["one", "1.50", "[1.25,", "1.75]"]
+    narrow = lines(80, False)
+    assert [*map(len, narrow)] == [8, 7] and (narrow[0], narrow[1][:4]) == first
+    tall, wide = lines(80, True), lines(WIDE, False)
+    assert tall == wide and tall[:2] == narrow
+    assert tall[2] == ["run", "acceptance", "rate", "TTFT", "ms", "TPOT", "ms", "overhead"] and "500.0" in tall[3]
 
 
 @pytest.mark.parametrize("word", ["state", "collect"])

@@ -5,11 +5,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Engine, Limits
+from spec_lab.engine.request import Request
+from spec_lab.propose import Null
 from spec_lab.results import schema, writer
 from spec_lab.results.writer import Recorder, load
 from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Match
 from tests.labs import Repeat, lab, settings
+from tests.tiny import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,31 @@ def test_rounds_hold_the_batch(decoded):
     assert max(ends) == pytest.approx(rounds[-1]["start"] + rounds[-1]["whole"])
 
 
+def test_a_fixed_group_s_prefill_is_divided_by_the_tokens_computed_for_each_request(decoded):
+    requests, done, rounds, _ = decoded
+    computed = [len(request.tokens) + 2 for request in requests]  # the prompt, and two drafted tokens
+    for outcome, tokens in zip(done.outcomes, computed, strict=True):
+        assert outcome.queue_seconds == 0 and outcome.prefill_seconds == pytest.approx(rounds[0]["whole"])
+        share = tokens / sum(computed)
+        assert outcome.prefill_compute_seconds == pytest.approx(share * rounds[0]["whole"])
+
+
+def test_prompts_in_chunks_share_each_step_with_those_that_decode():
+    """Prompts of 3, 11 and 2 tokens, four a step: 3 + 1 of the second; then 1 decoded + 4; 1 + 4; 1 + 2 + 2."""
+    lengths, shares = (3, 11, 2), [[3 / 4], [1 / 4, 4 / 5, 4 / 5, 2 / 5], [2 / 5]]
+    target = tiny_target()
+    engine = Engine(target, Null(), Match(), CounterDraws(0), limits=Limits(max_prefill_tokens=4))
+    for number, length in enumerate(lengths):
+        engine.add(Request(number, f"r{number}", tuple(range(1, length + 1)), max_new_tokens=6))
+    infos = list(engine)
+    spent = [info.clock.seconds(info.began, info.ended) for info in infos]
+    done = writer.outcomes(engine.sequences, infos, {})
+    for outcome, first, own in zip(done, (0, 0, 3), shares, strict=True):
+        expected = sum(share * seconds for share, seconds in zip(own, spent[first:], strict=False))
+        assert outcome.prefill_compute_seconds == pytest.approx(expected)
+    assert done[1].prefill_seconds >= sum(spent[:4]) > done[1].prefill_compute_seconds
+
+
 def test_slim_steps_keep_no_draft_distributions(decoded):
     _, done, *_ = decoded
     assert all(one.draft.q is None for one in done.steps)
@@ -134,6 +164,46 @@ def test_nothing_there_is_empty_tables(tmp_path):
     tables = load(tmp_path / "nowhere")
     assert len(tables.rounds) == len(tables.steps) == len(tables.requests) == 0
     assert list(tables.steps.columns) == list(schema.STEPS)
+
+
+DRAFTED = {"draft_tokens": [[4, 5]], "draft_p": [[0.5, 0.25]], "draft_q": [[0.125, None]]}
+
+
+def with_drafts(group: int) -> tuple[list, list, list]:
+    rounds, steps, requests = rows(group)
+    return rounds, [steps[0] | {name: values for name, (values,) in DRAFTED.items()}], requests
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_optional_columns_are_written_where_the_recorder_is_made_for_them(tmp_path, gathered):
+    recorder = Recorder(tmp_path, schema.DRAFT_COLUMNS)
+    for group in (0, 1):
+        recorder.write(group, *with_drafts(group))
+    if gathered:
+        recorder.gather()
+        assert pq.read_schema(tmp_path / "steps.parquet").field("draft_q").metadata[b"is"]
+    steps = load(tmp_path).steps
+    assert list(steps.columns) == [*schema.STEPS, *schema.DRAFT_COLUMNS]
+    assert steps["draft_tokens"].map(list).tolist() == [[4, 5]] * 2
+    assert steps["draft_p"].map(list).tolist() == [[0.5, 0.25]] * 2
+    for q in steps["draft_q"]:
+        assert q[0] == 0.125 and pd.isna(q[1])
+
+
+def test_optional_columns_are_left_out_otherwise(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.write(0, *with_drafts(0))
+    assert list(recorder.gather().steps.columns) == list(load(tmp_path).steps.columns) == list(schema.STEPS)
+
+
+def test_an_optional_column_may_hold_nulls_and_a_required_one_may_not(tmp_path):
+    recorder = Recorder(tmp_path, ["policy"])
+    recorder.write(0, *rows(0))
+    assert recorder.gather().steps["policy"].isna().all() and load(tmp_path).steps["policy"].isna().all()
+    rounds, steps, requests = rows(1)
+    recorder.write(1, rounds, [steps[0] | {"path": None}], requests)
+    with pytest.raises(ValueError, match="column path"):
+        load(tmp_path)
 
 
 def test_a_broken_file_is_named(tmp_path):

@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 from io import StringIO
+from shutil import copytree
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.console import Console
 from spec_lab.analysis import metrics
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun_trees
+from spec_lab.results.schema import DRAFT_COLUMNS
 from spec_lab.tasks.benchmark import run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Gumbel, Lenient, Match, Token
@@ -56,6 +59,24 @@ def test_both_arms_decode_every_prompt_in_turn(done):
 def test_rows_say_how_much_text_each_token_settles(done):
     for one in metrics.load(done[0]).requests.itertuples():
         assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
+
+
+def test_verbose_prints_more_columns_and_is_the_same_run(done, tmp_path):
+    console, out = quiet(), tmp_path / "out"
+    copytree(done[0], out)
+    assert run(lab(), settings(out, warmup=4, verbose=True), CONFIG | {"verbose": True}, console) == 0
+    assert "untruncated tau" in console.file.getvalue() and "untruncated tau" not in done[1]
+    assert metrics.load(out).requests.equals(metrics.load(done[0]).requests), "nothing is decoded again"
+
+
+def test_record_drafts_adds_the_drafted_tokens_of_every_arm_and_changes_nothing_else(done, tmp_path):
+    assert run(lab(), settings(tmp_path / "out", warmup=4, record_drafts=True), CONFIG, quiet()) == 0
+    plain, recorded = metrics.load(done[0]), metrics.load(tmp_path / "out")
+    assert [*recorded.steps.columns] == [*plain.steps.columns, *DRAFT_COLUMNS]
+    for name in DRAFT_COLUMNS:
+        assert (recorded.steps[name].map(len) == recorded.steps["nodes"]).all()
+    assert recorded.steps["nodes"].sum() > 0
+    pd.testing.assert_frame_equal(recorded.steps[[*plain.steps.columns]], plain.steps)
 
 
 def test_greedy_arms_agree(done):

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+from spec_lab.analysis.text import WIDE
 from spec_lab.cli.main import main
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
@@ -17,7 +18,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise
+from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise, tell
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, lab, settings
@@ -88,7 +89,7 @@ def test_a_request_alone_takes_one_step_for_each_token(time, plain):
     (row,) = time.serve(plain, requests([4]), [0.0])
     assert row == {
         "request": 10, "prompt_tokens": 3, "arrival": 0.0, "steps": 4, "admitted": 0.0, "first_token": 1.0, "end": 4.0,
-        "tokens": 4, "finish": "length",
+        "tokens": 4, "finish": "length", "prefill_compute_seconds": 1.0,
     }  # fmt: skip
     assert set(row) == set(SERVED) - {"id", "segment", "arm", "order"}
 
@@ -125,6 +126,8 @@ def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain
     own = [Request(0, "short", (1, 2), COLD, 5), Request(1, "long", PROMPTS[2], COLD, 2)]
     rows = time.serve(plain, own, [0.0, 0.5], Limits(max_prefill_tokens=4))
     assert columns(rows, "admitted", "first_token", "end", "steps") == [(0, 1, 5, 5), (1, 4, 5, 2)]
+    shares = [4 / 5, 4 / 5, 1 / 2]  # of the steps: chunks of 4, 4 and 1 tokens beside one decoded token
+    assert columns(rows, "prefill_compute_seconds") == [(1,), (pytest.approx(sum(shares)),)]
     assert [len(info.chunks) for info in time.infos] == [0, 1, 1, 0, 0]
 
 
@@ -242,6 +245,7 @@ def test_throughput_latencies_and_goodput_by_hand():
     assert found["tokens_per_second"] == pytest.approx(8 / 6)
     assert found["goodput"] == pytest.approx(2 / 6)  # the second's later token came 1 s after its first
     assert found["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
+    assert found["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
     assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
     assert found["tpot"]["mean"] == pytest.approx((0.5 + 1.0 + 0.0) / 3) and found["tpot"]["p50"] == 0.5
     assert found["speedup"]["mean"] == pytest.approx(1.0)
@@ -322,6 +326,17 @@ def test_every_arm_serves_every_request_once_and_takes_turns_in_going_first(tmp_
     assert list(summary["arms"]) == ["repeat", "baseline"]
     shown = console.file.getvalue()
     assert "repeat" in shown and "baseline" in shown and "7 requests" in shown
+
+
+@pytest.mark.parametrize(("width", "verbose", "more"), [(80, False, False), (80, True, True), (WIDE, False, True)])
+def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_wide_terminal(width, verbose, more):
+    rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
+    summary = {"experiment": "x", "arrivals": "all", "arms": summarise(rows, ["a"], 1, 1)}
+    console = Console(file=io.StringIO(), width=width)
+    tell(summary, console, verbose)
+    shown = console.file.getvalue()
+    assert ("queue" in shown and "123" in shown and "877" in shown) is more
+    assert "TTFT" in shown and "…" not in shown and all(len(line.rstrip()) <= width for line in shown.splitlines())
 
 
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):

@@ -12,12 +12,15 @@ from rich.text import Text
 from spec_lab.analysis.compare.changes import Comparison
 from spec_lab.analysis.compare.pairing import ArmComparison, FigureChange
 from spec_lab.analysis.compare.selection import SettingValues
-from spec_lab.analysis.text import COLUMNS, table
+from spec_lab.analysis.text import COLUMNS, WIDE, table
 from spec_lab.core.terminal import visible
 
 
-def show(comparison: Comparison, console: Console) -> None:
-    """Print the runs, their settings that differ, every change, and how to read them."""
+def show(comparison: Comparison, console: Console, verbose: bool = False) -> None:
+    """Print the runs, their settings that differ, every change, and how to read them.
+
+    With ``verbose``, and on a terminal of ``WIDE`` columns or more, each change is also shown with its own interval.
+    """
     runs = table("Compared")
     for column in ("", "run", "contents"):
         runs.add_column(column, overflow="fold")
@@ -34,6 +37,8 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print("The configurations are equal: differences come from chance, code or machine.\n")
     for pair in comparison.pairs:
         console.print(_pair(pair, comparison))
+        if verbose or console.width >= WIDE:
+            console.print(_each_alone(pair, comparison))
     for line in _notes(comparison):
         console.print(line, highlight=False, soft_wrap=line.startswith("Left out"))  # folders stay on one line
 
@@ -98,13 +103,30 @@ def _pair(pair: ArmComparison, comparison: Comparison) -> Table:
         bounds = f"[{_change(one, one.simultaneous.low)}, {_change(one, one.simultaneous.high)}]"
         known = one.simultaneous.low == one.simultaneous.low and one.verdict not in ("identical", "too few")
         shown.add_row(
-            COLUMNS[one.figure].heading.removesuffix(" [95 %]"),
+            _heading(one),
             *(_value(value) for value in (one.reference, one.other)),
             _change(one, one.simultaneous.mean),
             bounds if known else "",
             _verdict(one),
         )
     return shown
+
+
+def _each_alone(pair: ArmComparison, comparison: Comparison) -> Table:
+    """Each tested change with the interval that holds for it alone, and what it was measured on."""
+    shown = table("Each change alone")
+    for column in ("", f"[{100 * comparison.level:.4g} %] alone", "significant from", "units"):
+        shown.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for one in (one for one in pair.changes if one.change is not None):
+        low, high = (_change(one, value) for value in (one.interval.low, one.interval.high))
+        smallest = "" if one.smallest != one.smallest else _change(one, one.smallest)
+        units = f"{min(one.units)} {one.unit}s, {'paired' if one.paired else 'not paired'}"
+        shown.add_row(_heading(one), f"[{low}, {high}]" if low else "", smallest, units)
+    return shown
+
+
+def _heading(one: FigureChange) -> str:
+    return COLUMNS[one.figure].heading.removesuffix(" [95 %]")
 
 
 def _verdict(one: FigureChange) -> str | Text:

@@ -88,13 +88,14 @@ def walltime_speedup_paired(
 
 
 def prefill_seconds(requests: pd.DataFrame, arm: str) -> float:
-    """Return the seconds of the arm's prefills, summed over all groups."""
-    return float(requests[requests["arm"] == arm].groupby("group")["prefill_seconds"].max().sum())
+    """Return the seconds that computed the arm's prompts."""
+    return float(requests.loc[requests["arm"] == arm, "prefill_compute_seconds"].sum())
 
 
 def time_to_first_token(requests: pd.DataFrame, arm: str) -> pd.Series:
-    """Return of each request the seconds until its first token: its prefill's. Broken groups are left out."""
-    return _unbroken(requests, arm).groupby("request")["prefill_seconds"].max()
+    """Return of each request the seconds from its arrival to its first token. Broken groups are left out."""
+    requests = _unbroken(requests, arm)
+    return (requests["queue_seconds"] + requests["prefill_seconds"]).groupby(requests["request"]).max()
 
 
 def time_per_output_token(requests: pd.DataFrame, arm: str) -> pd.Series:

@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from pandas.testing import assert_frame_equal
 
-from spec_lab.results import sweep
+from spec_lab.results import schema, sweep
 from spec_lab.results.writer import load
 from tests import checkpoints
 
@@ -149,7 +149,7 @@ def assert_goes_on(swept: Swept, was: dict[str, pd.DataFrame]) -> None:
         assert len(rows.merge(now, on=["group", "arm", *TIMES])) == len(rows)
 
 
-TIMES = ["prefill_seconds", "decode_seconds"]
+TIMES = [name for name in schema.REQUESTS if name.endswith("_seconds")]
 
 
 def assert_whole(swept: Swept, undisturbed: dict) -> None:
