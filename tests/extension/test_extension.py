@@ -148,7 +148,7 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
     assert pair["exact"]["instances"] == sum(one.chain for one in every_instance())
-    assert "bigram (point), straight: of chains only" in said
+    assert "bigram (point), straight: chains only" in said
 
 
 def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behind, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_constraint_whose_states_are_no_copies_fails(flat_cli, monkeypatch):
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors
-    assert "draft_chain (iid), agree FAILS: outputs are" in said and ", apart on " in said
+    assert "draft_chain (iid), agree FAILS: outputs " in said and ", apart on " in said
 
 
 @pytest.mark.parametrize("placement", PLACES)
