@@ -187,16 +187,17 @@ class Link:
     def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
         cells = self._things.setdefault(facts["cells"], Cells())
         cells.reserve(*facts["size"])
-        kinds, packed = {}, {}
+        kinds: dict[int, AttentionKind] = {}
+        packed: dict[AttentionKind, list[Segment]] = {}
         for number, each in enumerate(facts["kinds"], start=1):
             kind = AttentionKind(*each["kind"])
             kinds |= dict.fromkeys(each["layers"], kind)
             packed[kind] = [
                 Segment(
-                    *rows, slice(*slots) if slots else tensors[f"slots {place}"], first, end,
+                    span, start, stop, slice(*slots) if slots else tensors[f"slots {place}"], first, end,
                     tensors.get(f"mask {number} {place}"), causal,
                 )
-                for place, (*rows, slots, first, end, causal) in enumerate(each["segments"])
+                for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
             ]  # fmt: skip
         return Pack(cells, kinds, packed, device)
 

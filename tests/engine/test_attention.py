@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import Draft, Shape, chain, forest, tree
+from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.engine.attention import FULL, AttentionKind, Pack, attention_mask, layer_kinds, span_attention
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import Cells
@@ -163,6 +163,23 @@ def test_attention_that_the_config_does_not_name_is_refused(asked, cells):
         key, value = Pack(layers.cells, {}, prepared.pack.segments, CPU).update(key, value, 0)
     with pytest.raises(NotImplementedError, match=next(iter(asked))):
         span_attention(torch.nn.Identity(), query, key, value, None, **asked)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_one_new_token_in_bfloat16_attends_as_in_a_plain_forward(heads):
+    """Whether its key-value heads are shared or not; alone, and beside another sequence."""
+    plain = tiny_model(dtype=torch.bfloat16, num_key_value_heads=heads)
+    plain.set_attn_implementation("sdpa")
+    lm = CausalLM(tiny_model(dtype=torch.bfloat16, num_key_value_heads=heads))
+    texts = [[5, 9, 2, 8, 1], [3, 1, 22]]
+    caches = [lm.open() for _ in texts]
+    lm.forward(caches, texts, empty(2))
+    for count in (1, 2):
+        texts[0].append(7)
+        logits = lm.forward(caches[:count], [[7]] * count, empty(count)).logits
+        with torch.inference_mode():
+            expected = plain(input_ids=torch.tensor([texts[0]])).logits[0, -1]
+        assert float((logits[0] - expected).abs().max() / expected.std()) < 0.1
 
 
 def greedy(lm, prompts, futures, shape, new):
