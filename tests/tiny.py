@@ -48,13 +48,24 @@ DENSE_ONLY: dict[str, dict[str, Any]] = {
 }
 """Families with attention of their own, which run under the dense mask only."""
 
+WINDOWED: dict[str, dict[str, Any]] = {
+    "qwen2-windows": COMMON
+    | dict(num_key_value_heads=2, sliding_window=5, use_sliding_window=True, max_window_layers=1),
+    "mistral-windows": COMMON | dict(num_key_value_heads=2, sliding_window=4),
+    "llama4_text": COMMON
+    | dict(num_key_value_heads=2, head_dim=8, num_hidden_layers=4, attention_chunk_size=4)
+    | dict(intermediate_size_mlp=48, num_local_experts=2, moe_layers=[]),
+}
+"""Families with layers of other kinds than full attention."""
+
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family; its logits are spread widely enough for arg maxes to be far apart."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
-    settings = (FAMILIES | DENSE_ONLY)[family] | changes
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).to(dtype).eval()
+    settings = (FAMILIES | DENSE_ONLY | WINDOWED)[family] | changes
+    config = AutoConfig.for_model(family.removesuffix("-windows"), **settings)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

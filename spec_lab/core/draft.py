@@ -197,6 +197,15 @@ class Shape:
         return np.ascontiguousarray(above[:, :-1])
 
     @cached_property
+    def tree_masks(self) -> list[np.ndarray]:
+        """For each root the additive float32 mask ``[n, n]`` of its tree's rows: each attends to the path to it."""
+        width = self.grid.shape[1]
+        own = np.append(self.places + 1, width)  # the last column, found by -1, stands for no row and is left out
+        mask = np.full((self.rows, width + 1), -np.inf, dtype=np.float32)
+        mask[np.arange(self.rows)[:, None], own[self.lineage]] = 0.0
+        return [mask[rows, : len(rows)] for rows in self.trees]
+
+    @cached_property
     def by_rank(self) -> Schedule:
         """All nodes, those of one sibling rank in one step."""
         return self.schedule(self.rank)

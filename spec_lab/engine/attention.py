@@ -1,17 +1,19 @@
-"""Attention of transformers' models over cells, span by span.
+"""Attention of transformers' models over cells of the KV cache, sequence by sequence.
 
 One function, registered with transformers' ``AttentionInterface``, runs over views of the cells. transformers hands
-each layer's new keys and values to the object in its cache's place (``Pack``), which writes them into their cells and
-passes itself on to the attention function. A dense mask over the whole pack (``attention="dense"``) is the slow twin
-that tests compare with.
+each layer's new keys and values to the object that stands in for its cache (``Pack``), which writes them into their
+cells and passes itself on to the attention function. One dense mask over all sequences (``attention="dense"``) is the
+slow twin that tests compare with.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,26 +22,83 @@ from transformers import AttentionInterface
 from spec_lab.engine.kv_cache import Cells
 
 SPANS = "spec_lab_spans"
-"""The name under which span-by-span attention is registered with transformers."""
+"""The name under which attention over spans of cells is registered with transformers."""
 
 Attention = Literal["spans", "dense"]
 
-BEYOND_SOFTMAX = {"softcap", "sliding_window", "s_aux", "position_bias", "head_mask"}
-"""What transformers' models may ask of an attention function and this one does not do."""
+
+class AttentionKind(NamedTuple):
+    """Which earlier positions a layer attends to. Conventions and names are those of transformers' configs.
+
+    Args:
+        sliding_window: W; position i attends to positions i - W + 1 to i. None for no window.
+        chunk: C; position i attends to positions of its own chunk, i // C. None for no chunks.
+    """
+
+    sliding_window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def layer_type(self) -> str:
+        """Its name in ``layer_types`` of transformers' configs."""
+        return "sliding_attention" if self.sliding_window else "chunked_attention" if self.chunk else "full_attention"
 
 
-class Piece(NamedTuple):
-    """One sequence's rows of the pack."""
+FULL = AttentionKind()
+"""Attention to all earlier positions."""
+
+
+def layer_kinds(config: Any) -> dict[int, AttentionKind]:
+    """Return the kinds of a model's layers, by layer number, from its transformers config. Layers left out are FULL.
+
+    Raises:
+        NotImplementedError: a layer of another type.
+    """
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if types is None:
+        types = ["sliding_attention"] * config.num_hidden_layers if window else []
+    known = {
+        "full_attention": FULL,
+        "sliding_attention": AttentionKind(sliding_window=window),
+        "chunked_attention": AttentionKind(chunk=getattr(config, "attention_chunk_size", None)),
+    }
+    if unknown := set(types) - known.keys():
+        raise NotImplementedError(f"it has layers of type {', '.join(sorted(unknown))}")
+    return {layer: known[name] for layer, name in enumerate(types) if known[name] != FULL}
+
+
+def attention_mask(kind: AttentionKind, query: np.ndarray, key: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """Return the additive attention mask of a layer of this kind, ``[Q, K]``.
+
+    Args:
+        kind: of the layer.
+        query: ``[Q]`` positions of the queries. A tree's node has its root's position plus its depth.
+        key: ``[K]`` positions of the keys; of keys that no query attends to, any number.
+        full: ``[Q, K]`` the mask with full attention: 0 where the key's token is the query's own or comes before it on
+            its path, -inf elsewhere.
+    """
+    near = np.ones(full.shape, dtype=bool)
+    if kind.sliding_window is not None:
+        near &= query[:, None] - key < kind.sliding_window
+    if kind.chunk is not None:
+        near &= query[:, None] // kind.chunk == key // kind.chunk
+    return np.where(near, full, np.float32(-np.inf))
+
+
+class Segment(NamedTuple):
+    """One sequence's rows among those of a forward, and the cells they attend to in layers of one kind."""
 
     span: int
-    start: int  # first row of the pack
+    start: int  # first row
     stop: int  # last row + 1
     slots: slice | Tensor  # cells that receive the rows' keys and values
-    extent: int  # cells attended: the span's first ``extent``
-    mask: Tensor | None  # [rows, extent] additive; None: everything is visible, or causal
+    first: int  # first cell attended to
+    end: int  # last cell attended to + 1
+    mask: Tensor | None  # [rows, end - first] additive; None: everything is visible, or causal
     causal: bool
 
-    def on(self, device: torch.device) -> Piece:
+    def on(self, device: torch.device) -> Segment:
         """The same with its tensors on a device."""
         slots = self.slots.to(device) if isinstance(self.slots, Tensor) else self.slots
         return self._replace(slots=slots, mask=None if self.mask is None else self.mask.to(device))
@@ -47,11 +106,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """What one forward needs to know about its cells. Stands where transformers expects a cache."""
+    """What one forward needs to know about its cells. Stands where transformers expects a cache.
+
+    Args:
+        cells: the store.
+        kinds: by layer; layers left out are FULL.
+        segments: for each kind of layer that the model has, every sequence's rows and cells.
+        device: of the segments' masks and indices.
+        dense: whether one mask covers all rows and all cells.
+    """
 
     cells: Cells
-    pieces: list[Piece]
-    device: torch.device  # of the pieces' masks and indices
+    kinds: Mapping[int, AttentionKind]
+    segments: Mapping[AttentionKind, list[Segment]]
+    device: torch.device
     dense: bool = False
     _elsewhere: dict[torch.device, Pack] = field(default_factory=dict, init=False)
 
@@ -59,15 +127,16 @@ class Pack:
 
     @cached_property
     def places(self) -> list[tuple[int, int, int, slice | Tensor]]:
-        """Where each piece's rows go, as ``Cells.write`` wants it."""
-        return [piece[:4] for piece in self.pieces]
+        """Where each segment's rows are written; see ``Cells.write``."""
+        return [segment[:4] for segment in next(iter(self.segments.values()))]
 
     def on(self, device: torch.device) -> Pack:
         """The pack on a layer's device. Of several layers on another one the first moves masks and indices."""
         if device == self.device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = Pack(self.cells, [piece.on(device) for piece in self.pieces], device, self.dense)
+            moved = {kind: [one.on(device) for one in segments] for kind, segments in self.segments.items()}
+            self._elsewhere[device] = Pack(self.cells, self.kinds, moved, device, self.dense)
         return self._elsewhere[device]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
@@ -81,7 +150,8 @@ class Pack:
                 torch.cat(spans).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None] for spans in (keys, values)
             )
             return all_keys, all_values
-        layer = Layer(keys, values, here.pieces)
+        kind = self.kinds.get(layer_idx, FULL)
+        layer = Layer(keys, values, kind, here.segments[kind])
         return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -90,11 +160,12 @@ class Pack:
 
 
 class Layer(NamedTuple):
-    """One layer's cells, by span, and the pieces to run over them."""
+    """One layer's cells, by span, its kind, and what each sequence attends to in it."""
 
     keys: list[Tensor]  # [1, heads, C, dim]
     values: list[Tensor]
-    pieces: list[Piece]
+    kind: AttentionKind
+    segments: list[Segment]
 
 
 def span_attention(
@@ -104,43 +175,53 @@ def span_attention(
     value: Any,  # as key; a Layer holds both
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **more: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    position_bias: Any = None,
+    head_mask: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each piece of the pack over its own span. Returns ``[1, N, heads, dim]``.
+    """Attention of each sequence's rows over its own cells. Returns ``[1, N, heads, dim]``.
 
-    Query heads that share a key-value head are folded into the query's length, so no key is ever repeated.
+    Keys and values are never repeated for query heads that share them: a single row's query heads become rows, several
+    rows read expanded views.
 
     Raises:
-        NotImplementedError: the model asks for attention that is more than softmax over all visible keys.
+        NotImplementedError: the layer requires a softmax over other scores than scaled dot products, or a sliding
+            window that the model's config does not give it.
     """
-    for name in BEYOND_SOFTMAX & more.keys():
-        if more[name] is not None:
-            raise NotImplementedError(f"its attention uses {name}")
+    if softcap is not None or s_aux is not None or position_bias is not None or head_mask is not None:
+        raise NotImplementedError("its attention uses one of softcap, s_aux, position_bias, head_mask")
+    kind = key.kind if isinstance(key, Layer) else FULL
+    if sliding_window != kind.sliding_window:
+        raise NotImplementedError(
+            f"its attention uses sliding_window={sliding_window} where {kind.sliding_window} is expected"
+        )
     if not isinstance(key, Layer):  # a forward without cells: plain causal attention
         groups = query.shape[1] // key.shape[1]
         plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return plain.transpose(1, 2), None
-    outputs, pieces = [], key.pieces
-    for piece in pieces:
-        keys, values = (cells[piece.span].narrow(2, 0, piece.extent) for cells in (key.keys, key.values))
-        q, mask = query if len(pieces) == 1 else query[:, :, piece.start : piece.stop], piece.mask
-        _, heads, rows, dim = q.shape
-        groups = heads // keys.shape[1]
-        causal = piece.causal
-        if groups > 1:
-            if causal:
-                mask = causal_bias(rows, q)
-                causal = False
-            q = q.reshape(1, heads // groups, groups * rows, dim)
-            mask = None if mask is None else mask.repeat(groups, 1)
+    outputs = []
+    twice = query.dtype == torch.bfloat16 and query.device.type == "cpu"  # two rows take half the time of one there
+    for span, start, stop, _slots, first, end, mask, causal in key.segments:
+        keys, values = key.keys[span].narrow(2, first, end - first), key.values[span].narrow(2, first, end - first)
+        q, rows = query if len(key.segments) == 1 else query.narrow(2, start, stop - start), stop - start
+        heads, groups = q.shape[1], q.shape[1] // keys.shape[1]
+        if groups > 1 and rows == 1:
+            q = q.reshape(1, heads // groups, groups, -1)
+        elif groups > 1:
+            q = q.reshape(heads // groups, groups, rows, -1)
+            keys, values = (one.transpose(0, 1).expand(-1, groups, -1, -1) for one in (keys, values))
+        elif rows == 1 and twice:
+            q = torch.cat((q, q), 2)
         out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scaling)
-        outputs.append((out.reshape(1, heads, rows, -1) if groups > 1 else out).transpose(1, 2))
+        if groups > 1:
+            out = out.reshape(1, heads, rows, -1)
+        elif rows == 1 and twice:
+            out = out.narrow(2, 0, 1)
+        outputs.append(out.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
-
-
-def causal_bias(rows: int, like: Tensor) -> Tensor:  # [rows, rows]
-    """The additive causal mask."""
-    return torch.full((rows, rows), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
 
 
 AttentionInterface.register(SPANS, span_attention)

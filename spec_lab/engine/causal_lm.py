@@ -1,13 +1,12 @@
 """Any full-attention causal LM of transformers, run over forests of tokens.
 
-Linear layers run packed over all new tokens of all sequences; attention runs span by span (``attention``).
+Linear layers run packed over the new tokens of all sequences; attention runs sequence by sequence (``attention``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,43 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft, Shape, empty
-from spec_lab.engine.attention import SPANS, Attention, Pack, Piece
-from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence, as_index
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
+from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.runner import Capabilities, Output
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """The tensors of one forward, and what its result means.
-
-    Args:
-        ids: ``[N]`` token ids of the pack, or
-        embeds: ``[N, H]`` input embeddings in their place.
-        positions: ``[1, N]``.
-        pack: cells and attention masks.
-        keep: which packed tokens get logits, as transformers' ``logits_to_keep``; on the host if the model is split
-            over several devices.
-        mask: of dense attention, ``[1, 1, N, S * C]``.
-        pending: for each sequence, those that only prefill last, the places of its pending tokens in the pack.
-        nodes: for each tree the places of its nodes.
-        early: chunks of long prompts that are computed first.
-    """
-
-    ids: Tensor | None
-    embeds: Tensor | None
-    positions: Tensor
-    pack: Pack
-    keep: Tensor | int
-    mask: Tensor | None
-    pending: list[slice]
-    nodes: list[slice]
-    early: tuple[tuple[Prepared, list[int]], ...] = ()
-
-    @property
-    def attended(self) -> int:
-        """Attended cells."""
-        return sum(piece.extent for piece in self.pack.pieces)
 
 
 class Extended(NamedTuple):
@@ -66,7 +33,8 @@ class CausalLM:
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
-        attention: span by span, or dense (the oracle, and the only way for models without ``AttentionInterface``).
+        attention: over spans of cells, sequence by sequence, or dense (the oracle, and the only way for models without
+            ``AttentionInterface``).
         limit: most cells of one span.
         chunk: longest part of a prompt computed in one forward.
         phase: the name under which module calls are timed on the clock.
@@ -92,8 +60,12 @@ class CausalLM:
         self.cells = Cells(limit)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
-        places = getattr(model, "hf_device_map", None) or {}
-        self._split = len({str(place) for place in places.values()}) > 1
+        devices = getattr(model, "hf_device_map", None) or {}
+        split = len({str(device) for device in devices.values()}) > 1
+        layers = int(model.config.num_hidden_layers)
+        self._packer = Packer(
+            self.cells, layer_kinds(model.config), layers, self.device, self.dtype, attention == "dense", split
+        )
         self.clock = Clock(self.device)
         self.forwards = 0  # of the model, so far
         self._asked: tuple[int, ...] = ()
@@ -166,8 +138,8 @@ class CausalLM:
             SpanFull: a span would outgrow its limit.
         """
         pending = [[0] * length for length in lengths]
-        nothing = empty(len(sequences), self.device)
-        return self.run(replace(self._prepare(sequences, pending, nothing, len(sequences)), ids=None, embeds=embeds))
+        prepared = self._packer.forest(sequences, pending, None, len(sequences))
+        return self.run(replace(prepared, ids=None, embeds=embeds[None]))
 
     def prepare(
         self,
@@ -181,17 +153,7 @@ class CausalLM:
         Raises:
             SpanFull: a span would outgrow its limit.
         """
-        every = [*sequences, *(one for one, _ in prefill)]
-        rest = [*pending, *(tokens for _, tokens in prefill)]
-        early = []
-        while any(len(tokens) > self.chunk for tokens in rest):
-            long = [b for b, tokens in enumerate(rest) if len(tokens) > self.chunk]
-            parts = [rest[b][: self.chunk] for b in long]
-            early.append((self._prepare([every[b] for b in long], parts, None, 0), long))
-            for b in long:
-                rest[b] = rest[b][self.chunk :]
-        last = self._prepare(every, rest, draft, len(sequences))
-        return replace(last, early=tuple(early)) if early else last
+        return self._packer.prompts(sequences, pending, draft, prefill, self.chunk)
 
     @torch.inference_mode()
     def run(self, prepared: Prepared) -> Output:
@@ -222,125 +184,12 @@ class CausalLM:
         Raises:
             SpanFull: a span would outgrow its limit.
         """
-        pieces, positions, start = [], [], 0
-        for tree, sequence in enumerate(sequences):
-            new = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
-            if sequence is None or not len(new):
-                continue
-            nodes, places = shape.trees[tree][1:], shape.places
-            if len(sequence.held) < len(nodes):
-                more = np.full(len(nodes) - len(sequence.held), -1, dtype=np.int64)
-                sequence.held = np.concatenate([sequence.held, more])
-            before = nodes[sequence.held >= 0]
-            taken = self.cells.take(sequence, len(new))
-            sequence.held[places[new]] = taken
-            both = np.concatenate([before, new])
-            slots = sequence.held[places[both]]
-            sees = shape.ancestors[new][:, both]
-            extent = max(sequence.extent, max(slots.tolist()) + 1)
-            mask = None
-            if len(new) > 1 or extent != len(sequence) + len(both) or not sees.all():
-                bias = np.empty((len(new), extent), dtype=np.float32)
-                bias[:] = sequence.bias(extent)
-                bias[:, slots] = np.where(sees, np.float32(0), np.float32(-np.inf))
-                mask = torch.from_numpy(bias).to(self.device, self.dtype)
-            index = as_index(taken, self.device)
-            pieces.append(Piece(sequence.span, start, start + len(new), index, extent, mask, False))
-            positions.append(len(sequence) - 1 + shape.depth[new])
-            start += len(new)
-        return Extended(*self._call(self._packed(token, np.concatenate(positions), pieces, 0)))
-
-    def _prepare(
-        self,
-        sequences: Sequence[Any],
-        pending: Sequence[Sequence[int]],
-        draft: Draft | None,
-        trees: int,
-    ) -> Prepared:
-        """One forward; the first ``trees`` sequences have trees, the others get no logits."""
-        shape = None if draft is None or not draft.shape.nodes else draft.shape
-        pieces, taken, positions, start = [], [], [], 0
-        pending_places, node_places = [], []
-        for tree, (sequence, tokens) in enumerate(zip(sequences, pending, strict=True)):
-            own = shape if tree < trees else None
-            count = len(tokens) + (len(own.trees[tree]) - 1 if own else 0)
-            slots = self.cells.take(sequence, count)
-            taken.append(slots)
-            positions.append(_positions(len(sequence), len(tokens), own, tree))
-            pieces.append(self._piece(sequence, slots, start, len(tokens), own, tree))
-            pending_places.append(slice(start, start + len(tokens)))
-            if tree < trees:
-                node_places.append(slice(start + len(tokens), start + count))
-            start += count
-        keep: Tensor | int
-        order, keep = _order([len(tokens) for tokens in pending[:trees]], shape)
-        if trees < len(pending):  # only the first trees have rows
-            rows = sum(map(len, pending[:trees])) + (shape.nodes if shape else 0)
-            if trees and not isinstance(keep, Tensor):
-                keep = torch.arange(rows)
-            elif not trees:
-                keep = 1  # a part of a prompt: only its cells are needed
-            if order is not None:
-                order = torch.cat([order, torch.arange(rows, start)])
-        flat = [token for tokens in pending[:trees] for token in tokens]
-        ids = torch.tensor(flat, dtype=torch.long, device=self.device)
-        if shape is not None and draft is not None:
-            ids = torch.cat([ids, draft.token])
-        if trees < len(pending):
-            more = [token for tokens in pending[trees:] for token in tokens]
-            ids = torch.cat([ids, torch.tensor(more, dtype=torch.long, device=self.device)])
-        if order is not None:
-            ids = ids[order]
-        where = positions[0] if len(positions) == 1 else np.concatenate(positions)
-        prepared = self._packed(ids, where, pieces, keep, pending_places, node_places)
-        for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
-            self.cells.keep(sequence, slots[: len(tokens)])
-            if tree < trees:
-                sequence.held = slots[len(tokens) :]
-        return prepared
-
-    def _piece(
-        self, sequence: CellSequence, slots: np.ndarray, start: int, pending: int, shape: Shape | None, tree: int
-    ) -> Piece:
-        count = len(slots)
-        extent = max(sequence.extent, int(slots[-1]) + 1)
-        index = as_index(slots, self.device)
-        columns = index if isinstance(index, slice) else slots
-        whole = extent == len(sequence) + count  # the span's first cells are this sequence and nobody else's
-        if whole and count == 1:
-            return Piece(sequence.span, start, start + 1, index, extent, None, False)
-        if whole and count == pending and not len(sequence) and self.attention == "spans":
-            return Piece(sequence.span, start, start + count, index, extent, None, True)
-        mask = np.empty((count, extent), dtype=np.float32)
-        mask[:] = sequence.bias(extent)
-        mask[:, columns] = _block(shape, tree, pending)
-        additive = torch.from_numpy(mask).to(self.device, self.dtype)
-        return Piece(sequence.span, start, start + count, index, extent, additive, False)
-
-    def _packed(
-        self,
-        given: Tensor,
-        positions: np.ndarray,
-        pieces: list[Piece],
-        keep: Tensor | int,
-        pending: list[slice] | None = None,
-        nodes: list[slice] | None = None,
-    ) -> Prepared:
-        pack = Pack(self.cells, pieces, self.device, self.attention == "dense")
-        mask = self._dense_mask(pieces, len(given)) if pack.dense else None
-        where = torch.from_numpy(positions).to(self.device)[None]
-        if (
-            isinstance(keep, Tensor) and not self._split
-        ):  # indexes hidden states, which may be elsewhere in a split model
-            keep = keep.to(self.device)
-        ids, embeds = (given, None) if given.ndim == 1 else (None, given)
-        return Prepared(ids, embeds, where, pack, keep, mask, pending or [], nodes or [])
+        return Extended(*self._call(self._packer.level(sequences, shape, rows, token)))
 
     def _call(self, prepared: Prepared) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""
         self.forwards += 1
         given = {"input_ids": prepared.ids} if prepared.embeds is None else {"inputs_embeds": prepared.embeds}
-        given = {name: None if value is None else value[None] for name, value in given.items()}
         more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
         with self.clock.phase(self.phase):
             output = self.model(
@@ -358,60 +207,3 @@ class CausalLM:
         elif self._layers:
             hidden = torch.cat([output.hidden_states[layer][0].to(self.device) for layer in self._layers], -1)
         return output.logits[0], None if hidden is None else hidden.to(self.device)
-
-    def _dense_mask(self, pieces: list[Piece], rows: int) -> Tensor:  # [1, 1, N, S * C]
-        """One additive mask over the whole pack and the whole store: quadratic, plain, the oracle."""
-        size = rows, self.cells.spans, self.cells.capacity
-        store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
-        for piece in pieces:
-            store[piece.start : piece.stop, piece.span, : piece.extent] = 0.0 if piece.mask is None else piece.mask
-        return store.flatten(1)[None, None]
-
-
-def _positions(length: int, pending: int, shape: Shape | None, tree: int) -> np.ndarray:
-    if shape is None:
-        return np.arange(length, length + pending)
-    nodes = length + pending - 1 + shape.tree_depths[tree]  # of the head, too
-    return nodes if pending == 1 else np.concatenate([np.arange(length, length + pending - 1), nodes])
-
-
-def _block(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
-    """The attention mask among a tree's pending tokens and nodes, additive float32 ``[rows, rows]``."""
-    if shape is None:
-        return np.triu(np.full((pending, pending), -np.inf, dtype=np.float32), 1)
-    nodes = _tree_block(shape, tree)
-    if pending == 1:
-        return nodes
-    block = np.full((pending - 1 + len(nodes),) * 2, -np.inf, dtype=np.float32)
-    block[np.tril_indices(len(block), 0)] = 0.0  # each after all before it
-    block[pending - 1 :, pending - 1 :] = nodes
-    return block
-
-
-@lru_cache(maxsize=256)
-def _tree_block(shape: Shape, tree: int) -> np.ndarray:
-    """``_block`` of a tree's head and nodes."""
-    rows = shape.trees[tree]
-    return np.where(shape.ancestors[np.ix_(rows, rows)], np.float32(0), np.float32(-np.inf))
-
-
-def _order(pending: list[int], shape: Shape | None) -> tuple[Tensor | None, Tensor | int]:
-    """How to go from (all pending, then all nodes) to the pack, and from the pack to rows (heads, then nodes).
-
-    None, and 0 as transformers' ``logits_to_keep`` has it, stand for the identity.
-    """
-    heads = len(pending)
-    if shape is None:
-        if sum(pending) == heads:
-            return None, 0
-        return None, torch.from_numpy(np.cumsum(pending) - 1)
-    if heads == 1:
-        return None, 0 if pending[0] == 1 else torch.arange(pending[0] - 1, pending[0] + shape.nodes)
-    ends = np.cumsum(pending)
-    order, keep, packed = [], np.empty(shape.rows, dtype=np.int64), 0
-    for tree, rows in enumerate(shape.trees):
-        order.append(np.arange(ends[tree] - pending[tree], ends[tree]))
-        order.append(ends[-1] + rows[1:] - heads)
-        keep[rows] = packed + pending[tree] - 1 + np.arange(len(rows))
-        packed += pending[tree] - 1 + len(rows)
-    return torch.from_numpy(np.concatenate(order)), torch.from_numpy(keep)

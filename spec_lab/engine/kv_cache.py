@@ -97,7 +97,7 @@ class Cells:
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
         self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
-        self._users: list[int] = []  # open paths of each span
+        self._users: list[int] = []  # open sequences of each span
 
     @property
     def spans(self) -> int:
@@ -112,7 +112,7 @@ class Cells:
     # Sequences -------------------------------------------------------------------------------------------------------
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
-        """A new, empty path in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
+        """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
 
         Raises:
             SpanFull: ``reserve`` exceeds the limit.
@@ -125,67 +125,67 @@ class Cells:
             self, span, np.empty(self.capacity, dtype=np.int64), np.full(self.capacity, -np.inf, dtype=np.float32)
         )
 
-    def take(self, path: CellSequence, count: int) -> np.ndarray:
-        """``count`` cells of the path's span that nobody uses, lowest first. They are held until kept or dropped.
+    def take(self, sequence: CellSequence, count: int) -> np.ndarray:
+        """``count`` cells of the sequence's span that nobody uses, lowest first. They are held until kept or dropped.
 
         Raises:
             SpanFull: the span would have to grow beyond its limit.
         """
-        used, end = self.references[path.span], path.extent
-        if end == len(path) and end + count <= len(used) and not used[end : end + count].any():
-            free = np.arange(end, end + count)  # no hole below: what the search would find
-        else:
-            free = np.flatnonzero(used == 0)[:count]
+        used, end = self.references[sequence.span], sequence.extent
+        if end == len(sequence) and end + count <= len(used) and not np.count_nonzero(used[end : end + count]):
+            used[end : end + count] = 1  # no hole below: what the search would find
+            return np.arange(end, end + count)
+        free = np.flatnonzero(used == 0)[:count]
         if len(free) < count:
             self._grow(self.spans, self.capacity + count - len(free))
-            free = np.flatnonzero(self.references[path.span] == 0)[:count]
-        self.references[path.span, free] = 1
+            free = np.flatnonzero(self.references[sequence.span] == 0)[:count]
+        self.references[sequence.span, free] = 1
         return free
 
-    def keep(self, path: CellSequence, slots: np.ndarray) -> None:
-        """Append held cells to the path: their tokens are committed."""
-        end = len(path) + len(slots)
-        if end > len(path._slots):
-            path._slots = np.concatenate([path._slots, np.empty(max(self.capacity, end), dtype=np.int64)])
-        path._slots[len(path) : end] = slots
-        path._length = end
+    def keep(self, sequence: CellSequence, slots: np.ndarray) -> None:
+        """Append held cells to the sequence: their tokens are committed."""
+        end = len(sequence) + len(slots)
+        if end > len(sequence._slots):
+            sequence._slots = np.concatenate([sequence._slots, np.empty(max(self.capacity, end), dtype=np.int64)])
+        sequence._slots[len(sequence) : end] = slots
+        sequence._length = end
         if len(slots):
-            path.extent = max(path.extent, max(slots.tolist()) + 1)
-            path.bias(path.extent)[slots] = 0.0
+            sequence.extent = max(sequence.extent, max(slots.tolist()) + 1)
+            sequence.bias(sequence.extent)[slots] = 0.0
 
-    def drop(self, path: CellSequence, slots: np.ndarray) -> None:
+    def drop(self, sequence: CellSequence, slots: np.ndarray) -> None:
         """Give up held cells: their tokens were rejected."""
-        self.references[path.span, slots] -= 1
+        self.references[sequence.span, slots] -= 1
 
-    def backtrack(self, path: CellSequence, length: int) -> None:
-        """Shorten the path to its first ``length`` cells."""
-        if not 0 <= length <= len(path):
-            raise ValueError(f"cannot shorten a path of {len(path)} cells to {length}")
-        gone = path.slots[length:]
-        self.references[path.span, gone] -= 1
-        path.bias(path.extent)[gone] = -np.inf
-        path._length = length
-        path.extent = int(path.slots.max()) + 1 if length else 0
+    def backtrack(self, sequence: CellSequence, length: int) -> None:
+        """Shorten the sequence to its first ``length`` cells."""
+        if not 0 <= length <= len(sequence):
+            raise ValueError(f"cannot shorten a sequence of {len(sequence)} cells to {length}")
+        gone = sequence.slots[length:]
+        self.references[sequence.span, gone] -= 1
+        sequence.bias(sequence.extent)[gone] = -np.inf
+        sequence._length = length
+        sequence.extent = int(sequence.slots.max()) + 1 if length else 0
 
-    def fork(self, path: CellSequence) -> CellSequence:
-        """A second path over the same cells, which it shares."""
-        self.references[path.span, path.slots] += 1
-        self._users[path.span] += 1
-        twin = CellSequence(self, path.span, path._slots.copy(), path._bias.copy())
-        twin._length, twin.extent = len(path), path.extent
+    def fork(self, sequence: CellSequence) -> CellSequence:
+        """A second sequence over the same cells, which it shares."""
+        self.references[sequence.span, sequence.slots] += 1
+        self._users[sequence.span] += 1
+        twin = CellSequence(self, sequence.span, sequence._slots.copy(), sequence._bias.copy())
+        twin._length, twin.extent = len(sequence), sequence.extent
         return twin
 
-    def close(self, path: CellSequence) -> None:
-        """Give up the path and all its cells. Its span is free once every fork is closed."""
-        if path.open:
-            self.backtrack(path, 0)
-            self._users[path.span] -= 1
-            path.open = False
-            if not self._users[path.span]:  # cells held by a forward that failed go with the span
-                self.references[path.span] = 0
+    def close(self, sequence: CellSequence) -> None:
+        """Give up the sequence and all its cells. Its span is free once every fork is closed."""
+        if sequence.open:
+            self.backtrack(sequence, 0)
+            self._users[sequence.span] -= 1
+            sequence.open = False
+            if not self._users[sequence.span]:  # cells held by a forward that failed go with the span
+                self.references[sequence.span] = 0
 
     def reserve(self, spans: int, capacity: int) -> None:
-        """Grow to at least ``spans`` spans of ``capacity`` cells, for somebody else to say which of them are used."""
+        """Grow to at least ``spans`` spans of ``capacity`` cells, for callers that keep the references elsewhere."""
         if spans > self.spans or capacity > self.capacity:
             self._grow(max(spans, self.spans), max(capacity, self.capacity))
 
@@ -195,7 +195,7 @@ class Cells:
         """Write a packed layer's new keys and values ``[1, heads, N, dim]`` into their cells.
 
         Args:
-            places: for each piece of the pack (span, first row, last row + 1, cells).
+            places: for each sequence of the forward (span, first row, last row + 1, cells).
         """
         while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
             self.keys.append([self._new(key) for _ in range(self.spans)])

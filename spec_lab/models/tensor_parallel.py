@@ -27,7 +27,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from spec_lab.engine.attention import Pack, Piece
+from spec_lab.engine.attention import AttentionKind, Pack, Segment
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.models.ranks import rank
 
@@ -123,18 +123,21 @@ class Link:
 
     def _packed(self, pack: Pack) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return what other ranks need to build the pack over their cells."""
-        pieces, tensors = [], {}
-        for place, piece in enumerate(pack.pieces):
-            slots = [piece.slots.start, piece.slots.stop] if isinstance(piece.slots, slice) else None
-            pieces.append([piece.span, piece.start, piece.stop, slots, piece.extent, piece.causal])
-            if isinstance(piece.slots, Tensor):
-                tensors[f"slots {place}"] = piece.slots
-            if piece.mask is not None:
-                tensors[f"mask {place}"] = piece.mask
+        kinds, tensors = [], {}
+        for kind, segments in pack.segments.items():
+            layers = [layer for layer, its in pack.kinds.items() if its == kind]
+            kinds.append({"kind": kind, "layers": layers, "segments": (plain := [])})
+            for place, one in enumerate(segments):
+                slots = [one.slots.start, one.slots.stop] if isinstance(one.slots, slice) else None
+                plain.append([*one[:3], slots, one.first, one.end, one.causal])
+                if isinstance(one.slots, Tensor):
+                    tensors[f"slots {place}"] = one.slots
+                if one.mask is not None:
+                    tensors[f"mask {len(kinds)} {place}"] = one.mask
         cells = pack.cells
         if cells not in self._numbers:
             self._name(cells, next(self._counter))
-        return {"cells": self._numbers[cells], "size": [cells.spans, cells.capacity], "pieces": pieces}, tensors
+        return {"cells": self._numbers[cells], "size": [cells.spans, cells.capacity], "kinds": kinds}, tensors
 
     def _name(self, thing: Any, number: int) -> None:
         self._numbers[thing] = number
@@ -184,14 +187,19 @@ class Link:
     def _unpacked(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Pack:
         cells = self._things.setdefault(facts["cells"], Cells())
         cells.reserve(*facts["size"])
-        pieces = [
-            Piece(
-                span, start, stop, slice(*slots) if slots else tensors[f"slots {place}"], extent,
-                tensors.get(f"mask {place}"), causal,
-            )
-            for place, (span, start, stop, slots, extent, causal) in enumerate(facts["pieces"])
-        ]  # fmt: skip
-        return Pack(cells, pieces, device)
+        kinds: dict[int, AttentionKind] = {}
+        packed: dict[AttentionKind, list[Segment]] = {}
+        for number, each in enumerate(facts["kinds"], start=1):
+            kind = AttentionKind(*each["kind"])
+            kinds |= dict.fromkeys(each["layers"], kind)
+            packed[kind] = [
+                Segment(
+                    span, start, stop, slice(*slots) if slots else tensors[f"slots {place}"], first, end,
+                    tensors.get(f"mask {number} {place}"), causal,
+                )
+                for place, (span, start, stop, slots, first, end, causal) in enumerate(each["segments"])
+            ]  # fmt: skip
+        return Pack(cells, kinds, packed, device)
 
     # Both ------------------------------------------------------------------------------------------------------------
 

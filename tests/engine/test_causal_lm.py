@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import SpanFull
-from tests.tiny import DENSE_ONLY, FAMILIES, VOCABULARY, tiny_model
+from tests.tiny import DENSE_ONLY, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
 TREE = tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
@@ -33,10 +33,10 @@ def assert_rows_match(model, sequences, draft, logits, within=1e-10):
 
 
 class World:
-    """Sequences as plain lists beside the cells that should hold them."""
+    """Sequences as plain lists beside the cells that should hold them; ``oracle`` is the model without cells."""
 
-    def __init__(self, lm, generator):
-        self.lm, self.generator = lm, generator
+    def __init__(self, lm, generator, oracle=None):
+        self.lm, self.generator, self.oracle = lm, generator, oracle or lm.model
         self.tokens, self.caches = [], []
 
     def add(self, length):
@@ -48,7 +48,7 @@ class World:
         draft = random_draft(forest(tuple(shapes)), self.generator)
         pending = [tokens[len(cache) :] for tokens, cache in zip(self.tokens, self.caches, strict=True)]
         output = self.lm.forward(self.caches, pending, draft)
-        assert_rows_match(self.lm.model, self.tokens, draft, output.logits)
+        assert_rows_match(self.oracle, self.tokens, draft, output.logits)
         for b, sequence in enumerate(self.caches):
             row, kept = b, []
             for rank in accept[b]:
@@ -71,9 +71,9 @@ class World:
         self.tokens.pop(b)
 
 
-def life(lm):
+def life(lm, oracle=None):
     """Accept, reject, backtrack, fork, free and reuse, in batches of unequal sequences."""
-    world = World(lm, np.random.default_rng(1))
+    world = World(lm, np.random.default_rng(1), oracle)
     world.add(9)
     world.step([TREE], [(0, 1)])
     world.add(4)
@@ -92,6 +92,15 @@ def life(lm):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_decodes_scattered_forests_exactly(family):
     life(CausalLM(tiny_model(family)))
+
+
+@pytest.mark.parametrize("attention", ["spans", "dense"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_layers_with_windows_and_chunks_decode_scattered_forests_exactly(family, attention):
+    """Against transformers' own masks; some families have layers of two kinds."""
+    oracle = tiny_model(family)
+    oracle.set_attn_implementation("sdpa")
+    life(CausalLM(tiny_model(family), attention), oracle)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", *DENSE_ONLY])

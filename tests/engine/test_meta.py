@@ -78,8 +78,8 @@ def test_everything_that_run_reads_is_on_the_device_already(attention):
     lm = meta_lm(attention)
     prepared = lm.prepare(started(lm), PENDING["prompts"], without_numbers(SHAPES["trees"]), [(lm.open(), [1, 2])])
     for one in (prepared, *(chunk for chunk, _ in prepared.early)):
-        masks = [piece.mask for piece in one.pack.pieces]
-        slots = [piece.slots for piece in one.pack.pieces]
+        segments = [segment for every in one.pack.segments.values() for segment in every]
+        masks, slots = [segment.mask for segment in segments], [segment.slots for segment in segments]
         for tensor in (one.ids, one.positions, one.keep, one.mask, *masks, *slots):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_meta
 

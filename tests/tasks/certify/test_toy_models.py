@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, empty, forest, tree
+from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.request import Request
@@ -161,10 +161,10 @@ def test_medusa_drafts_from_it():
 def test_a_row_that_attends_to_a_sibling_gets_other_logits(side, monkeypatch):
     """Negative control: siblings are visible, as under a causal mask over the pack."""
 
-    def causal(shape, number):
-        return np.triu(np.full((len(shape.trees[number]),) * 2, -np.inf, dtype=np.float32), 1)
+    def causal(shape):
+        return [np.triu(np.full((len(rows),) * 2, -np.inf, dtype=np.float32), 1) for rows in shape.trees]
 
-    monkeypatch.setattr("spec_lab.engine.causal_lm._tree_block", causal)
+    monkeypatch.setattr(Shape, "tree_masks", property(causal))
     lm, logits_after = side
     with pytest.raises(
         AssertionError, match=r"after \[1\]"

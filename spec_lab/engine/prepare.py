@@ -1,0 +1,289 @@
+"""The host's part of a forward over forests of tokens: cells, positions, attention masks, and their upload.
+
+The rows of a forward are the new tokens of all sequences, sequence by sequence: pending tokens first, then the nodes of
+the sequence's draft tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Draft, Shape, upload
+from spec_lab.engine.attention import FULL, AttentionKind, Pack, Segment, attention_mask
+from spec_lab.engine.kv_cache import Cells, CellSequence, as_index
+
+Masks = Tensor | dict[str, Tensor]
+"""A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The tensors of one forward, and what its result means.
+
+    Args:
+        ids: ``[1, N]`` token ids, or
+        embeds: ``[1, N, H]`` input embeddings in their place.
+        positions: ``[1, N]``.
+        pack: cells and attention masks.
+        keep: which rows get logits, as transformers' ``logits_to_keep``; on the host if the model is split over several
+            devices.
+        mask: of dense attention.
+        attended: cells attended to in a layer with full attention, in total.
+        pending: for each sequence, those that only prefill last, the rows of its pending tokens.
+        nodes: for each tree the rows of its nodes.
+        early: chunks of long prompts that are computed first, each with the numbers of its sequences.
+    """
+
+    ids: Tensor | None
+    embeds: Tensor | None
+    positions: Tensor
+    pack: Pack
+    keep: Tensor | int
+    mask: Masks | None
+    attended: int
+    pending: Sequence[slice] = ()
+    nodes: Sequence[slice] = ()
+    early: tuple[tuple[Prepared, list[int]], ...] = ()
+
+
+class Uncommitted(NamedTuple):
+    """What one sequence computes in a forward, and the uncommitted tokens among which it attends.
+
+    Args:
+        taken: ``[n]`` the cells of its new rows, ascending.
+        query: ``[n]`` their positions.
+        slots: ``[m]`` cells of uncommitted tokens, the new rows' included.
+        key: ``[m]`` positions of these tokens.
+        mask: ``[n, m]`` additive, to which of them each row attends; None for all of them.
+        causal: whether the sequence held nothing before, and each row attends to those before it.
+    """
+
+    taken: np.ndarray
+    query: np.ndarray
+    slots: np.ndarray
+    key: np.ndarray
+    mask: np.ndarray | None
+    causal: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Packer:
+    """Prepares forwards of one model.
+
+    Args:
+        cells: where its keys and values are.
+        kinds: of layers without full attention, by layer.
+        layers: how many layers it has.
+        device: of its inputs.
+        dtype: of its weights.
+        dense: whether attention reads one mask over all rows and cells.
+        split: whether its layers are on several devices.
+    """
+
+    cells: Cells
+    kinds: Mapping[int, AttentionKind]
+    layers: int
+    device: torch.device
+    dtype: torch.dtype
+    dense: bool
+    split: bool
+
+    def prompts(
+        self,
+        sequences: Sequence[CellSequence],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[CellSequence, Sequence[int]]],
+        chunk: int,
+    ) -> Prepared:
+        """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
+        every = [*sequences, *(one for one, _ in prefill)]
+        rest = [*pending, *(tokens for _, tokens in prefill)]
+        early = []
+        while long := [b for b, tokens in enumerate(rest) if len(tokens) > chunk]:
+            early.append((self.forest([every[b] for b in long], [rest[b][:chunk] for b in long], None, 0), long))
+            for b in long:
+                rest[b] = rest[b][chunk:]
+        last = self.forest(every, rest, draft, len(sequences))
+        return replace(last, early=tuple(early)) if early else last
+
+    def forest(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
+    ) -> Prepared:
+        """Prepare one forward; the first ``trees`` sequences have trees, the others get no logits."""
+        shape = None if draft is None or not draft.shape.nodes else draft.shape
+        total = sum(map(len, pending)) + (0 if shape is None else shape.nodes)
+        numbers = np.zeros((2, total), dtype=np.int64)  # token ids, and positions
+        segments, attended, start = self._no_segments(), 0, 0
+        taken, pending_rows, node_rows, roots = [], [], [], []
+        for tree, (sequence, tokens) in enumerate(zip(sequences, pending, strict=True)):
+            computed, count = len(sequence), len(tokens)
+            own = shape if tree < trees else None
+            stop = start + count + (0 if own is None else len(own.trees[tree]) - 1)
+            numbers[0, start : start + count] = tokens
+            query = numbers[1, start:stop]
+            query[:count] = np.arange(computed, computed + count)
+            if own is not None:
+                query[count:] = computed + count - 1 + own.tree_depths[tree][1:]
+            slots = self.cells.take(sequence, stop - start)
+            mask = None if stop == start + 1 else forest_mask(own, tree, count)
+            causal = mask is not None and not computed and stop == start + count
+            attended += self._add(segments, start, sequence, Uncommitted(slots, query, slots, query, mask, causal))
+            taken.append(slots)
+            pending_rows.append(slice(start, start + count))
+            if tree < trees:
+                node_rows.append(slice(start + count, stop))
+                roots.append(start + count - 1)
+            start = stop
+        for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
+            self.cells.keep(sequence, slots[: len(tokens)])  # only now: none is longer if another one's span is full
+            if tree < trees:
+                sequence.held = slots[len(tokens) :]
+        keep: Tensor | int
+        rows: np.ndarray | None = None
+        if not trees:
+            keep = 1  # a part of a prompt: only its cells are needed
+        elif len(sequences) == 1:
+            keep = total - roots[0]
+        elif total == trees:
+            keep = 0
+        else:
+            rows = np.array(roots) if shape is None else np.array(roots)[shape.root] + shape.places + 1
+        if rows is None:
+            given = torch.from_numpy(numbers).to(self.device)
+        else:
+            given, index = upload(self.device, numbers, rows)
+            keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
+        if shape is not None and draft is not None:
+            given[0, index[trees:] if trees > 1 else node_rows[0]] = draft.token
+        return self._prepared(given[:1], given[1:], segments, keep, attended, pending_rows, node_rows)
+
+    def level(
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
+    ) -> Prepared:
+        """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
+        segments, positions, attended, start = self._no_segments(), [], 0, 0
+        for tree, sequence in enumerate(sequences):
+            new = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
+            if sequence is None or not len(new):
+                continue
+            nodes, places, root = shape.trees[tree][1:], shape.places, len(sequence) - 1
+            if len(sequence.held) < len(nodes):
+                more = np.full(len(nodes) - len(sequence.held), -1, dtype=np.int64)
+                sequence.held = np.concatenate([sequence.held, more])
+            before = nodes[sequence.held >= 0]
+            taken = self.cells.take(sequence, len(new))
+            sequence.held[places[new]] = taken
+            both = np.concatenate([before, new])
+            sees, mask = shape.ancestors[new][:, both], None
+            if not sees.all():
+                mask = np.where(sees, np.float32(0), np.float32(-np.inf))
+            query = root + shape.depth[new]
+            found = Uncommitted(taken, query, sequence.held[places[both]], root + shape.depth[both], mask)
+            attended += self._add(segments, start, sequence, found)
+            positions.append(query)
+            start += len(new)
+        (where,) = upload(self.device, np.concatenate(positions))
+        return self._prepared(token[None], where[None], segments, 0, attended)
+
+    def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
+        if not self.kinds:
+            return {FULL: []}
+        return {self.kinds.get(layer, FULL): [] for layer in range(self.layers)}
+
+    def _add(
+        self, segments: dict[AttentionKind, list[Segment]], start: int, sequence: CellSequence, new: Uncommitted
+    ) -> int:
+        """Append the sequence's rows to the segments of every kind of layer; return the cells attended to."""
+        index, rows = as_index(new.taken, self.device), len(new.taken)
+        end = max(sequence.extent, max(new.slots.tolist()) + 1)
+        alone = end == len(sequence) + len(new.slots)  # all cells up to there belong to this sequence
+        causal = alone and new.causal and not self.dense
+        full = None
+        if not causal and (not alone or new.mask is not None):
+            full = np.empty((rows, end), dtype=np.float32)
+            full[:] = sequence.bias(end)
+            columns = index if isinstance(index, slice) and len(new.slots) == rows else new.slots
+            full[:, columns] = 0.0 if new.mask is None else new.mask
+        for kind, found in segments.items():
+            first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, sequence, new, end, full, causal)
+            additive = None if mask is None else torch.from_numpy(mask).to(self.device, self.dtype)
+            found.append(Segment(sequence.span, start, start + rows, index, first, end, additive, simple))
+        return end
+
+    def _prepared(
+        self,
+        given: Tensor,
+        positions: Tensor,
+        segments: dict[AttentionKind, list[Segment]],
+        keep: Tensor | int,
+        attended: int,
+        pending: Sequence[slice] = (),
+        nodes: Sequence[slice] = (),
+    ) -> Prepared:
+        pack = Pack(self.cells, self.kinds, segments, self.device, self.dense)
+        mask: Masks | None = None
+        if self.dense:
+            masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}
+            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        ids, embeds = (given, None) if given.ndim == 2 else (None, given)
+        return Prepared(ids, embeds, positions, pack, keep, mask, attended, pending, nodes)
+
+    def _dense_mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
+        """One additive mask over all rows and the whole store: quadratic, plain, the oracle."""
+        size = rows, self.cells.spans, self.cells.capacity
+        store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
+        for one in segments:
+            store[one.start : one.stop, one.span, one.first : one.end] = 0.0 if one.mask is None else one.mask
+        return store.flatten(1)[None, None]
+
+
+def forest_mask(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
+    """The additive mask among a tree's pending tokens (the last one is its root) and nodes, float32 ``[n, n]``.
+
+    Args:
+        shape: None if there are no nodes.
+    """
+    nodes = ROOT if shape is None else shape.tree_masks[tree]
+    if pending == 1:
+        return nodes
+    mask = np.triu(np.full((pending - 1 + len(nodes),) * 2, -np.inf, dtype=np.float32), 1)
+    mask[pending - 1 :, pending - 1 :] = nodes
+    return mask
+
+
+ROOT = np.zeros((1, 1), dtype=np.float32)
+
+
+def _nearby(
+    kind: AttentionKind, sequence: CellSequence, new: Uncommitted, end: int, full: np.ndarray | None, causal: bool
+) -> tuple[int, np.ndarray | None, bool]:
+    """Narrow down what rows attend to in a layer with full attention to what they attend to in one of this kind.
+
+    Args:
+        end: last cell + 1.
+        full: the additive mask with full attention; None if everything is visible, or causal.
+        causal: whether it is causal.
+
+    Returns:
+        The first cell that is attended to, and ``full`` and ``causal`` from there on.
+    """
+    key = np.zeros(end, dtype=np.int64)
+    key[sequence.slots] = np.arange(len(sequence))
+    key[new.slots] = new.key
+    plain = full
+    if plain is None:
+        plain = np.zeros((len(new.query), end), dtype=np.float32)
+        if causal:
+            plain[:, new.slots] = new.mask
+    mask = attention_mask(kind, new.query, key, plain)
+    if np.array_equal(mask, plain):
+        return 0, full, causal
+    first = int((mask == 0).any(0).argmax())
+    return first, mask[:, first:] if mask[:, first:].any() else None, False
