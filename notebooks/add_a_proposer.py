@@ -15,8 +15,8 @@
 # # Add a proposer, start to finish
 #
 # A proposer of your own is one Python file and one YAML file, anywhere: nothing is registered, and nothing in spec_lab
-# is changed. This notebook writes one into a temporary directory, tries it by hand, measures it beside prompt lookup,
-# certifies it, and says what it needs to be shipped.
+# is changed. This notebook writes one into a temporary directory, tries it by hand, compares it with prompt lookup,
+# certifies it, and packages it.
 
 # %%
 import os
@@ -35,14 +35,15 @@ for package in ("my_drafts", "my_drafts/conf"):
 # %% [markdown]
 # ## The file
 #
-# The idea: after each token draft the one that came after it the last time, in this very text. A proposer has a `name`,
-# declares how its siblings are `drawn` (here nothing is: `point`) and how many `nodes` it drafts at most. `propose`
-# gets the live sequences, and returns one tree for each: here a chain, which may be empty. `Lifecycle` has defaults for
-# the rest: this proposer carries no state from step to step, and `requires` no hidden states or logits of the target.
+# The idea: after each token draft the one that followed its last occurrence in the same text. A proposer has a `name`,
+# declares how its siblings are `drawn` (here `point`: deterministic) and how many `nodes` it drafts at most. `propose`
+# receives the live sequences and returns one tree for each: here a chain, which may be empty. `Lifecycle` has defaults
+# for the rest: this proposer carries no state from step to step, and `requires` no hidden states or logits of the
+# target.
 
 # %%
 # %%writefile my_drafts/recent.py
-"""A proposer: each drafted token is the one that came after the token before it the last time, in this very text."""
+"""A proposer: each draft token is the one that followed the last occurrence of the token before it."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -64,7 +65,7 @@ class Recent(Lifecycle):
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Recent":
-        return Recent(whole("proposer.depth", depth))  # refused by name if it is no whole number of 1 or more
+        return Recent(whole("proposer.depth", depth))  # raises an error that names the option
 
     @property
     def nodes(self) -> int:
@@ -77,7 +78,7 @@ class Recent(Lifecycle):
 
 
 def follow(tokens: list[int], count: int) -> list[int]:
-    after = dict(pairwise(tokens))  # the last time wins
+    after = dict(pairwise(tokens))  # later occurrences replace earlier ones
     found = tokens[-1:]
     while len(found) <= count and found[-1] in after:
         found.append(after[found[-1]])
@@ -85,56 +86,61 @@ def follow(tokens: list[int], count: int) -> list[int]:
 
 
 # %% [markdown]
-# Its YAML names what makes it, and gives the scalar options. `target`, and other live objects it may ask for by name,
-# come from the run.
+# Its YAML names the function that makes it and the scalar options. `target`, and other live objects that are parameters
+# of the function, are passed by the run.
 
 # %% language="bash"
 # cat > my_drafts/conf/proposer/recent.yaml <<END
 # _target_: my_drafts.recent.Recent.load
-# depth: 4                   # most tokens drafted
+# depth: 4                   # most tokens drafted per step
 # END
 
 # %% [markdown]
 # ## By hand
 #
-# What it drafts is a plain function of tokens, so that can be tried, and tested, without any model.
+# Its drafts are a plain function of tokens, which can be tried and tested without a model.
 
 # %%
 from my_drafts import recent
 
 print(recent.follow([5, 6, 5, 7, 8, 5], 3))
-assert recent.follow([5, 6, 5, 7, 8, 5], 3) == [7, 8, 5]  # 5 was followed by 6, but by 7 the last time
+assert recent.follow([5, 6, 5, 7, 8, 5], 3) == [7, 8, 5]  # 7 followed the last occurrence of 5
 assert recent.follow([5, 6, 5, 7, 8, 5], 1) == [7]
 assert recent.follow([1, 2, 3], 4) == []  # nothing has followed 3
 
 # %% [markdown]
 # ## Run
 #
-# `--config-dir` adds our YAML to what there is to choose from. Prompt lookup, which looks for longer matches first, and
-# the baseline decode the same prompts in the same run.
+# `--config-dir` adds our YAML to the choices. Prompt lookup, which looks for longer matches first, and the baseline
+# decode the same prompts in the same run.
 
 # %% language="bash"
 # python -m spec_lab --config-dir my_drafts/conf proposer=recent +proposer@arms.ngram=ngram \
 #     prompts.limit=8 max_new_tokens=32 threads=1 output_dir=measured
 
 # %% [markdown]
-# Before anything was decoded, the run has checked that the pair fits (a verifier that cannot judge such drafts is
-# refused by name), and enumerated a few toy steps with this very proposer: *lossless by enumeration on toys*.
+# Before decoding, the run checks that the verifier supports such drafts. At its end it enumerates a few steps of this
+# proposer on toy models: *lossless, certified by enumeration*. Rows call the arm of the proposer `speculative`;
+# `with_names` replaces this key by the proposer's name.
 
 # %%
+import json
+
 import pandas as pd
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.names import names_in_manifest, with_names
 
-tables = metrics.load("measured")
-steps = {arm: metrics.decode_steps(tables.steps, arm) for arm in ("speculative", "ngram")}
-assert steps["speculative"]["depth"].max() == 4  # the depth of the YAML
-assert metrics.tau_pooled_raw(steps["speculative"]) > 1  # some drafts are accepted
+manifest = json.loads(Path("measured/manifest.json").read_text())
+tables = with_names(metrics.load("measured"), names_in_manifest(manifest))
+steps = {arm: metrics.decode_steps(tables.steps, arm) for arm in ("recent", "ngram")}
+assert steps["recent"]["depth"].max() == 4  # the depth of the YAML
+assert metrics.tau_pooled_raw(steps["recent"]) > 1  # some drafts are accepted
 pd.DataFrame(
     {
-        ("recent" if arm == "speculative" else arm): {
-            "tokens drafted per step": own["nodes"].mean(),
-            "accepted / drafted": metrics.draft_token_rate(own),
+        arm: {
+            "nodes per step": own["nodes"].mean(),
+            "acceptance rate": metrics.draft_token_rate(own),
             "tau": metrics.tau_pooled(own),
         }
         for arm, own in steps.items()
@@ -151,7 +157,7 @@ plt.rcParams.update(figures.STYLE)
 figures.acceptance(tables)
 
 # %% [markdown]
-# Is the difference significant? `compare` compares the two arms prompt by prompt.
+# Is the difference significant? `compare` pairs the two arms by prompts.
 
 # %%
 from spec_lab.analysis import compare
@@ -165,26 +171,23 @@ found[["reference_value", "other_value", "change", "simultaneous_low", "simultan
 # %% [markdown]
 # ## Certify
 #
-# A draft can only cost time, never change the law of what comes out: that is what a lossless verifier promises, if the
-# proposer tells the truth about how its tokens were drawn. `certify` tries both, on toys by enumeration and on the real
-# target by samples.
+# With a lossless verifier, drafts change the speed and never the distribution of the output, provided that they were
+# drawn as the proposer declares. `certify` tests both: on toy models by enumeration, on the real target by samples.
 
 # %% language="bash"
 # python -m spec_lab --config-dir my_drafts/conf +experiment=certify proposer=recent \
 #     task.samples=1000 task.tokens=128 prompts.limit=4 max_new_tokens=16 threads=1 output_dir=certified
 
 # %%
-import json
-
 (pair,) = json.loads(Path("certified/certificate.json").read_text())["pairs"]
 assert pair["certified"] == "exact"
-assert pair["exact"]["drafts"] == "proposer"  # its own were enumerated, not those of a reference in its place
-assert pair["exact"]["drafted"] > 100  # and there were some
+assert pair["exact"]["drafts"] == "proposer"  # its own drafts were enumerated, not those of a reference
+assert pair["exact"]["drafted"] > 100
 
 # %% [markdown]
-# ## Ship
+# ## Package it
 #
-# Two `__init__.py` and this make it a package, which others install beside spec_lab:
+# Two `__init__.py` and this file make it a package that others can install:
 
 # %% language="bash"
 # cat > pyproject.toml <<END
@@ -200,19 +203,20 @@ assert pair["exact"]["drafted"] > 100  # and there were some
 # END
 
 # %% [markdown]
-# Who has it installed needs no path, but the name of its configs. `--cfg job` prints what would run:
+# Where it is installed, `hydra.searchpath` names its configs and no path is needed. `--cfg job` prints what would run:
 
 # %% language="bash"
 # python -m spec_lab 'hydra.searchpath=[pkg://my_drafts.conf]' proposer=recent --cfg job --package proposer
 
 # %% [markdown]
-# Further on:
+# ## Next
 #
-# - Draws at random? Then `drawn` is `iid` or `without`, and the draft carries the distributions it drew from (`q`,
-#   `q_row` of `spec_lab/core/draft.py`); drafts that were not drawn from the `q` they state are what `certify` is for.
-# - Learns from the target? `requires` names the hidden states or logits it needs, `init(request)` makes the state of a
-#   sequence, and `observe` receives what each step computed; `spec_lab/engine/proposer.py` has the whole life cycle.
-# - Needs weights? `load` gets what the YAML names; a method `toy(target, draft, tree)` makes the same proposer for a
-#   toy target, so that it can be enumerated.
-# - Trees: `tree(((0,), (1,), (0, 0)))` in place of `chain(3)`.
+# - A proposer that samples: `drawn` is `iid` or `without`, and the draft carries the draft distributions (`q`, `q_row`
+#   of `spec_lab/core/draft.py`). `certify` finds drafts that were not drawn from the `q` that they carry.
+# - A proposer that learns from the target: `requires` names the hidden states or logits it needs, `init(request)` makes
+#   the state of a sequence, and `observe` receives what each step computed; `spec_lab/engine/proposer.py` documents the
+#   life cycle.
+# - A proposer with weights: `load` receives the options of the YAML; a method `toy(target, draft, tree)` makes the same
+#   proposer for a toy target, so that it can be enumerated.
+# - Trees: `tree(((0,), (1,), (0, 0)))` instead of `chain(3)`.
 # - A verifier or a constraint is added in the same way; `tests/extension` of spec_lab holds a package with all three.

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Is it lossless?
 #
-# Lossless means: what comes out has the law of the target alone, whatever the drafts were. Texts of two runs cannot
-# show it, as at temperature 1 they differ anyway. Here it is shown by hand for one draft, by enumeration for whole
-# loops, and by samples for the real models.
+# Lossless means: the output has the target's distribution, whatever the drafts were. The texts of two runs cannot show
+# it, because at temperature 1 they differ anyway. Here it is shown by hand for one draft, by enumeration for several
+# steps, and by samples for the real models.
 
 # %%
 import os
@@ -29,12 +29,12 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # "p
 os.environ["COLUMNS"] = "100"
 
 # %% [markdown]
-# ## A verifier is a law
+# ## A verifier returns probabilities
 #
-# One drafted token, over a vocabulary of three. The draft model drew it from `q`; the target's laws are `p`: the first
-# row is its law where the draft was made, the second after the drafted token. A verifier returns no decision, but the
-# law of one: `stop`, the probability that the accepted path ends at each row (row 0: nothing accepted, row 1: the
-# token), and `residual`, the law of the token emitted there.
+# One draft token, over a vocabulary of three. The draft model drew it from the draft probabilities `q`. `p` are the
+# target probabilities: the first row before the draft token, the second row after it. A verifier returns no decision
+# but its probabilities: `stop`, that the accepted path ends at each row (row 0: nothing accepted, row 1: the token),
+# and `residual`, the distribution of the token that is emitted there.
 
 # %%
 import numpy as np
@@ -48,36 +48,36 @@ q = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64)
 
 
 def drafted(token: int) -> Draft:
-    """The draft of one token, drawn from q; ``q_row`` says that q was the law at row 0."""
+    """Return the draft of one token, drawn from q; ``q_row``: row 0 of q was used at row 0 of p."""
     return Draft(chain(1), torch.tensor([token]), "iid", q, q_row=np.array([0, -1]))
 
 
 verdict = Token()(drafted(0), p)
 print("stop    ", verdict.stop.round(4))
-print("residual", verdict.residual(np.array([0]))[0].numpy().round(4), "if it is refused: what p has more of than q")
+print("residual", verdict.residual(np.array([0]))[0].numpy().round(4), "after a rejection: max(p - q, 0)")
 assert np.allclose(verdict.stop, [2 / 3, 1 / 3])  # accepted with min(1, p/q) = 0.2 / 0.6
-assert np.allclose(verdict.residual(np.array([0]))[0], [0, 0.2, 0.2])  # its size does not matter
+assert np.allclose(verdict.residual(np.array([0]))[0], [0, 0.2, 0.2])  # not normalised
 
 # %% [markdown]
-# ## The law of what comes out
+# ## The distribution of the output
 #
-# The first token out is the drafted one if it is accepted, else one from the residual. Summed over all that could have
-# been drafted, the law must be the target's. `Control` is a broken verifier: after a refusal it emits from `p`, which
-# looks natural, and is wrong.
+# The first output token is the draft token if it is accepted, else a token from the residual. Summed over all possible
+# draft tokens, its distribution must be the target's. `Control` is a broken verifier: after a rejection it samples from
+# `p` instead of the residual.
 
 # %%
 from spec_lab.tasks.certify.certificate import Control
 
 
 def first_token(verifier) -> np.ndarray:
-    """The law of the first token that comes out."""
-    law = np.zeros(3)
+    """Return the distribution of the first output token."""
+    distribution = np.zeros(3)
     for token in range(3):
         verdict = verifier(drafted(token), p)
         emitted = verdict.residual(np.array([0]))[0].numpy()
-        law += float(q[0, token]) * verdict.stop[0] * emitted / max(emitted.sum(), 1e-300)  # refused
-        law[token] += float(q[0, token]) * verdict.stop[1]  # accepted
-    return law
+        distribution += float(q[0, token]) * verdict.stop[0] * emitted / max(emitted.sum(), 1e-300)  # rejected
+        distribution[token] += float(q[0, token]) * verdict.stop[1]  # accepted
+    return distribution
 
 
 print("target ", p[0].numpy())
@@ -87,12 +87,13 @@ assert np.abs(first_token(Token()) - p[0].numpy()).max() < 1e-15
 assert np.abs(first_token(Control()) - p[0].numpy()).max() > 0.05
 
 # %% [markdown]
-# ## Everything that can happen
+# ## Enumeration
 #
-# The same sum can be made for real code. A toy target and draft over four tokens have laws that depend on the whole
-# text; on them every draft, every acceptance and every emitted token of the real proposer, target path, verifier and
-# loop is enumerated. Below, six instances of each pair: steps with chains and trees, and loops of three tokens. TV is
-# the total variation between the law of the output and the target's, the worst of the six.
+# The same sum can be computed for the real code. A toy target and a toy draft model over four tokens have probabilities
+# that depend on the whole text. With them every draft, every acceptance and every emitted token of the real proposer,
+# runner, verifier and engine is enumerated. Below are six instances of each pair: single steps with chains and trees,
+# and several steps that emit three tokens. TV is the largest total variation between the output distribution and the
+# target's, over the six instances.
 
 # %%
 import pandas as pd
@@ -111,7 +112,7 @@ pairs = [
 ]
 proofs = [(drawn, verifier, prove(drawn, verifier, QUICK)) for drawn, verifier in pairs]
 rows = [
-    {"drawn": drawn, "verifier": one.name, "says": "lossless" if one.lossless else "lossy"}
+    {"drawn": drawn, "verifier": one.name, "declared": "lossless" if one.lossless else "lossy"}
     | {"outcomes": sum(finding.outcomes for finding in proof.findings), "TV": f"{proof.worst.tv:.2g}"}
     for drawn, one, proof in proofs
 ]
@@ -121,8 +122,8 @@ for _, one, proof in proofs:
 pd.DataFrame(rows)
 
 # %% [markdown]
-# A distance of 1e-16 is rounding in double precision; nothing was sampled. Where a pair fails, the text is named after
-# which its law is wrong, and by how much:
+# A distance of 1e-16 is rounding in double precision; nothing was sampled. For a pair that fails, the proof names the
+# text after which the distribution is wrong, and the error:
 
 # %%
 control = proofs[-1][-1]
@@ -132,10 +133,11 @@ assert control.failure.wrong.startswith("after [")
 # %% [markdown]
 # ## By samples
 #
-# Enumeration needs toys. Samples do not, but they say less: the law of n of them is some 1/sqrt(n) away from the law
-# that they were drawn from. That is the noise floor (grey; a little too high at first, while many of the texts have not
-# come yet). A lossless pair comes down along it, however many samples there are; a biased one stays where its bias is.
-# Here: texts of four tokens from the loop in single precision.
+# Enumeration needs toy models. Samples do not, but they show less: the empirical distribution of n samples has a
+# distance of about 1/sqrt(n) from the distribution that they were drawn from. This is the noise floor (grey; a little
+# too high at first, while many of the texts have not occurred). The distance of a lossless pair decreases along the
+# noise floor; the distance of a biased one stays at its bias. Here: texts of four tokens from the engine in single
+# precision.
 
 # %%
 from IPython.display import display
@@ -147,19 +149,22 @@ from spec_lab.tasks.certify.statistics import distance, expected_distance
 # %matplotlib inline
 
 
-def far(texts: np.ndarray, law: np.ndarray) -> float:
-    """The distance of the sampled law, in multiples of the noise floor."""
-    return distance(np.bincount(texts, minlength=len(law)), law) / float(expected_distance(law, len(texts)))
+def relative_distance(texts: np.ndarray, p: np.ndarray) -> float:
+    """Return the distance of the sampled distribution from ``p``, as a multiple of the noise floor."""
+    return distance(np.bincount(texts, minlength=len(p)), p) / float(expected_distance(p, len(texts)))
 
 
 samples = 4000
 lossless = joint("iid", Token(), samples, seed=0)
 lossy = joint("iid", Lenient(0.5), samples, seed=0)
 broken = joint("iid", Control(), samples, seed=0)
-print(f"token {far(*lossless):.2f}, lenient {far(*lossy):.2f}, control {far(*broken):.2f} times the noise floor")
-assert far(*lossless) < 1.3
-assert far(*broken) > 2
-assert far(*lossy) > 2
+distances = {
+    name: relative_distance(*one) for name, one in (("token", lossless), ("lenient", lossy), ("control", broken))
+}
+print("multiples of the noise floor:", {name: round(one, 2) for name, one in distances.items()})
+assert distances["token"] < 1.3
+assert distances["control"] > 2
+assert distances["lenient"] > 2
 figure = convergence([("token", True, lossless), ("lenient", False, lossy)], broken)
 figure.set_size_inches(7, 3.4)
 display(figure)
@@ -167,9 +172,9 @@ display(figure)
 # %% [markdown]
 # ## The command
 #
-# `+experiment=certify` does all of it for any pair that can be run, yours included: more and larger instances, texts by
-# a chi-square test, and tokens of the real models by score tests, each with the smallest bias that it would have seen.
-# Few tokens here, so the last column sees large biases only; the default is 2000.
+# `+experiment=certify` does all of this for any pair that can be run, including your own: more and larger instances, a
+# chi-square test of texts, and score tests of tokens of the real models, each with the smallest bias that it would have
+# detected. With the few tokens here the score tests detect large biases only; the default is 2000.
 
 # %% language="bash"
 # python -m spec_lab +experiment=certify proposer=draft_chain proposer.drawn=point verifier=token \
@@ -186,6 +191,6 @@ assert pair["certified"] == "exact"
 assert certificate["control"]["p_value"] < certificate["alpha"]  # the control was found
 
 # %% [markdown]
-# `certified/figures/convergence.png` is the picture above. The exit code is 1 where a verifier that says it is lossless
-# is not. Every ordinary run also enumerates a few instances of its own pair: `certified` in its `summary.json`. How the
-# proof works, and all pairs: `experiments/exactness`.
+# `certified/figures/convergence.png` is the figure above. The exit code is 1 where a verifier that declares itself
+# lossless is not. Every ordinary run also enumerates a few instances of its own pair: `certified` in its
+# `summary.json`. How the proof works, and all pairs: `experiments/exactness`.

@@ -15,7 +15,7 @@
 # # Reading a sweep
 #
 # A sweep is one command that names several values of some options: each combination is a run in a folder of its own.
-# This notebook makes one of four runs, kills it on the way, goes on with it, and reads it.
+# This notebook starts a sweep of four runs, kills it, resumes it, and reads its results.
 
 # %%
 import os
@@ -31,8 +31,8 @@ os.environ["COLUMNS"] = "100"
 # ## A sweep that is killed
 #
 # Should a small model draft one token or five, at temperature 0 and at 1? Sixteen tokens for each of eight prompts are
-# far too few for an answer, and enough to see how one is found. Normally you would type the command; here Python starts
-# it, to kill it (`kill -9`) while the second run is at work.
+# far too few for an answer, but enough to show how to find one. Normally you would type the command; here Python starts
+# it, to kill it (`kill -9`) during the second run.
 
 # %%
 import shlex
@@ -60,8 +60,8 @@ with subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL, stderr=su
 killed = sweep.runs(folder)
 
 # %% [markdown]
-# `state` says at any time, from any shell, where a sweep stands. What was killed holds no lock any more, so its run is
-# not taken for a running one: it waits, like those that never began. The groups that it had finished are on disk.
+# `state` prints the state of a sweep at any time, from any shell. A killed process holds no lock any more, so its run
+# is not shown as running but as waiting, like the runs that have not begun. Its finished groups are on disk.
 
 # %% language="bash"
 # python -m spec_lab state depths
@@ -73,7 +73,8 @@ assert states[0] == "done" and states[-1] == "waiting" and "running" not in stat
 assert sum(run.groups for run in killed) >= 10  # eight of the first run, and some of the second
 
 # %% [markdown]
-# The same command goes on: a run that is done is left alone, one that was cut goes on behind its last finished group.
+# The same command resumes the sweep: runs that are done are skipped, an interrupted run continues after its last
+# finished group.
 
 # %% language="bash"
 # python -m spec_lab --multirun proposer=draft_chain proposer.depth=1,5 sampling=greedy,temperature_1 \
@@ -89,20 +90,24 @@ assert runs[0] == killed[0]  # not done again
 #
 # `collect` puts all runs that are done into one tidy table: a row for each run and arm, a column for each option that
 # the sweep set, then the figures of `summary.json`. (`python -m spec_lab collect DIR` writes it as parquet and CSV.)
+# The table calls the arm of the proposer `speculative`; `named` replaces this key by the proposer's name.
 
 # %%
-table = sweep.collect(folder)
-columns = ["proposer.depth", "sampling", "tau_pooled", "expected_tau", "nodes_per_step"]
-speculative = table[table["arm"] == "speculative"]
+from spec_lab.analysis.metrics import sweeps
+
+table = sweeps.named(sweep.collect(folder))
+columns = ["arm", "proposer.depth", "sampling", "tau_pooled", "expected_tau", "nodes_per_step"]
+chains = table[table["arm"] == "draft_chain"]
 print(f"{len(table)} rows, {len(table.columns)} columns")
-assert len(speculative) == 4
-assert (speculative["speedup_low"] <= speculative["speedup_high"]).all()
-speculative[[*columns, "speedup", "speedup_low", "speedup_high"]].round(2)
+assert len(chains) == 4
+assert (chains["speedup_low"] <= chains["speedup_high"]).all()
+chains[[*columns, "speedup", "speedup_low", "speedup_high"]].round(2)
 
 # %% [markdown]
 # ## Against the option
 #
-# Tau and the speed-up by depth; bars are 95 % intervals over groups of prompts.
+# Tau and the speed-up by depth; bars are 95 % intervals over groups of prompts. The speed-up is a ratio of sums: total
+# tokens per total seconds over the baseline's. The dashed line is the baseline's speed.
 
 # %%
 import matplotlib.pyplot as plt
@@ -113,48 +118,48 @@ from spec_lab.analysis import figures
 plt.rcParams.update(figures.STYLE)
 
 figure, panels = plt.subplots(1, 2, figsize=(7, 2.8))
-for axes, what, name in zip(panels, ("tau_pooled", "speedup"), ("tau, tokens per step", "speed-up"), strict=True):
-    for place, (sampling, own) in enumerate(speculative.groupby("sampling")):
+for axes, what, name in zip(panels, ("tau_pooled", "speedup"), ("tau, tokens per step", figures.SPEEDUP), strict=True):
+    for place, (sampling, own) in enumerate(chains.groupby("sampling")):
         value, low, high = own[what], own[f"{what}_low"], own[f"{what}_high"]
         assert ((low <= value) & (value <= high)).all()
-        beside = own["proposer.depth"] + 0.1 * place  # else the bars would hide each other
-        axes.errorbar(beside, value, (value - low, high - value), fmt="o-", capsize=3, label=sampling)
-    axes.set(xlabel="proposer.depth", ylabel=name, xticks=[1, 5], ylim=(0, None))
+        x = own["proposer.depth"] + 0.1 * place  # else the bars would hide each other
+        axes.errorbar(x, value, (value - low, high - value), fmt="o-", capsize=3, label=sampling)
+    axes.set(xlabel="proposer.depth, tokens", ylabel=name, xticks=[1, 5], ylim=(0, None))
 panels[1].axhline(1, color=figures.GREY, linestyle="--", linewidth=1)
 panels[0].legend(fontsize=8, loc="lower right")
 figure.tight_layout()
 
 # %% [markdown]
-# Every run is still there with all its rows, for questions that no summary answers. Here: of the drafts of the deepest
-# chain, how many tokens were accepted?
+# Every run keeps all of its rows, for questions that no summary answers. Here: how many tokens of each draft of the
+# deepest chain were accepted?
 
 # %%
 from spec_lab.analysis import metrics
 
-deepest = speculative[speculative["proposer.depth"] == 5].set_index("sampling")["run"]
+deepest = chains[chains["proposer.depth"] == 5].set_index("sampling")["run"]
 figure, panels = plt.subplots(1, 2, figsize=(7, 2.6), sharey=True)
 for axes, (sampling, run) in zip(panels, deepest.items(), strict=True):
     steps = metrics.decode_steps(metrics.load(folder / run).steps, "speculative")
     share = steps["accepted"].value_counts(normalize=True).sort_index()
     assert abs(metrics.survival(steps).sum() - (share.index * share).sum()) < 1e-9  # the same mean
-    axes.bar(share.index, share, color=figures.COLOURS[0])
-    axes.set(xlabel="tokens accepted in a step", title=sampling, xticks=range(6))
+    axes.bar(share.index, share, color=figures.colours(["draft_chain"])["draft_chain"])
+    axes.set(xlabel="tokens accepted in a step", title=f"draft_chain, {sampling}", xticks=range(6))
 panels[0].set_ylabel("share of steps")
 figure.tight_layout()
 
 # %% [markdown]
-# ## Two runs side by side
+# ## Compare two runs
 #
-# `python -m spec_lab compare A B` says what sets runs apart and which differences are significant: acceptance prompt by
-# prompt, speed group by group, all intervals together at 95 %. *not significant* is no proof of equality; it comes with
-# the change that would have been seen. Here from Python:
+# `python -m spec_lab compare A B` prints the options in which runs differ and which changes are significant: acceptance
+# prompt by prompt, speed group by group, all intervals together at 95 %. *Not significant* is no proof of equality; the
+# smallest change that would have been significant is printed with it. Here from Python:
 
 # %%
 from rich.console import Console
 
 from spec_lab.analysis import compare
 
-greedy = speculative[speculative["sampling"] == "greedy"].set_index("proposer.depth")["run"]
+greedy = chains[chains["sampling"] == "greedy"].set_index("proposer.depth")["run"]
 comparison = compare.compare([folder / greedy[1], folder / greedy[5]])
 compare.show(comparison, Console(width=100, force_jupyter=False))
 
@@ -170,5 +175,5 @@ found[["reference_value", "other_value", "change", "simultaneous_low", "simultan
 # %% [markdown]
 # ## Next
 #
-# `python -m spec_lab report DIR` makes a page of a sweep with all of its figures; `python -m spec_lab --multirun` also
-# runs on other machines, by Hydra's launchers.
+# `python -m spec_lab report DIR` writes a page with all figures of a sweep; `python -m spec_lab --multirun` also runs
+# on other machines, with Hydra's launchers.

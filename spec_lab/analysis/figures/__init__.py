@@ -30,7 +30,18 @@ from spec_lab.analysis.figures.run import (
     tokens,
     tree_layout,
 )
-from spec_lab.analysis.figures.style import BASELINE, COLOURS, GREY, PHASES, PROPOSERS, SEQUENCE, STYLE, colours, short
+from spec_lab.analysis.figures.style import (
+    BASELINE,
+    COLOURS,
+    GREY,
+    PHASES,
+    PROPOSERS,
+    SEQUENCE,
+    SPEEDUP,
+    STYLE,
+    colours,
+    short,
+)
 from spec_lab.analysis.figures.sweep import MAX_ROWS, forest, lines, tau_and_speedup
 from spec_lab.analysis.metrics import Tables, sweeps
 from spec_lab.analysis.metrics.frames import Ranks
