@@ -277,6 +277,14 @@ def test_runs_with_different_proposers_pair_by_key_and_show_both_names(tmp_path)
     assert (row["reference_arm"], row["reference_name"], row["other_name"]) == ("speculative", "medusa", "ngram")
 
 
+def test_draft_trees_that_differ_are_named_as_options(tmp_path):
+    folders = []
+    for tree in ("0", "0 0.0"):
+        facts = {arm: {"name": "medusa", "tree": tree} for arm in ("speculative", "second")}
+        folders.append(write(tmp_path / str(len(tree)), taus(9), proposers=facts))
+    assert [one.key for one in compare(folders).provenance] == ["proposer.tree", "arms.second.tree"]
+
+
 def test_one_run_alone_has_its_arms_compared(tmp_path):
     found = compare([write(tmp_path / "a", taus(9), arms=["speculative", "ngram"])])
     assert [pair.arms for pair in found.pairs] == [("speculative", "ngram")]

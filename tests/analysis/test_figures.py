@@ -174,6 +174,8 @@ def test_a_sweep_has_a_forest_and_lines(tmp_path):
     left, right = figures.lines(swept(), KEYS, "proposer.depth").axes
     assert [line.get_ydata().tolist() for line in left.lines[:2]] == [[1.2, 1.4, 1.8]] * 2
     assert right.lines[0].get_ydata().tolist() == [0.5, 1.0, 2.0]
+    assert all(tick == round(tick) for tick in right.get_xticks())  # depths are whole numbers
+    assert right.get_ylabel()
 
 
 def test_points_of_tau_and_speed_up_have_the_colours_of_their_arms():

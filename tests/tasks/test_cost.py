@@ -143,6 +143,13 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     assert float(cost.nodes(nodes=5, batch=2, context=8)) == pytest.approx(t[2, 8, 5.0]["seconds"])
 
 
+def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
+    console = quiet()
+    measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], turns=1, rounds=1)
+    text = console.file.getvalue()
+    assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
+
+
 def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 

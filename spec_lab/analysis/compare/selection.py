@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spec_lab.analysis.names import MAIN
 from spec_lab.core.files import Unreadable
 from spec_lab.results import sweep
 from spec_lab.results.manifest import begun
@@ -188,7 +189,11 @@ def _provenance(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "threads": manifest["threads"],
         "weights_sha256": {key: value[:12] for key, value in manifest["weights_sha256"].items()},
         "prompts_sha256": manifest["prompts_sha256"][:12],
-        "proposers": {arm: {"tree": one["tree"]} for arm, one in manifest["proposers"].items() if "tree" in one},
+        **{
+            "proposer.tree" if arm == MAIN else f"arms.{arm}.tree": one["tree"]
+            for arm, one in manifest["proposers"].items()
+            if "tree" in one
+        },
     }
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from spec_lab.analysis.figures import style
 from spec_lab.analysis.figures.style import STYLE
@@ -111,7 +112,9 @@ def lines(table: pd.DataFrame, keys: Sequence[str], key: str) -> Figure | None:
             used[arm] += 1
             x, value_at, low, high = (points[name] for name in ("x", "value", "low", "high"))
             drawn[names[line]] = style.curve(panel, x, value_at, low, high, ink, names[line], dash)
-        panel.set(xlabel=visible(key), title=VALUES[value])
+        panel.set(xlabel=visible(key), ylabel="95 % bands over groups", title=VALUES[value])
+        if (frame["x"] % 1 == 0).all():
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         if value == "speedup":
             style.one_line(panel, "y")
     if len(names) > 1:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from tqdm import tqdm
 
+from spec_lab.analysis.names import names_in_manifest
 from spec_lab.core.options import whole
 from spec_lab.propose import branches, draws_of
 from spec_lab.tasks.cost import show
@@ -88,9 +89,13 @@ def measure(
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
         summary |= {"turns": turns, "rounds": rounds, **show.summarise(frame)}
-        return Done(
-            summary, lambda: show.draw(frame, settings.output_dir / "figures"), lambda found: show.tell(found, console)
-        )
+        names = names_in_manifest(facts)
+
+        def tell(found: Mapping[str, Any]) -> None:
+            arms = [{**one, "arm": names.get(one["arm"], one["arm"])} for one in found["arms"]]
+            show.tell({**found, "arms": arms}, console)
+
+        return Done(summary, lambda: show.draw(frame, settings.output_dir / "figures"), tell)
 
     def left() -> tuple[int, str]:
         done = len(finished())
