@@ -200,7 +200,7 @@ def test_a_pooled_share_is_of_sums_and_its_interval_over_requests(measure):
 def test_nodes_are_judged_until_the_output_breaks_the_constraint(measure):
     requests = pd.DataFrame({"arm": ["a"] * 2, "request": [0, 1], "prompt_tokens": [5, 7], "violated": [-1, 3]})
     steps = pd.DataFrame({"request": [0, 1, 1, 1], "context": [60, 8, 10, 11]})
-    assert measure.lawful(steps, requests, "a").tolist() == [True, True, True, False]
+    assert measure.not_violated(steps, requests, "a").tolist() == [True, True, True, False]
 
 
 def test_tables_go_between_the_marks_and_nowhere_else(measure, tmp_path):

@@ -122,7 +122,7 @@ def either(parts: Any) -> str:
 
 
 def written(parts: Parts) -> str:
-    """A sequence; text beside text is one."""
+    """Return the sequence with adjacent texts joined."""
     found: list[tuple[bool, str]] = []
     for plain, text in parts:
         if plain and found and found[-1][0]:
@@ -144,7 +144,7 @@ def grammar(schema: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the grammar beside the schema."""
+    """Write the grammar into the folder of the schema."""
     schema = json.loads((PROMPTS / "records.schema.json").read_text())
     (PROMPTS / "records.lark").write_text(grammar(schema))
 

@@ -150,7 +150,10 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
         busy, waited = metrics.mask_seconds(tables.rounds, way.arm)
         own, free = steps["emitted_kept"] - steps["forced_emitted_kept"], steps["nodes"] - steps["forced"]
         accepted = steps["accepted"] - steps["forced_accepted"]
-        requests, judged = steps["request"], steps[(steps["nodes"] > 0) & lawful(steps, tables.requests, way.arm)]
+        requests, drafted = (
+            steps["request"],
+            steps[(steps["nodes"] > 0) & not_violated(steps, tables.requests, way.arm)],
+        )
         one = pd.Series(1, index=steps.index)
         yield {
             "workload": workload,
@@ -165,7 +168,7 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
             **spread("tau", pooled(own, one, requests)),
             **spread("tau_with_forced", pooled(steps["emitted_kept"], one, requests)),
             "nodes_per_step": float(steps["nodes"].mean()),
-            **spread("legal_share", pooled(judged["legal"], judged["nodes"], judged["request"])),
+            **spread("legal_share", pooled(drafted["legal"], drafted["nodes"], drafted["request"])),
             **spread("accepted_forced", pooled(steps["forced_accepted"], steps["forced"], requests)),
             **spread("accepted_free", pooled(accepted, free, requests)),
             "mask_share": busy / seconds if seconds else float("nan"),
@@ -180,7 +183,7 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
         }
 
 
-def lawful(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Series:
+def not_violated(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Series:
     """Steps that began before the output violated the constraint: after that no node is legal or illegal."""
     own = requests[requests["arm"] == arm].set_index("request")
     emitted = steps["context"] - steps["request"].map(own["prompt_tokens"])

@@ -59,7 +59,7 @@ PROPOSERS: dict[str, Callable[[Target], Proposer]] = {
     "ngram": lambda target: Ngram.load(target),
     "ngram_tree": lambda target: NgramTree.load(target),
 }
-"""Warm: drafts sampled at temperature 1 for a greedy target. Siblings of a cold law cannot be sampled."""
+"""Warm: drafts sampled at temperature 1 for a greedy target. Siblings cannot be sampled from a greedy distribution."""
 
 
 class Difference(NamedTuple):

@@ -83,7 +83,7 @@ class Plain:
     def __init__(self, like: Chains, sample: Callable[[Tensor], Tensor]) -> None:
         self.sample = sample
         size = len(like.tokens), like.p.shape[-1]
-        self.law, self.q = (torch.empty(size, device=like.p.device) for _ in range(2))
+        self.residual, self.q = (torch.empty(size, device=like.p.device) for _ in range(2))
 
     def __call__(self, chains: Chains) -> tuple[Tensor, Tensor]:
         """Return the accepted tokens of each chain, and the bonus or recovered token: both ``[B]``."""
@@ -94,9 +94,9 @@ class Plain:
         q_token = q.take(chains.q_rows * width + tokens)
         accepted = (torch.rand_like(p_token) * q_token < p_token).cumprod(-1).sum(-1)
         rejected = (accepted < depth).to(p.dtype)
-        torch.index_select(p, 0, chains.p_rows.gather(1, accepted[:, None])[:, 0], out=self.law)
+        torch.index_select(p, 0, chains.p_rows.gather(1, accepted[:, None])[:, 0], out=self.residual)
         torch.index_select(q, 0, chains.q_rows.gather(1, accepted[:, None].clamp_max(depth - 1))[:, 0], out=self.q)
-        weights = self.law.addcmul_(self.q, rejected[:, None], value=-1).clamp_min_(0)
+        weights = self.residual.addcmul_(self.q, rejected[:, None], value=-1).clamp_min_(0)
         return accepted, self.sample(weights)
 
 
@@ -211,15 +211,15 @@ def time_tree(
     One sequence at a time is decoded from ``context`` tokens on, ``rounds`` steps in total for each verifier.
     """
     proposer = DraftModel.load(target, draft, tree=tree, drawn=drawn)
-    judges, lm, clock, draws = verifiers(names, drawn), target.lm, target.lm.clock, CounterDraws(0)
+    candidates, lm, clock, draws = verifiers(names, drawn), target.lm, target.lm.clock, CounterDraws(0)
     capture = Capture()
     timed = Timed(capture, clock)
     parts = Parts(target, proposer, capture, draws, choose=timed)
     sampling = Sampling(temperature=temperature)
     long = [one for one in requests_of(target, jsonl(str(prompts)), sampling, 10**6) if len(one.tokens) > 8]
-    each = 4 * len(judges)  # steps for each prompt
+    each = 4 * len(candidates)  # steps for each prompt
     rows: list[dict[str, float | str]] = []
-    number, wanted = 0, rounds * len(judges)
+    number, wanted = 0, rounds * len(candidates)
     progress = tqdm(total=wanted, unit="round", desc=f"{drawn}, temperature {temperature:g}")
     for request in long * (1 + wanted // (each * len(long))):
         tokens = list((request.tokens * (1 + context // len(request.tokens)))[:context])
@@ -227,7 +227,7 @@ def time_tree(
         sequence = SequenceState(request, lm.open(room), tokens, step=1, state=proposer.init(request))
         step([], parts, [(sequence, context - 1)])
         for this in range(each + 1):
-            judge = timed.verifier = judges[number % len(judges)]
+            verifier = timed.verifier = candidates[number % len(candidates)]
             info = step([sequence], parts)
             clock.synchronise()
             if this == 0:  # the first also computes the prompt in the draft model
@@ -235,7 +235,7 @@ def time_tree(
             seconds = info.seconds()
             phases = {"forward": seconds["target"], "probabilities": seconds["probabilities"]}
             phases["verify"] = clock.seconds(timed.start, timed.end)
-            row = {"verifier": judge.name, "accepted": len(info.committed[0].path), "nodes": info.draft.shape.nodes}
+            row = {"verifier": verifier.name, "accepted": len(info.committed[0].path), "nodes": info.draft.shape.nodes}
             rows.append(row | phases)
             number += 1
             progress.update()
