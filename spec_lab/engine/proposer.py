@@ -10,8 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, SequenceState
+from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class Observation:
 
 class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
+
+    Abilities that a proposer may have besides are Protocols of their own, asked for with ``isinstance``: ``Branching``,
+    ``DrawsSeveralWays``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
+    ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
     of the batch (``batch.draws``) only: the same text gets the same draft when it is replayed.
@@ -159,6 +166,44 @@ class DrawsSeveralWays(Protocol):
     def draws(self) -> frozenset[Drawn]:
         """All of them; ``drawn`` is the one that is sampled."""
         ...
+
+
+@runtime_checkable
+class ChecksSampling(Protocol):
+    """A proposer that cannot draft for every way of sampling."""
+
+    def check(self, sampling: Sampling) -> None:
+        """Check the sampling of the requests when the run is composed.
+
+        Raises:
+            ValueError: the proposer cannot draft for requests that are sampled so; names the option to change.
+        """
+        ...
+
+
+@runtime_checkable
+class CertifiableProposer(Protocol):
+    """A proposer that can also be built for a toy target, so that ``certify`` can enumerate what it drafts."""
+
+    def toy(self, target: Target, draft: CausalLM, tree: tuple[tuple[int, ...], ...]) -> Proposer:
+        """Return the same proposer for another target.
+
+        Args:
+            target: over a few tokens, with a context of a few.
+            draft: a draft model over the same tokens, for proposers that have one.
+            tree: the shape to draft, for proposers that have a static one: nodes as paths of child ranks.
+        """
+        ...
+
+
+def check_sampling(proposer: Proposer, sampling: Sampling) -> None:
+    """Let a proposer that ``ChecksSampling`` check it.
+
+    Raises:
+        ValueError: it cannot draft for requests that are sampled so.
+    """
+    if isinstance(proposer, ChecksSampling):
+        proposer.check(sampling)
 
 
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:

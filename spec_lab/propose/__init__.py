@@ -1,6 +1,23 @@
 """Proposers: who drafts. One file each; they know neither verifiers nor each other."""
 
-from spec_lab.engine.proposer import Branching, Proposer, branches, draws_of
+from spec_lab.engine.proposer import (
+    Branching,
+    CertifiableProposer,
+    ChecksSampling,
+    Proposer,
+    branches,
+    check_sampling,
+    draws_of,
+)
 from spec_lab.propose.null import Null
 
-__all__ = ["Branching", "Null", "Proposer", "branches", "draws_of"]
+__all__ = [
+    "Branching",
+    "CertifiableProposer",
+    "ChecksSampling",
+    "Null",
+    "Proposer",
+    "branches",
+    "check_sampling",
+    "draws_of",
+]

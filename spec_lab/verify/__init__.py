@@ -12,6 +12,7 @@ from spec_lab.verify.typical import Typical
 from spec_lab.verify.verdict import (
     ChainsOnly,
     Choice,
+    HasAim,
     Misfit,
     Verdict,
     Verifier,
@@ -27,6 +28,7 @@ __all__ = [
     "ChainsOnly",
     "Choice",
     "Gumbel",
+    "HasAim",
     "KSeq",
     "Lenient",
     "Match",

@@ -58,7 +58,7 @@ def in_trees(values: Array, grid: Array) -> Array:  # [R], [B, L] -> [B, L]
 class Verifier(Protocol):
     """A pure function of (draft, p), vectorised over the forest, at least in float32.
 
-    A lossy one may offer ``aim(draft, p)``: the distribution ``[R, V]`` that it is exact against in place of p.
+    A lossy one may name the distribution that it is exact against in place of p (``HasAim``).
     One whose code handles only one path below each root declares it (``ChainsOnly``); one that verifies drafts whose
     nodes were drawn in several ways declares that (``AcceptsMixed``).
     """
@@ -100,6 +100,15 @@ class AcceptsMixed(Protocol):
     @property
     def accepts_mixed(self) -> bool:
         """Whether nodes drawn in several of the ways it accepts may occur in one draft, also below one parent."""
+        ...
+
+
+@runtime_checkable
+class HasAim(Protocol):
+    """A lossy verifier that is exact against another distribution than p."""
+
+    def aim(self, draft: Draft, p: Tensor) -> Tensor:
+        """Return that distribution for every row, ``[R, V]``, given the target probabilities ``p`` ``[R, V]``."""
         ...
 
 
