@@ -28,11 +28,11 @@ class Described(Protocol):
 
 @runtime_checkable
 class Hashed(Protocol):
-    """A part that was read from files."""
+    """A part that may have been read from files."""
 
     @property
-    def sha256(self) -> str:
-        """Of the files; empty where it is not known."""
+    def sha256(self) -> str | None:
+        """Of the files; empty where it is not known, None where there are none."""
         ...
 
 

@@ -22,7 +22,7 @@ from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, draws_of
+from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
@@ -172,7 +172,7 @@ def listening(lab: Lab, settings: Settings) -> Engine:
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
     check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
-    getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
+    check_sampling(lab.proposer, lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)
     return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.binding, lab.pieces, listen=True)
