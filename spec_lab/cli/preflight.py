@@ -65,9 +65,8 @@ class Preflight(Callback):
         if ranks.size() > 1 and not str(config.hydra.launcher["_target_"]).endswith(".BasicLauncher"):
             raise SystemExit("spec_lab: on ranks of torchrun the runs of a sweep take turns: use hydra/launcher=basic")
         check_writable(config.get("output_dir"))
-        chosen = {
-            one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in {*groups(), "experiment"}
-        }
+        files = {*groups(), "experiment"}
+        chosen = {one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in files}
         try:
             search.check(config)
             for each in [*chosen.values(), *jobs[:1]]:

@@ -446,9 +446,9 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
         (
             "verifier._target_=builtins.int",
-            "verifier needs: it makes an object of type int, which has no name",
+            "verifier._target_=builtins.int returns an object of type int without name, accepts, lossless, __call__",
         ),
-        ("sampling._target_=builtins.dict", "sampling: builtins.dict does not make what sampling needs"),
+        ("sampling._target_=builtins.dict", "returns an object of type dict without temperature, top_k, "),
     ],
 )
 def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
