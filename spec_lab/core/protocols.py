@@ -43,7 +43,7 @@ def members(contract: type) -> list[str]:
     if is_dataclass(contract):
         return [one.name for one in fields(contract)]
     if isabstract(contract):
-        return sorted(contract.__abstractmethods__)
+        return sorted(contract.__abstractmethods__)  # type: ignore[attr-defined]
     declared = dict.fromkeys(name for one in contract.__mro__ for name in (*get_annotations(one), *vars(one)))
     return [name for name in declared if name == "__call__" or not name.startswith("_")]
 
