@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape, empty
+from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
 from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.sequence import Batch, by_row, finite
 from spec_lab.propose.draft_cache import DraftCache, Tentative
-
-
-class Level(NamedTuple):
-    """What is drawn at one depth: below rows ``parents`` ``[n]`` their children, rank by rank: the nodes' rows, and the
-    place of each one's parent among ``parents``.
-    """
-
-    parents: np.ndarray
-    ranks: list[tuple[np.ndarray, np.ndarray]]
-
-
-@lru_cache(maxsize=64)
-def levels(shape: Shape) -> list[Level]:
-    """The forest's levels, from the heads down."""
-    rows = np.arange(shape.roots, shape.rows)[np.argsort(shape.parent, kind="stable")]
-    depths, numbers = shape.depth[rows], shape.rank[rows - shape.roots]
-    plan = []
-    for depth in range(1, int(shape.depth.max()) + 1):
-        here, numbered = rows[depths == depth], numbers[depths == depth]
-        parents = np.unique(shape.parent[here - shape.roots])
-        ranks = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
-        plan.append(
-            Level(parents, [(rows, np.searchsorted(parents, shape.parent[rows - shape.roots])) for rows in ranks])
-        )
-    return plan
-
-
-@lru_cache(maxsize=256)
-def _kept(shape: Shape, live: bytes) -> tuple[Shape, np.ndarray]:
-    """``shape.keep``; the same shape for the same rows, so that what hangs on it is computed once."""
-    return shape.keep(np.frombuffer(live, dtype=bool))
-
 
 BROKEN = "the draft's logits are NaN or infinite"
 
@@ -92,7 +58,7 @@ class Growth:
         """Draw every level. Afterwards the caches hold the computed nodes."""
         shape, batch = self.shape, self.batch
         leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
-        for level in levels(shape):
+        for level in shape.levels:
             parents = level.parents[self.live[level.parents] & ~leaf[level.parents]]
             allowed = None
             if len(parents) and batch.draft_masks is not None:
@@ -121,7 +87,7 @@ class Growth:
                 cache.tentative = Tentative(shape, tree, self.token, self.computed)
         token, q_row = self.token, self.q_row
         if not self.live.all():
-            shape, kept = _kept(shape, self.live.tobytes())
+            shape, kept = shape.keep(self.live)
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
