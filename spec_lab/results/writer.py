@@ -22,7 +22,7 @@ from spec_lab.engine.request import BROKEN, Request, without_name
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
-from spec_lab.results.parts import Parts, Rows
+from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.text.prompts import Prompt
 
@@ -200,7 +200,7 @@ class Recorder:
     """Writes a run's rows under ``out``, group by group."""
 
     def __init__(self, out: Path) -> None:
-        self.parts = Parts(out, SCHEMAS, unit="group")
+        self.parts = TableParts(out, SCHEMAS, unit="group")
 
     def finished(self) -> set[int]:
         """Groups whose rows are on disk."""
@@ -216,7 +216,7 @@ class Recorder:
 
 
 def load(out: str | Path) -> Tables:
-    """The rows of the finished groups of a run: running, killed or done. Errors as in ``Parts.load``."""
+    """The rows of the finished groups of a run: running, killed or done. Errors as in ``TableParts.load``."""
     return Tables(**Recorder(Path(out)).parts.load())
 
 

@@ -32,7 +32,7 @@ from spec_lab.train.trainer import Plan, Trainer, schedule
 log = logging.getLogger(__name__)
 
 
-class Heads(torch.nn.Module):
+class HeadsInTraining(torch.nn.Module):
     """A trunk that mixes the pending token into the target's state, then K Medusa heads of L residual layers.
 
     ``x = h + W2 silu(W1 [h; e] + b1) + b2`` with the pending token's embedding e; head k is L times ``x + silu(W x +
@@ -109,7 +109,7 @@ def embedding_scale(target: LlamaForCausalLM) -> float:
     return 2.0 ** round(-math.log2(size))
 
 
-def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, law: Tensor) -> list[Tensor]:
+def heads_loss(heads: HeadsInTraining, target: LlamaForCausalLM, text: Part, law: Tensor) -> list[Tensor]:
     """Each head's cross-entropy to the laws it foretells: state and token at t and t + 1 against the law at t + 1 + k.
 
     In text that continues a prefix, what a head foretells is the continuation only; where that is greedy, the choice.
@@ -169,7 +169,7 @@ def _texts(
 def distill(
     target: LlamaForCausalLM,
     draft: Trainer[LlamaForCausalLM],
-    heads: Trainer[Heads],
+    heads: Trainer[HeadsInTraining],
     streams: Path,
     generated: Path,
     out: Path,
@@ -253,7 +253,7 @@ def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
         one.restore(own, step, one.sequences)
 
 
-def shipped(heads: Heads) -> dict[str, Tensor]:
+def shipped(heads: HeadsInTraining) -> dict[str, Tensor]:
     """The tensors as they ship: ``weight [K, L, H, H]``, ``bias [K, L, H]``, and a trunk for unscaled embeddings."""
     tensors = {name: p.detach().float().clone() for name, p in heads.named_parameters() if name.startswith("trunk")}
     tensors["trunk_in.weight"][:, tensors["trunk_out.bias"].numel() :] *= heads.scale

@@ -89,7 +89,7 @@ class Queued(NamedTuple):
     id: str
 
 
-class Ended(NamedTuple):
+class JobEnded(NamedTuple):
     """A job that has ended.
 
     Args:
@@ -105,14 +105,14 @@ class Ended(NamedTuple):
     lost: str = ""
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """Places, runs and restarts jobs: ``slurm.Slurm``, ``ray.Ray``."""
 
     def living(self) -> Collection[str]:
         """The names of runs that an earlier launcher handed over, and whose jobs still wait or run."""
         ...
 
-    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
         """Hand over the jobs that are not living, and wait for all. Yields each as it is taken on, and as it ends.
 
         Raises:
@@ -127,7 +127,7 @@ def launch(
     """Carry out every run that has not ended yet, on a cluster.
 
     Args:
-        engine: "slurm" or "ray": a module of this package, whose ``engine`` makes an ``Engine`` of the folder for its
+        engine: "slurm" or "ray": a module of this package, whose ``engine`` makes a ``Backend`` of the folder for its
             own files and of the options.
         options: the engine's; see ``conf/hydra/launcher``.
         common: what the jobs share.
@@ -158,9 +158,9 @@ def launch(
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
 
-def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
+def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Backend:
     try:
-        made: Engine = import_module(f"{__name__}.{engine}").engine(out / f".{engine}", **options)
+        made: Backend = import_module(f"{__name__}.{engine}").engine(out / f".{engine}", **options)
     except ImportError as error:
         raise Refused(
             f"spec_lab: hydra/launcher={engine} needs what is not installed ({error}): pip install 'spec-lab[{engine}]'"
@@ -170,20 +170,20 @@ def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
     return made
 
 
-def _returned(job: Job, how: Ended | None) -> JobReturn:
+def _returned(job: Job, how: JobEnded | None) -> JobReturn:
     """For Hydra's sweepers. A run that was lost returned nothing; what it raised is raised by who reads the value."""
     value = (how.error or how.value) if how else None
     status = JobStatus.FAILED if how and how.error else JobStatus.COMPLETED
     return JobReturn(overrides=list(job.overrides), status=status, _return_value=value)
 
 
-def _ended(job: Job, folder: Path) -> Ended | None:
+def _ended(job: Job, folder: Path) -> JobEnded | None:
     """How the run ended before; None of one that must be carried out."""
     if sweep.ended(folder) is None:
         return None
     config = job.common.compose(job.overrides, job.number)
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    return Ended(job.number) if before(config, folder) else None
+    return JobEnded(job.number) if before(config, folder) else None
 
 
 def _say(out: Path, what: str) -> None:

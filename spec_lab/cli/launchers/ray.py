@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from spec_lab.cli.build import Refused
-from spec_lab.cli.launchers import Ended, Job, Queued
+from spec_lab.cli.launchers import Job, JobEnded, Queued
 
 SECONDS = 15
 """How long a cluster may take to answer."""
@@ -24,7 +24,7 @@ SECONDS = 15
 
 @dataclass(frozen=True)
 class Ray:
-    """See ``Engine``.
+    """See ``Backend``.
 
     Args:
         options: of each task.
@@ -35,11 +35,11 @@ class Ray:
     fits: Callable[[], bool]
 
     def living(self) -> Collection[str]:
-        """See ``Engine``. Ray ends the jobs of a launcher that is gone."""
+        """See ``Backend``. Ray ends the jobs of a launcher that is gone."""
         return ()
 
-    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
-        """See ``Engine``. What Ray calls a job is of use to nobody, so that none is yielded as taken on."""
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
+        """See ``Backend``. What Ray calls a job is of use to nobody, so that none is yielded as taken on."""
         common = ray.put(jobs[0].common)
         call = ray.remote(**self.options)(_carry)
         waiting = {call.remote(common, job.overrides, job.number): n for n, job in enumerate(jobs)}
@@ -110,15 +110,15 @@ def _carry(common: Any, overrides: tuple[str, ...], number: int) -> Any:
     return Job(common, overrides, number)()
 
 
-def _result(n: int, reference: Any) -> Ended:
+def _result(n: int, reference: Any) -> JobEnded:
     """What the task returned or raised."""
     try:
-        return Ended(n, ray.get(reference))
+        return JobEnded(n, ray.get(reference))
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        return Ended(n, error=cause)
+        return JobEnded(n, error=cause)
     except TaskCancelledError:
-        return Ended(n, lost="cancelled")
+        return JobEnded(n, lost="cancelled")
     except RayError as error:
         said = " ".join(str(error).split())
-        return Ended(n, lost=f"{type(error).__name__}: {said.partition('. ')[0]}")
+        return JobEnded(n, lost=f"{type(error).__name__}: {said.partition('. ')[0]}")
