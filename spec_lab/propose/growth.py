@@ -1,4 +1,4 @@
-"""One round's draft of a small model while it grows, level by level."""
+"""Drafts a forest of a known shape with a small model, level by level."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class Growth:
     Args:
         lm: the draft model.
         drawn: how siblings are drawn.
-        batch: what is drafted for.
+        batch: the sequences.
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
         caches: ``[B]`` the draft's KV caches; None where a tree is empty.
-        confidence: children of a row at which the draft gives every token less than this, unwarped, get no children.
+        confidence: children of a row at which every token has a lower draft probability than this, at temperature 1,
+            get no children.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Growth:
             self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
 
     def run(self) -> Draft:
-        """Draw every level. Afterwards the caches hold the computed nodes."""
+        """Draw every level; afterwards the caches hold the computed nodes."""
         shape, batch = self.shape, self.batch
         leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
         for level in shape.levels:
@@ -63,7 +64,7 @@ class Growth:
             allowed = None
             if len(parents) and batch.draft_masks is not None:
                 allowed = batch.draft_masks(shape, parents, self.token)
-                if parents[0] >= shape.roots:  # heads are computed whatever is drafted
+                if parents[0] >= shape.roots:  # roots are computed whatever is drafted
                     parents, allowed = parents[allowed.any(-1)], allowed[allowed.any(-1)]
             if len(parents):
                 logits = self._logits(parents)
@@ -122,7 +123,7 @@ class Growth:
         for rank, (nodes, above) in enumerate(level.ranks):
             drawn, places = live[above], number[above]
             if support is not None:
-                # What lies beyond the support cannot be drawn; iid siblings of a one-hot law would repeat the first.
+                # Tokens beyond the support cannot be drawn; iid siblings of a one-hot q would repeat the first.
                 drawn = drawn & (support[places] > (min(rank, 1) if self.drawn == "iid" else rank))
             self.live[nodes] = drawn
             if not drawn.any():
@@ -146,14 +147,14 @@ class Growth:
         return likeliest(q.double().log() + noise, width).cpu().numpy()
 
     def _keys(self, rows: np.ndarray, purpose: Purpose) -> list[Key]:
-        """A row's place in its whole tree keys what is drawn for it: batch mates and nodes left out change nothing."""
+        """Return the keys of what is drawn at ``rows``: a row's place in its whole tree, whatever the batch holds."""
         heads: list[int] = self.shape.root[rows].tolist()
         places: list[int] = self.shape.places[rows].tolist()
         who = [sequence.key for sequence in self.batch.sequences]
         return [Key(*who[head], purpose, place) for head, place in zip(heads, places, strict=True)]
 
     def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
-        """The draft's logits at ``rows``: heads, with whatever is pending before them, or nodes of one level."""
+        """Compute the draft's logits at ``rows``: roots, with the tokens pending before them, or nodes of one level."""
         if rows[0] < self.shape.roots:
             active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
             if self.seen is not None:
@@ -173,11 +174,11 @@ class Growth:
         return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device)).logits
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
-        """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""
+        """Return the arguments of ``logits_to_probs`` at ``rows``: parameters (one if they agree), and history."""
         seen = None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.lm.device)
         return by_row(samplings, self.shape.root[rows]), seen
 
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        """Laws that rank tokens as the penalised logits do; nothing is cut off, so that every rank exists."""
+        """Return probabilities that rank tokens as the penalised logits do, none of them truncated to zero."""
         plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
         return logits_to_probs(logits, *self._warp(plain, rows), scratch=logits)

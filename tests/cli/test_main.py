@@ -268,7 +268,7 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
         (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
         (
             ["proposer=draft_tree", "proposer.drawn=iid"],
-            "at temperature 0 the draft's law is one-hot, so siblings drawn",
+            "at temperature 0 the draft distribution is one-hot, so siblings drawn",
         ),
         (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
         (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
