@@ -75,7 +75,6 @@ def quick_cli(cli, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "here")
     monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
-    monkeypatch.setattr("spec_lab.tasks.benchmark._ENUMERATED", {})
     return cli
 
 

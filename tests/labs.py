@@ -8,12 +8,16 @@ import torch
 from spec_lab.analysis.tracking import Files
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.sequence import Batch
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.prompts import Prompt
 from spec_lab.verify import Token
 from tests.tiny import VOCABULARY, tiny_target
+
+CERTIFICATES: dict = {}
+"""Shared by all labs, as in one process of a sweep: the same pairs are not enumerated again in every test."""
 
 TEXTS = ("the cat sat", "def f of x", "one two three", "a b", "z")
 
@@ -46,7 +50,7 @@ class Repeat(Lifecycle):
 
 def lab(texts=TEXTS, temperature: float = 0.0, **parts) -> Lab:
     prompts = [Prompt(f"p{number}", one, "toy") for number, one in enumerate(texts)]
-    target = replace(tiny_target(), tokenizer=Letters())
+    target = replace(tiny_target(), tokenizer=Letters(), cache=ProcessCache(certificates=CERTIFICATES))
     usual = dict(proposer=Repeat(), verifier=Token(), sampling=Sampling(temperature), prompts=prompts, tracker=Files())
     return Lab(target, **(usual | parts))
 

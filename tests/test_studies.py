@@ -65,7 +65,6 @@ def tiny_zoo(tmp_path_factory):
         costs = StepCosts({0: 1.0, 1: 1.1, 2: 1.2}, dict.fromkeys(range(3), 0.0), 10)
         patch.setattr("spec_lab.propose.calibrate.time_steps", lambda *given: costs)
         patch.setattr("spec_lab.tasks.benchmark.in_short", lambda *given: {"certified": None})
-        patch.setattr("spec_lab.tasks.benchmark._ENUMERATED", {})
         yield folder
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 

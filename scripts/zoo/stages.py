@@ -113,7 +113,7 @@ def distill(settings: Settings) -> None:
     student = Trainer(settings.pretrained_draft().float(), settings.draft_plan, threads)
     torch.manual_seed(plan.plan.seed)
     scale = distillation.embedding_scale(teacher)
-    fresh = distillation.Heads(plan.heads, plan.layers, settings.target.hidden, plan.width, scale)
+    fresh = distillation.HeadsInTraining(plan.heads, plan.layers, settings.target.hidden, plan.width, scale)
     heads = Trainer(fresh, plan.plan, threads)
     streams, generated = settings.work / "train", settings.work / "generated"
     distillation.distill(teacher, student, heads, streams, generated, out, plan, settings.generation)

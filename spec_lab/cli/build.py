@@ -6,11 +6,10 @@ import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import get_object, instantiate
@@ -21,8 +20,12 @@ from spec_lab.cli import interrupt
 from spec_lab.cli.redaction import written
 from spec_lab.cli.status import Status
 from spec_lab.core.process_cache import ProcessCache
+from spec_lab.core.protocols import members
 from spec_lab.models import ranks
 from spec_lab.results import sweep
+
+if TYPE_CHECKING:
+    from spec_lab.models.target import Target
 
 LOG = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -30,18 +33,17 @@ PACKAGE = Path(__file__).resolve().parents[1]
 REUSED = ProcessCache()
 """What the runs of this process share, a sweep's above all; it is passed to the parts."""
 
-NEEDS = {
-    "target": ("lm", "tokenizer", "context"),
-    "proposer": ("name", "drawn", "nodes", "propose", "close"),
-    "verifier": ("name", "accepts", "lossless", "__call__"),
-    "constraint": ("name", "vocabulary", "has_actions", "start"),
-    "sampling": ("temperature", "top_k", "top_p", "repetition_penalty"),
-    "prompts": ("__len__", "__getitem__"),
-    "tracker": ("start", "group", "finish", "close"),
-    "peers": ("decode",),
+CONTRACTS = {
+    "target": "spec_lab.models.target.Target",
+    "proposer": "spec_lab.engine.proposer.Proposer",
+    "verifier": "spec_lab.verify.Verifier",
+    "constraint": "spec_lab.constrain.protocol.Constraint",
+    "sampling": "spec_lab.core.probabilities.Sampling",
+    "prompts": "collections.abc.Sequence",
+    "tracker": "spec_lab.analysis.tracking.Tracker",
+    "peers": "spec_lab.tasks.lab.Arm",
 }
-"""What an object must have to be a part of the run."""
-
+"""The class whose members (``core.protocols.members``) each part of a run must have."""
 
 DECODING = ("spec_lab.tasks.benchmark.run", "spec_lab.tasks.serve.serve", "spec_lab.tasks.stream.stream")
 """Tasks that decode with every proposer and the one verifier."""
@@ -131,9 +133,11 @@ def build(config: DictConfig, part: str, **live: Any) -> Any:
         where = f"{part}.path={named.path}" if isinstance(error, OSError) and "path" in named else part
         raise Refused(f"spec_lab: {text}" if text.startswith(part) else f"spec_lab: {where}: {text}") from error
     group = {"arms": "proposer", "verifiers": "verifier"}.get(part.partition(".")[0], part.partition(".")[0])
-    if lacks := [name for name in NEEDS[group] if not hasattr(made, name)]:
-        kind = f"an object of type {type(made).__name__}, which has no {lacks[0]}"
-        raise Refused(f"spec_lab: {part}: {named._target_} does not make what {group} needs: it makes {kind}")
+    if lacks := [name for name in members(get_object(CONTRACTS[group])) if not hasattr(made, name)]:
+        raise Refused(
+            f"spec_lab: {part}._target_={named._target_} returns an object of type {type(made).__name__} without "
+            f"{', '.join(lacks)}: these are members of {CONTRACTS[group]}"
+        )
     return made
 
 
@@ -198,17 +202,16 @@ def renamed(option: str) -> str:
     return ""
 
 
-@cache
 def top_level_options() -> set[str]:
-    """The top-level options: those of the default config."""
-    return groups() | OmegaConf.load(Path(conf(), "config.yaml")).keys() - {"defaults", "hydra"}
+    """Return the names of the top-level options: those of the default config."""
+    config = OmegaConf.load(Path(conf(), "config.yaml"))
+    return groups(config) | config.keys() - {"defaults", "hydra"}
 
 
-@cache
-def groups() -> set[str]:
-    """The parts that the default config chooses among files."""
-    config: Any = OmegaConf.to_container(OmegaConf.load(Path(conf(), "config.yaml")))
-    return {key for one in config["defaults"] if isinstance(one, dict) for key in one if " " not in key}
+def groups(config: Any = None) -> set[str]:
+    """Return the names of the config groups that the default config chooses a file of. Reads it unless it is given."""
+    chosen = (config or OmegaConf.load(Path(conf(), "config.yaml"))).defaults
+    return {key for one in chosen if OmegaConf.is_dict(one) for key in one if " " not in key}
 
 
 def check_options(config: DictConfig) -> None:
@@ -287,12 +290,10 @@ def _class_attributes(path: str) -> Mapping[str, Any]:
     return vars(found) if isinstance(found, type) else {}
 
 
-def with_written_name(target: Any, path: Any, shown: Mapping[str, Any] | str) -> Any:
-    """The target under the name that files may hold: not with values of environment variables in its path."""
+def with_written_name(target: Target, path: Any, shown: Mapping[str, Any] | str) -> Target:
+    """Return the target under the name that files may hold: not with values of environment variables in its path."""
     name = shown.get("path", path) if isinstance(shown, Mapping) else shown
-    if is_dataclass(target) and getattr(target, "name", None) == path != name:
-        return replace(target, name=name)  # type: ignore[type-var]
-    return target
+    return replace(target, name=name) if target.name == path != name else target
 
 
 def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> tuple[Any, Any, Any, dict[str, Any]]:

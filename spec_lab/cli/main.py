@@ -68,6 +68,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
         ValueError: an option was renamed; an override is not readable; the value of a config group is empty, null, a
             number or a bool; a number of workers is not a whole number. The message names the option.
     """
+    files = {*groups(), "experiment"}
     for one in arguments:
         option, equals, _ = one.partition("=")
         if one.startswith("-"):
@@ -89,7 +90,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
         if option == "hydra.launcher.n_jobs":
             check_workers(values)
         group = option.lstrip("+~").partition("@")[0]
-        if group not in {*groups(), "experiment"}:
+        if group not in files:
             continue
         if None in values:
             raise ValueError(f"{option.lstrip('+')} cannot be null: name a file of conf/{group}")

@@ -67,9 +67,8 @@ class Preflight(Callback):
                 "spec_lab: under torchrun the runs of a sweep cannot run in parallel: set hydra/launcher=basic"
             )
         check_writable(config.get("output_dir"))
-        chosen = {
-            one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in {*groups(), "experiment"}
-        }
+        files = {*groups(), "experiment"}
+        chosen = {one: job for job in jobs for one in job if sweep.key(one).partition("@")[0] in files}
         try:
             search.check(config)
             for each in [*chosen.values(), *jobs[:1]]:

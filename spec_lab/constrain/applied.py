@@ -1,4 +1,4 @@
-"""Where a constraint applies: to the target, the draft or both; and its masks in every step."""
+"""Where a constraint applies (target, draft or both), and its masks in every step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from spec_lab.constrain.protocol import (
     Masks,
     allows,
     masks_by_forking,
+    masks_of,
     single_token,
+    supports_drafts,
     unpack,
 )
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.options import one_of, whole
+from spec_lab.core.protocols import facts_of
 from spec_lab.core.readback import Readback
 from spec_lab.engine.request import Request
 
@@ -35,21 +38,22 @@ PLACES = ("target", "draft", "both", "none")
 class AppliedConstraint:
     """A constraint, and where it applies.
 
-    On the target its masks define the target distribution: the masked one, as in autoregressive decoding under the same
-    constraint. On the draft they only help to draft what can be accepted; the output distribution stays the same.
+    Masks on the target define the target distribution: the masked one, as in autoregressive decoding under the same
+    constraint. Masks on the draft only help to draft what can be accepted; the output distribution stays the same.
 
     Args:
-        constraint: which.
-        placement: "target", "draft", "both" or "none". Without the target the output is unconstrained, and what it
-            violates is counted.
-        draft_budget: masks that the draft may use for each sequence in each step; after them it drafts unmasked. Or a
-            time for it, such as "200us", with which runs cannot be reproduced. None: no limit.
-        fast_forward: tokens that the masks leave no choice for are appended at once, as certain as they are, and
-            computed with the next draft. None: where it applies to the target.
-        async_masks: the masks are computed in a thread, during the target's forward, unless the draft needs them first.
+        constraint: the constraint.
+        placement: "target", "draft", "both" or "none". Without the target the output is unconstrained, and its
+            violations are counted.
+        draft_budget: masks that the draft may use for each sequence in each step; beyond them it drafts unmasked. Or a
+            time for them, such as "200us", with which runs cannot be reproduced. None: no limit.
+        fast_forward: whether forced tokens are appended at once and computed with the next draft. None: only where the
+            constraint applies to the target.
+        async_masks: whether masks are computed in a thread during the target's forward, unless the draft needs them
+            first.
 
     Raises:
-        ValueError: an option of the wrong kind; a constraint that acts, or ``fast_forward``, without the target.
+        ValueError: an invalid option; a constraint that has actions, or ``fast_forward``, without the target.
     """
 
     constraint: Constraint
@@ -68,27 +72,27 @@ class AppliedConstraint:
                 raise ValueError(f"constraint.{name} must be true or false, not {getattr(self, name)!r}")
         if not self.on_target and self.constraint.has_actions:
             raise ValueError(
-                f"constraint.placement={self.placement} leaves the output alone, but '{self.constraint.name}' acts on "
-                "the output: set constraint.placement to target or both"
+                f"constraint.placement={self.placement} does not constrain the output, but '{self.constraint.name}' "
+                "backtracks or forks it: set constraint.placement to target or both"
             )
         if not self.on_target and self.fast_forward:
             raise ValueError(
-                f"constraint.placement={self.placement} leaves the output alone, but fast_forward forces tokens: set "
-                "constraint.placement to target or both, or constraint.fast_forward=false"
+                f"constraint.placement={self.placement} does not constrain the output, but fast_forward forces tokens: "
+                "set constraint.placement to target or both, or constraint.fast_forward=false"
             )
 
     @property
     def on_target(self) -> bool:
-        """Whether it applies to the output."""
+        """Whether the output is masked."""
         return self.placement in ("target", "both")
 
     @property
     def on_draft(self) -> bool:
-        """Whether it applies to drafts."""
+        """Whether drafts are masked."""
         return self.placement in ("draft", "both")
 
     def budget(self) -> tuple[int, float]:
-        """Most masks for a sequence and step, and most seconds."""
+        """Return the maximum number of masks for a sequence and step, and the maximum seconds."""
         if self.draft_budget is None:
             return 2**62, float("inf")
         if isinstance(self.draft_budget, str):
@@ -103,7 +107,7 @@ class AppliedConstraint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """See ``Described``."""
         return {
             "name": self.constraint.name,
             "placement": self.placement,
@@ -111,16 +115,16 @@ class AppliedConstraint:
             "reproducible": not isinstance(self.draft_budget, str),
             "fast_forward": self.fast_forward,
             "async_masks": self.async_masks,
-            **getattr(self.constraint, "facts", {}),
+            **facts_of(self.constraint),
         }
 
 
 class DraftTreeMasks:
-    """What a constraint allows below the nodes of drafts that are still growing.
+    """The token masks below the nodes of a forest that is still being drafted.
 
     Args:
-        states: ``[B]`` at the roots; None allows everything.
-        applied: with the budget.
+        states: ``[B]`` at the roots; None allows every token.
+        applied: the constraint, with its budget for drafts.
     """
 
     def __init__(self, states: Sequence[ConstraintState | None], applied: AppliedConstraint) -> None:
@@ -129,22 +133,22 @@ class DraftTreeMasks:
         most, self.seconds_left = applied.budget()
         self.left = [most] * len(states)
         self.states = states
-        self.at: dict[int, ConstraintState | None] = {}  # by row; None where everything is allowed
-        self.dead: set[int] = set()  # rows after which nothing may come
+        self.at: dict[int, ConstraintState | None] = {}  # by row; None where every token is allowed
+        self.dead: set[int] = set()  # rows after which no token is allowed
         self.used = False
         self.seconds = 0.0
 
     def __call__(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> np.ndarray:  # [n], [M] -> [n, V] bool
-        """What may be drawn below ``rows`` of a forest with these tokens; their parents were asked about before.
+        """Return which tokens may be drawn below ``rows``, whose parents were asked about in earlier calls.
 
-        All False where nothing can be drafted: the row is illegal itself, an action is wanted or nothing may come.
+        All False where nothing can be drafted: the row is illegal, has an action, or no token is allowed after it.
         """
         start, self.used = time.perf_counter(), True
         allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
         for place, row in enumerate(rows.tolist()):
             try:
                 mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
-            except ConstraintError:  # whether anything comes to it is not decided yet
+            except ConstraintError:  # an error only if the verifier accepts the row
                 self.dead.add(row)
             if row in self.dead:
                 allowed[place] = False
@@ -154,7 +158,7 @@ class DraftTreeMasks:
         return allowed
 
     def _mask(self, shape: Shape, row: int, token: np.ndarray, spent: float) -> np.ndarray | None:
-        """What may come after ``row`` ``[W]``; None for everything. Finds out whether the row is dead."""
+        """Return the mask ``[W]`` after ``row``; None allows every token. Adds the row to ``dead`` where it is."""
         root = int(shape.root[row])
         state = self.states[root]
         if row >= shape.roots:
@@ -183,8 +187,8 @@ class StepMasks(NamedTuple):
 
     Args:
         masks: of the forest.
-        failed: trees whose constraint failed at the root, each with what went wrong: their masks allow everything.
-        seconds: spent on them.
+        failed: the error of each tree whose constraint failed at the root; its masks allow every token.
+        seconds: the time that the masks took.
     """
 
     masks: Masks
@@ -193,29 +197,28 @@ class StepMasks(NamedTuple):
 
 
 class StepConstraint:
-    """Computes the masks of the steps of one engine. Close it at the end.
+    """Computes the masks of one engine's steps. Close it at the end.
 
     Args:
         applied: the constraint, and where it applies.
+
+    Attributes:
+        supports_drafts: whether anything can be drafted; without forks of states every token is decoded by itself.
     """
 
     def __init__(self, applied: AppliedConstraint) -> None:
         self.applied = applied
         self.constraint = applied.constraint
+        self.supports_drafts = supports_drafts(applied.constraint)
         self._thread: ThreadPoolExecutor | None = None
-
-    @property
-    def drafts(self) -> bool:
-        """Whether anything can be drafted: states that cannot be forked are decoded token by token."""
-        return bool(getattr(self.constraint, "supports_drafts", True))
 
     def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
         return self.constraint.start(request)
 
     def draft_masks(self, states: Sequence[ConstraintState | None]) -> DraftTreeMasks | None:
-        """Masks for a draft that grows below these states; None where the draft is not constrained."""
-        if self.applied.on_draft and self.drafts:
+        """Return the masks for a draft below these states; None where drafts are not masked."""
+        if self.applied.on_draft and self.supports_drafts:
             return DraftTreeMasks(states, self.applied)
         return None
 
@@ -226,15 +229,15 @@ class StepConstraint:
         draft_masks: DraftTreeMasks | None,
         read: Readback,
     ) -> tuple[Draft, StepMasks | Future[StepMasks]]:
-        """The draft without nodes that cannot be reached, and its masks, perhaps still being computed.
+        """Return the draft without nodes that cannot be accepted, and its masks, perhaps still being computed.
 
-        Below a barrier nothing is drafted. From deterministic drafts that were made without masks, illegal nodes are
-        removed: whether a node is legal follows from the text, not from a sampled value.
+        Nodes below a barrier are removed. So are the illegal nodes of deterministic drafts that were made without
+        masks: that loses nothing, since no node was sampled.
 
         Args:
             states: ``[B]`` at the roots.
-            draft: what was drafted.
-            draft_masks: that the proposer may have used.
+            draft: the forest.
+            draft_masks: the masks that the proposer was given; None where drafts are not masked.
             read: reads the drafted tokens on the host.
         """
         token = read(draft.token)[0] if draft.shape.nodes else NO_TOKENS
@@ -269,8 +272,8 @@ class StepConstraint:
         start = time.perf_counter()
         failed: dict[int, str] = {}
         try:
-            masks = self._of(states, shape, token)
-        except ConstraintError:  # one of them, perhaps at a node that is never reached: each tree alone finds out
+            masks = masks_of(self.constraint, states, shape, token)
+        except ConstraintError:  # of one tree, perhaps at a node that is not accepted: compute each tree by itself
             each = [self._alone(tree, states, shape, token, failed) for tree in range(len(states))]
             own = shape.root, np.arange(shape.rows)
             masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
@@ -284,7 +287,7 @@ class StepConstraint:
         token: np.ndarray,
         failed: dict[int, str],
     ) -> Masks:
-        """The masks of one tree; where its root itself is stuck, nothing is masked and ``failed`` says so."""
+        """Return the masks of one tree; an error at its root is put into ``failed``, and nothing is masked."""
         vocabulary = self.constraint.vocabulary
         try:
             one = [state if number == tree else None for number, state in enumerate(states)]
@@ -292,13 +295,6 @@ class StepConstraint:
         except ConstraintError as error:
             failed[tree] = str(error)
             return masks_by_forking([None] * len(states), shape, token, vocabulary)
-
-    def _of(self, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray) -> Masks:
-        fast = getattr(self.constraint, "masks", None)
-        if fast is None:
-            return masks_by_forking(states, shape, token, self.constraint.vocabulary)
-        masks: Masks = fast(states, shape, token)
-        return masks
 
 
 def _within_budget(shape: Shape, token: np.ndarray, masks: DraftTreeMasks) -> np.ndarray:  # [R] bool
@@ -315,11 +311,11 @@ PARTS = ("bits", "legal", "barrier")
 
 
 def open_mask(masks: Masks, vocabulary: int, device: torch.device) -> Tensor:  # [R, V]
-    """The masks for ``logits_to_probs``."""
+    """Return the masks as ``logits_to_probs`` reads them."""
     return torch.from_numpy(unpack(masks.bits, vocabulary)).to(device)
 
 
 def forced_token(state: ConstraintState) -> int | None:
-    """The one token that may come next; None where there is a choice, or nothing may come."""
+    """Return the forced token; None where several tokens or none are allowed."""
     mask = state.mask()
     return None if mask is None else single_token(mask)

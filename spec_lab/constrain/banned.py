@@ -10,7 +10,7 @@ import numpy as np
 from spec_lab.constrain.healing import BytePrefix
 from spec_lab.constrain.protocol import Continuation, full_mask, mask_of
 from spec_lab.engine.request import Request
-from spec_lab.text.strings import Match, Strings, Watcher
+from spec_lab.text.strings import StringMatch, Strings, Watcher
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Banned:
 class BannedState:
     """The output so far, followed by a watcher, and the string that it completed. See ``ConstraintState``."""
 
-    def __init__(self, watcher: Watcher, match: Match | None) -> None:
+    def __init__(self, watcher: Watcher, match: StringMatch | None) -> None:
         self.watcher, self.match = watcher, match
 
     def fork(self) -> BannedState:

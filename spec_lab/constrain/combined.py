@@ -13,6 +13,7 @@ from spec_lab.constrain.protocol import (
     ConstraintState,
     Continuation,
     Masks,
+    ReadsLogprobs,
     SelectsSequences,
     masks_of,
     supports_drafts,
@@ -52,7 +53,7 @@ class Combined:
         self.has_actions = bool(acting)
         self.supports_drafts = all(map(supports_drafts, parts))
         self.keep = next((part.keep for part in selecting if part.keep is not None), None)
-        self.reads_logprobs = any(part.reads_logprobs for part in selecting)
+        self.reads_logprobs = any(part.reads_logprobs for part in parts if isinstance(part, ReadsLogprobs))
 
     @property
     def facts(self) -> dict[str, Any]:

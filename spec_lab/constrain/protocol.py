@@ -4,8 +4,8 @@ Masks are packed. Bit t of a row, lowest bit first, is set if token t is allowed
 bits make a row. A token is forced (a jump-forward token) where its mask allows no other token.
 
 Abilities that a constraint may have besides are Protocols of their own, asked for with ``isinstance``: ``TreeMasks``,
-``LimitsDrafts``, ``SelectsSequences``, ``Composite``, ``PerRequestSource``, ``ReadsPrompt``, ``CertifiableConstraint``,
-and ``core.protocols.Described``.
+``LimitsDrafts``, ``SelectsSequences``, ``ReadsLogprobs``, ``Composite``, ``PerRequestSource``, ``ReadsPrompt``,
+``CertifiableConstraint``, and ``core.protocols.Described``.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ class SelectsSequences(Protocol):
         None keeps every sequence.
         """
         ...
+
+
+@runtime_checkable
+class ReadsLogprobs(Protocol):
+    """A constraint that selects sequences, perhaps by their log-probabilities."""
 
     @property
     def reads_logprobs(self) -> bool:

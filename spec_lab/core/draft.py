@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -56,30 +56,58 @@ class Schedule(NamedTuple):
     sampled: int
 
 
+class Level(NamedTuple):
+    """The nodes of one depth, as a proposer draws them.
+
+    Args:
+        parents: ``[n]`` rows above, in ascending order.
+        ranks: for each sibling rank its nodes: their rows, and the places of their parents in ``parents``.
+    """
+
+    parents: np.ndarray
+    ranks: list[tuple[np.ndarray, np.ndarray]]
+
+
 @dataclass(frozen=True, eq=False)
 class Shape:
     """The shape of a forest, without its tokens. Host arrays; shared between drafts of the same shape.
 
-    What is derived from the parents is computed once, when it is first used, and in a few array operations: a tree that
-    is grown anew in every step has nothing cached.
+    What is derived from the parents is computed once, when it is first used. A tree that is grown anew in every step
+    has nothing cached, so each property must be fast for a few dozen nodes: a plain loop, or a few array operations.
 
     Args:
         roots: B, the number of trees.
         parent: ``[M]`` int64, the row of each node's parent. Parents come before their children, siblings stand in the
             order in which they were drawn.
+
+    Attributes:
+        depth: ``[R]`` int64, edges between each row and its root; roots have depth 0.
+        rank: ``[M]`` int64, each node's place among its siblings, in the order drawn, from 0.
+        count: ``[R]`` int64, the number of each row's children.
+
+    Raises:
+        ValueError: a parent that is no earlier row.
     """
 
     roots: int
     parent: np.ndarray  # [M]
+    depth: np.ndarray = field(init=False, repr=False)  # [R]
+    rank: np.ndarray = field(init=False, repr=False)  # [M]
+    count: np.ndarray = field(init=False, repr=False)  # [R]
     _forests: dict[tuple[Shape, ...], Shape] = field(init=False, repr=False, default_factory=dict)
+    _kept: dict[bytes, tuple[Shape, np.ndarray]] = field(init=False, repr=False, default_factory=dict)
     _devices: dict[torch.device, DeviceShape] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.parent.ndim != 1 or (
-            len(self.parent)
-            and (self.parent.min() < 0 or (self.parent - np.arange(len(self.parent))).max() >= self.roots)
-        ):
-            raise ValueError("every node's parent must be an earlier row: a root or a node listed before it")
+        depth, rank, count = [0] * self.roots, [], [0] * self.rows
+        for row, parent in enumerate(self.parent.tolist(), start=self.roots):
+            if self.parent.ndim != 1 or not 0 <= parent < row:
+                raise ValueError("every node's parent must be an earlier row: a root or a node listed before it")
+            depth.append(depth[parent] + 1)
+            rank.append(count[parent])
+            count[parent] += 1
+        for name, values in (("depth", depth), ("rank", rank), ("count", count)):
+            object.__setattr__(self, name, np.array(values, dtype=np.int64))
 
     @property
     def nodes(self) -> int:
@@ -92,27 +120,16 @@ class Shape:
         return self.roots + len(self.parent)
 
     @cached_property
-    def depth(self) -> np.ndarray:  # [R]
-        """Edges between each row and its root; roots have depth 0."""
-        depth = [0] * self.roots
-        for parent in self.parent.tolist():  # of a few dozen nodes faster than any NumPy
-            depth.append(depth[parent] + 1)
-        return np.array(depth, dtype=np.int64)
-
-    @cached_property
     def lineage(self) -> np.ndarray:  # [R, D + 1]
         """``lineage[r, k]``: the row k edges above r, itself at 0; -1 beyond its root."""
         rows, width = self.rows, int(self.depth.max(initial=0)) + 1
         above = np.full(rows + 1, -1, dtype=np.int64)  # the last entry, found by -1, stands for no row
         above[self.roots : rows] = self.parent
-        table = np.full((rows + 1, width), -1, dtype=np.int64)
-        table[:rows, 0] = np.arange(rows)
-        done = 1
-        while done < width:  # the columns that are done double
-            higher, more = above[table[:, done - 1]], min(done, width - done)
-            table[:, done : done + more] = table[higher, :more]
-            done += more
-        return table[:rows]
+        table = np.empty((width, rows), dtype=np.int64)
+        table[0] = np.arange(rows)
+        for k in range(1, width):
+            above.take(table[k - 1], out=table[k], mode="wrap")
+        return np.ascontiguousarray(table.T)
 
     @cached_property
     def root(self) -> np.ndarray:  # [R]
@@ -120,20 +137,6 @@ class Shape:
         if self.roots == 1:
             return np.zeros(self.rows, dtype=np.int64)
         return self.lineage[np.arange(self.rows), self.depth]
-
-    @cached_property
-    def count(self) -> np.ndarray:  # [R]
-        """The number of each row's children."""
-        return np.bincount(self.parent, minlength=self.rows)
-
-    @cached_property
-    def rank(self) -> np.ndarray:  # [M]
-        """Each node's place among its siblings, in the order drawn, from 0."""
-        order = np.argsort(self.parent, kind="stable")
-        first = np.cumsum(self.count) - self.count
-        rank = np.empty(self.nodes, dtype=np.int64)
-        rank[order] = np.arange(self.nodes) - first[self.parent[order]]
-        return rank
 
     @cached_property
     def branches(self) -> bool:
@@ -218,10 +221,10 @@ class Shape:
     @cached_property
     def turn(self) -> np.ndarray:  # [M]
         """The step in which each node comes if its parent and its earlier siblings come before it, from 0."""
-        wait = np.zeros(self.rows + 1, dtype=np.int64)
-        wait[self.roots : -1] = self.rank + 1
-        turn: np.ndarray = wait[self.lineage[self.roots :]].sum(1) - 1
-        return turn
+        after = [0] * self.roots  # each row, the first step in which a child can come
+        for parent, rank in zip(self.parent.tolist(), self.rank.tolist(), strict=True):
+            after.append(after[parent] + rank + 1)
+        return np.array(after[self.roots :], dtype=np.int64) - 1
 
     def schedule(self, step: np.ndarray, point: np.ndarray | None = None) -> Schedule:
         """The nodes by ``step`` ``[M]``, numbers from 0 without gaps.
@@ -231,7 +234,7 @@ class Shape:
         """
         last = self.rank + 1 == self.count[self.parent]
         key = step * 4 + last * 2 if point is None else step * 4 + last * 2 + point
-        order = np.argsort(key, kind="stable")
+        order = key.argsort(kind="stable")
         ends = [0, *np.bincount(key, minlength=4).cumsum().tolist()]
         ends += ends[-1:] * (-(len(ends) - 1) % 4)
         steps = [ends[start : start + 5] for start in range(0, len(ends) - 1, 4)] if self.nodes else []
@@ -242,18 +245,35 @@ class Shape:
         return Schedule(order, self.parent[order], steps, last, sampled)
 
     @cached_property
+    def levels(self) -> list[Level]:
+        """The nodes of each depth, from depth 1 on."""
+        rows = np.arange(self.roots, self.rows)[np.argsort(self.parent, kind="stable")]
+        depths, ranks = self.depth[rows], self.rank[rows - self.roots]
+        levels = []
+        for depth in range(1, int(self.depth.max(initial=0)) + 1):
+            here, numbered = rows[depths == depth], ranks[depths == depth]
+            parents = np.unique(self.parent[here - self.roots])
+            nodes = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
+            levels.append(
+                Level(parents, [(own, np.searchsorted(parents, self.parent[own - self.roots])) for own in nodes])
+            )
+        return levels
+
+    @cached_property
     def visit(self) -> np.ndarray:  # [R]
         """Each row's place in a visit of its tree from the leaves up, from 0: children before their parent, siblings
         and what is below them in the order drawn.
         """
-        size = np.bincount(self.lineage.ravel() + 1, minlength=self.rows + 1)  # of the subtree of each row, from 1
-        size[0] = 0
-        sizes = size[self.table + 1]
-        earlier = np.zeros(self.rows + 1, dtype=np.int64)  # rows below earlier siblings
-        earlier[self.table] = np.cumsum(sizes, axis=1) - sizes
-        earlier[-1] = 0
-        visit: np.ndarray = earlier[self.lineage].sum(1) + size[1:] - 1
-        return visit
+        parents, size = self.parent.tolist(), [1] * self.rows  # of the subtree of each row
+        for row in range(self.rows - 1, self.roots - 1, -1):
+            size[parents[row - self.roots]] += size[row]
+        first = [0] * self.rows  # the place of the first leaf of what is left of each row's subtree
+        visit = [one - 1 for one in size[: self.roots]]
+        for row, parent in enumerate(parents, start=self.roots):
+            first[row] = first[parent]
+            first[parent] += size[row]
+            visit.append(first[row] + size[row] - 1)
+        return np.array(visit, dtype=np.int64)
 
     @cached_property
     def _size(self) -> np.ndarray:  # [B]
@@ -274,8 +294,17 @@ class Shape:
     def keep(self, rows: np.ndarray) -> tuple[Shape, np.ndarray]:
         """The shape left when only the nodes marked in ``rows`` ``[R]`` and having all ancestors marked stay.
 
-        Returns the shape and the kept nodes' old numbers ``[M']``. Roots always stay.
+        Returns the shape and the kept nodes' old numbers ``[M']``. Roots always stay. The shape remembers what was kept
+        of it, so that drafts of a static tree share the shapes of what is left of them.
         """
+        key = np.asarray(rows[self.roots :], dtype=bool).tobytes()
+        if key not in self._kept:
+            if len(self._kept) >= MOST_DERIVED:
+                self._kept.clear()
+            self._kept[key] = self._keep(rows)
+        return self._kept[key]
+
+    def _keep(self, rows: np.ndarray) -> tuple[Shape, np.ndarray]:
         marked = np.ones(self.rows + 1, dtype=bool)
         marked[self.roots : -1] = rows[self.roots :]
         marked = marked[self.lineage].all(1)
@@ -332,7 +361,6 @@ def upload(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
     return [part.view(one.shape) for part, one in zip(parts, arrays, strict=True)]
 
 
-@lru_cache(maxsize=256)
 def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
     """The one-tree shape whose nodes are given as paths of child ranks, e.g. ``((0,), (1,), (0, 0))``.
 
@@ -353,7 +381,6 @@ def tree(choices: tuple[tuple[int, ...], ...]) -> Shape:
     return Shape(1, np.array([row[path[:-1]] for path in paths], dtype=np.int64))
 
 
-@lru_cache(maxsize=256)
 def chain(length: int) -> Shape:
     """One path of ``length`` nodes below one root; ``chain(0)`` drafts nothing."""
     return Shape(1, np.arange(length, dtype=np.int64))
@@ -374,13 +401,14 @@ def forest(trees: tuple[Shape, ...]) -> Shape:
         for root, one in enumerate(trees):
             parents.append(np.where(one.parent == 0, root, one.parent - 1 + roots + nodes))
             nodes += one.nodes
-        if len(known) >= MOST_FORESTS:
+        if len(known) >= MOST_DERIVED:
             known.clear()
         known[others] = Shape(roots, np.concatenate(parents).astype(np.int64))
     return known[others]
 
 
-MOST_FORESTS = 64
+MOST_DERIVED = 64
+"""Most forests that a tree remembers, and most shapes of what was kept of it."""
 
 
 class ComputedOnly(NamedTuple):
@@ -523,7 +551,6 @@ class Draft:
         return Draft(smaller, token, drawn, self.q, q_row, self.noise, self.broken, extra), both
 
 
-@lru_cache(maxsize=256)
 def empty(roots: int, device: torch.device | str = "cpu") -> Draft:
     """The draft of the null proposer: roots and no nodes."""
-    return Draft(forest((chain(0),) * roots), torch.empty(0, dtype=torch.long, device=device))
+    return Draft(Shape(roots, np.empty(0, dtype=np.int64)), torch.empty(0, dtype=torch.long, device=device))

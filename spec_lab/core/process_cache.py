@@ -17,8 +17,11 @@ class ProcessCache:
         sources: versions and source hash of a top-level package (``results.sources.source``). A process runs the code
             that it imported, so an edit after the first look must not change what its runs record.
         digests: SHA-256 of files by path, names, sizes and times of modification (``results.sources.data``).
+        certificates: summaries of the enumeration of a proposer with a verifier, by what the pair is made of
+            (``tasks.benchmark``). A sweep's next run does not enumerate the same pair again.
     """
 
     self_checks: dict[tuple[str, ...], float] = field(default_factory=dict)
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
     digests: dict[tuple[Path, tuple[tuple[str, int, int], ...]], str] = field(default_factory=dict)
+    certificates: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)

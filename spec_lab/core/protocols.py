@@ -1,8 +1,10 @@
-"""Abilities that any part of a run may have: proposers, verifiers, constraints, targets. Ask with ``isinstance``."""
+"""Abilities that any part of a run may have (ask with ``isinstance``), and the members that a part must have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from inspect import get_annotations, isabstract
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -28,12 +30,22 @@ class Described(Protocol):
 
 @runtime_checkable
 class Hashed(Protocol):
-    """A part that was read from files."""
+    """A part that may have been read from files."""
 
     @property
-    def sha256(self) -> str:
-        """Of the files; empty where it is not known."""
+    def sha256(self) -> str | None:
+        """Of the files; empty where it is not known, None where there are none."""
         ...
+
+
+def members(contract: type) -> list[str]:
+    """Return what an object must have: a Protocol's members, a dataclass's fields, an abstract class's methods."""
+    if is_dataclass(contract):
+        return [one.name for one in fields(contract)]
+    if isabstract(contract):
+        return sorted(contract.__abstractmethods__)  # type: ignore[attr-defined]
+    declared = dict.fromkeys(name for one in contract.__mro__ for name in (*get_annotations(one), *vars(one)))
+    return [name for name in declared if name == "__call__" or not name.startswith("_")]
 
 
 def facts_of(part: object) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _commit(
     rows = [*done.path, row] if last >= 0 else done.path  # of the accepted tokens; then where the last one is sampled
     tokens = [decision.drafted[node - shape.roots] for node in done.path] + ([last] if last >= 0 else [])
     above = [tree, *done.path]
-    after = "recovered" if len(shape.children[row]) else "bonus"
+    after = "recovered" if shape.count[row] else "bonus"
     kept = 0
     for place, (token, at) in enumerate(zip(tokens, rows, strict=True)):
         forced = single is not None and bool(single[above[place]])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
+from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
@@ -90,7 +91,8 @@ class Engine:
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
-        self._logprobs = self.applied is not None and getattr(self.applied.constraint, "reads_logprobs", False)
+        own = None if self.applied is None else self.applied.constraint
+        self._logprobs = isinstance(own, ReadsLogprobs) and own.reads_logprobs
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -300,7 +302,8 @@ class Engine:
 
     def _keep(self, request: Request) -> None:
         """The request's sequences have all finished: its constraint may keep only some of them."""
-        keep = None if self.applied is None else getattr(self.applied.constraint, "keep", None)
+        constraint = None if self.applied is None else self.applied.constraint
+        keep = constraint.keep if isinstance(constraint, SelectsSequences) else None
         if keep is None:
             return
         own = sorted((one for one in self.sequences if one.request is request), key=lambda one: one.lineage)

@@ -126,7 +126,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     with clock.phase("propose"):
         if constraint is not None:
             draft_masks = constraint.draft_masks([one.constraint for one in sequences])
-        if constraint is None or constraint.drafts:
+        if constraint is None or constraint.supports_drafts:
             draft = propose(parts, Batch(target, sequences, parts.draws, clock, draft_masks, read))
         else:
             draft = no_draft(len(sequences), lm.device)

@@ -34,27 +34,27 @@ from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, pa
 
 
 class DraftModel(Lifecycle):
-    """Drafts with a causal LM of its own, whose cells follow each sequence.
+    """Drafts with a causal LM of its own, whose KV cache follows each sequence.
 
-    Siblings are drawn from the law at their parent, warped as the request is sampled: ``iid``; ``without`` replacement,
-    where a law whose support is exhausted gets fewer siblings; or as ``point``, the likeliest tokens. ``gumbel`` also
-    draws without replacement: the siblings are the best of log q + g (Gumbel-top-k, 1903.06059), and the draft carries
-    the Gumbel noise g of each parent, over which a verifier of that name races the target's law. A row without
-    children has no noise. At temperature 0 the law is one-hot, so only ``point`` would draw a second sibling: a tree
-    then needs ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on the
-    law alone, never on a drawn value.
+    Siblings are drawn from q at their parent, with the sampling parameters of the request: ``iid``; ``without``
+    replacement, fewer where the support is exhausted; or as ``point``, the likeliest tokens. ``gumbel`` also draws
+    without replacement: the siblings are the best of log q + g (Gumbel-top-k, 1903.06059), and the draft carries the
+    Gumbel noise g of each parent, with which a verifier of that name samples from the target. A row without children
+    has no noise. At temperature 0 q is one-hot, so only ``point`` would draw a second sibling: a tree then needs
+    ``point`` or a temperature of the draft's own (``check``). Which siblings are left out depends on q alone, never on
+    a drawn value.
 
-    With a ``confidence``, drafting stops early: where the draft gives no token that much probability, what it draws is
-    the last on that path, for what follows is likely to be rejected and costs a forward of the draft. Dynamic draft
-    lengths (2405.04304) and transformers' ``assistant_confidence_threshold`` judge the drawn token; here the law alone
-    decides, so whether drafting stops depends on the path above only, and no verifier's law changes.
+    With a ``confidence``, drafting stops early: children of a row at which no token has that draft probability get no
+    children, since these are likely to be rejected and cost a forward of the draft. Dynamic draft lengths (2405.04304)
+    and transformers' ``assistant_confidence_threshold`` compare the probability of the drawn token; here it is the
+    maximum, so that whether drafting stops depends on the path above only, and verification stays exact.
 
     Args:
         lm: the draft.
         context: most positions the draft has; beyond, nothing is drafted.
-        tree: the tree drafted below every head.
+        tree: the tree drafted below every root.
         drawn: how siblings are drawn.
-        temperature: the draft's own; None takes each request's.
+        temperature: the draft's own; None uses each request's.
         confidence: between 0, off, and 1.
         name: as in records.
         sha256: of the draft's weights.
@@ -109,7 +109,7 @@ class DraftModel(Lifecycle):
             depth: drafts a chain of so many tokens, at most ``trees.MOST_DEPTH``; or
             tree: drafts a tree, written as ``trees.parse`` reads it.
             drawn: "iid", "without", "point" or "gumbel".
-            temperature: the draft's own, at most 1e6; null takes each request's.
+            temperature: the draft's own, at most 1e6; null uses each request's.
             confidence: a token drawn where none was this likely ends its path; 0 never ends one.
             nodes: grows a tree of at most so many nodes best first, instead of a fixed one, with so many
             children: below each expanded node, at most
@@ -165,12 +165,12 @@ class DraftModel(Lifecycle):
         """Refuse what could draw only a chain.
 
         Raises:
-            ValueError: siblings drawn from a law of temperature 0.
+            ValueError: siblings sampled at temperature 0.
         """
         if self.drawn != "point" and self.branches and self.sampling(request).temperature == 0:
             raise ValueError(
-                f"at temperature 0 the draft's law is one-hot, so siblings drawn {self.drawn} shrink the tree to a "
-                "chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
+                f"at temperature 0 the draft distribution is one-hot, so siblings drawn {self.drawn} shrink the tree "
+                "to a chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
             )
 
     def toy(self, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
@@ -285,7 +285,7 @@ def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> 
     """Refuse a draft that does not speak the target's tokens.
 
     Raises:
-        ValueError: other vocabulary sizes, tokens or splitting; says how they differ.
+        ValueError: other vocabulary sizes, tokens or splitting; the message states how they differ.
     """
     if target.tokenizer is not None:
         mine, theirs = (

@@ -21,10 +21,10 @@ RUN = 24
 
 
 class ForcedChains:
-    """One chain below each head: tokens drawn from the draft model's masked law, and after each those that are forced.
+    """One chain below each root: tokens drawn from the draft model's masked q, and after each the forced ones.
 
-    A forced token follows with certainty, so its law q is one-hot. The draft model computes it together with the drawn
-    token before it, when it is asked for the law of the next free one; so ``depths`` counts drawn tokens only.
+    A forced token follows with certainty, so its q is one-hot. The draft model computes it together with the drawn
+    token before it, when it computes q for the next free one; so ``depths`` counts drawn tokens only.
 
     Args:
         lm: the draft model.
@@ -54,14 +54,14 @@ class ForcedChains:
         self.samplings, self.caches, self.depths, self.confidence = samplings, caches, depths, confidence
         lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
         self.shape = forest(tuple(map(chain, lengths)))
-        self.rows = [tree.tolist() for tree in self.shape.trees]  # each head's, itself first
+        self.rows = [tree.tolist() for tree in self.shape.trees]  # of each tree, its root first
         self.ends = [0] * len(caches)  # of its rows, the last one there is
         self.token = np.zeros(self.shape.nodes, dtype=np.int64)
         self.computed = np.zeros(self.shape.rows, dtype=bool)
         self.broken: dict[int, str] = {}
         self.q: list[Tensor] = []
         self.q_row = np.full(self.shape.rows, -1, dtype=np.int64)
-        self.allowed: dict[int, np.ndarray] = {}  # by head, after its last row
+        self.allowed: dict[int, np.ndarray] = {}  # by root, after its last row
 
     def run(self) -> Draft:
         """Draw all chains. Afterwards the caches hold the computed nodes."""
@@ -92,7 +92,7 @@ class ForcedChains:
         return cache
 
     def _ask(self, head: int) -> np.ndarray:  # [V]
-        """What may come after the head's last row."""
+        """Return which tokens are allowed after the last row of a tree."""
         return self.masks(self.shape, np.array([self.rows[head][self.ends[head]]]), self.token)[0]
 
     def _append(self, head: int, token: int) -> None:

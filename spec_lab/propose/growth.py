@@ -1,53 +1,19 @@
-"""One round's draft of a small model while it grows, level by level."""
+"""Drafts a forest of a known shape with a small model, level by level."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Shape, empty
+from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
 from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
-
-
-class Level(NamedTuple):
-    """What is drawn at one depth: below rows ``parents`` ``[n]`` their children, rank by rank: the nodes' rows, and the
-    place of each one's parent among ``parents``.
-    """
-
-    parents: np.ndarray
-    ranks: list[tuple[np.ndarray, np.ndarray]]
-
-
-@lru_cache(maxsize=64)
-def levels(shape: Shape) -> list[Level]:
-    """The forest's levels, from the heads down."""
-    rows = np.arange(shape.roots, shape.rows)[np.argsort(shape.parent, kind="stable")]
-    depths, numbers = shape.depth[rows], shape.rank[rows - shape.roots]
-    plan = []
-    for depth in range(1, int(shape.depth.max()) + 1):
-        here, numbered = rows[depths == depth], numbers[depths == depth]
-        parents = np.unique(shape.parent[here - shape.roots])
-        ranks = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
-        plan.append(
-            Level(parents, [(rows, np.searchsorted(parents, shape.parent[rows - shape.roots])) for rows in ranks])
-        )
-    return plan
-
-
-@lru_cache(maxsize=256)
-def _kept(shape: Shape, live: bytes) -> tuple[Shape, np.ndarray]:
-    """``shape.keep``; the same shape for the same rows, so that what hangs on it is computed once."""
-    return shape.keep(np.frombuffer(live, dtype=bool))
-
 
 NO_ROWS = np.empty(0, dtype=np.int64)
 BROKEN = "the draft's logits are NaN or infinite"
@@ -59,11 +25,12 @@ class Growth:
     Args:
         lm: the draft model.
         drawn: how siblings are drawn.
-        batch: what is drafted for.
+        batch: the sequences.
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
         caches: ``[B]`` the draft's KV caches; None where a tree is empty.
-        confidence: children of a row at which the draft gives every token less than this, unwarped, get no children.
+        confidence: children of a row at which every token has a lower draft probability than this, at temperature 1,
+            get no children.
     """
 
     def __init__(
@@ -90,10 +57,10 @@ class Growth:
             self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
 
     def run(self) -> Draft:
-        """Draw every level. Afterwards the caches hold the computed nodes."""
+        """Draw every level; afterwards the caches hold the computed nodes."""
         shape, batch = self.shape, self.batch
         leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
-        for level in levels(shape):
+        for level in shape.levels:
             parents = level.parents[self.live[level.parents] & ~leaf[level.parents]]
             allowed = None
             if len(parents) and batch.draft_masks is not None:
@@ -112,7 +79,7 @@ class Growth:
                 cache.tentative = Tentative(shape, tree, self.token, self.computed)
         token, q_row = self.token, self.q_row
         if not self.live.all():
-            shape, kept = _kept(shape, self.live.tobytes())
+            shape, kept = shape.keep(self.live)
             token, q_row = token[kept], np.concatenate([q_row[: shape.roots], q_row[shape.roots :][kept]])
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
@@ -218,14 +185,14 @@ class Growth:
         return q.double().log() + noise
 
     def _keys(self, rows: np.ndarray, purpose: Purpose) -> list[Key]:
-        """A row's place in its whole tree keys what is drawn for it: batch mates and nodes left out change nothing."""
+        """Return the keys of what is drawn at ``rows``: a row's place in its whole tree, whatever the batch holds."""
         heads: list[int] = self.shape.root[rows].tolist()
         places: list[int] = self.shape.places[rows].tolist()
         who = [sequence.key for sequence in self.batch.sequences]
         return [Key(*who[head], purpose, place) for head, place in zip(heads, places, strict=True)]
 
     def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
-        """The draft's logits at ``rows``: heads, with whatever is pending before them, or nodes of one level."""
+        """Compute the draft's logits at ``rows``: roots, with the tokens pending before them, or nodes of one level."""
         if rows[0] < self.shape.roots:
             active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
             if self.seen is not None:
@@ -245,11 +212,11 @@ class Growth:
         return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device)).logits
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
-        """``law``'s arguments at ``rows``: parameters (one for all where they agree) and history."""
+        """Return the arguments of ``logits_to_probs`` at ``rows``: parameters (one if they agree), and history."""
         seen = None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.lm.device)
         return by_row(samplings, self.shape.root[rows]), seen
 
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        """Laws that rank tokens as the penalised logits do; nothing is cut off, so that every rank exists."""
+        """Return probabilities that rank tokens as the penalised logits do, none of them truncated to zero."""
         plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
         return logits_to_probs(logits, *self._warp(plain, rows), scratch=logits)

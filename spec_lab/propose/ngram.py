@@ -1,13 +1,13 @@
-"""Prompt lookup: what followed the last tokens the last time they occurred. No model, no parameters.
+"""N-gram (prompt-lookup) proposers: they draft what followed the last tokens where these occurred before.
 
 Source: prompt lookup decoding (Saxena 2023) and LLMA (2304.04487, section 2.2); several continuations merged into a
-tree as in REST (2311.08252, section 3.2), from the text itself instead of a datastore.
+tree as in REST (2311.08252, section 3.2), from the sequence's own text instead of a datastore.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -22,35 +22,34 @@ from spec_lab.models.target import Target
 from spec_lab.propose.trees import MOST_NODES
 
 SCAN = 32
-"""Most earlier occurrences of one n-gram that a tree looks at, the most recent first."""
-
+"""Maximum number of earlier occurrences of one n-gram that a tree uses, the most recent first."""
 
 MOST_DEPTH = 1024
-"""Most tokens drafted."""
+"""Maximum depth of a draft."""
 
 LONGEST = 64
-"""Longest n-gram that can be looked up: indexing a token costs the square of it."""
+"""Length of the longest n-gram that can be looked up: indexing a token costs the square of it."""
 
 
 class Index:
-    """Where each n-gram of a growing text has occurred.
+    """The positions at which each n-gram of a growing text has occurred.
 
-    ``ends[gram]`` lists, in ascending order, the places e with ``gram == tokens[e - n : e]`` that have a token after
-    them (e < len(tokens)), so the text's own last n tokens are never their own match.
+    ``ends[gram]`` lists, in ascending order, the positions e with ``gram == tokens[e - n : e]`` that are followed by a
+    token (e < len(tokens)), so the last n tokens of the text do not match themselves.
 
     Args:
-        lengths: the n-gram lengths looked up, longest first.
+        lengths: the lengths of n-grams, longest first.
     """
 
     def __init__(self, lengths: range) -> None:
         self.lengths = lengths
         self.ends: dict[tuple[int, ...], list[int]] = {}
-        self.tokens: list[int] = []  # the text up to the last place indexed
+        self.tokens: list[int] = []  # the indexed text
 
     def follow(self, tokens: list[int]) -> None:
-        """Make this the index of ``tokens``: O(new tokens), or O(tokens taken back) after a rewind.
+        """Make this the index of ``tokens`` in time O(new tokens), or O(removed tokens) after a rewind.
 
-        The check for a rewind compares two lists, some nanoseconds a token.
+        The check for a rewind compares two lists, which takes a few nanoseconds per token.
         """
         if self.tokens != tokens[: len(self.tokens)] or len(self.tokens) >= len(tokens):
             self._rewind(tokens)
@@ -73,14 +72,14 @@ class Index:
         del self.tokens[common:]
 
     def matches(self, tokens: list[int]) -> Iterator[int]:
-        """Places to read on from: longer matches first, then the more recent; a place may come more than once."""
+        """Yield the ends of earlier matches, longer ones first, then more recent ones; some of them repeatedly."""
         for n in self.lengths:
             if n < len(tokens):
                 yield from self.ends.get(tuple(tokens[-n:]), ())[: -SCAN - 1 : -1]
 
 
 def continuation(tokens: list[int], place: int, count: int) -> list[int]:
-    """``count`` tokens read from ``place``; at the end of the text reading goes on in what was just read."""
+    """Return the ``count`` tokens from ``place`` on; at the end of the text they repeat from ``place``."""
     found = tokens[place : place + count]
     return found if len(found) == count else (found * -(-count // len(found)))[:count]
 
@@ -90,9 +89,9 @@ class Ngram(Lifecycle):
     """Drafts the continuation of the longest, then most recent, earlier occurrence of the last tokens.
 
     Args:
-        depth: tokens drafted, k; at most ``MOST_DEPTH``.
-        max_ngram: longest n-gram looked up; at most ``LONGEST``.
-        min_ngram: shortest.
+        depth: number of drafted tokens, k; at most ``MOST_DEPTH``.
+        max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
+        min_ngram: length of the shortest.
     """
 
     depth: int
@@ -101,10 +100,11 @@ class Ngram(Lifecycle):
     name: str = "ngram"
     drawn: Drawn = "point"
     branches: bool = False
+    _chain: Callable[[int], Shape] = field(init=False, repr=False, default_factory=lambda: lru_cache(None)(chain))
 
     @staticmethod
     def load(target: Target, depth: int = 10, max_ngram: int = 4, min_ngram: int = 1) -> Ngram:
-        """Needs nothing from the target.
+        """Return the proposer with valid options; it uses nothing of the target.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.
@@ -113,11 +113,11 @@ class Ngram(Lifecycle):
 
     @property
     def nodes(self) -> int:
-        """Most nodes drafted below one head."""
+        """Maximum number of nodes below one root."""
         return self.depth
 
     def propose(self, batch: Batch) -> Draft:
-        """One chain per sequence; none where nothing matches."""
+        """Draft one chain per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
         shapes = []
         for sequence in batch.sequences:
@@ -126,11 +126,11 @@ class Ngram(Lifecycle):
             place = next(index.matches(sequence.tokens), None)
             found = [] if place is None else continuation(sequence.tokens, place, self.depth)
             drafted += found
-            shapes.append(chain(len(found)))
+            shapes.append(self._chain(len(found)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
     def init(self, request: Request) -> Index:
-        """The index of a text that is still empty."""
+        """Return the index of an empty text."""
         return Index(range(self.max_ngram, self.min_ngram - 1, -1))
 
 
@@ -139,10 +139,10 @@ class NgramTree(Lifecycle):
     """Drafts several continuations merged into one tree: longer matches first, then more recent ones.
 
     Args:
-        nodes: most nodes of a tree; at most ``trees.MOST_NODES``.
-        depth: longest continuation; at most ``MOST_DEPTH``.
-        max_ngram: longest n-gram looked up; at most ``LONGEST``.
-        min_ngram: shortest.
+        nodes: maximum number of nodes of a tree; at most ``trees.MOST_NODES``.
+        depth: number of tokens of a continuation; at most ``MOST_DEPTH``.
+        max_ngram: length of the longest n-gram that is looked up; at most ``LONGEST``.
+        min_ngram: length of the shortest.
     """
 
     nodes: int
@@ -152,10 +152,13 @@ class NgramTree(Lifecycle):
     name: str = "ngram_tree"
     drawn: Drawn = "point"
     branches: bool = True
+    _shape: Callable[[tuple[int, ...]], Shape] = field(
+        init=False, repr=False, default_factory=lambda: lru_cache(maxsize=1024)(shape_of)
+    )
 
     @staticmethod
     def load(target: Target, nodes: int = 12, depth: int = 6, max_ngram: int = 4, min_ngram: int = 1) -> NgramTree:
-        """Needs nothing from the target.
+        """Return the proposer with valid options; it uses nothing of the target.
 
         Raises:
             ValueError: an option of the wrong type or range; names it.
@@ -164,7 +167,7 @@ class NgramTree(Lifecycle):
         return NgramTree(most, whole("proposer.depth", depth, most=MOST_DEPTH), *lengths(max_ngram, min_ngram))
 
     def propose(self, batch: Batch) -> Draft:
-        """One tree per sequence; none where nothing matches."""
+        """Draft one tree per sequence, an empty one where nothing matches."""
         drafted: list[int] = []
         shapes = []
         for sequence in batch.sequences:
@@ -172,16 +175,16 @@ class NgramTree(Lifecycle):
             index.follow(sequence.tokens)
             parents, tokens = merge(sequence.tokens, index.matches(sequence.tokens), self.depth, self.nodes)
             drafted += tokens
-            shapes.append(shape_of(tuple(parents)))
+            shapes.append(self._shape(tuple(parents)))
         return Draft(forest(tuple(shapes)), torch.tensor(drafted, dtype=torch.long, device=batch.device))
 
     def init(self, request: Request) -> Index:
-        """The index of a text that is still empty."""
+        """Return the index of an empty text."""
         return Index(range(self.max_ngram, self.min_ngram - 1, -1))
 
 
 def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
-    """Both, checked.
+    """Return both after checking them.
 
     Raises:
         ValueError: not whole numbers with 1 <= min_ngram <= max_ngram <= ``LONGEST``.
@@ -192,10 +195,10 @@ def lengths(max_ngram: int, min_ngram: int) -> tuple[int, int]:
 
 
 def merge(tokens: list[int], places: Iterator[int], depth: int, nodes: int) -> tuple[list[int], list[int]]:
-    """A trie of the continuations read from ``places``, in that order, at most ``nodes`` nodes.
+    """Merge the continuations from ``places``, in that order, into a trie of at most ``nodes`` nodes.
 
     Returns:
-        Each node's parent row (0 is the head) and its token; siblings are distinct.
+        Each node's parent row (0 is the root) and its token; siblings have distinct tokens.
     """
     row: dict[tuple[int, int], int] = {}
     parents: list[int] = []
@@ -218,7 +221,6 @@ def merge(tokens: list[int], places: Iterator[int], depth: int, nodes: int) -> t
     return parents, drafted
 
 
-@lru_cache(maxsize=1024)
 def shape_of(parents: tuple[int, ...]) -> Shape:
-    """The one-tree shape with these parent rows."""
+    """Return the one-tree shape with these parent rows."""
     return Shape(1, np.array(parents, dtype=np.int64))

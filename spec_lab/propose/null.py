@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
 
 from spec_lab.core.draft import Draft, Drawn, empty
 from spec_lab.engine.proposer import Lifecycle
@@ -18,6 +22,9 @@ class Null(Lifecycle):
     drawn: Drawn = "point"
     nodes: int = 0
     branches: bool = False
+    _empty: Callable[[int, torch.device], Draft] = field(
+        init=False, repr=False, compare=False, default_factory=lambda: lru_cache(maxsize=256)(empty)
+    )
 
     @staticmethod
     def load(target: Target) -> Null:
@@ -25,5 +32,5 @@ class Null(Lifecycle):
         return Null()
 
     def propose(self, batch: Batch) -> Draft:
-        """An empty forest."""
-        return empty(len(batch.sequences), batch.device)
+        """Return a forest of roots, the same one for as many sequences: what is derived from it is computed once."""
+        return self._empty(len(batch.sequences), batch.device)

@@ -24,7 +24,7 @@ Columns = Mapping[str, tuple[pa.DataType, str]]
 """The type and the meaning of every column."""
 
 
-class Parts:
+class TableParts:
     """The tables of one run, in its directory.
 
     Args:

@@ -21,7 +21,7 @@ from spec_lab.engine.request import BROKEN, Request, without_name
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.results import parts
-from spec_lab.results.parts import Parts, Rows
+from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import OPTIONAL, SCHEMAS
 from spec_lab.text.prompts import Prompt
 
@@ -235,7 +235,7 @@ class Recorder:
     """
 
     def __init__(self, out: Path, optional: Collection[str] = ()) -> None:
-        self.parts = Parts(out, SCHEMAS, unit="group", optional=OPTIONAL, written=optional)
+        self.parts = TableParts(out, SCHEMAS, unit="group", optional=OPTIONAL, written=optional)
 
     def finished(self) -> set[int]:
         """Return the groups whose rows are on disk."""
@@ -254,7 +254,7 @@ def load(out: str | Path) -> Tables:
     """Return the rows of the finished groups of a run that is running, was killed or is done.
 
     Raises:
-        Unreadable: see ``Parts.load``.
+        Unreadable: see ``TableParts.load``.
     """
     return Tables(**Recorder(Path(out)).parts.load())
 

@@ -154,8 +154,10 @@ def _summary(
 ) -> dict[str, Any]:
     """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms"."""
     made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
+    known = lab.target.cache.certificates
     each = {
-        name: _parts(arms[name], [name, *made_of]) | metrics.summarise(tables, name) for name in metrics.arms(tables)
+        name: _parts(arms[name], [name, *made_of], known) | metrics.summarise(tables, name)
+        for name in metrics.arms(tables)
     }
     main = next(iter(each.values()))
     return {
@@ -185,29 +187,22 @@ def _named(lab: Lab, main: Arm) -> dict[str, Any]:
     return named
 
 
-def _parts(arm: Arm, made_of: Sequence[Any]) -> dict[str, Any]:
-    """Who drafts and who decides in an arm, and whether the pair is lossless; None where it is not the project's.
+def _parts(arm: Arm, made_of: Sequence[Any], known: dict[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    """Return an arm's proposer and verifier, and whether the pair is lossless; None for other implementations.
 
     Args:
         arm: one of the run's.
-        made_of: its name, and the options, weights and facts of all the run's pairs: what tells its pair from others.
+        made_of: its name, and the options, weights and facts of all pairs of the run: they identify the pair.
+        known: what ``in_short`` found before, by pair (``ProcessCache.certificates``).
     """
     if not isinstance(arm, Loop):
         return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
     parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
-    return parts | _in_short(arm, made_of)
-
-
-_ENUMERATED: dict[tuple[Any, ...], dict[str, Any]] = {}
-"""What ``in_short`` found in this process, by what the pair is made of: a sweep's next job need not enumerate again."""
-
-
-def _in_short(arm: Loop, made_of: Sequence[Any]) -> dict[str, Any]:
     constrained = arm.binding is not None
     proposer = type(arm.proposer), arm.proposer.name, arm.proposer.drawn, arm.proposer.nodes
     pair = (*proposer, type(arm.verifier), repr(arm.verifier), constrained)
     baseline = isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match)
     key = (*pair, "" if baseline else json.dumps(made_of, sort_keys=True, default=str))
-    if key not in _ENUMERATED:
-        _ENUMERATED[key] = in_short(arm.proposer, arm.verifier, constrained)
-    return _ENUMERATED[key]
+    if key not in known:
+        known[key] = in_short(arm.proposer, arm.verifier, constrained)
+    return parts | known[key]

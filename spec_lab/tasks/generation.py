@@ -22,7 +22,7 @@ from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, draws_of
+from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.detokenizer import Event, Finish, Held, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
@@ -31,7 +31,7 @@ from spec_lab.verify import Verifier, check_pair
 
 
 @dataclass(frozen=True)
-class Token:
+class OutputToken:
     """A token of a text.
 
     Args:
@@ -52,7 +52,7 @@ class Share:
     Args:
         text: the part.
         place: of the token among those of its branch.
-        origin: as of ``Token``.
+        origin: as of ``OutputToken``.
     """
 
     text: str
@@ -83,7 +83,7 @@ class Said:
     prompt: int
     branch: tuple[int, ...]
     event: Event | Dropped
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[OutputToken, ...] = ()
     shares: tuple[Share, ...] = ()
     error: str = ""
 
@@ -172,7 +172,7 @@ def listening(lab: Lab, settings: Settings) -> Engine:
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
     check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
-    getattr(lab.proposer, "check", lambda _: None)(lab.sampling)
+    check_sampling(lab.proposer, lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)
     return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.binding, lab.pieces, listen=True)
@@ -224,7 +224,7 @@ class _Ear:
 
     def _say(self, event: Event, errors: dict[str, str]) -> Said:
         sequence, request = self.sequence, self.sequence.request
-        tokens: tuple[Token, ...] = ()
+        tokens: tuple[OutputToken, ...] = ()
         shares: tuple[Share, ...] = ()
         error = ""
         if isinstance(event, Withdrawn):
@@ -233,7 +233,7 @@ class _Ear:
         elif isinstance(event, Text | Finish):
             own = slice(self.tokens, self.tokens + event.tokens)
             each = zip(sequence.emitted[own], sequence.logprobs[own], sequence.origins[own], strict=True)
-            tokens = tuple(Token(*one) for one in each)
+            tokens = tuple(OutputToken(*one) for one in each)
             if isinstance(event, Text):
                 shares = self.origins.shares(self.tokens, self.characters, event.text)
                 self.characters += len(event.text)

@@ -19,14 +19,16 @@ import torch
 from spec_lab.analysis.tracking import Tracker
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
+from spec_lab.constrain.protocol import Composite, PerRequestSource
 from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.protocols import Hashed, facts_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, draws_of
+from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.text.detokenizer import Rules, plain
@@ -209,7 +211,7 @@ class Lab:
             del proposers["speculative"]
         for name, proposer in proposers.items():
             check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
-            getattr(proposer, "check", lambda _: None)(self.sampling)
+            check_sampling(proposer, self.sampling)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "
@@ -237,9 +239,8 @@ class Lab:
         requests = requests_of(self.target, self.prompts, self.sampling, *most)
         bare = next((one.name for one in requests if not one.constraint), None)
         constraint = None if self.binding is None else self.binding.constraint
-        parts: Sequence[Any] = getattr(constraint, "parts", (constraint,))
-        for part in parts:
-            if getattr(part, "source", "") is None and bare is not None:
+        for part in constraint.parts if isinstance(constraint, Composite) else (constraint,):
+            if isinstance(part, PerRequestSource) and part.source is None and bare is not None:
                 raise ValueError(
                     f"constraint={part.name} has no source, and prompt '{bare}' brings none: give one on the command "
                     "line, or a field 'constraint' in the prompt's line"
@@ -273,9 +274,7 @@ class Lab:
         """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
         own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
         proposers = {**own, **self.more_proposers}
-        return {
-            name: {"name": one.name, "drawn": one.drawn, **getattr(one, "facts", {})} for name, one in proposers.items()
-        }
+        return {name: {"name": one.name, "drawn": one.drawn, **facts_of(one)} for name, one in proposers.items()}
 
     def parts(self) -> list[Any]:
         """The objects that decode, and those that they are compared with."""
@@ -286,7 +285,8 @@ class Lab:
     def weights(self) -> dict[str, str]:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.more_proposers, **self.peers}
-        found = {name: part.sha256 for name, part in parts.items() if getattr(part, "sha256", None) is not None}
+        hashes = {name: part.sha256 for name, part in parts.items() if isinstance(part, Hashed)}
+        found = {name: own for name, own in hashes.items() if own is not None}
         if self.binding is not None:  # its source may stand in a file
             found["constraint"] = sha256(
                 json.dumps(self.binding.facts, sort_keys=True, default=str).encode()

@@ -31,7 +31,7 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import Request
-from spec_lab.results.parts import Parts
+from spec_lab.results.parts import TableParts
 from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.lab import Lab, Loop, Settings
@@ -131,7 +131,7 @@ def serve(
     segments = {
         number: range(start, min(start + segment, count)) for number, start in enumerate(range(0, count, segment))
     }
-    tables = Parts(settings.output_dir, {"served": SERVED})
+    tables = TableParts(settings.output_dir, {"served": SERVED})
 
     def finished() -> set[int]:
         return set(tables.load()["served"]["segment"])

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from spec_lab.core.faults import PartError
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
-from spec_lab.results.parts import Parts
+from spec_lab.results.parts import TableParts
 from spec_lab.results.sweep import INTERRUPTED
 from spec_lab.results.writer import Tables
 from spec_lab.tasks.lab import Lab, Settings
@@ -63,7 +63,7 @@ class Task:
     arms: Iterable[str]
     work: Callable[[dict[str, Any]], Done]
     left: Callable[[], tuple[int, str]]
-    parts: Parts | None = None
+    parts: TableParts | None = None
     more: Mapping[str, Any] | None = None
     summary: str = "summary.json"
     leaves: str = "Rows, summary, manifest and figures"

@@ -86,7 +86,7 @@ class Strings:
 
 
 @dataclass(frozen=True)
-class Match:
+class StringMatch:
     """A string that was found.
 
     Args:
@@ -143,7 +143,7 @@ class Watcher:
         self.pieces, self.strings, self.healed, self.silent = pieces, strings, healed, silent
         self.place = Place(None, 0, -1, b"", -len(healed), -len(healed))
 
-    def push(self, token: int) -> Match | None:
+    def push(self, token: int) -> StringMatch | None:
         """Append ``token``; return the string that it completes first (the shortest of several), None for none.
 
         The token stays after a match: the caller may ``rewind``.
@@ -176,7 +176,7 @@ class Watcher:
         if found < 0:
             return None
         first = self._holding(at - len(strings.bytes[found]))
-        return Match(self.place.count - first.count + 1, first.token, at, strings.strings[found])
+        return StringMatch(self.place.count - first.count + 1, first.token, at, strings.strings[found])
 
     def rewind(self, count: int, ban: int | None = None) -> None:
         """Remove the last ``count`` tokens, and ban ``ban`` there.

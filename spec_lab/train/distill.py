@@ -33,7 +33,7 @@ from spec_lab.train.trainer import Plan, Trainer, schedule
 log = logging.getLogger(__name__)
 
 
-class Heads(torch.nn.Module):
+class HeadsInTraining(torch.nn.Module):
     """A trunk that adds the pending token to the target's hidden state, and K Medusa heads of L residual layers.
 
     The trunk is ``x = h + W2 silu(W1 [h; e] + b1) + b2`` with the pending token's embedding e, multiplied by ``scale``.
@@ -123,7 +123,7 @@ def embedding_scale(target: LlamaForCausalLM) -> float:
     return 2.0 ** round(-math.log2(size))
 
 
-def heads_loss(heads: Heads, target: LlamaForCausalLM, text: Part, p: Tensor) -> list[Tensor]:
+def heads_loss(heads: HeadsInTraining, target: LlamaForCausalLM, text: Part, p: Tensor) -> list[Tensor]:
     """Return each head's cross-entropy to the target's distributions: state t and token t + 1 predict p at t + 1 + k.
 
     In text that continues a prefix, only predictions of the continuation count; in greedy continuations the target is
@@ -190,7 +190,7 @@ def _texts(
 def distill(
     target: LlamaForCausalLM,
     draft: Trainer[LlamaForCausalLM],
-    heads: Trainer[Heads],
+    heads: Trainer[HeadsInTraining],
     streams: Path,
     generated: Path,
     out: Path,
@@ -291,7 +291,7 @@ def _restore(trainers: Mapping[str, Trainer], path: Path, facts: str) -> None:
         one.restore(own, step, one.sequences)
 
 
-def shipped(heads: Heads) -> dict[str, Tensor]:
+def shipped(heads: HeadsInTraining) -> dict[str, Tensor]:
     """Return the published tensors: ``weight [K, L, H, H]``, ``bias [K, L, H]``, a trunk for unscaled embeddings."""
     tensors = {name: p.detach().float().clone() for name, p in heads.named_parameters() if name.startswith("trunk")}
     tensors["trunk_in.weight"][:, tensors["trunk_out.bias"].numel() :] *= heads.scale

@@ -269,7 +269,7 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
         (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
         (
             ["proposer=draft_tree", "proposer.drawn=iid"],
-            "at temperature 0 the draft's law is one-hot, so siblings drawn",
+            "at temperature 0 the draft distribution is one-hot, so siblings drawn",
         ),
         (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
         (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
@@ -447,9 +447,9 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
         (
             "verifier._target_=builtins.int",
-            "verifier needs: it makes an object of type int, which has no name",
+            "verifier._target_=builtins.int returns an object of type int without name, accepts, lossless, __call__",
         ),
-        ("sampling._target_=builtins.dict", "sampling: builtins.dict does not make what sampling needs"),
+        ("sampling._target_=builtins.dict", "returns an object of type dict without temperature, top_k, "),
     ],
 )
 def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):

@@ -130,5 +130,5 @@ def test_options_that_make_no_sense_are_refused():
     ):
         with pytest.raises(ValueError, match=said):
             AppliedConstraint(table, **options)
-    with pytest.raises(ValueError, match="acts on the output"):
+    with pytest.raises(ValueError, match="constraint.placement=none"):
         AppliedConstraint(replace(table, has_actions=True), "none")

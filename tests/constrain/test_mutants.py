@@ -10,7 +10,7 @@ import pytest
 import spec_lab.constrain.applied
 import spec_lab.engine.commit
 import spec_lab.engine.step
-from spec_lab.constrain.applied import DraftTreeMasks, StepConstraint
+from spec_lab.constrain.applied import DraftTreeMasks
 from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
 from spec_lab.tasks.certify.enumerate import Reused
 from spec_lab.tasks.certify.exact import examine
@@ -22,10 +22,10 @@ from spec_lab.verify import Token
 def masks_changed(change):
     """Every forest's masks as ``change(masks, shape)`` has them; the constraints' fast ways are not used."""
 
-    def changed(self, states: list[ConstraintState | None], shape, token) -> Masks:
-        return change(masks_by_forking(states, shape, token, self.constraint.vocabulary), shape)
+    def changed(constraint, states: list[ConstraintState | None], shape, token) -> Masks:
+        return change(masks_by_forking(states, shape, token, constraint.vocabulary), shape)
 
-    with mock.patch.object(StepConstraint, "_of", changed):
+    with mock.patch.object(spec_lab.constrain.applied, "masks_of", changed):
         yield
 
 

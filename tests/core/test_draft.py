@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import MOST_FORESTS, ComputedOnly, Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import MOST_DERIVED, ComputedOnly, Draft, Shape, chain, empty, forest, tree
+from spec_lab.propose import Null
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "published_trees.json").read_text())
 
@@ -153,19 +154,31 @@ def test_a_chain_is_one_path():
     assert choices(chain(3)) == {(0,), (0, 0), (0, 0, 0)}
 
 
-def test_the_first_tree_of_a_forest_forgets_forests_when_there_are_many():
-    first = Shape(1, np.array([0, 0]))
-    kept = forest((first, chain(2)))
-    assert forest((first, chain(2))) is kept
-    for _ in range(200):
+def test_forests_of_the_same_trees_and_what_is_kept_of_a_shape_are_shared():
+    first, second = chain(2), chain(3)
+    both = forest((first, second))
+    assert forest((first, second)) is both and forest((first,)) is first
+    marks = np.array([True, True, True, False, True, False, False])
+    assert both.keep(marks)[0] is both.keep(marks.copy())[0]
+
+
+def test_a_tree_forgets_forests_and_kept_shapes_when_there_are_many():
+    first = chain(8)
+    for number in range(200):
         forest((first, Shape(1, np.array([0]))))
-    assert len(first._forests) <= MOST_FORESTS
+        first.keep(np.array([True, *(number >> bit & 1 for bit in range(8))], dtype=bool))
+    assert len(first._forests) <= MOST_DERIVED and len(first._kept) <= MOST_DERIVED
 
 
-def test_static_shapes_are_shared():
-    assert chain(3) is chain(3) and tree(((0,), (1,))) is tree(((0,), (1,)))
-    assert forest((chain(2), chain(3))) is forest((chain(2), chain(3)))
-    assert forest((chain(2),)) is chain(2)
+@given(shapes())
+def test_levels_hold_every_node_below_its_parent_by_sibling_rank(shape):
+    for depth, level in enumerate(shape.levels, start=1):
+        assert (np.diff(level.parents) > 0).all() and (shape.depth[level.parents] == depth - 1).all()
+        for rank, (nodes, above) in enumerate(level.ranks):
+            assert (shape.rank[nodes - shape.roots] == rank).all()
+            assert (level.parents[above] == shape.parent[nodes - shape.roots]).all()
+    drawn = [row for level in shape.levels for nodes, _ in level.ranks for row in nodes.tolist()]
+    assert sorted(drawn) == list(range(shape.roots, shape.rows))
 
 
 @pytest.mark.parametrize("parent", [[1], [0, 2], [-1], [0, 1, 3], [[0]]])
@@ -266,7 +279,15 @@ def test_rows_that_are_only_computed_are_cut_by_depth_too(draft, data):
 def test_the_empty_draft_has_heads_and_no_nodes():
     draft = empty(3)
     assert draft.shape.roots == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
-    assert empty(1).shape is chain(0)
+    assert empty(0).shape.rows == 0
+
+
+def test_the_null_proposer_drafts_the_same_forest_again_for_as_many_sequences():
+    class Batch:
+        sequences, device = [None, None], torch.device("cpu")
+
+    null = Null()
+    assert null.propose(Batch()) is null.propose(Batch()) and null.propose(Batch()).shape.roots == 2
 
 
 def test_a_draft_whose_parts_do_not_fit_is_refused():

@@ -95,7 +95,16 @@ def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_
     assert not (tmp_path / "here").exists()
 
 
-def test_its_options_are_checked_at_the_door(flat_cli):
+def test_a_proposer_that_lacks_a_member_is_refused_by_the_member_s_name(flat_cli, tmp_path):
+    chosen = ["proposer=bigram", "~proposer.depth", "proposer._target_=toy_plugin.unfinished.Unfinished.load"]
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, *chosen)
+    assert code == 1
+    assert "proposer._target_=toy_plugin.unfinished.Unfinished.load returns an object" in errors
+    assert "without requires: these are members of spec_lab.engine.proposer.Proposer" in errors
+    assert not (tmp_path / "here").exists()
+
+
+def test_its_options_are_checked_when_the_run_is_composed(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "proposer.depth=0")
     assert code == 1
     assert "proposer.depth must be a whole number of 1 or more, not 0" in errors

@@ -20,7 +20,7 @@ from rich.console import Console
 from spec_lab.analysis.text import WIDE
 from spec_lab.cli.commands import command, print_results
 from spec_lab.results import sweep, writer
-from spec_lab.results.parts import Parts
+from spec_lab.results.parts import TableParts
 from spec_lab.results.writer import load
 from spec_lab.tasks.lab import Loop
 from tests import checkpoints
@@ -262,7 +262,7 @@ def test_runs_that_nobody_planned_are_found_too(one):
 
 def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypatch):
     """Whatever request is seen, its steps and rounds are seen too."""
-    recorder, read = writer.Recorder(tmp_path), Parts._read
+    recorder, read = writer.Recorder(tmp_path), TableParts._read
 
     def write(group: int) -> None:
         rows = {}
@@ -281,7 +281,7 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
             write(len(list(tmp_path.glob("parts/requests-*"))))
         return found
 
-    monkeypatch.setattr(Parts, "_read", meanwhile)
+    monkeypatch.setattr(TableParts, "_read", meanwhile)
     tables = load(tmp_path)
     assert {0, 1, 2} <= set(tables.requests["group"])
     assert set(tables.requests["group"]) == set(tables.steps["group"]) == set(tables.rounds["group"])
@@ -289,15 +289,15 @@ def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypat
 
 def test_rows_read_while_they_are_gathered_are_all_there(tmp_path, monkeypatch):
     parts(tmp_path, 0, 1, 2)
-    listed = Parts._files
+    listed = TableParts._files
 
     def gathered(self, name):
         found = listed(self, name)
-        monkeypatch.setattr(Parts, "_files", listed)
+        monkeypatch.setattr(TableParts, "_files", listed)
         self.gather()
         return found
 
-    monkeypatch.setattr(Parts, "_files", gathered)
+    monkeypatch.setattr(TableParts, "_files", gathered)
     assert set(load(tmp_path).requests["group"]) == {0, 1, 2}
 
 

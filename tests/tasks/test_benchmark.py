@@ -485,7 +485,7 @@ def test_a_pair_is_enumerated_once_in_a_process_and_another_one_anew(tmp_path, m
         seen.append((proposer.drawn, verifier.name))
         return {"certified": None}
 
-    monkeypatch.setattr("spec_lab.tasks.benchmark._ENUMERATED", {})
+    monkeypatch.setattr("tests.labs.CERTIFICATES", {})
     monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", counted)
     for number, drawn in enumerate(["iid", "iid", "without"]):
         certified(tmp_path / str(number), proposer=draft_model("2", drawn))

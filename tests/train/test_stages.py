@@ -176,7 +176,7 @@ def distilled(settings, out, **options):
     plan, target = settings.distillation, settings.trained_target()
     draft = Trainer(settings.pretrained_draft().float(), settings.draft_plan, options.pop("threads", 1))
     torch.manual_seed(0)
-    fresh = distill.Heads(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
+    fresh = distill.HeadsInTraining(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
     heads = Trainer(fresh, plan.plan)
     folders = settings.work / "train", settings.work / "generated", out
     distill.distill(target, draft, heads, *folders, plan, settings.generation, **options)
@@ -211,7 +211,7 @@ def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(t
     assert text.temperature == 0
     law = distill.target_probs(target, text.hidden)
     with torch.no_grad():
-        fresh = distill.Heads(4, 2, 32, 48).bfloat16()
+        fresh = distill.HeadsInTraining(4, 2, 32, 48).bfloat16()
         before, after = (distill.heads_loss(one, target, text, law) for one in (fresh, heads))
     assert sum(after) < sum(before)
 
@@ -219,7 +219,7 @@ def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(t
 def test_shipped_heads_compute_what_trained_ones_did(trained):
     """Also with embeddings unscaled."""
     target, plan = trained.trained_target().float(), trained.distillation
-    made = distill.Heads(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
+    made = distill.HeadsInTraining(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.1, generator=generator)

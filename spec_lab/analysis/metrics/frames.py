@@ -16,7 +16,7 @@ import pandas as pd
 from spec_lab.analysis.metrics.acceptance import conditional, decode_steps, depth_bands, survival, tau_pooled
 from spec_lab.analysis.metrics.intervals import ratio
 from spec_lab.analysis.metrics.phases import PHASES, decode_seconds, overhead, phase_seconds
-from spec_lab.analysis.metrics.spans import Span as Span
+from spec_lab.analysis.metrics.spans import TextSpan as TextSpan
 from spec_lab.analysis.metrics.spans import spans as spans
 from spec_lab.analysis.metrics.speed import group_speeds, speedup, walltime_speedup_paired
 from spec_lab.analysis.metrics.summary import arms

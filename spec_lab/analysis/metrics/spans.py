@@ -10,7 +10,7 @@ import pandas as pd
 from spec_lab.results.writer import Tables
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """A piece of output text whose tokens have the same origin.
 
     Args:
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     round: int
 
 
-def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[Span]:
+def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[TextSpan]:
     """Return the output of one sequence in spans, in order; joined, they are its ``text``.
 
     Where tokens of an accepted path were partly forced, rows hold how many and not which: the span is 'accepted'.
@@ -43,14 +43,14 @@ def spans(tables: Tables, request: int, arm: str, sequence: int = 0) -> list[Spa
     output = row.iloc[0]
     text, ends = str(output["text"]), output.get("ends")
     if not len(steps) or not isinstance(ends, np.ndarray | list) or len(ends) != len(output["tokens"]):
-        return [Span(text, "unknown", -1)] if text else []
-    pieces: list[Span] = []
+        return [TextSpan(text, "unknown", -1)] if text else []
+    pieces: list[TextSpan] = []
     start = 0
     origins = _origins(rows.set_index("sequence"), steps, sequence, len(ends))
     for place, (end, (kind, number)) in enumerate(zip(ends, origins, strict=True)):
         end = len(text) if place == len(ends) - 1 else min(int(end), len(text))
         if end > start:
-            piece = Span(text[start:end], kind, number)
+            piece = TextSpan(text[start:end], kind, number)
             if pieces and pieces[-1][1:] == piece[1:]:
                 piece = piece._replace(text=pieces.pop().text + piece.text)
             pieces.append(piece)

@@ -308,7 +308,7 @@ def _about(row: Mapping[str, Any], steps: Any, sequences: int) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _marked(spans: list[frames.Span]) -> list[tuple[str, str]]:
+def _marked(spans: list[frames.TextSpan]) -> list[tuple[str, str]]:
     """Return CSS class and text of each span; one that begins a step and is not shaded is marked 's'."""
     marked, last = [], -1
     for span in spans:

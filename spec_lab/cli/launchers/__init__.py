@@ -94,7 +94,7 @@ class Queued(NamedTuple):
     id: str
 
 
-class Ended(NamedTuple):
+class JobEnded(NamedTuple):
     """A job that has ended.
 
     Args:
@@ -110,14 +110,14 @@ class Ended(NamedTuple):
     lost: str = ""
 
 
-class Engine(Protocol):
+class Backend(Protocol):
     """Schedules, runs and restarts jobs: ``slurm.Slurm``, ``ray.Ray``."""
 
     def living(self) -> Collection[str]:
         """Return the names of runs that an earlier launcher submitted and whose jobs are pending or running."""
         ...
 
-    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
         """Submit the jobs that are not living, and wait for all. Yield each when it is accepted and when it ends.
 
         Raises:
@@ -132,7 +132,7 @@ def launch(
     """Run every run that has not ended yet on a cluster.
 
     Args:
-        engine: "slurm" or "ray": a module of this package, whose function ``engine`` builds an ``Engine`` from the
+        engine: "slurm" or "ray": a module of this package, whose function ``engine`` builds a ``Backend`` from the
             folder for its own files and from the options.
         options: the engine's options; see ``conf/hydra/launcher``.
         common: what the jobs share.
@@ -163,9 +163,9 @@ def launch(
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
 
-def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
+def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Backend:
     try:
-        made: Engine = import_module(f"{__name__}.{engine}").engine(out / f".{engine}", **options)
+        made: Backend = import_module(f"{__name__}.{engine}").engine(out / f".{engine}", **options)
     except ImportError as error:
         raise Refused(
             f"spec_lab: hydra/launcher={engine} requires the extra {engine} ({error}): pip install 'spec-lab[{engine}]'"
@@ -175,20 +175,20 @@ def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Engine:
     return made
 
 
-def _returned(job: Job, how: Ended | None) -> JobReturn:
+def _returned(job: Job, how: JobEnded | None) -> JobReturn:
     """Return the result for Hydra's sweepers. A lost run has no value; reading the value of a failed one raises."""
     value = (how.error or how.value) if how else None
     status = JobStatus.FAILED if how and how.error else JobStatus.COMPLETED
     return JobReturn(overrides=list(job.overrides), status=status, _return_value=value)
 
 
-def _ended(job: Job, folder: Path) -> Ended | None:
+def _ended(job: Job, folder: Path) -> JobEnded | None:
     """Return how the run ended before; None if it must run."""
     if sweep.ended(folder) is None:
         return None
     config = job.common.compose(job.overrides, job.number)
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    return Ended(job.number) if before(config, folder) else None
+    return JobEnded(job.number) if before(config, folder) else None
 
 
 def _say(out: Path, what: str) -> None:

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from spec_lab.cli.build import Refused
-from spec_lab.cli.launchers import Ended, Job, Queued
+from spec_lab.cli.launchers import Job, JobEnded, Queued
 
 SECONDS = 15
 """Seconds to wait for the cluster's answer."""
@@ -24,7 +24,7 @@ SECONDS = 15
 
 @dataclass(frozen=True)
 class Ray:
-    """Ray as an ``Engine``.
+    """Ray as a ``Backend``.
 
     Args:
         options: of each Ray task.
@@ -35,11 +35,11 @@ class Ray:
     fits: Callable[[], bool]
 
     def living(self) -> Collection[str]:
-        """See ``Engine``. Ray ends the jobs of a launcher that is gone."""
+        """See ``Backend``. Ray ends the jobs of a launcher that is gone."""
         return ()
 
-    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
-        """See ``Engine``. Nothing is yielded when a job is accepted, since Ray's name of it is of no use later."""
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
+        """See ``Backend``. Nothing is yielded when a job is accepted, since Ray's name of it is of no use later."""
         common = ray.put(jobs[0].common)
         call = ray.remote(**self.options)(_carry)
         waiting = {call.remote(common, job.overrides, job.number): n for n, job in enumerate(jobs)}
@@ -113,15 +113,15 @@ def _carry(common: Any, overrides: tuple[str, ...], number: int) -> Any:
     return Job(common, overrides, number)()
 
 
-def _result(n: int, reference: Any) -> Ended:
+def _result(n: int, reference: Any) -> JobEnded:
     """Return how the task ended."""
     try:
-        return Ended(n, ray.get(reference))
+        return JobEnded(n, ray.get(reference))
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        return Ended(n, error=cause)
+        return JobEnded(n, error=cause)
     except TaskCancelledError:
-        return Ended(n, lost="cancelled")
+        return JobEnded(n, lost="cancelled")
     except RayError as error:
         said = " ".join(str(error).split())
-        return Ended(n, lost=f"{type(error).__name__}: {said.partition('. ')[0]}")
+        return JobEnded(n, lost=f"{type(error).__name__}: {said.partition('. ')[0]}")

@@ -24,7 +24,7 @@ import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from spec_lab.cli.build import Refused
-from spec_lab.cli.launchers import Ended, Job, Queued
+from spec_lab.cli.launchers import Job, JobEnded, Queued
 from spec_lab.core.files import read_json, write_json
 from spec_lab.core.options import whole
 
@@ -60,7 +60,7 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class Slurm:
-    """Slurm as an ``Engine``.
+    """Slurm as a ``Backend``.
 
     Args:
         folder: holds the arrays' folders.
@@ -77,7 +77,7 @@ class Slurm:
     queue: dict[str, Known]
 
     def living(self) -> dict[str, str]:
-        """See ``Engine``."""
+        """See ``Backend``."""
         found = {}
         for id, known in self.queue.items():
             array = Path(known.comment)
@@ -86,8 +86,8 @@ class Slurm:
                 found.update({runs[place]: id for place in [int(id.partition("_")[2] or 0)] if place < len(runs)})
         return found
 
-    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | Ended]:
-        """See ``Engine``."""
+    def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
+        """See ``Backend``."""
         living = self.living()
         waiting = {n: self._job(living[name]) for n, name in enumerate(names) if name in living}
         new = [n for n, name in enumerate(names) if name not in living]
@@ -99,7 +99,7 @@ class Slurm:
                 said = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
                 if not waiting:
                     raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not accept the jobs: {said}") from error
-                yield from (Ended(n, lost=f"not accepted by Slurm: {said}") for n in new[first:])
+                yield from (JobEnded(n, lost=f"not accepted by Slurm: {said}") for n in new[first:])
                 break
             for n, job in zip(some, handed, strict=True):
                 waiting[n] = job
@@ -127,7 +127,7 @@ class Slurm:
             with executor.batch():
                 return [executor.submit(_Again(job)) for job in jobs]
 
-    def _ended(self, waiting: dict[int, submitit.Job[Any]]) -> Iterator[Ended]:
+    def _ended(self, waiting: dict[int, submitit.Job[Any]]) -> Iterator[JobEnded]:
         """Yield each job when it ends, and remove it from ``waiting``.
 
         Raises:
@@ -155,7 +155,7 @@ class Slurm:
                 said = why[waiting[n].job_id]
                 if not said.startswith("COMPLETED") or now - gone[n] > SECONDS:
                     del gone[n], waiting[n]
-                    yield Ended(n, lost=said)
+                    yield JobEnded(n, lost=said)
             for n, job in list(waiting.items()):
                 state, reason, _ = queue.get(job.job_id, Known("", "", ""))
                 if state == "PENDING" and reason not in (*USUAL, *told):
@@ -164,7 +164,7 @@ class Slurm:
                 if state == "PENDING" and reason in HOPELESS:
                     job.cancel(check=False)
                     del waiting[n]
-                    yield Ended(n, lost=f"cancelled, as it would never start: {reason}")
+                    yield JobEnded(n, lost=f"cancelled, as it would never start: {reason}")
 
 
 class _Again:
@@ -271,14 +271,14 @@ def _why(ids: Collection[str]) -> dict[str, str]:
     return {id: what for id, what in found.items() if not what.startswith(("PENDING", "RUNNING", "REQUEUED"))}
 
 
-def _result(n: int, job: submitit.Job[Any]) -> Ended:
+def _result(n: int, job: submitit.Job[Any]) -> JobEnded:
     """Return how the job ended: its result, its error, or why submitit has none."""
     failed = job.exception()
     if failed is None:
-        return Ended(n, job.result())
+        return JobEnded(n, job.result())
     trace = str(failed).partition("----------------------")[2].rpartition("----------------------")[0]
     said = [line for line in trace.splitlines() if line.strip()][-1]
     kind, _, text = said.partition(": ")
     if kind.endswith("UncompletedJobError"):
-        return Ended(n, lost=text.removeprefix("Job not requeued because: ").rstrip("."))
-    return Ended(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {said}"))
+        return JobEnded(n, lost=text.removeprefix("Job not requeued because: ").rstrip("."))
+    return JobEnded(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {said}"))

@@ -237,7 +237,7 @@ class XGrammar:
 
 
 @dataclass(frozen=True)
-class _Tree:
+class _TreeRows:
     """One tree of a forest in the engine's form.
 
     Args:
@@ -251,7 +251,7 @@ class _Tree:
     sibling: np.ndarray  # [n]
 
 
-def _trees(shape: Shape) -> list[_Tree]:
+def _trees(shape: Shape) -> list[_TreeRows]:
     """Return the trees of a forest in the engine's form."""
     node = np.argsort(shape.parent, kind="stable")  # grouped by parent, siblings in drawing order
     row, parent = node + shape.roots, shape.parent[node]
@@ -261,7 +261,7 @@ def _trees(shape: Shape) -> list[_Tree]:
     first = np.concatenate([np.ones(min(1, len(row)), dtype=bool), ~same])
     child[parent[first]] = row[first]
     index = np.append(shape.places + 1, -1)  # of each row within its tree; last, of the row -1
-    return [_Tree(rows, index[child[rows]], index[sibling[rows]]) for rows in shape.trees]
+    return [_TreeRows(rows, index[child[rows]], index[sibling[rows]]) for rows in shape.trees]
 
 
 def regex(vocabulary: Vocabulary, pattern: str = "", prompt: bool = False, threads: int = 1) -> XGrammar:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 
-from spec_lab.results.parts import Parts
+from spec_lab.results.parts import TableParts
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -34,9 +34,9 @@ COST = {
 """One row for each turn, batch size, context and arm."""
 
 
-def parts(out: str | Path) -> Parts:
+def parts(out: str | Path) -> TableParts:
     """Return the table of a measurement in its directory."""
-    return Parts(Path(out), {"cost": COST})
+    return TableParts(Path(out), {"cost": COST})
 
 
 def load(out: str | Path) -> pd.DataFrame:

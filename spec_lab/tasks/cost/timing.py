@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import cycle, islice
 from statistics import median
 
@@ -30,7 +29,6 @@ from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Match, check_pair
 
 
-@lru_cache(maxsize=256)
 def bush(nodes: int) -> Shape:
     """Return the binary tree of so many nodes: every row has two children until the nodes are used up."""
     return Shape(1, np.arange(nodes, dtype=np.int64) // 2)

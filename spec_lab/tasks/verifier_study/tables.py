@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 
-from spec_lab.results.parts import Parts
+from spec_lab.results.parts import TableParts
 
 _TEXT, _WHOLE, _REAL, _FLAG = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 
@@ -49,9 +49,9 @@ TEXTS = {
 """One row for each recorded text."""
 
 
-def parts(out: str | Path) -> Parts:
+def parts(out: str | Path) -> TableParts:
     """Return the tables of a study in its directory; a prompt is finished once its text is on disk."""
-    return Parts(Path(out), {"recorded": RECORDED, "texts": TEXTS}, unit="request")
+    return TableParts(Path(out), {"recorded": RECORDED, "texts": TEXTS}, unit="request")
 
 
 def load(out: str | Path, name: str = "recorded") -> pd.DataFrame:

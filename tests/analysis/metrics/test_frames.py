@@ -6,7 +6,7 @@ import pytest
 
 from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import Tables, frames, sweeps
-from spec_lab.analysis.metrics.frames import Span
+from spec_lab.analysis.metrics.frames import TextSpan as Span
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
 

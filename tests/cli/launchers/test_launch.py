@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spec_lab.cli.build import Refused
-from spec_lab.cli.launchers import Ended, Queued
+from spec_lab.cli.launchers import JobEnded, Queued
 from spec_lab.core.files import read_json, write_json
 from spec_lab.results import sweep
 from tests import checkpoints
@@ -37,9 +37,9 @@ class Scripted:
                 yield Queued(number, f"7_{number}")
         for number, job in enumerate(jobs):
             if (seed := job.overrides[-1]) in self.lose:
-                yield Ended(number, lost=self.lose[seed])
+                yield JobEnded(number, lost=self.lose[seed])
             else:
-                yield Ended(number, job())
+                yield JobEnded(number, job())
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_run_in_the_queue_says_as_which_job(on, tmp_path):
 def test_a_job_that_ended_without_a_word_is_lost(on):
     class Silent(Scripted):
         def launch(self, jobs, names):
-            yield Ended(0)
+            yield JobEnded(0)
 
     code, said, _ = on(Silent(), "seed=1")
     assert code == 1
@@ -107,7 +107,7 @@ def test_a_job_goes_where_the_command_was_given(on, tmp_path):
         def launch(self, jobs, names):
             os.chdir("/")
             for number, job in enumerate(jobs):
-                yield Ended(number, job())
+                yield JobEnded(number, job())
 
     assert on(Elsewhere(), "seed=1")[0] == 0
     assert [run.state for run in sweep.runs(tmp_path / "swept")] == ["done"], "out, prompts are relative"
@@ -129,7 +129,7 @@ def test_a_run_that_ended_before_its_job_was_lost_has_ended(on, tmp_path):
         def launch(self, jobs, names):
             yield Queued(0, "7_0")
             jobs[0]()
-            yield Ended(0, lost="NODE_FAIL")
+            yield JobEnded(0, lost="NODE_FAIL")
 
     code, _, _ = on(Late(), "seed=1")
     assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
@@ -138,7 +138,7 @@ def test_a_run_that_ended_before_its_job_was_lost_has_ended(on, tmp_path):
 def test_what_a_job_raises_ends_the_command_in_one_line(on):
     class Raises(Scripted):
         def launch(self, jobs, names):
-            yield Ended(0, error=Refused("spec_lab: 1 of 1: this is another run"))
+            yield JobEnded(0, error=Refused("spec_lab: 1 of 1: this is another run"))
 
     code, _, errors = on(Raises(), "seed=1")
     assert code == 1
@@ -230,9 +230,9 @@ def test_a_job_that_left_the_queue_is_lost_with_what_sacct_says(slurm, tmp_path)
     slurm["sacct"] = "5_0|CANCELLED by 1000|0:0|n1\n5_1|FAILED|0:9|n2\n5_2|TIMEOUT|1:0|None assigned\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(3)}
     assert list(engine(slurm, tmp_path)._ended(waiting)) == [
-        Ended(0, lost="CANCELLED by 1000, on n1"),
-        Ended(1, lost="FAILED, signal 9, on n2"),
-        Ended(2, lost="TIMEOUT, exit code 1"),
+        JobEnded(0, lost="CANCELLED by 1000, on n1"),
+        JobEnded(1, lost="FAILED, signal 9, on n2"),
+        JobEnded(2, lost="TIMEOUT, exit code 1"),
     ]
     assert not waiting
 
@@ -241,10 +241,10 @@ def test_a_job_is_given_time_to_be_seen_where_sacct_lags_or_the_disk_does(slurm,
     slurm["sacct"] = "5_0|RUNNING|0:0|n1\n5_1|COMPLETED|0:0|n1\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(2)}
     ends = engine(slurm, tmp_path)._ended(waiting)
-    assert next(ends) == Ended(1, lost="COMPLETED, on n1")
+    assert next(ends) == JobEnded(1, lost="COMPLETED, on n1")
     assert slurm.now > slurm.module.SECONDS
     slurm["sacct"] = "5_0|OUT_OF_MEMORY|0:125|n1\n"
-    assert list(ends) == [Ended(0, lost="OUT_OF_MEMORY, signal 125, on n1")]
+    assert list(ends) == [JobEnded(0, lost="OUT_OF_MEMORY, signal 125, on n1")]
 
 
 def test_without_accounting_a_lost_job_is_lost_all_the_same(slurm, tmp_path):
@@ -265,7 +265,7 @@ def test_a_job_that_will_never_start_is_cancelled_and_others_are_waited_for(slur
     monkeypatch.setattr("submitit.SlurmJob.cancel", lambda self, check: cancelled.append(self.job_id))
     slurm["squeue"] = "5_0|PENDING|PartitionTimeLimit|\n5_1|PENDING|JobHeldUser|\n5_2|PENDING|Resources|\n"
     ends = engine(slurm, tmp_path)._ended({number: job(tmp_path, f"5_{number}") for number in range(3)})
-    assert next(ends) == Ended(0, lost="cancelled, as it would never start: PartitionTimeLimit")
+    assert next(ends) == JobEnded(0, lost="cancelled, as it would never start: PartitionTimeLimit")
     slurm["squeue"] = ""
     assert len(list(ends)) == 2 and cancelled == ["5_0"]
     said = capsys.readouterr().err

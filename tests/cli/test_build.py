@@ -1,0 +1,40 @@
+"""What the command line builds from a config has every member that its place in the run requires."""
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from spec_lab.cli.build import CONTRACTS, Refused, build
+from spec_lab.core.protocols import members
+
+EVERY = [(group, name) for group, contract in CONTRACTS.items() for name in members(get_object(contract))]
+
+
+def built(group, options):
+    """Build an object that has these attributes as ``group``."""
+    return build(OmegaConf.create({group: {"_target_": "types.SimpleNamespace", **options}}), group)
+
+
+def test_members_are_those_that_the_contracts_declare():
+    of = {group: members(get_object(contract)) for group, contract in CONTRACTS.items()}
+    assert of["proposer"] == [
+        "name", "drawn", "nodes", "requires", "init", "propose", "observe", "fork", "rewind", "close"
+    ]  # fmt: skip
+    assert of["verifier"] == ["name", "accepts", "lossless", "__call__"]
+    assert {"lm", "tokenizer", "context"} < set(of["target"]) and "load" not in of["target"]
+    assert of["prompts"] == ["__getitem__", "__len__"]
+
+
+@pytest.mark.parametrize("group", CONTRACTS)
+def test_an_object_with_all_members_is_accepted(group):
+    assert built(group, dict.fromkeys(members(get_object(CONTRACTS[group])), 1))
+
+
+@pytest.mark.parametrize(("group", "lacking"), EVERY)
+def test_an_object_without_a_member_is_refused_by_the_member_s_name(group, lacking):
+    options = dict.fromkeys(members(get_object(CONTRACTS[group])), 1)
+    del options[lacking]
+    with pytest.raises(
+        Refused, match=f"{group}._target_=types.SimpleNamespace .* without {lacking}: .*{CONTRACTS[group]}"
+    ):
+        built(group, options)
