@@ -53,7 +53,7 @@ def test_a_ratio_is_shown_with_its_interval(batching):
     assert batching.show(Interval(1.234, 1.1, 1.36)) == "1.23 [1.10, 1.36]"
 
 
-def test_the_draft_s_share_is_measured_on_steps_of_both_models_in_turns(tmp_path, monkeypatch):
+def test_the_draft_s_share_is_measured_on_alternating_steps_of_both_models(tmp_path, monkeypatch):
     share = script("draft_share")
     folder = zoo(tmp_path)
     target, draft = (Target.load(str(folder / name)) for name in ("target", "draft"))

@@ -108,7 +108,7 @@ def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_says_its_command_and_is_a_small_delta(name):
+def test_a_study_names_its_command_and_is_a_small_delta(name):
     text = (ROOT / "experiments" / name / "README.md").read_text()
     assert f"python -m spec_lab +experiment={EXPERIMENT[name]}" in text
     assert f"python -m experiments.{name}.figure" in text
@@ -236,7 +236,7 @@ def test_the_fastest_of_a_run_is_ahead_of_the_next(tmp_path, monkeypatch):
     assert "speed_over_draft_chain" not in found["draft_chain"]
 
 
-def test_what_is_no_pair_is_refused():
+def test_an_invalid_pair_is_refused():
     one, other = (run_of("a", emitted, [1.0] * len(emitted)) for emitted in ([[1], [2]], [[1], [2], [3]]))
     for paired in (plots.tau_beyond, plots.speedup_over):
         with pytest.raises(ValueError, match="the runs decoded different prompts"):
@@ -273,7 +273,7 @@ def test_spec_bench_s_categories_are_six_tasks():
     assert set(study.TASK.values()) == set(study.TASKS) - {"all"}
 
 
-def test_spec_bench_says_how_many_prompts_were_decoded():
+def test_spec_bench_reports_how_many_prompts_were_decoded():
     decoded = figure_of("spec_bench").decoded
     table = pd.DataFrame({"task": ["qa", "qa", "rag"], "prompts": [80, 80, 80], "decoded": [77, 78, 80]})
     assert decoded(table, "qa") == "77-78 of 80" and decoded(table, "rag") == "80 of 80"
@@ -289,7 +289,7 @@ def test_every_part_of_a_readme_has_marks_of_its_own(tmp_path):
     )
 
 
-def test_figures_refuse_what_they_would_mix_up(tmp_path):
+def test_figures_refuse_runs_that_do_not_belong_together(tmp_path):
     with pytest.raises(ValueError, match="does not exist; a sweep is created by"):
         plots.swept(tmp_path / "none")
     with pytest.raises(ValueError, match="2 runs have {'arm': 'a'}: the sweep varied something else"):

@@ -94,7 +94,7 @@ def test_a_view_is_not_written_through_a_link(given):
     assert mine(given) == [("file", "mine")]
 
 
-def test_a_lock_that_is_a_link_or_no_file_is_refused_and_spares_the_others(given, call):
+def test_a_lock_that_is_not_a_regular_file_is_refused_and_the_other_runs_are_read(given, call):
     link(given / "seed=1" / ".lock", given)
     (given / "seed=2" / ".lock").mkdir()
     with pytest.raises(OSError, match="is not a regular file, so it cannot be a lock"), sweep.holding(given / "seed=1"):
@@ -120,7 +120,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPOILT)
-def test_a_bad_file_is_named_and_spares_the_other_runs(given, call, name, text):
+def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text):
     (given / "seed=2" / name).write_text(text)
     if name == "queued.json":
         (given / "seed=2" / "ended.json").unlink()
@@ -170,7 +170,7 @@ def test_a_table_with_something_else_in_it_is_named(given, call, spoil, why):
 
 
 @pytest.mark.parametrize("name", ["../mine", "/etc", "..", "", "a\x1b[31mb", "a/b", "a\0", "a" * 300])
-def test_a_name_that_is_no_run_s_folder_is_refused(given, call, name):
+def test_a_name_that_is_not_a_run_s_folder_is_refused(given, call, name):
     (given / "sweep.json").write_text(json.dumps({"runs": [{"folder": name, "overrides": []}]}))
     for what in ("state", "collect", "report"):
         code, said, errors = call(what, given)
@@ -190,7 +190,7 @@ def test_control_characters_reach_no_terminal(given, call):
 # A full disk
 
 
-def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_finished_groups_and_the_error_names_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
     write = pq.write_table
 

@@ -50,7 +50,7 @@ def test_a_run_that_is_interrupted_during_an_import_ends_with_one_line(tiny, tmp
 
 
 @pytest.mark.parametrize("module", ["hydra", "torch", "transformers"])
-def test_a_sweep_that_is_interrupted_during_an_import_waits(tiny, tmp_path, module):
+def test_a_sweep_that_is_interrupted_during_an_import_is_pending(tiny, tmp_path, module):
     done = interrupted_at(module, tmp_path, "--multirun", *tiny, "seed=1,2")
     assert done.returncode == 130, done.stderr
     assert "Interrupted." in done.stderr and "Traceback" not in done.stderr
@@ -97,7 +97,7 @@ def test_the_exit_code_is_130_whatever_became_of_the_exception(tmp_path, code, e
     assert "Traceback" not in done.stderr
 
 
-def test_where_somebody_else_handles_ctrl_c_nothing_changes():
+def test_a_ctrl_c_handler_of_the_caller_is_left_in_place():
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         mine = signal.getsignal(signal.SIGINT)

@@ -316,7 +316,7 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo,
     print(f"{hits} kills in {sweeps} sweeps; after {broken_off} checks a run was broken off")
 
 
-def test_a_kill_between_any_two_changes_to_the_disk_is_mended_by_the_same_command(yard, zoo, tmp_path):
+def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(yard, zoo, tmp_path):
     arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
     reference = never_killed(yard, tmp_path / "reference", arguments)
     moments = {"half": 0, "after": 0}

@@ -78,7 +78,7 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
     signature.bind(**config, **dict.fromkeys(live))
 
 
-def test_every_constraint_says_how_it_binds():
+def test_every_constraint_declares_how_it_is_applied():
     for file in (file for file in options() if file.parent.name == "constraint"):
         named = set(OmegaConf.load(file).keys())
         acts = file.stem.startswith("controller_")  # a constraint that acts computes its masks serially
@@ -140,7 +140,7 @@ def tiny_zoo(tmp_path_factory):
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "certify_all" else []) for name in TASKS]
 )
 @pytest.mark.usefixtures("tiny_zoo")
-def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
+def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
     few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
     monkeypatch.setattr("spec_lab.tasks.certify.task.prove", few)
     file, short = TASKS[name]
@@ -184,7 +184,7 @@ def test_every_experiment_runs(cli, name, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("tiny_zoo")
-def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
+def test_a_peer_that_does_not_support_the_sampling_is_skipped_with_a_message(cli, tmp_path):
     drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
     command = ["+experiment=peers", *drawn, "prompts.limit=1", "output_dir=here"]
     code, _, errors = cli(*command)
@@ -219,7 +219,7 @@ def test_composing_imports_nothing_heavy(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp_path):
+def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     code, said, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
     assert code == 0, errors
     assert "Traceback" not in errors
@@ -230,12 +230,12 @@ def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp
     assert manifest["weights_sha256"]["target"]
 
 
-def test_without_out_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
+def test_without_output_dir_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
     assert cli(*tiny, "prompts.limit=1", "name=mine", "baseline=false")[0] == 0
     assert len(list(tmp_path.glob("outputs/mine/*/summary.json"))) == 1
 
 
-def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(cli, tiny, tmp_path):
+def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_others_alone(cli, tiny, tmp_path):
     code, _, errors = cli("--multirun", *tiny, "output_dir=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
     assert code == 1
     assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in errors
@@ -314,7 +314,7 @@ def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, ove
 
 
 @pytest.mark.parametrize("without", [["~arms", "~peers"], ["arms=null", "peers=null"]])
-def test_no_further_arms_are_none(cli, tiny, without):
+def test_arms_may_be_null_or_empty(cli, tiny, without):
     assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
 
 
@@ -400,7 +400,7 @@ def test_the_known_options_are_those_of_the_default_config(cli):
     assert top_level_options() == set(OmegaConf.create(cli("--cfg", "job")[1]))
 
 
-def test_a_value_without_default_is_asked_for(cli, tiny):
+def test_a_value_without_default_is_required(cli, tiny):
     code, _, errors = cli("prompts=jsonl", "proposer=ngram")
     assert code == 1
     assert "spec_lab: prompts.path has no default: give prompts.path=... on the command line" in errors
@@ -451,7 +451,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("sampling._target_=builtins.dict", "sampling: builtins.dict does not make what sampling needs"),
     ],
 )
-def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
+def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
@@ -470,7 +470,7 @@ def test_a_file_whose_name_is_a_number_is_chosen_in_quotes(cli, tmp_path):
     assert "path: here" in said
 
 
-def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
+def test_ctrl_c_while_loading_is_reported(cli, tiny, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 

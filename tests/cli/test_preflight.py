@@ -55,7 +55,7 @@ def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
 @pytest.mark.parametrize(
     "sampler", ["{_target_: a.b}", "{_target_: builtins.dict}", "{_target_: optuna.samplers.TPESampler, seed: x}"]
 )
-def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
+def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
     search = ["hydra/sweeper=search", "hydra.sweeper.objective=tau_pooled", f"hydra.sweeper.sampler={sampler}"]
     code, printed, _ = sweep_of("seed=range(0,3)", *search)
     assert code == 1
@@ -88,7 +88,7 @@ def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sw
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interpolation_that_leads_nowhere_is_named_with_its_option(flat_cli, tmp_path):
+def test_an_unresolved_interpolation_is_named_with_its_option(flat_cli, tmp_path):
     launcher = ["--multirun", "hydra/launcher=joblib", "hydra.launcher.n_jobs='${nothing}'", "seed=1,2"]
     for given, named in ((launcher, "hydra.launcher.n_jobs"), (["sampling='${nothing}'"], "sampling=${nothing}")):
         code, _, errors = flat_cli(*given, "output_dir=here")

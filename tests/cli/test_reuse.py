@@ -138,7 +138,7 @@ def left(place: Path) -> dict[str, dict]:
 
 @pytest.mark.parametrize("order", ["forth", "back"])
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "fails"])
-def test_a_run_gives_the_same_rows_whatever_ran_before_it(places, name, order):
+def test_a_run_writes_the_same_rows_whatever_ran_before_it(places, name, order):
     alone, shared = rows(places / name, name), rows(places / order, name)
     assert len(alone.requests) == 4
     for table, times in TIMES.items():
@@ -155,14 +155,14 @@ def test_the_runs_are_not_all_alike(places):
 
 @pytest.mark.parametrize("order", ["forth", "back"])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_leaves_the_process_as_it_leaves_a_fresh_one(places, name, order):
+def test_a_run_changes_the_process_no_more_than_a_fresh_one(places, name, order):
     before, alone, shared = left(places / name)["nothing"], left(places / name)[name], left(places / order)[name]
     assert shared == alone
     chosen = {"threads": 2} if name in ("wide", "fails") else {}
     assert alone == before | chosen, "only the threads are set, and each run sets them"
 
 
-def test_a_failed_run_says_so_and_spares_those_after_it(places):
+def test_a_failed_run_is_reported_and_the_next_ones_run(places):
     for place in ("fails", "forth", "back"):
         states = {one.overrides[0]: one.state for one in sweep.runs(places / place / "swept")}
         assert states.pop("+experiment=fails") == "failed"

@@ -93,7 +93,7 @@ def files(folder: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in folder.glob("*/**/*") if file.is_file()}
 
 
-def test_a_search_has_as_many_trials_as_asked_for_and_says_the_best(cli, tiny, tmp_path, decoded):
+def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_path, decoded):
     some = [*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=6"]
     code, said, errors = cli(*some)
     assert code == 0, errors
@@ -137,7 +137,7 @@ def test_a_search_has_as_many_trials_as_asked_for_and_says_the_best(cli, tiny, t
     assert len(sweep.collect(tmp_path / "swept")["run"].unique()) == len(sweep.runs(tmp_path / "swept"))
 
 
-def test_a_search_that_is_killed_goes_on_and_no_trial_is_lost_or_done_twice(cli, tiny, tmp_path, decoded):
+def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, tmp_path, decoded):
     given = [*tiny, *SPACE, "hydra.sweeper.n_trials=6"]  # four groups each
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *given],
@@ -168,7 +168,7 @@ def test_a_search_that_is_killed_goes_on_and_no_trial_is_lost_or_done_twice(cli,
     assert len(decoded) == 2 + 4 * (len(runs) - 3), "it went on from its finished groups"
 
 
-def test_a_value_that_was_not_told_before_a_kill_is_read_from_the_run(cli, tiny, tmp_path, decoded, monkeypatch):
+def test_a_value_not_recorded_before_a_kill_is_read_from_the_run(cli, tiny, tmp_path, decoded, monkeypatch):
     some = [*tiny, SPACE[0], "prompts.limit=1", "hydra.sweeper.n_trials=3"]
     tell, told = optuna.Study.tell, []
 
@@ -231,7 +231,7 @@ def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     assert len(complete(tmp_path / "swept")) == 4 and len(trials(tmp_path / "swept")) == 4 + len(left)
 
 
-def test_where_every_trial_fails_one_line_says_so(cli, tiny):
+def test_when_every_trial_fails_one_line_reports_it(cli, tiny):
     code, _, errors = cli(*tiny, "proposer.depth=no,never", "prompts.limit=1", "hydra.sweeper.n_trials=2")
     assert code == 1
     (line,) = [one for one in errors.splitlines() if one.startswith("spec_lab: ")]
@@ -301,7 +301,7 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["retry=true,false"], "retry cannot be searched: another value of it makes no other run"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(cli, tiny, tmp_path, given, said):
+def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli, tiny, tmp_path, given, said):
     space = [] if given == ["proposer.depth=3"] else SPACE
     others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
     code, _, errors = cli(*others, *space, *given)
@@ -311,7 +311,7 @@ def test_a_search_that_cannot_be_is_refused_in_one_line_before_anything_is_made(
     assert not (tmp_path / "swept").exists()
 
 
-def test_without_the_extra_it_is_named(cli, tiny, tmp_path, monkeypatch):
+def test_a_missing_extra_is_named(cli, tiny, tmp_path, monkeypatch):
     (tmp_path / "swept").mkdir()
     monkeypatch.setitem(sys.modules, "optuna", None)
     code, _, errors = cli(*tiny, *SPACE)
@@ -321,7 +321,7 @@ def test_without_the_extra_it_is_named(cli, tiny, tmp_path, monkeypatch):
     assert line.endswith("pip install 'spec-lab[search]'")
 
 
-def test_what_does_not_compare_is_not_added_to_a_search(cli, tiny, tmp_path, decoded):
+def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_path, decoded):
     few = [*tiny, "prompts.limit=1", "hydra.sweeper.n_trials=1"]
     assert cli(*few, "proposer.depth=1,2")[0] == 0
     ran = len(decoded)
@@ -392,7 +392,7 @@ def test_choices_are_written_as_in_a_sweep():
     assert [f"x={one}" for one in choices] == [f"x={one}" for one in override.sweep_string_iterator()]
 
 
-def test_a_sampler_that_has_tried_everything_ends_the_search(cli, tiny, tmp_path):
+def test_a_sampler_without_further_candidates_ends_the_search(cli, tiny, tmp_path):
     sampler = "hydra.sweeper.sampler._target_=optuna.samplers.BruteForceSampler"
     code, _, errors = cli(*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=9", sampler)
     assert code == 0, errors
@@ -419,7 +419,7 @@ def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files
     assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]
 
 
-def test_trials_run_side_by_side(cli, tiny, tmp_path):
+def test_trials_run_in_parallel(cli, tiny, tmp_path):
     side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
     code, said, errors = cli(*tiny, *SPACE, *side_by_side, "prompts.limit=1", "hydra.sweeper.n_trials=3")
     assert code == 0, errors

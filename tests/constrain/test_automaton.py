@@ -195,7 +195,7 @@ def test_masks_are_llguidances_on_the_bundled_vocabulary(kind, source):
 
 
 @pytest.mark.parametrize("pattern", ["abc", "\\d{4}-\\d{2}", '"(?:red|green)": the cat'])
-def test_where_llguidance_forces_a_token_it_is_among_those_allowed(pattern):
+def test_a_token_that_llguidance_forces_is_allowed(pattern):
     vocabulary, forced = bundled(), 0
     other = matcher(vocabulary, LLMatcher.grammar_from_regex(pattern))
     state, choose = automaton.regex(vocabulary, pattern).start(request()), random.Random(0)
@@ -253,7 +253,7 @@ def test_a_pattern_accepts_what_is_made_from_it(data, pattern):
 
 
 @given(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF))
-def test_a_range_of_characters_is_just_these_in_utf8(one, other, third):
+def test_a_range_of_characters_is_exactly_their_utf8(one, other, third):
     low, middle, high = sorted([one, other, third])
     assume(not any(0xD800 <= code < 0xE000 for code in (low, middle, high)))
     language = languages.regex(f"[\\U{low:08x}-\\U{high:08x}]")
@@ -339,7 +339,7 @@ def test_there_are_no_dead_ends(kind, source):
         assert ending == known
 
 
-def test_what_cannot_be_completed_is_not_begun():
+def test_a_text_that_cannot_be_completed_is_not_begun():
     nothing = "[^\\x00-\\U0010ffff]"
     state = automaton.regex(toy(), f"a(?:x{nothing}|by?)|c{nothing}*").start(request())
     assert named(state) == {b"a", b"ab", b"c"}
@@ -352,7 +352,7 @@ def named(state) -> set[bytes]:
     return {TOKENS[token] for token in np.flatnonzero(unpack(state.mask(), len(TOKENS)))}
 
 
-def test_texts_end_just_where_they_may_and_nothing_follows():
+def test_texts_end_exactly_where_allowed_and_nothing_follows():
     state = automaton.choice(toy(), ["b", "ba"]).start(request())
     assert named(state) == {b"b", b"ba"}
     state.advance(ord("b"))
@@ -368,7 +368,7 @@ def test_texts_end_just_where_they_may_and_nothing_follows():
     assert state.action() is None
 
 
-def test_only_ends_may_come_of_the_tokens_without_bytes():
+def test_of_the_tokens_without_bytes_only_stop_tokens_are_allowed():
     vocabulary = bundled()
     bare = {token for token, data in enumerate(vocabulary.bytes) if not data}
     assert bare > set(vocabulary.ends)
@@ -388,7 +388,7 @@ def test_forks_are_independent():
         state.mask()[0] = 1
 
 
-def test_it_serves_forests_by_forks():
+def test_masks_of_forests_are_made_by_forks():
     constraint = automaton.regex(toy(), "ab|ac")
     token = np.array([ord("a"), ord("c"), ord("a")])
     masks = masks_by_forking([constraint.start(request())], forest((chain(3),)), token, constraint.vocabulary)
@@ -416,7 +416,7 @@ def test_a_request_may_bring_its_own_source():
         constraint.start(request(constraint="(b"))
 
 
-def test_what_it_says_of_itself():
+def test_its_facts():
     constraint = automaton.lark(toy(), 'start: "a"')
     assert (constraint.name, constraint.vocabulary, constraint.has_actions) == ("lark", len(TOKENS), False)
     assert constraint.facts == {
@@ -496,7 +496,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "source", "why"), REFUSED)
-def test_refusals_say_what_and_where(kind, source, why):
+def test_errors_name_the_construct_and_its_place(kind, source, why):
     with pytest.raises(ValueError, match=why):
         getattr(languages, kind)(source)
 
@@ -528,7 +528,7 @@ def test_options_are_checked():
         Automaton("regex", "abcd", toy(), states=3)
 
 
-def test_few_states_kept_change_no_mask():
+def test_a_small_state_cache_changes_no_mask():
     few, many = Automaton("regex", "[ab]*a[ab]{3}c", toy(), kept=40), automaton.regex(toy(), "[ab]*a[ab]{3}c")
     choose, state, other = random.Random(0), few.start(request()), many.start(request())
     for _ in range(60):

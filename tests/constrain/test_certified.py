@@ -39,7 +39,7 @@ def constraint(engine: str, kind: str):
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), [CHAIN, TREE])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_the_output_has_the_masked_law(kind, tree, drawn, tokens, verifier, placement):
+def test_the_output_has_the_masked_distribution(kind, tree, drawn, tokens, verifier, placement):
     check("llguidance", kind, tree, drawn, tokens, verifier, placement)
 
 
@@ -51,7 +51,7 @@ def test_the_oracle_engine_has_the_masked_distribution_too(kind):
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS[2:])
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
-def test_the_output_has_the_masked_law_however_siblings_are_drawn(tree, drawn, tokens, verifier, placement):
+def test_the_output_has_the_masked_distribution_however_siblings_are_drawn(tree, drawn, tokens, verifier, placement):
     check("llguidance", "regex", tree, drawn, tokens, verifier, placement)
 
 
@@ -66,7 +66,7 @@ def check(engine, kind, tree, drawn, tokens, verifier, placement):
 @pytest.mark.parametrize("budget", [0, 1, 2])
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["draft", "both"])
-def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tree, drawn, tokens, placement):
+def test_the_output_does_not_depend_on_how_many_masks_the_draft_uses(budget, tree, drawn, tokens, placement):
     binding = AppliedConstraint(constraint("llguidance", "regex"), placement, draft_budget=budget)
     instance = Instance(WORLD, tree, tokens, END, binding=binding)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
@@ -74,7 +74,7 @@ def test_the_output_does_not_notice_how_many_masks_the_draft_may_use(budget, tre
 
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
-def test_masks_beside_the_target_change_nothing(tree, drawn, tokens, placement):
+def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, tokens, placement):
     in_thread = AppliedConstraint(constraint("llguidance", "regex"), placement, async_masks=True)
     instance = Instance(WORLD, tree, tokens, END, binding=in_thread)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
@@ -82,14 +82,14 @@ def test_masks_beside_the_target_change_nothing(tree, drawn, tokens, placement):
 
 @pytest.mark.parametrize("instance", bound(), ids=lambda one: one.name)
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
-def test_what_certify_enumerates_under_constraints_holds(instance, verifier):
+def test_certify_s_enumeration_under_constraints_finds_no_difference(instance, verifier):
     found = examine(instance, "iid", verifier)
     assert found.wrong is None
     assert found.outcomes >= 5
     assert found.drafted
 
 
-def test_a_loop_that_forgets_the_mask_on_the_target_is_found():
+def test_a_loop_that_omits_the_mask_on_the_target_is_detected():
     """The law of the target alone, judged by the truth under a constraint: the difference has a name."""
     bare = Instance(WORLD, "1x1", 2, END, binding=replace(bound()[0].binding, placement="none"))
     wanted = truth(bound()[0])
@@ -112,7 +112,7 @@ class Healed:
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), [CHAIN, TREE])
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
-def test_healing_has_the_masked_law(placement, tree, drawn, tokens, verifier):
+def test_healing_has_the_masked_distribution(placement, tree, drawn, tokens, verifier):
     for cut in (b"a", b"abb", b"ca"):
         instance = Instance(WORLD, tree, tokens, END, binding=AppliedConstraint(Healed(cut), placement))
         wanted = truth(instance)

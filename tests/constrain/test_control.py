@@ -41,7 +41,7 @@ def makes(script):
 
 
 @pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[name for name, *_ in SCRIPTS])
-def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
+def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts(number):
     _, script, world, tokens = SCRIPTS[number]
     law = oracle(world, makes(script), tokens)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
@@ -54,7 +54,7 @@ def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
-def test_the_readable_truth_agrees(name):
+def test_the_readable_oracle_agrees(name):
     _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
     binding = AppliedConstraint(constraint(script))
     assert distance(truth(Instance(world, "1", tokens, binding=binding)), oracle(world, makes(script), tokens)) < 1e-12
@@ -63,7 +63,7 @@ def test_the_readable_truth_agrees(name):
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
-def test_lists_cost_no_choice_whoever_verifies(name, fast_forward, verifier):
+def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
     binding = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     law = oracle(FEW, makes(ALONE[name]), 3)
     assert distance(decoded(Instance(FEW, "2x1", 3, binding=binding), "point", verifier), law) < 1e-12
@@ -100,7 +100,7 @@ def target():
     return tiny_target()
 
 
-def test_forks_share_the_cells_of_their_past_and_nothing_moves(target):
+def test_forks_share_the_cells_of_their_past_and_no_cell_moves(target):
     cells = target.lm.cells
     group = play(target, lambda r: after(3, [Branch(), Branch(1), Branch()]), draft_model())
     before, shared = {}, 0
@@ -160,7 +160,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("supports_drafts", [False, True])
-def test_a_controller_that_cannot_be_forked_has_the_same_law(target, supports_drafts):
+def test_a_controller_that_cannot_be_forked_has_the_same_distribution(target, supports_drafts):
     def decode(proposer):
         bound = AppliedConstraint(ControllerConstraint(lambda r: Alone(), V, supports_drafts=supports_drafts))
         return decoded(Instance(FEW, "1x1", 3, binding=bound), proposer, Token())
@@ -187,7 +187,7 @@ def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
     assert "NotImplementedError: it holds a connection" in group.errors["p"]
 
 
-def test_the_committed_controller_sees_every_event_once_whatever_was_tried_on_forks(target):
+def test_the_committed_controller_sees_every_event_once_whatever_forks_saw(target):
     made = []
 
     def make(request):
@@ -226,7 +226,7 @@ BAD = {
 
 @pytest.mark.parametrize("proposer", [Null(), draft_model("2x1")], ids=["alone", "drafted"])
 @pytest.mark.parametrize("what", BAD)
-def test_a_controller_that_breaks_ends_its_own_request_by_name_and_no_other(target, what, proposer):
+def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target, what, proposer):
     script, message = BAD[what]
     new = 12 if "without end" in what else 8
     scripts = {"p0": after(2, [Branch(1)]), "p1": script, "p2": at(1, [Branch(), Branch()])}
@@ -242,7 +242,7 @@ def test_a_controller_that_breaks_ends_its_own_request_by_name_and_no_other(targ
     assert not target.lm.cells.references.any()
 
 
-def test_what_a_controller_raises_is_named_with_the_event(target):
+def test_an_error_of_a_controller_is_named_with_the_event(target):
     script = lambda events: GO if len(events) < 3 else 1 // 0  # noqa: E731
     group = play(target, lambda r: script, Null())
     list(group)
@@ -251,14 +251,14 @@ def test_what_a_controller_raises_is_named_with_the_event(target):
     assert "ZeroDivisionError" in error and "2 tokens emitted" in error
 
 
-def test_a_controller_that_cannot_be_made_is_named(target):
+def test_a_controller_that_cannot_be_constructed_is_named(target):
     bound = AppliedConstraint(ControllerConstraint(lambda request: {}[request.name], VOCABULARY, "absent"))
     group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert list(group) == [] and group.sequences[0].finish == "stuck"
     assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors["p"]
 
 
-def test_taking_back_without_end_is_ended(target):
+def test_endless_backtracking_is_ended(target):
     group = play(target, lambda r: lambda events: [Branch(int(len(events) > 1))], draft_model(), new=4)
     list(group)
     (one,) = group.sequences
@@ -295,6 +295,6 @@ def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
         (dict(backtrack=-1), "backtrack -1"),
     ],
 )
-def test_a_branch_that_means_nothing_is_refused(fields, message):
+def test_an_invalid_branch_is_refused(fields, message):
     with pytest.raises(ConstraintError, match=message):
         Branch(**fields)

@@ -125,14 +125,14 @@ def test_the_output_is_one_of_the_choices(target, stop):
     assert found <= set(wanted) and len(found) > 1
 
 
-def test_what_leaves_no_choice_comes_at_once():
+def test_tokens_without_an_alternative_are_forced():
     one = choices.ChoicesController([(1, 2, 3, 4), (1, 2, 5), (6, 7)], (9,))
     assert one.step(Event()) == [Branch(allow={1, 6}, ff=((1, 2), (6, 7)))]
     assert one.fork().step(Event(0, 0, (6, 7))) == []
     assert one.step(Event(0, 0, (1, 2))) == [Branch(allow={3, 5}, ff=((3, 4), (5,)))]
 
 
-def test_an_end_tells_a_choice_from_a_longer_one():
+def test_a_stop_token_distinguishes_a_choice_from_a_longer_one():
     one = choices.ChoicesController([(1,), (1, 2, 3)], (9,))
     assert one.step(Event()) == [Branch(allow=None, ff=((1,),))]
     assert one.step(Event(0, 0, (1,))) == [Branch(allow={2, 9}, ff=((2, 3),))]
@@ -155,7 +155,7 @@ def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, eng
         assert results(group) == results(plain)
 
 
-def test_a_state_behind_a_controller_has_its_own_law():
+def test_a_state_wrapped_in_a_controller_has_its_own_distribution():
     table = Table(uneven)
     wrapped = ControllerConstraint(lambda request: pattern.PatternController(table.start(request)), 4, "wrapped")
     of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
@@ -187,7 +187,7 @@ def test_the_likeliest_of_several_different_texts_is_kept(target, proposer):
         assert [s.kept for s in own] == [total == max(totals) for total in totals]
 
 
-def test_the_mean_is_another_measure_and_a_broken_text_never_wins():
+def test_the_mean_is_another_score_and_a_failed_text_is_never_kept():
     ended = [
         Ended((), (1, 2), (-1.0, -1.0), "stop"),
         Ended((0, 1), (1, 2, 3), (-0.7, -0.7, -0.7), "length"),
@@ -200,7 +200,7 @@ def test_the_mean_is_another_measure_and_a_broken_text_never_wins():
 
 
 @pytest.mark.parametrize("drawn", [Null(), "iid"], ids=["alone", "drafted"])
-def test_banning_by_branches_and_by_states_are_one_law(drawn):
+def test_banning_by_branches_and_by_states_have_one_distribution(drawn):
     pieces = [b"a", b"b", b"ab", b"c"]
     for strings in (("ab",), ("b", "cc"), ("aa", "bab")):
         of = {"tree": "1x1", "tokens": 2, "world": FEW}
@@ -241,7 +241,7 @@ def test_a_template_is_filled_in(target, proposer):
     assert ended_early
 
 
-def test_what_a_token_holds_before_the_stop_is_written_again():
+def test_text_before_the_stop_inside_a_token_is_written_again():
     one = template.TemplateController(
         LETTERS, (b"Na: ", (5, template.Strings(("e",))), b"\nA", (2, template.Strings(())))
     )
@@ -308,6 +308,6 @@ def test_with_the_tokenizer_of_the_bundled_target():
         (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"constraint.parts\[0\].stop must be"),
     ],
 )
-def test_options_that_mean_nothing_are_refused_by_name(load, message):
+def test_invalid_options_are_refused_by_name(load, message):
     with pytest.raises(ValueError, match=message):
         load()

@@ -83,7 +83,7 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_states_go_on_after_drafts_as_if_there_had_been_none(threads):
+def test_states_after_drafts_equal_states_without_drafts(threads):
     grammar, rng = json_schema(bundled(), json.dumps(PERSON), threads=threads), np.random.default_rng(3)
     tokens = list(prefix(grammar, rng, 30))
     state, alone = grammar.start(request()), grammar.start(request())
@@ -97,14 +97,14 @@ def test_states_go_on_after_drafts_as_if_there_had_been_none(threads):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("schema", [TREE, NESTED_ARRAYS], ids=["tree", "nested arrays"])
-def test_drafts_leave_no_trace_in_states_that_live_long(schema, threads):
+def test_drafts_leave_no_trace_in_long_lived_states(schema, threads):
     grammar = json_schema(bundled(), json.dumps(schema), threads=threads)
     assert wrong_rows(grammar, np.random.default_rng(0), 600) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("depth", range(6))
-def test_an_illegal_draft_token_is_rejected_with_all_after_it_and_disturbs_no_one(depth, threads):
+def test_an_illegal_draft_token_is_rejected_with_its_descendants_and_changes_no_other_request(depth, threads):
     patterns = ["(ab)*c", "[abc]*", "(a|b)+1", "ab*"]
     grammar = regex(toy(), threads=threads)
     legal = [[AB, AB, AB, AB, AB, AB], [C, C, A, B, AB, A], [A, B, A, B, AB, A], [A, B, B, B, B, B]]
@@ -133,7 +133,7 @@ def test_an_illegal_draft_token_is_rejected_with_all_after_it_and_disturbs_no_on
 # 2. What the engine does, and what becomes of it
 
 
-def test_an_end_after_the_match_takes_nothing_back():
+def test_a_stop_token_after_the_match_removes_nothing():
     matcher = engine(toy(), "(ab)*c")
     assert matcher.consume_tokens([AB, C]) and matcher.is_stopped()
     assert matcher.consume_token(END) and matcher.rollback(1)  # the engine: this took C back, not the end
@@ -151,7 +151,7 @@ def test_an_end_after_the_match_takes_nothing_back():
         assert allowed(states[0]).tolist() == [A, AB, C]
 
 
-def test_after_the_end_of_a_text_only_the_end_comes():
+def test_after_the_end_of_a_text_only_stop_tokens_are_allowed():
     state = after(regex(toy(), "(ab)*"), [AB])
     assert allowed(state).tolist() == [END, A, AB]
     for _ in range(3):
@@ -159,7 +159,7 @@ def test_after_the_end_of_a_text_only_the_end_comes():
         assert allowed(state).tolist() == [END]
 
 
-def test_an_error_is_raised_where_the_engine_would_silently_let_the_text_end():
+def test_an_engine_s_error_is_raised_rather_than_ending_the_text():
     matcher = engine(toy(), "(ab)*c")
     assert not matcher.consume_token(ONE)
     assert bare_mask(matcher, toy().size) == [END]
@@ -183,7 +183,7 @@ def test_forced_tokens_are_canonical_and_other_spellings_illegal():
         assert not found.bits[7:].any() and found.forced[2:7].all()
 
 
-def test_a_matcher_that_cannot_take_tokens_back_dies_of_it():
+def test_a_matcher_that_cannot_roll_back_is_in_error_afterwards():
     matcher = LLMatcher(toy().engine, LLMatcher.grammar_from_lark(NO_ROLLBACK), log_level=0)
     assert matcher.consume_token(ONE) and not matcher.rollback(1)
     assert "rollback not supported" in matcher.get_error()
@@ -207,7 +207,7 @@ def test_states_and_tokens_must_fit_the_shape():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_empty_drafts_stand_beside_others(threads):
+def test_empty_drafts_and_others_share_a_batch(threads):
     with pytest.raises(ValueError, match="empty"):
         fill_next_token_bitmask_par_with_draft_tokens(
             LLExecutor(1), [(engine(toy(), "a"), 0, [])], np.zeros((1, width(toy().size)), dtype=np.int32)
@@ -222,7 +222,7 @@ def test_empty_drafts_stand_beside_others(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_state_may_stand_at_several_heads(threads):
+def test_one_state_may_be_the_root_of_several_trees(threads):
     matcher = engine(toy(), "[abc]*")
     with pytest.raises(RuntimeError, match="borrowed"):
         fill_next_token_bitmask_par_with_draft_tokens(
@@ -236,7 +236,7 @@ def test_one_state_may_stand_at_several_heads(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tokens_of_no_vocabulary_are_illegal(threads):
+def test_tokens_outside_the_vocabulary_are_illegal(threads):
     matcher = engine(toy(), "[abc]*")
     assert not matcher.consume_token(10**6) and "out of range" in matcher.get_error()
 
@@ -268,7 +268,7 @@ def test_a_vocabulary_must_be_as_wide_as_its_engine():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_dead_end_is_an_empty_mask_and_breaks_no_one(threads):
+def test_a_dead_end_is_an_empty_mask_and_changes_no_other_row(threads):
     grammar = regex(toy(), "(a|b)*(a[QR]|c)", threads=threads)
     dead = regex(toy(), "b(a(a[QR]|b)?|c[QR])", threads=threads)
     begun = [after(grammar, [A]), after(dead, [B]), after(dead, [B])]
@@ -287,7 +287,7 @@ def test_a_dead_end_is_an_empty_mask_and_breaks_no_one(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_draft_that_breaks_the_engine_breaks_neither_the_state_nor_the_others(threads):
+def test_an_engine_error_on_a_draft_affects_neither_the_state_nor_other_requests(threads):
     source = 'start: (s | "ab" | "a" s)+\ns: /(ab)*c/ | /a(ab)+c/'
     tight = lark(toy(), source, limits={"max_items_in_row": 1}, threads=threads)
     bad, good = tight.start(request(name="bad")), lark(toy(), source).start(request(name="good"))
@@ -388,7 +388,7 @@ CHOICES = [
 ]
 
 
-def test_choices_are_taken_to_the_letter():
+def test_choices_are_literal():
     for choices in (CHOICES, ["", "a"], [""]):
         grammar, rng = choice(bundled(), choices), np.random.default_rng(2)
         assert {walked(grammar, rng) for _ in range(4 * len(choices))} <= set(choices)
@@ -425,7 +425,7 @@ def test_white_space_and_separators_are_options():
 
 
 @pytest.mark.parametrize("spelling", [[AB, C], [A, B, C]])
-def test_a_text_may_begin_with_the_prompt_however_it_is_spelled(spelling):
+def test_a_text_may_begin_with_the_prompt_in_any_tokenization(spelling):
     state = regex(toy(), "abcé1", prompt=True).start(request(tokens=spelling))
     assert allowed(state).tolist() == [E]
     fork = state.fork()
@@ -521,7 +521,7 @@ def test_masks_are_not_to_be_written_to():
         (lambda v: Grammar(v, "gbnf", "a"), "constraint.kind must be one of regex, json_schema, lark, choice"),
     ],
 )
-def test_what_does_not_compile_says_why(build, message):
+def test_a_source_that_does_not_compile_is_refused_with_the_reason(build, message):
     with pytest.raises(ValueError, match=message):
         build(bundled())
 
@@ -540,13 +540,13 @@ BEYOND = 2**53 + 1
         ({"enum": [{"a": [10**400]}]}, "#/enum"),
     ],
 )
-def test_numbers_that_the_engine_would_round_are_refused_by_place(schema, place):
+def test_numbers_that_the_engine_would_round_are_refused_with_their_place(schema, place):
     for kind in (json_schema, lambda v, source: json_schema(v).start(request(source))):
         with pytest.raises(ValueError, match=f"at {place} of the schema would not be enforced exactly"):
             kind(bundled(), json.dumps(schema))
 
 
-def test_numbers_that_are_no_bounds_may_be_large():
+def test_numbers_that_are_not_bounds_may_be_large():
     schema = {"properties": {"maximum": {"type": "integer", "default": BEYOND}}, "examples": [{"maximum": BEYOND}]}
     assert accepts(json_schema(bundled(), json.dumps(schema)), json.dumps({"maximum": BEYOND}))
     assert accepts(json_schema(bundled(), json.dumps({"const": 2**60})), str(2**60))
@@ -575,7 +575,7 @@ def test_the_schema_true_allows_all_json_and_false_nothing():
         json_schema(bundled()).start(request("false"))
 
 
-def test_what_a_schema_asks_beyond_the_engine_may_be_ignored():
+def test_keywords_that_the_engine_does_not_support_may_be_ignored():
     assert allowed(after(json_schema(bundled(), '{"type": "null", "contains": {}}', lenient=True), [])).size
 
 
@@ -610,7 +610,7 @@ HOSTILE = {
 @pytest.mark.parametrize(
     ("kind", "source"), [(k, s) for k, all_of in HOSTILE.items() for s in all_of], ids=itertools.count()
 )
-def test_hostile_sources_end_soon_and_others_go_on(kind, source):
+def test_hostile_sources_fail_soon_and_other_requests_continue(kind, source):
     grammar = Grammar(bundled(), kind)
     start, said = time.perf_counter(), "request 'one'"
     try:

@@ -21,7 +21,7 @@ def first(constraint, source: str = "") -> list[int]:
     return unpack(state.mask(), toy().size).nonzero()[0].tolist()
 
 
-def test_a_source_left_empty_is_each_requests_own():
+def test_without_a_source_each_request_has_its_own():
     for made, source in (
         (load.regex(toy()), "b+"),
         (load.choice(toy()), '["b", "ba"]'),
@@ -32,7 +32,7 @@ def test_a_source_left_empty_is_each_requests_own():
             made.start(Request(0, "r", (1,)))
 
 
-def test_a_requests_own_source_goes_before_the_constraints():
+def test_a_requests_own_source_overrides_the_constraint_s():
     made = load.regex(toy(), "a")
     assert first(made) == [A] and first(made, "b") == [B]
 
@@ -51,7 +51,7 @@ def test_unknown_engines_and_controllers_are_refused_by_name():
             load.controller(toy(), name)
 
 
-def test_text_options_join_what_binds():
+def test_text_options_are_combined_with_the_constraint():
     assert load.combine(None, None, PLACE) is None
     alone = load.combine(load.regex(toy(), "a+"), toy(), PLACE)
     assert isinstance(alone, AppliedConstraint) and alone.constraint.name == "regex"
@@ -69,7 +69,7 @@ def steered(vocabulary):
     return lambda request: None
 
 
-def test_text_options_that_could_not_hold_are_refused():
+def test_text_options_that_cannot_be_met_are_refused():
     for placement in ("draft", "none"):
         place = PLACE | dict(placement=placement, fast_forward=None)
         for option in (dict(healing=True), dict(banned=["a"]), dict(at_least=2)):
@@ -79,21 +79,21 @@ def test_text_options_that_could_not_hold_are_refused():
         load.combine(load.regex(toy(), "a+"), toy(), PLACE, healing=True)
 
 
-def test_forcing_follows_the_placement_where_nothing_else_is_said():
+def test_the_default_of_forcing_follows_the_placement():
     made = load.regex(toy(), "a+")
     for placement in ("target", "draft", "both", "none"):
         binding = AppliedConstraint(made, placement, fast_forward=None)
         assert binding.fast_forward is (placement in ("target", "both"))
 
 
-def test_options_that_an_engine_does_not_know_are_refused_by_name():
+def test_unknown_options_of_an_engine_are_refused_by_name():
     with pytest.raises(ValueError, match="constraint.nonsense .*constraint.engine=llguidance"):
         load.regex(toy(), "a", nonsense=1)
     with pytest.raises(ValueError, match="cannot be called with"):
         load.controller(toy(), "os.getcwd")
 
 
-def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(tmp_path):
+def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
     file, facts = tmp_path / "schema.json", []
     for most in (300, 301):
         file.write_text(json.dumps({"enum": [1], "description": "x" * most}))
@@ -101,7 +101,7 @@ def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(tmp_path):
     assert facts[0]["source_sha256"] != facts[1]["source_sha256"]
 
 
-def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(tmp_path):
+def test_a_run_whose_prompts_have_no_source_is_refused_at_start_up(tmp_path):
     binding = AppliedConstraint(load.regex(toy()))
     with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
         replace(lab(), binding=binding).requests(settings(tmp_path))

@@ -91,7 +91,7 @@ def found() -> list[str]:
     return wrong
 
 
-def test_without_a_fault_nothing_is_found():
+def test_without_a_fault_no_difference_is_found():
     assert found() == []
 
 
@@ -101,7 +101,7 @@ def test_every_fault_is_found(name):
         assert found()
 
 
-def test_what_the_draft_alone_does_wrong_changes_no_law():
+def test_faults_in_the_draft_alone_change_no_distribution():
     """Masks on the draft are a help: however wrong they are, the output's law stays."""
     with mock.patch.object(DraftTreeMasks, "__call__", _never_a_b):
         assert found() == []

@@ -130,7 +130,7 @@ def test_tokens_beyond_the_vocabulary_are_illegal_in_drafts(engine):
     assert found.bits.any(-1).tolist() == found.legal.tolist()
 
 
-def test_what_is_bound_by_nothing_may_be_all_but_padding_and_what_has_ended_nothing(engine):
+def test_an_unconstrained_row_allows_all_but_padding_and_a_finished_one_nothing(engine):
     constraint, token = engine.regex(toy(), "a"), np.array([A, -1, len(TOKENS), A, END])
     ended = after(constraint, [A, END])
     shape = Shape(2, np.array([0, 0, 0, 3, 1]))
@@ -161,7 +161,7 @@ def test_padding_and_special_tokens_are_never_allowed(engine, padding):
                 break
 
 
-def test_only_ends_come_where_the_text_is_complete_and_nothing_after_them(engine):
+def test_a_complete_text_allows_only_stop_tokens_and_nothing_after_them(engine):
     state = engine.regex(toy(), "ab").start(request())
     state.advance(AB)
     assert np.array_equal(state.mask(), mask_of([END], len(TOKENS)))
@@ -240,26 +240,26 @@ BYTES = toy().__class__.plain([bytes([byte]) for byte in range(256)] + [b"ab", "
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
-def test_a_regex_has_the_language_that_re_and_llguidance_give_it(engine, pattern):
+def test_a_regex_has_the_same_language_as_in_re_and_llguidance(engine, pattern):
     ours, theirs = engine.regex(BYTES, pattern), grammar.regex(BYTES, pattern)
     matches = {text for text in TEXTS if re.fullmatch(pattern, text)}
     assert {text for text in TEXTS if accepts(ours, text)} == matches
     assert {text for text in TEXTS if accepts(theirs, text)} == matches
 
 
-def test_the_regexes_above_tell_texts_apart():
+def test_the_regexes_above_accept_some_texts_and_refuse_others():
     found = [sum(bool(re.fullmatch(pattern, text)) for text in TEXTS) for pattern in REGEXES]
     assert sum(0 < count < len(TEXTS) for count in found) >= 20
 
 
 @pytest.mark.parametrize("pattern", [".", "[^a]", "[^-a]", "\\D", "\\W", "\\S"])
-def test_negated_characters_take_no_halves_of_surrogate_pairs(engine, pattern):
+def test_negated_characters_exclude_halves_of_surrogate_pairs(engine, pattern):
     after_ed = after(engine.regex(BYTES, pattern), [0xED])
     assert set(allowed(after_ed)) == set(range(0x80, 0xA0))  # U+D000 to U+D7FF
 
 
 @pytest.mark.parametrize("choices", [["yes", "no", "yesterday"], ["é", "日本", "日"], ["a", '"\n\\', "a b", "\x00^]"]])
-def test_a_choice_has_the_language_that_llguidance_gives_it(engine, choices):
+def test_a_choice_has_the_same_language_as_in_llguidance(engine, choices):
     ours, theirs = engine.choice(BYTES, choices), grammar.choice(BYTES, choices)
     texts = {*choices, *(one[:-1] for one in choices), *(one + "a" for one in choices), "yesyes"}
     assert {text for text in texts if accepts(ours, text)} == set(choices)
@@ -319,7 +319,7 @@ def test_a_request_overrides_the_source_and_is_needed_where_there_is_none(engine
     assert set(allowed(engine.choice(toy()).start(request(constraint='["c", "1"]')))) == {C, ONE}
 
 
-def test_the_text_may_begin_with_the_prompt_in_whatever_tokens(engine):
+def test_the_text_may_begin_with_the_prompt_in_any_tokenization(engine):
     constraint = engine.regex(toy(), "abab", prompt=True)
     for prompt in ([AB], [A, B], [END, AB]):  # a token without bytes counts for nothing
         assert set(allowed(constraint.start(request(tokens=prompt)))) == {A, AB}
@@ -330,7 +330,7 @@ def test_the_text_may_begin_with_the_prompt_in_whatever_tokens(engine):
     assert set(allowed(engine.regex(toy(), "abab").start(request(tokens=[AB, B])))) == {A, AB}
 
 
-def test_a_schema_may_stand_in_a_file(engine, tmp_path):
+def test_a_schema_may_be_read_from_a_file(engine, tmp_path):
     (tmp_path / "one.json").write_text('{"const": 1}')
     assert set(allowed(engine.json_schema(toy(), path=str(tmp_path / "one.json")).start(request()))) == {ONE}
     with pytest.raises(ValueError, match="not both"):
@@ -415,7 +415,7 @@ def test_choices_of_a_request_must_be_a_list_of_strings(engine, choices):
         engine.choice(toy()).start(request(constraint=choices))
 
 
-def test_what_no_text_can_follow_is_refused(engine):
+def test_a_source_that_no_text_satisfies_is_refused(engine):
     with pytest.raises(ValueError, match="constraint.regex: no text in the tokens of this vocabulary"):
         engine.regex(toy(), "Q")
 
@@ -438,7 +438,7 @@ def test_sources_that_are_too_long_are_refused(engine):
         engine.regex(toy(), "a" * 100_001)
 
 
-def test_lark_goes_to_the_engines_that_read_it(engine):
+def test_lark_is_sent_to_the_engines_that_support_it(engine):
     with pytest.raises(ValueError, match="constraint.engine=xgrammar does not support Lark"):
         load.lark(toy(), 'start: "a"', engine="xgrammar")
 
@@ -450,7 +450,7 @@ def test_configs_reach_the_engine_by_its_name(engine):
     assert set(allowed(made.start(request()))) == {ONE}
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_without_the_package_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     monkeypatch.delitem(sys.modules, "spec_lab.constrain.engines.xgrammar", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'spec-lab\[xgrammar\]'"):

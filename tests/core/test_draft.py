@@ -36,7 +36,7 @@ def choices(shape: Shape) -> set[tuple[int, ...]]:
 
 
 @given(shapes())
-def test_all_that_is_derived_follows_from_the_parents(shape):
+def test_every_derived_property_follows_from_the_parents(shape):
     assert shape.rows == shape.roots + shape.nodes
     for row in range(shape.rows):
         line = above(shape, row)
@@ -56,7 +56,7 @@ def visited(shape: Shape, row: int) -> list[int]:
 
 
 @given(shapes())
-def test_what_verifiers_read_follows_from_the_parents(shape):
+def test_the_properties_that_verifiers_read_follow_from_the_parents(shape):
     for row in range(shape.rows):
         line = above(shape, row)
         assert shape.lineage[row].tolist() == line + [-1] * (shape.lineage.shape[1] - len(line))
@@ -97,7 +97,7 @@ def test_a_schedule_puts_nodes_into_steps_and_parts(shape, data):
 
 
 @given(shapes())
-def test_trees_part_the_rows(shape):
+def test_trees_partition_the_rows(shape):
     assert sorted(np.concatenate(shape.trees).tolist()) == list(range(shape.rows))
     for head, rows in enumerate(shape.trees):
         assert rows[0] == head and (shape.root[rows] == head).all() and (np.diff(rows) > 0).all()
@@ -107,7 +107,7 @@ def test_trees_part_the_rows(shape):
 
 
 @given(shapes(), st.data())
-def test_keep_drops_what_hangs_below(shape, data):
+def test_keep_drops_descendants(shape, data):
     marked = np.array(data.draw(st.lists(st.booleans(), min_size=shape.rows, max_size=shape.rows)))
     before = marked.copy()
     smaller, kept = shape.keep(marked)
@@ -134,7 +134,7 @@ def test_a_tree_holds_its_choices_breadth_first(shape):
 
 
 @given(st.lists(shapes(heads=1, most=6), min_size=1, max_size=4))
-def test_a_forest_sets_trees_side_by_side(trees):
+def test_a_forest_concatenates_trees(trees):
     joined = forest(tuple(trees))
     assert joined.roots == len(trees) and joined.nodes == sum(one.nodes for one in trees)
     first = len(trees)
@@ -184,7 +184,7 @@ def test_parents_must_come_first(parent):
         (((),), "distinct and not empty"),
     ],
 )
-def test_choices_that_make_no_tree_are_refused(paths, says):
+def test_paths_that_form_no_tree_are_refused(paths, says):
     with pytest.raises(ValueError, match=says):
         tree(paths)
 
@@ -216,7 +216,7 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 @settings(max_examples=150)
 @given(drafts(), st.data())
-def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
+def test_cut_keeps_shallow_nodes_and_their_distributions(draft, data):
     shape = draft.shape
     depth = data.draw(st.lists(st.integers(0, 4), min_size=shape.roots, max_size=shape.roots))
     less = draft.cut(depth)
@@ -236,7 +236,7 @@ def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
 
 @settings(max_examples=150)
 @given(drafts(), st.data())
-def test_rows_that_are_only_computed_stay_where_what_is_above_them_stays(draft, data):
+def test_rows_that_are_only_computed_are_kept_with_their_parents(draft, data):
     shape, whole = draft.shape, draft.computed_shape
     assert whole.parent[: shape.nodes].tolist() == shape.parent.tolist()
     assert draft.computed_token[: shape.nodes].tolist() == draft.token.tolist()
@@ -262,7 +262,7 @@ def test_rows_that_are_only_computed_are_cut_by_depth_too(draft, data):
     assert less.nodes == (draft.computed_shape.depth <= np.array(depth)[draft.computed_shape.root]).sum() - less.roots
 
 
-def test_the_empty_draft_has_heads_and_no_nodes():
+def test_the_empty_draft_has_roots_and_no_nodes():
     draft = empty(3)
     assert draft.shape.roots == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
     assert empty(1).shape is chain(0)

@@ -69,13 +69,13 @@ def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault
 
 
 @pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])
-def test_errors_that_are_not_the_part_s_stay_as_they_are(error):
+def test_errors_raised_outside_the_part_are_unchanged(error):
     with pytest.raises(type(error)) as found, attributed("proposer", Part()):
         raise error
     assert found.value is error
 
 
-def test_what_was_raised_from_a_part_s_error_is_known():
+def test_errors_raised_from_a_part_s_error_are_recognized():
     wrapped = ValueError("on a toy")
     wrapped.__cause__ = PartError("raised")
     assert of_a_part(wrapped) and of_a_part(wrapped.__cause__)

@@ -426,7 +426,7 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
     assert outputs(engine) == memo["observed", script, sampling]
 
 
-def test_hidden_states_that_nobody_requires_are_not_computed(target):
+def test_hidden_states_that_no_proposer_requires_are_not_computed(target):
     proposer = Guess(target, Requires())
     run(Engine(target, proposer, Token(), CounterDraws(0)), wanted())
     proposer.finished()

@@ -90,7 +90,7 @@ def truths(requests):
     return [tokens for tokens, _ in found]
 
 
-def test_every_pair_that_is_not_refused_is_compared(proposers):
+def test_every_compatible_pair_is_compared(proposers):
     assert {(name, verifier.name) for name, verifier in pairs(proposers)} == {
         (name, verifier) for name, fitting in EXPECTED.items() for verifier in fitting
     }

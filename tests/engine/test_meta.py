@@ -73,7 +73,7 @@ def test_a_forward_reads_nothing_back(attention, layers, pending, shape):
 
 
 @ATTENTION
-def test_everything_that_run_reads_is_on_the_device_already(attention):
+def test_all_inputs_of_run_are_on_the_device(attention):
     """``run`` would otherwise wait for the host at each index that it uploads."""
     lm = meta_lm(attention)
     prepared = lm.prepare(started(lm), PENDING["prompts"], without_numbers(SHAPES["trees"]), [(lm.open(), [1, 2])])

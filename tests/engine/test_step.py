@@ -77,7 +77,7 @@ def test_speculative_greedy_equals_autoregressive_greedy(target, truth, verifier
     assert len(steps) < NEW - 4
 
 
-def test_a_perfect_draft_is_accepted_whole(target, truth):
+def test_a_perfect_draft_is_fully_accepted(target, truth):
     _, steps = decode(target, Foretold(truth, spoil=0.0), requests())
     assert [len(c.path) for c in steps[0].committed] == [3, 3, 3]
     assert steps[0].expected.tolist() == [3.0, 3.0, 3.0]
@@ -149,7 +149,7 @@ def test_a_stop_token_ends_the_text_wherever_it_falls(target, truth, place):
         assert all(c.count() == c.count(kept=True) == len(c.path) + 1 for c in committed[:-1]), "only the last is cut"
 
 
-def test_a_stop_token_behind_the_limit_is_not_seen(target, truth):
+def test_a_stop_token_beyond_the_limit_is_ignored(target, truth):
     """Both in one accepted path: the limit comes first, so it is the reason and the text ends there."""
     new = next(n for n in (1, 2, 3) if truth[0][n] not in truth[0][:n])
     group, _ = decode(target, Foretold(truth, 0.0), requests(new=new, stop=frozenset({truth[0][new]}))[:1])
@@ -194,7 +194,7 @@ def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
         fixed_group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
 
 
-def test_requests_that_ask_for_nothing_are_refused():
+def test_requests_for_no_tokens_are_refused():
     with pytest.raises(ValueError, match="prompt 'p0' is empty"):
         requests(prompts=((),))
     with pytest.raises(ValueError, match=r"max_new_tokens .* \(got 0\)"):
@@ -204,7 +204,7 @@ def test_requests_that_ask_for_nothing_are_refused():
 # Cells
 
 
-def test_between_steps_a_sequence_holds_the_cells_of_all_but_its_last_token(target, truth):
+def test_between_steps_a_sequence_has_cells_for_all_but_its_last_token(target, truth):
     """Accepted nodes are not computed again, and rejected ones are given up at once."""
     cells = target.lm.cells
     group = fixed_group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
@@ -216,7 +216,7 @@ def test_between_steps_a_sequence_holds_the_cells_of_all_but_its_last_token(targ
 
 
 @pytest.mark.parametrize("ending", ["finished", "abandoned", "failed"])
-def test_every_cell_comes_back(target, truth, ending):
+def test_every_cell_is_freed(target, truth, ending):
     class Failing(Foretold):
         def propose(self, batch):
             if batch.sequences[0].step == 2:
@@ -243,7 +243,7 @@ def test_every_cell_comes_back(target, truth, ending):
     assert target.lm.cells.spans == spans, "the next group lives where this one did"
 
 
-def test_a_group_that_cannot_open_gives_back_what_it_opened():
+def test_a_group_that_cannot_open_frees_what_it_opened():
     target = tiny_target()
     target.lm.cells.limit = 64
     long = tuple(range(1, 60))
@@ -256,7 +256,7 @@ def test_a_group_that_cannot_open_gives_back_what_it_opened():
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["cold", "warm"])
-def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attention, sampling):
+def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampling):
     target = tiny_target(attention=attention)
     healthy, _ = decode(target, Null(), requests(sampling)[::2])
     well = emitted(healthy)

@@ -106,14 +106,14 @@ LIMITS = {
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_a_request_has_its_distribution_whatever_comes_and_goes_beside_it(proposer, limits):
+def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, limits):
     target, tokens = model(), 2 if proposer in SAMPLED else 3
     found, seen = decoded(target, PROPOSERS[proposer](target), Token(), tokens, None, LIMITS[limits])
     assert distance(found, wanted(target, tokens)) < EXACT
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-def test_rows_that_are_computed_only_are_observed_and_counted_apart():
+def test_computed_only_rows_are_observed_and_counted_separately():
     target = model()
     request = Request(0, "request", PROMPT, SAMPLING, 8, frozenset())
     engine = fixed_group(target, lookahead(target), Token(), [request], CounterDraws(0))
@@ -123,7 +123,7 @@ def test_rows_that_are_computed_only_are_observed_and_counted_apart():
 
 
 @pytest.mark.parametrize("verifier", [KSeq(), Gumbel()])
-def test_a_mixture_of_ways_of_drawing_is_refused_by_verifiers_that_do_not_support_it(verifier):
+def test_a_mixture_of_sampled_and_point_siblings_is_refused_by_verifiers_without_support(verifier):
     target = model()
     with pytest.raises(Misfit, match=rf"(?s){verifier.name}.*union"):
         fixed_group(target, union(target), verifier, [], CounterDraws(0))

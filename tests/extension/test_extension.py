@@ -63,7 +63,9 @@ def left_behind(tmp_path):
         (BY_FOLDER, "draft_chain", "agree", "apart", ["constraint.placement=target"]),
     ],
 )
-def test_its_parts_compose_with_all_others(flat_cli, left_behind, found, proposer, verifier, constraint, options):
+def test_a_plugin_s_parts_compose_with_all_others(
+    flat_cli, left_behind, found, proposer, verifier, constraint, options
+):
     chosen = [f"proposer={proposer}", f"verifier={verifier}", f"constraint={constraint}", "sampling=temperature_1"]
     code, _, errors = flat_cli(*found, *SHORT, *chosen, *options, "baseline=false")
     assert code == 0, errors
@@ -82,7 +84,7 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_
     assert all(a != b for one in tokens["speculative"] for a, b in pairwise(one))
 
 
-def test_a_verifier_that_cannot_judge_its_drafts_is_refused_by_name(flat_cli):
+def test_a_verifier_that_does_not_support_the_drafts_is_refused_by_name(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=kseq")
     assert code == 1
     assert "verifier 'kseq' supports drafts drawn iid; proposer 'bigram' draws 'point'" in errors
@@ -95,7 +97,7 @@ def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_
     assert not (tmp_path / "here").exists()
 
 
-def test_its_options_are_checked_at_the_door(flat_cli):
+def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "proposer.depth=0")
     assert code == 1
     assert "proposer.depth must be a whole number of 1 or more, not 0" in errors
@@ -118,7 +120,7 @@ def test_the_proposer_drafts_what_has_most_often_followed(text, drafted):
     assert part("bigram", "likely")(text, 3) == drafted
 
 
-def test_the_verifier_has_the_law_of_sampling_and_matching():
+def test_the_verifier_has_the_distribution_of_sampling_and_matching():
     torch.manual_seed(1)
     shape = tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0)))
     draft = Draft(
@@ -134,7 +136,7 @@ def test_the_verifier_has_the_law_of_sampling_and_matching():
 # Certified
 
 
-def test_an_honest_pair_is_certified_whole(flat_cli, left_behind):
+def test_a_lossless_pair_is_certified(flat_cli, left_behind):
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
@@ -151,7 +153,7 @@ def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     assert "bigram (point), straight: of chains only" in said
 
 
-def test_a_verifier_that_only_says_that_it_is_lossless_fails(flat_cli, left_behind, monkeypatch):
+def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
     code, said, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
@@ -172,7 +174,7 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
     assert [check["name"] for check in found["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
 
 
-def test_a_constraint_whose_states_are_no_copies_fails(flat_cli, monkeypatch):
+def test_a_constraint_whose_states_share_data_fails(flat_cli, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
@@ -181,7 +183,7 @@ def test_a_constraint_whose_states_are_no_copies_fails(flat_cli, monkeypatch):
 
 
 @pytest.mark.parametrize("placement", PLACES)
-def test_the_output_under_its_constraint_has_the_masked_law(placement):
+def test_the_output_under_the_plugin_s_constraint_has_the_masked_distribution(placement):
     assert enumerated(placement).wrong is None
 
 

@@ -35,7 +35,7 @@ def paths(world, length):
 
 @EVERY_WORLD
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_chain_acceptance(world, length):
+def test_the_expected_acceptance_of_a_chain_has_a_closed_form(world, length):
     """Accepted tokens of a chain of ``length`` are a sum over depths of P(path to there is accepted)."""
     token = block = match = 0.0
     for n in range(1, length + 1):
@@ -67,7 +67,7 @@ def test_expected_tokens_of_a_constant_acceptance():
         assert tokens == pytest.approx((1 - a ** (gamma + 1)) / (1 - a), abs=1e-12)
 
 
-def test_the_example_of_block_verification():
+def test_the_example_of_the_block_verification_paper():
     """2403.10444, section 3: 10/9 accepted tokens token by token, 11/9 as a block."""
     world = Constant(0, v=2)
     assert accepted(world, Token(), chain(2)) == pytest.approx(10 / 9, abs=1e-12)
@@ -136,6 +136,6 @@ class Same(World):
 
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
-def test_a_chain_drawn_from_the_target_itself_is_accepted_whole(verifier, drawn):
+def test_a_chain_drawn_from_the_target_itself_is_fully_accepted(verifier, drawn):
     for length in (1, 2, 3):
         assert accepted(Same(3), verifier, chain(length), drawn) == pytest.approx(length, abs=1e-12)

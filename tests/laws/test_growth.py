@@ -89,7 +89,7 @@ POLICIES = [
 @pytest.mark.parametrize("grow", POLICIES, ids=lambda grow: grow.__name__)
 @pytest.mark.parametrize("world", WORLDS[:4], ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("verifier", EXACT, ids=lambda v: v.name)
-def test_growth_that_follows_what_was_drawn_keeps_the_distribution(verifier, world, grow):
+def test_growth_that_depends_on_drawn_tokens_keeps_the_distribution(verifier, world, grow):
     require_lossless(Outputs.of_grown(world, verifier, grow))
 
 
@@ -124,7 +124,7 @@ def test_k_seq_is_exact_where_that_number_is_fixed():
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
-def test_a_node_dropped_for_its_value_is_seen(verifier):
+def test_a_node_dropped_for_its_value_is_detected(verifier):
     """The control: growing is free, dropping is not."""
 
     def choosy(growing: Growing) -> None:

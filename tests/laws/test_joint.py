@@ -35,12 +35,12 @@ EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.n
         for one in LOSSLESS
     ],
 )
-def test_four_tokens_have_the_target_s_law(tree, tokens, drawn, verifier):
+def test_four_tokens_have_the_target_s_joint_distribution(tree, tokens, drawn, verifier):
     assert examine(Instance(FEW, tree, tokens), drawn, verifier).wrong is None
 
 
 @pytest.mark.parametrize(("tree", "tokens"), [("2", 4), ("2x1", 2)])
-def test_k_seq_as_well(tree, tokens):
+def test_four_tokens_verified_by_k_seq_have_the_target_s_joint_distribution(tree, tokens):
     assert examine(Instance(FEW, tree, tokens), "iid", KSeq()).wrong is None
 
 
@@ -58,14 +58,14 @@ def test_k_seq_as_well(tree, tokens):
     ],
     ids=["temperature", "top-k", "top-p", "min-p", "penalty", "all", "greedy"],
 )
-def test_warped_laws_are_kept(sampling, verifier):
+def test_warped_distributions_are_kept(sampling, verifier):
     for tree, drawn in (("1x1", "iid"), ("2", "point")):
         assert examine(Instance(FEW, tree, tokens=3), drawn, verifier, sampling).wrong is None
 
 
 @pytest.mark.parametrize("proposer", [Null(), Ngram(3, 3, 1), NgramTree(5, 3, 3, 1)], ids=lambda p: p.name)
 @EVERY_VERIFIER
-def test_proposers_without_a_model_keep_the_law(proposer, verifier):
+def test_proposers_without_a_model_keep_the_distribution(proposer, verifier):
     for stop in (frozenset(), STOP):
         assert examine(Instance(FEW, "1", tokens=4, stop=stop), proposer, verifier).wrong is None
 
@@ -142,7 +142,7 @@ class Moody:
 @pytest.mark.parametrize(
     "verifier", [pytest.param(Token(), marks=pytest.mark.nightly), Traversal()], ids=lambda v: v.name
 )
-def test_empty_drafts_among_others_keep_the_law(verifier):
+def test_empty_drafts_among_others_keep_the_distribution(verifier):
     parts = toy(Instance(FEW, "2x1", tokens=3), "without")
     parts = parts._replace(proposer=Moody(parts.proposer))
     outcomes = list(decoded(parts, verifier, tokens=3))
@@ -160,7 +160,7 @@ def test_empty_drafts_among_others_keep_the_law(verifier):
         pytest.param((1, 2, 0), marks=pytest.mark.nightly),
     ],
 )
-def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order, verifier):
+def test_sampled_and_greedy_requests_of_a_batch_keep_their_distributions(order, verifier):
     """One script makes all choices of the batch; greedy requests leave it nothing to choose."""
     parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
     cold = Sampling(0.0)
@@ -186,7 +186,7 @@ def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order
     assert {len(texts["longer"]) for _, texts in outcomes} == {2}
 
 
-def test_the_order_of_a_batch_changes_nobody_s_text():
+def test_the_order_of_a_batch_changes_no_text():
     parts = toy(Instance(Random(11, support=4, plain=True), "2x1", tokens=4), "without")
     requests = [Request(n, f"{n}", PROMPT, replace(PLAIN, temperature=0.5 + n / 4), 4) for n in range(12)]
     texts = []
@@ -209,13 +209,13 @@ class Same(Random):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), KSeq()], ids=lambda v: v.name)
 @pytest.mark.parametrize("tree", ["1", "1x1", "1x1x1"])
-def test_a_draft_that_is_the_target_is_accepted_whole(tree, verifier):
+def test_a_draft_that_is_the_target_is_fully_accepted(tree, verifier):
     finding = examine(Instance(Same(3), tree, tokens=0), "iid", verifier)
     assert finding.wrong is None
     assert finding.accepted == pytest.approx(len(tree.split("x")), abs=1e-12)
 
 
-def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
+def test_in_a_sampled_loop_a_draft_that_is_the_target_is_fully_accepted():
     parts = toy(Instance(Same(11, support=4, plain=True), "1x1", tokens=4), "iid")
     for verifier in (Token(), Traversal()):
         group = fixed_group(
@@ -230,7 +230,7 @@ def test_a_sampled_loop_s_draft_that_is_the_target_is_accepted_whole():
             assert [len(got.path) for got in done.committed] == [int(deepest[t].max()) for t in done.draft.shape.trees]
 
 
-def test_a_draft_that_reads_ahead_is_seen():
+def test_a_draft_that_reads_future_choices_is_detected():
     """Negative control: a proposer that leaves its draft out when the first token is 0."""
     parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
 

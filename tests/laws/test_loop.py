@@ -83,7 +83,7 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), c
     [("1", "iid", Token()), ("2", "without", Token()), ("2", "iid", Traversal())],
     ids=["chain", "without", "iid"],
 )
-def test_the_loop_has_the_target_s_law(target, draft, tree, drawn, verifier, sampling):
+def test_the_loop_has_the_target_s_distribution(target, draft, tree, drawn, verifier, sampling):
     assert distance(target, draft, tree, drawn, verifier, sampling) < 1e-12
 
 
@@ -105,7 +105,7 @@ def unsure(target, draft):
         pytest.param("2x1", "iid", Token(), marks=pytest.mark.nightly),  # as long as all others together
     ],
 )
-def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, unsure, tree, drawn, verifier):
+def test_a_draft_that_stops_where_it_is_unsure_keeps_the_distribution(target, draft, unsure, tree, drawn, verifier):
     sizes = set()
 
     class Watched(type(verifier)):
@@ -120,12 +120,12 @@ def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, uns
 
 
 @pytest.mark.parametrize("tree", ["1", "1x1"])
-def test_a_stop_token_ends_the_text_and_leaves_its_law(target, draft, tree):
+def test_a_stop_token_ends_the_text_and_keeps_its_distribution(target, draft, tree):
     """Accepted with more behind it, as the residual or as the bonus."""
     assert distance(target, draft, tree, "iid", Token(), PLAIN, STOP) < 1e-12
 
 
-def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
+def test_a_loop_that_omits_the_warps_is_detected(target, draft, monkeypatch):
     right = spec_lab.engine.step.logits_to_probs
 
     def bare(logits, samplings, seen=None, mask=None, **more):

@@ -59,14 +59,14 @@ def require_lossless(outputs: Outputs) -> None:
 )
 @DRAWN
 @VERIFIERS
-def test_one_step(world, name, drawn, verifier):
+def test_one_step_is_lossless(world, name, drawn, verifier):
     require_lossless(Outputs.of_forest(world, verifier, TREES[name], drawn))
 
 
 @pytest.mark.parametrize("name", ["[2]", "[1,1]", "[3]", "[2,1]"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @VERIFIERS
-def test_one_step_with_wide_laws(name, drawn, verifier):
+def test_one_step_with_wide_distributions_is_lossless(name, drawn, verifier):
     """V = 5 and no zeros anywhere."""
     require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), verifier, TREES[name], drawn))
 
@@ -90,7 +90,7 @@ def test_worlds_hold_every_kind_of_context():
     assert (p.max(1) == 1).any() and (q.max(1) == 1).any() and ((p == 0) & (q > 0)).any()
 
 
-def test_an_exhausted_law_draws_no_more_siblings():
+def test_an_exhausted_distribution_draws_no_more_siblings():
     """Without replacement, three siblings of a law on two tokens are two, of a one-hot law one."""
     world = World(2, support=2, plain=True)
     draft, probability = every_draft(world, TREES["[3]"], "without")
@@ -106,7 +106,7 @@ def test_an_exhausted_law_draws_no_more_siblings():
     assert twice.token[0] == twice.token[1]
 
 
-def test_a_key_used_twice_is_noticed():
+def test_a_key_used_twice_is_detected():
     script, key = Script(), Key(0, 0, 0, Purpose.STOP)
     script.choose(np.ones(2), key)
     with pytest.raises(Reused, match="names two choices"):

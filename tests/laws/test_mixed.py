@@ -151,7 +151,7 @@ def test_a_broken_rule_for_points_is_killed(siblings, name):
 
 
 @pytest.mark.parametrize("name", ["token", "traversal"])
-def test_the_unbroken_rule_lives_through_the_same_edits(name):
+def test_the_unbroken_rule_survives_the_same_edits(name):
     world = World(6, support=4, plain=True)
     assert Outputs.of_grown(world, broken(Siblings)[name], alternating).tv() < 1e-12
 
@@ -170,7 +170,7 @@ def test_a_wrong_order_of_siblings_is_killed():
     assert Outputs.of_grown(world, Token(), reordered).tv() > 1e-2
 
 
-def test_a_draft_whose_ways_do_not_fit_is_refused():
+def test_a_draft_with_inconsistent_ways_of_drawing_is_refused():
     growing = Growing(World(6), None)
     growing.point(0, 1)
     draft = growing.draft()

@@ -49,7 +49,7 @@ def test_the_list_of_the_notes_is_complete():
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=identify)
-def test_killed(mutant):
+def test_a_mutant_is_killed(mutant):
     for case, kill in zip(mutant.cases, mutants.seen(mutant), strict=True):
         assert kill.where is not None
         assert WORDS[mutant.layer] in kill.where
@@ -72,7 +72,7 @@ FREE = [
 
 
 @pytest.mark.parametrize("mutant", FREE, ids=identify)
-def test_a_few_instances_see_all_that_need_no_grammar(mutant):
+def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
     """As another law, or because the verifier is given what its own draft cannot have drawn."""
     drafts, verifier = mutant.proposer or mutant.cases[0].drawn, mutant.verifier or mutant.original
 
@@ -94,13 +94,13 @@ def test_a_few_instances_see_all_that_need_no_grammar(mutant):
     [mutants.standing_still, lambda: mutants.shared(Purpose.STOP), lambda: mutants.shared(Purpose.EMIT)],
     ids=["reused across steps", "shared with the test", "shared with the residual"],
 )
-def test_a_single_step_s_law_is_blind_to_noise(patch):
+def test_a_single_step_s_distribution_is_blind_to_noise(patch):
     """It says what each choice should be, not whether the choices are independent."""
     with patch(), mutants.inverse():
         assert prove("iid", Token(), STEPS[:3]).failure is None
 
 
-def test_noise_reused_across_steps_leaves_each_step_s_law_and_the_first_token():
+def test_noise_reused_across_steps_keeps_each_step_s_distribution_and_the_first_token():
     with mutants.standing_still(), mutants.inverse():
         assert prove("iid", Token(), [Instance(PINNED, "1", tokens=1)]).failure is None
         assert prove("iid", Token(), [Instance(PINNED, "1", tokens=2)]).failure is not None
@@ -113,7 +113,7 @@ def test_a_wrong_weight_is_invisible_at_depth_one(weight, drawn):
     assert prove(drawn, weight, [Instance(PINNED, "3")]).failure is None
 
 
-def test_samples_do_not_see_a_lenience_of_0_99():
+def test_samples_do_not_detect_a_lenience_of_0_99():
     """The exact layer does, at a total variation of 0.0014."""
     assert mutants.p_value("iid", Lenient(0.99)) > ALPHA
 
@@ -123,7 +123,7 @@ def test_samples_do_not_see_a_lenience_of_0_99():
     [(mutants.truncated(2), Token(), "draft"), ("iid", Control(), "towards the draft")],
     ids=["top-k draft judged with softmax q", "residual = p"],
 )
-def test_a_score_sees_strong_mutants(drafts, verifier, score):
+def test_a_score_detects_strong_mutants(drafts, verifier, score):
     def bound(drafts, verifier):
         parts = toy(JOINT, drafts, dtype=torch.float32)
         requests = [Request(number, f"{number}", PROMPT, PLAIN, JOINT.tokens) for number in range(500)]
@@ -149,7 +149,7 @@ def test_a_draft_that_cannot_have_been_drawn_is_refused(judge, message):
 
 
 @pytest.mark.parametrize("law", [twin.token, twin.traversal, twin.match])
-def test_unbroken_twins_live(law):
+def test_unbroken_twins_survive(law):
     def judge(draft, p):
         stop, emit = law(draft, p.numpy())
         return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))

@@ -86,7 +86,7 @@ def bomb(tmp_path):
     assert not mark.exists()
 
 
-def test_the_bomb_works(tmp_path):
+def test_the_test_s_pickle_would_run_code(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "made")))
     assert (tmp_path / "made").exists()
 
@@ -198,7 +198,7 @@ def test_an_adapter_is_refused(folder, bomb):
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "other.safetensors", "../x.safetensors.index.json"])
-def test_a_config_cannot_name_its_weights(folder, bomb, name):
+def test_weights_named_by_a_config_are_ignored(folder, bomb, name):
     if name.endswith(".bin"):
         bomb(folder / name)
     change(folder, transformers_weights=name)
@@ -206,7 +206,7 @@ def test_a_config_cannot_name_its_weights(folder, bomb, name):
         load(folder)
 
 
-def test_weights_may_be_links_to_files_and_nothing_else(folder, tmp_path):
+def test_weights_may_be_regular_files_or_links_to_them_only(folder, tmp_path):
     expected = logits(load(folder))
     (folder / "model.safetensors").rename(tmp_path / "blob")
     (folder / "model.safetensors").symlink_to(tmp_path / "blob")
@@ -222,7 +222,7 @@ def test_weights_may_be_links_to_files_and_nothing_else(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_pipe_or_a_device_never_makes_it_hang(folder, name):
+def test_a_pipe_or_a_device_is_refused_without_blocking(folder, name):
     for make in (os.mkfifo, lambda link: link.symlink_to("/dev/zero")):
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
@@ -303,7 +303,7 @@ def test_tied_weights_may_be_stored_twice(tmp_path):
     load(folder)
 
 
-def test_drafts_and_peers_are_checked_alike(sound, folder, bomb):
+def test_drafts_and_peers_have_the_same_checks(sound, folder, bomb):
     target = load(sound)
     index = shard(folder)
     bomb(folder / "weights.bin")
@@ -592,7 +592,7 @@ def test_a_tokenizer_without_a_longest_text_loads(folder):
     assert load(folder).tokenizer.encode("ab") == [0, 1]
 
 
-def test_an_infinite_time_step_is_no_reason_to_refuse(folder):
+def test_an_infinite_time_step_is_accepted(folder):
     fields = {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(Unsupported, match="'mamba2' is not supported: it does not attend to all earlier tokens"):
@@ -603,7 +603,7 @@ def test_an_infinite_time_step_is_no_reason_to_refuse(folder):
     "content", ["", "null", "[]", "3", "{", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"]
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_a_json_file_that_is_none_is_named(folder, name, content):
+def test_a_file_that_is_not_json_is_named(folder, name, content):
     (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         load(folder)
@@ -631,14 +631,14 @@ def test_a_model_with_tables_much_larger_than_its_weights_is_refused(tmp_path):
         ("config.json", "end", "eos_token_id"),
     ],
 )
-def test_an_end_that_is_no_token_is_named(folder, name, value, says):
+def test_a_stop_token_that_is_no_token_is_named(folder, name, value, says):
     (folder / "generation_config.json").unlink()
     change(folder, name, eos_token_id=value)
     with pytest.raises(ValueError, match=says):
         load(folder)
 
 
-def test_the_ends_are_those_of_the_generation_config(folder):
+def test_stop_tokens_are_those_of_the_generation_config(folder):
     change(folder, "generation_config.json", eos_token_id=[5, 7], max_length="junk", temperature=-3)
     assert load(folder).ends == {5, 7}
     (folder / "generation_config.json").unlink()
@@ -685,7 +685,7 @@ def test_constraints_refuse_added_tokens_that_the_model_does_not_have(folder):
         Vocabulary.of(load(folder))
 
 
-def test_an_end_that_the_model_does_not_have_is_ignored_beside_another_one(folder, caplog):
+def test_a_stop_token_that_the_model_does_not_have_is_ignored_if_there_is_another(folder, caplog):
     change(folder, "generation_config.json", eos_token_id=[3, 10**6])
     assert load(folder).ends == {3}
     (line,) = [record.message for record in caplog.records]
@@ -702,7 +702,7 @@ def heads(tmp_path):
     return load(folder / "target"), folder / "medusa"
 
 
-def test_heads_with_tensors_that_they_do_not_use_are_refused(heads):
+def test_heads_with_unused_tensors_are_refused(heads):
     target, folder = heads
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"weight2": torch.ones(3)}, folder / "model.safetensors")
@@ -715,7 +715,7 @@ def test_heads_with_tensors_that_they_do_not_use_are_refused(heads):
     [{"num_heads": 10**9}, {"num_layers": 10**9}, {"trunk_size": 10**9}, {"num_heads": -1}, {"num_heads": 3.0},
      {"num_heads": "3"}, {"hidden_size": None}],
 )  # fmt: skip
-def test_sizes_of_heads_that_cannot_be_are_named(heads, fields):
+def test_impossible_sizes_of_heads_are_named(heads, fields):
     target, folder = heads
     change(folder, **fields)
     with pytest.raises(ValueError, match=r"config\.json|hidden size|trunk_in"):
@@ -731,7 +731,7 @@ def test_files_of_heads_are_regular(heads, name):
         Heads.read(str(folder), target)
 
 
-def test_transformers_is_given_no_path(folder, monkeypatch):
+def test_transformers_receives_no_unchecked_path(folder, monkeypatch):
     """Without one it opens no file by itself, whatever a later version looks for in a folder."""
     asked = []
     kind = type(AutoModelForCausalLM.from_config(tiny_model(dtype=torch.float32).config))

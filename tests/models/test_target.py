@@ -60,7 +60,7 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
         ({"path": "./nowhere"}, "there is no folder ./nowhere"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(folder, change, says):
+def test_a_checkpoint_that_cannot_be_loaded_is_named(folder, change, says):
     with pytest.raises((ValueError, OSError), match=says):
         Target.load(**({"path": str(folder), "dtype": "float32"} | change))
 
@@ -172,7 +172,7 @@ def test_the_self_check_measures_a_wrong_model():
         self_check(model, "spans")
 
 
-def test_the_self_check_sees_a_rotation_that_depends_on_the_pack():
+def test_the_self_check_detects_a_rotation_that_depends_on_the_pack():
     model = tiny_model()
     rotary = model.model.rotary_emb
 
@@ -189,7 +189,7 @@ def test_the_self_check_sees_a_rotation_that_depends_on_the_pack():
 
 
 @pytest.mark.parametrize("asked", ["softcap", "sliding_window", "s_aux"])
-def test_attention_that_is_more_than_softmax_is_refused(asked):
+def test_attention_other_than_softmax_is_refused(asked):
     model = tiny_model()
     attention = model.model.layers[0].self_attn
     right = attention.forward
@@ -198,7 +198,7 @@ def test_attention_that_is_more_than_softmax_is_refused(asked):
         self_check(model, "spans")
 
 
-def test_a_model_with_attention_of_its_own_is_refused_at_load_too(folder, tmp_path):
+def test_a_model_with_custom_attention_is_refused_at_load_too(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tiny_model("gptj", dtype=torch.float32).save_pretrained(tmp_path)
@@ -207,7 +207,7 @@ def test_a_model_with_attention_of_its_own_is_refused_at_load_too(folder, tmp_pa
     assert Target.load(str(tmp_path), dtype="float32", attention="dense").self_check < 1e-3
 
 
-def test_a_model_with_attention_of_its_own_is_told_to_use_the_dense_mask():
+def test_the_error_for_a_model_with_custom_attention_names_the_dense_mask():
     with pytest.raises(Unsupported, match="target.attention=dense"):
         self_check(tiny_model("gptj"), "spans")
     assert self_check(tiny_model("gptj"), "dense") < 1e-6
@@ -231,7 +231,7 @@ def test_logits_that_cannot_be_compared_are_refused(spoil):
 
 
 @pytest.mark.parametrize("failure", [ValueError, ImportError, TypeError])
-def test_the_dense_mask_is_advised_once_and_spans_never(failure):
+def test_the_advice_to_use_the_dense_mask_comes_once(failure):
     model = tiny_model()
 
     def fails(*_, **__):

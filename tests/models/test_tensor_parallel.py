@@ -105,7 +105,7 @@ def answers(here):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_two_ranks_share_a_model_and_give_its_logits(answers, here, family):
+def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
     found = answers[family]
     assert found["error"] < 1e-10 and found["self_check"] < 1e-10
     assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
@@ -116,11 +116,11 @@ def test_a_call_that_fails_on_every_rank_is_an_error_like_any_other(answers):
     assert "invalid data type" in answers["together"]
 
 
-def test_a_rank_lets_go_of_the_models_and_cells_that_the_first_one_has_dropped(answers):
+def test_a_rank_frees_the_models_and_cells_that_the_first_one_has_dropped(answers):
     assert answers["held"] == [{"layers": 0, "things": 0}] * 4
 
 
-def test_a_rank_that_fails_alone_ends_all_and_says_why(answers, here):
+def test_a_rank_that_fails_alone_ends_all_with_its_error(answers, here):
     assert answers["code"] == 1 and not (here / "went_on").exists()
     assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["said"]
 
@@ -161,7 +161,7 @@ def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     assert not (tmp_path / "long" / "ended.json").exists() and (tmp_path / "long" / "requests.parquet").exists()
 
 
-def test_ranks_that_are_asked_for_nothing_end(tmp_path):
+def test_idle_ranks_end(tmp_path):
     code, said = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
     assert code == 0 and said.count("tensor_parallel: false") == 1
 
@@ -190,7 +190,7 @@ def test_ranks_that_share_no_model_are_refused(here, as_if, cli, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_peers_are_refused_beside_ranks_before_anything_is_loaded(as_if, cli):
+def test_peers_are_refused_on_several_ranks_before_anything_is_loaded(as_if, cli):
     as_if(0, 2)
     code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "output_dir=none")
     assert code == 1 and "peers run in one process: leave them out" in errors
@@ -210,7 +210,7 @@ def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_
     assert loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "llama")))
 
 
-def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypatch):
+def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     one = Link()
     with pytest.raises(KeyboardInterrupt), one._step():
@@ -229,7 +229,7 @@ def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypa
         ({}, None),
     ],
 )
-def test_a_report_says_where_the_target_was(target, says):
+def test_a_report_names_the_placement_of_the_target(target, says):
     assert device_text(target, ranks=2) == says
 
 
@@ -266,12 +266,12 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
         ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "no device for model.rotary_emb"),
     ],
 )
-def test_places_that_cannot_be_are_named(here, more, says):
+def test_impossible_placements_are_named(here, more, says):
     with pytest.raises(ValueError, match=says):
         Target.load(str(here / "llama"), dtype="float64", **more)
 
 
-def test_ranks_that_cannot_share_the_heads_are_refused(here, as_if):
+def test_a_number_of_ranks_that_does_not_divide_the_attention_heads_is_refused(here, as_if):
     as_if(0, 3)
     with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot .* 3 ranks"):
         Target.load(str(here / "llama"), tensor_parallel=True)
@@ -298,7 +298,7 @@ def test_one_rank_has_the_whole_model(here, as_if):
     assert isinstance(target.lm.model.lm_head.weight, torch.nn.Parameter) and target.self_check < 1e-10
 
 
-def test_peers_are_refused_beside_a_model_that_is_split(as_if):
+def test_peers_are_refused_with_a_split_model(as_if):
     from spec_lab.tasks.peers import as_transformers_runs_it
 
     as_if(0, 2)
@@ -306,7 +306,7 @@ def test_peers_are_refused_beside_a_model_that_is_split(as_if):
         as_transformers_runs_it(None)
 
 
-def test_a_run_on_one_rank_is_not_gone_on_with_on_two(as_if, tmp_path):
+def test_a_run_on_one_rank_is_not_resumed_on_two(as_if, tmp_path):
     given = ({}, 0, {}, "", ["baseline"], {})
     claim(tmp_path, manifest(*given))
     as_if(0, 2)
@@ -314,7 +314,7 @@ def test_a_run_on_one_rank_is_not_gone_on_with_on_two(as_if, tmp_path):
         claim(tmp_path, manifest(*given))
 
 
-def test_a_run_begun_before_ranks_were_noted_was_on_one(tmp_path):
+def test_a_run_without_a_recorded_number_of_ranks_was_on_one(tmp_path):
     given = ({}, 0, {}, "", ["baseline"], {})
     older = manifest(*given)
     del older["ranks"]
@@ -364,7 +364,7 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
     assert devices == [{"cpu"}, {"meta"}] * 2
 
 
-def test_layers_that_no_gpu_has_room_for_are_refused():
+def test_layers_that_fit_no_gpu_are_refused():
     model = tiny_model()
     refuse_offloading(model)
     model.hf_device_map = {"model": 0, "lm_head": 1}

@@ -133,7 +133,7 @@ def faults(cli, place, option: str, base: list[str], junk: list[str]) -> list[st
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("option", "group", "name"), OPTIONS, ids=[f"{name}:{one}" for one, _, name in OPTIONS])
-def test_junk_is_answered_in_one_line_that_names_the_option(junk_cli, tiny, tmp_path, option, group, name):
+def test_invalid_values_are_refused_in_one_line_that_names_the_option(junk_cli, tiny, tmp_path, option, group, name):
     folder, short = tiny
     base = [one for one in short if not one.startswith("output_dir=") and one.split("=")[0] != group]
     base += ["output_dir=here"] * (option != "output_dir") + (
@@ -151,7 +151,7 @@ def test_junk_is_answered_in_one_line_that_names_the_option(junk_cli, tiny, tmp_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("option", SWEPT)
-def test_junk_in_options_of_a_sweep_is_answered_in_one_line(junk_cli, tiny, tmp_path, option):
+def test_invalid_values_of_a_sweep_are_refused_in_one_line(junk_cli, tiny, tmp_path, option):
     _, short = tiny
     kind = (
         ["hydra/launcher=joblib"]

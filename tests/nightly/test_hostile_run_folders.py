@@ -187,7 +187,7 @@ def carry_out(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_commands_say_what_is_wrong_and_touch_nothing_outside(originals, tmp_path, monkeypatch, seed):
+def test_commands_name_the_fault_and_touch_nothing_outside(originals, tmp_path, monkeypatch, seed):
     dice = random.Random(seed)
     canary = tmp_path / "canary"
     (canary / "folder").mkdir(parents=True)

@@ -34,7 +34,7 @@ def take_turns(folder: Path, seconds: float, found) -> None:
     found.put((times, both))
 
 
-def test_no_two_processes_are_at_one_run(tmp_path):
+def test_no_two_processes_hold_one_run(tmp_path):
     context = get_context("spawn")
     found = context.Queue()
     processes = [context.Process(target=take_turns, args=(tmp_path, SECONDS, found)) for _ in range(PROCESSES)]

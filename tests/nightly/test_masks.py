@@ -88,7 +88,7 @@ def test_masks_of_drafts_are_those_of_new_matchers(name, threads):
 
 
 @pytest.mark.parametrize("name", ["linked list", "tree", "nested arrays"])
-def test_the_fuzz_finds_masks_that_rolling_back_has_spoilt(name):
+def test_the_fuzz_finds_masks_that_rollback_has_corrupted(name):
     kind, source, options = SOURCES[name]
     grammar = kind(bundled(), source, **options)
     assert wrong_rows(grammar, np.random.default_rng(0), ROWS, masks=by_rollback) != []

@@ -144,7 +144,7 @@ def test_a_forward_expands_the_best_of_each_tree_together(drawn, budget):
         assert tree_of(draft, tree) == twin(table.probabilities(tree), drawn, budget, depth, (tree, 0, 3))
 
 
-def test_of_equally_likely_nodes_the_first_drawn_is_expanded_first():
+def test_ties_are_expanded_in_drawing_order():
     """Where every path of a length is as likely as any other, a tree grows breadth first."""
     draft = Table(spread=0.0).grow("point", Budget(10, 2, width=1))
     assert draft.shape.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -174,7 +174,7 @@ def test_budget_children_and_depth_are_never_exceeded(drawn, width, children):
 
 
 @EACH_WAY
-def test_a_tree_is_the_same_alone_and_beside_others(drawn):
+def test_a_tree_is_the_same_alone_and_in_a_batch(drawn):
     budget, table = Budget(12, 2, 5, 3), Table(2)
     together = table.grow(drawn, budget, depths=(9, 1, 9, 3), numbers=(0, 5, 7, 4))
     for place, (number, depth) in enumerate(((0, 9), (5, 1), (7, 9), (4, 3))):
@@ -200,7 +200,7 @@ PENALISED = Sampling(0.8, top_k=9, repetition_penalty=1.6)
 @EACH_WAY
 @pytest.mark.parametrize("sampling", [WARM, PENALISED], ids=["warm", "penalised"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_draft_model_grows_what_plain_forwards_say(target, drawn, sampling, width):
+def test_a_draft_model_grows_the_tree_of_plain_forwards(target, drawn, sampling, width):
     proposer, budget = best_first(Budget(9, 2, 4, width), drawn), Budget(9, 2, 4, width)
     batch = batch_of(target, requests(sampling), proposer)
     draft = proposer.propose(batch)
@@ -232,7 +232,7 @@ def test_a_batch_decodes_as_its_requests_alone(target, drawn, sampling):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda verifier: verifier.name)
 @EACH_WAY
-def test_greedy_decoding_gives_the_target_s_tokens(target, truth, drawn, verifier):
+def test_greedy_decoding_emits_the_target_s_tokens(target, truth, drawn, verifier):
     group, steps = decode(target, best_first(Budget(8, 2, 4, 2), drawn, temperature=1.0), requests(), verifier)
     assert emitted(group) == truth
     assert max(map(calls, steps)) <= 1 + 3

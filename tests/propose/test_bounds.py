@@ -30,7 +30,7 @@ HUGE = 10**400
     ],
     ids=lambda tree: str(tree)[:12] if isinstance(tree, str) else type(tree).__name__,
 )
-def test_a_tree_that_is_too_large_or_none_is_refused(tree):
+def test_an_invalid_or_too_large_tree_is_refused(tree):
     if tree == "1":
         assert parse(tree) == ((0,),)
         return

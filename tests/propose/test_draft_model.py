@@ -39,7 +39,7 @@ KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), 
 
 
 @pytest.mark.parametrize(("tree", "drawn"), KINDS)
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, tree, drawn):
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, tree, drawn):
     proposer = draft_model(tree, drawn)
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
@@ -135,7 +135,7 @@ def check_laws(draft, batch, model, draws):
     "sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5), COLD]
 )
 @pytest.mark.parametrize(("tree", "drawn"), [("1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), ("4x2", "without")])
-def test_stated_laws_are_the_laws_drawn_from(target, tree, drawn, sampling):
+def test_stated_distributions_are_those_drawn_from(target, tree, drawn, sampling):
     proposer, draws = draft_model(tree, drawn), Recording()
     wanted = [replace(one, sampling=sampling) for one in requests()[:2]] + [replace(requests()[2], sampling=WARM)]
     batch = batch_of(target, wanted, proposer, draws)
@@ -159,7 +159,7 @@ def test_siblings_beyond_the_support_are_left_out(target):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 3.0])
-def test_point_takes_the_likeliest(target, penalty):
+def test_point_drafts_the_likeliest(target, penalty):
     sampling = Sampling(0.5, top_k=1, repetition_penalty=penalty)
     proposer = draft_model(TREE, "point")
     batch = batch_of(target, requests(sampling), proposer)
@@ -204,7 +204,7 @@ def histories(draw):
 @pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")])
 @given(history=histories())
 @settings(max_examples=10)
-def test_any_history_keeps_the_laws_right(target, small, tree, drawn, history):
+def test_distributions_are_right_after_any_history(target, small, tree, drawn, history):
     proposer = draft_model(tree, drawn, lm=CausalLM(small))
     batch = batch_of(target, requests(WARM)[:1], proposer)
     for step, (what, number, token) in enumerate([("accept", 0, 0), *history]):
@@ -405,7 +405,7 @@ def sureness(proposer, sequences, draft):
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point", "without"])
-def test_what_is_drafted_where_the_draft_is_unsure_ends_its_path(target, drawn):
+def test_an_unsure_token_ends_its_path(target, drawn):
     proposer = draft_model("2x2x1", drawn)
     batch = batch_of(target, requests(WARM), proposer)
     whole = proposer.propose(batch)

@@ -110,7 +110,7 @@ def test_places_in_the_whole_tree_key_the_noise(target):
     assert all((whole.noise[key] == noise).all() for key, noise in cut.noise.items())
 
 
-def test_noise_does_not_depend_on_batch_mates(target):
+def test_noise_does_not_depend_on_the_batch(target):
     together, batch, _ = proposed(target)
     rows = [row for row, *_ in expanded(together, batch.sequences)]
     noise = together.noise[together.q_row[rows]]
@@ -123,13 +123,13 @@ def test_noise_does_not_depend_on_batch_mates(target):
     assert torch.equal(noise, torch.stack(alone))
 
 
-def test_nothing_drafted_still_says_how(target):
+def test_an_empty_draft_declares_how_it_is_drawn(target):
     draft, _, _ = proposed(target, proposer=draft_model(TREE, "gumbel", context=2))
     assert (draft.drawn, draft.shape.nodes) == ("gumbel", 0)
     assert draft.noise.shape == draft.q.shape == (0, VOCABULARY) and draft.noise.dtype == torch.float64
 
 
-def test_what_is_drafted_has_the_draft_s_law(target):
+def test_the_drafted_tokens_have_the_draft_s_distribution(target):
     sampling = Sampling(1.0, top_k=8)
     proposer, tokens = draft_model("1", "gumbel"), []
     batch = batch_of(target, requests(sampling, prompts=PROMPTS[1:2] * 100), proposer)
@@ -158,7 +158,7 @@ def agrees(tokens: np.ndarray, law: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("verifier", [Gumbel(), Match()], ids=["gumbel", "match"])
 @pytest.mark.parametrize(("tree", "temperature"), [(CHAIN, None), (CHAIN, 1.5), (TREE, 1.5)])
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, tree, temperature):
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, tree, temperature):
     proposer = draft_model(tree, "gumbel", temperature)
     group, _ = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
@@ -185,7 +185,7 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sa
     assert together == emitted(decode(target, proposer, wanted[::-1], Gumbel())[0])
 
 
-def test_its_steps_are_recorded_as_given_the_noise(target):
+def test_steps_are_recorded_conditional_on_the_noise(target):
     """Nothing is left to chance, so what is expected is what was accepted."""
     _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
     rows = [row for one in steps for row in one.slim().rows()]
@@ -197,7 +197,7 @@ def test_its_steps_are_recorded_as_given_the_noise(target):
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
-def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
+def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
     with pytest.raises(ValueError, match=f"verifier '{verifier.name}' supports drafts drawn iid, point, without"):
         fixed_group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
 
@@ -256,7 +256,7 @@ def outputs(target) -> np.ndarray:
     return np.array(codes)
 
 
-def test_the_joint_law_of_three_tokens_is_the_target_s(target):
+def test_the_joint_distribution_of_three_tokens_is_the_target_s(target):
     law = np.zeros(VOCABULARY**3)
     for a, p_a in some(target, PROMPTS[1]):
         for b, p_b in some(target, (*PROMPTS[1], a)):
@@ -274,7 +274,7 @@ def some(target, text):
 # Early stops and bad input -----------------------------------------------------------------------------------------
 
 
-def test_a_confident_draft_ends_paths_by_its_law_alone_and_keeps_rows_aligned(target):
+def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_aligned(target):
     draft, batch, proposer = proposed(target, "2x2x1")
     sure = {}
     for row, _, text, _ in expanded(draft, batch.sequences):

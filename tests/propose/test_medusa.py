@@ -86,7 +86,7 @@ def test_heads_equal_the_plain_formula(target, layers, trunk):
 
 @pytest.mark.parametrize("verifier", [None, Traversal()])
 @pytest.mark.parametrize("trunk", [False, True])
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, trunk):
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, trunk):
     proposer = Medusa(heads_of(target, trunk=trunk), TREE)
     group, steps = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
@@ -139,7 +139,7 @@ def test_a_fork_drafts_like_its_origin(target):
     assert len(token[0]) and torch.equal(token[0], token[1])
 
 
-def test_after_removed_tokens_the_heads_read_the_state_of_the_last_one_left(target):
+def test_after_a_rewind_the_heads_read_the_state_of_the_last_kept_token(target):
     """In a fork, too, which removes tokens of its own."""
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
@@ -225,7 +225,7 @@ def test_accuracies_are_measured_on_text_of_the_temperature():
     assert sampled.paths != greedy.paths
 
 
-def test_accuracy_survives_its_file(tmp_path):
+def test_accuracy_is_the_same_after_saving_and_loading(tmp_path):
     found = Accuracy.of(np.random.default_rng(0).integers(0, 4, (500, 3)), 3)
     found.write(tmp_path, rare=1, text="held-out code")
     again = Accuracy.read(tmp_path)
@@ -272,7 +272,7 @@ def test_the_tree_weighs_tokens_against_measured_seconds(target, calibrated, per
     assert found.expected_speedup == pytest.approx(rates[best])
 
 
-def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypatch, caplog):
+def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, monkeypatch, caplog):
     dear = {n: 1.0 + 9 * n for n in (0, 1, 2)}
     monkeypatch.setattr(calibration, "time_steps", lambda *_: costs_of(dear))
     folder = saved(tmp_path)
@@ -287,7 +287,7 @@ def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, monkeypatch, calibrated):
+def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monkeypatch, calibrated):
     target = tiny_target()
     drafting, plain, seen = partial(Medusa, heads_of(target)), target.lm.prepare, []
 
@@ -318,7 +318,7 @@ def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, mon
     assert target.lm._hook is None
 
 
-def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeypatch, calibrated):
+def test_a_tree_that_is_slower_than_none_is_not_chosen(target, monkeypatch, calibrated):
     def timed(target, proposers, tokens, *_):  # one node gains a hundredth, more lose one
         return costs_of({size: tokens[size] / {0: 1.0, 1: 1.01}.get(size, 0.995) for size in proposers})
 
@@ -327,7 +327,7 @@ def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeyp
     assert found.choices == ((0,),)
 
 
-def test_a_timing_that_errs_does_not_decide():
+def test_a_noisy_timing_does_not_decide():
     true = {size: 1.5 + 0.05 * size for size in (1, 2, 3, 4, 6, 8, 10, 12)}
     timed = {0: 1.0} | true | {2: 0.8, 8: 4.0}
     assert calibration.smoothed(timed) == pytest.approx({0: 1.0} | true)
@@ -369,7 +369,7 @@ def test_a_trunk_is_read(target, truth, tmp_path):
     assert emitted(decode(target, proposer, requests())[0]) == truth
 
 
-def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp_path, monkeypatch):
+def test_loaded_heads_use_a_named_tree_or_the_calibrated_one(target, truth, tmp_path, monkeypatch):
     folder = saved(tmp_path)
     named = Medusa.load(target, str(folder), tree="3x2")
     assert (named.nodes, len(named.heads), named.calibration, len(named.sha256)) == (9, 2, None, 64)
@@ -388,7 +388,7 @@ def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp
 
 
 @pytest.mark.parametrize("max_depth", [1, 2, 3, 4, 9])
-def test_the_likeliest_and_the_calibrated_tree_are_at_most_as_deep_as_said(target, tmp_path, monkeypatch, max_depth):
+def test_the_likeliest_and_the_calibrated_tree_respect_the_depth_limit(target, tmp_path, monkeypatch, max_depth):
     folder = saved(tmp_path)
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
     free = lambda target, proposers, *_: costs_of(dict.fromkeys(proposers, 1.0))  # noqa: E731

@@ -74,7 +74,7 @@ def test_index_follows_growth_and_rewinds(tokens, edits, shortest, more):
 
 
 @given(TOKENS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 2))
-def test_a_chain_reads_on_from_the_first_match(tokens, depth, shortest, more):
+def test_a_chain_continues_from_the_first_match(tokens, depth, shortest, more):
     draft = drafted(Ngram(depth, shortest + more, shortest), tokens)
     first = next(naive_matches(tokens, shortest + more, shortest), None)
     assert draft.token.tolist() == ([] if first is None else naive_continuation(tokens, first, depth))
@@ -97,7 +97,7 @@ def test_longer_matches_come_first_then_recent_ones():
     assert paths_of(drafted(NgramTree(3, 1, 3, 1), text)) == [(9,), (8,), (7,)]
 
 
-def test_reading_goes_on_in_the_draft():
+def test_matching_continues_within_the_draft():
     assert continuation([5, 1, 2, 1, 2], 3, 5) == [1, 2, 1, 2, 1]
 
 

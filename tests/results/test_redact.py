@@ -187,7 +187,7 @@ def test_a_secret_that_is_read_from_a_variable_is_left_as_it_is(monkeypatch, opt
 
 
 @pytest.mark.parametrize("text", ["db://${oc.env:U}:hunter2@h/b", "db://u:hunter2${oc.env:P}@h/b"])
-def test_a_password_beside_an_interpolation_is_refused_by_name(monkeypatch, text):
+def test_a_password_next_to_an_interpolation_is_refused_by_name(monkeypatch, text):
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(InvalidSecret, match=r"hydra\.sweeper\.storage") as error:
         moved([f"hydra.sweeper.storage='{text}'"])
@@ -271,7 +271,7 @@ def test_a_run_notices_that_an_environment_variable_has_another_value(quick_cli,
 @pytest.mark.parametrize(
     "key", ["openai_key", "WANDB_API_KEY", "private_key_pem", "github_pat", "bearer", "cookies", "sshKey", "hf_token"]
 )
-def test_what_services_call_their_secrets_is_a_secret(key):
+def test_the_services_names_of_secrets_are_secrets(key):
     assert without_secrets({"a": {key: "canary"}}) == {"a": {key: BLANK}}
 
 

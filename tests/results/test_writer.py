@@ -27,7 +27,7 @@ def test_columns_are_those_of_the_schema(decoded):
     assert set(steps[0]) == set(schema.STEPS)
 
 
-def test_steps_tell_the_whole_output(decoded):
+def test_steps_contain_the_whole_output(decoded):
     requests, done, _, steps = decoded
     for request, outcome in zip(requests, done.outcomes, strict=True):
         own = [step for step in steps if step["request"] == request.id]
@@ -49,7 +49,7 @@ def test_steps_tell_the_whole_output(decoded):
         assert outcome.prefill_tokens == own[0]["emitted_kept"]
 
 
-def test_cuts_show_in_the_last_step_only(decoded):
+def test_truncation_appears_in_the_last_step_only(decoded):
     _, _, _, steps = decoded
     for step in steps:
         whole = step["emitted"] == step["emitted_kept"] and step["accepted"] == step["accepted_kept"]
@@ -130,7 +130,7 @@ def test_a_group_without_its_requests_never_finished(tmp_path):
     assert load(tmp_path).rounds["group"].tolist() == [0]
 
 
-def test_nothing_there_is_empty_tables(tmp_path):
+def test_a_folder_without_parts_is_empty_tables(tmp_path):
     tables = load(tmp_path / "nowhere")
     assert len(tables.rounds) == len(tables.steps) == len(tables.requests) == 0
     assert list(tables.steps.columns) == list(schema.STEPS)

@@ -35,7 +35,7 @@ def done(tmp_path_factory):
     return out, console.file.getvalue()
 
 
-def test_it_leaves_every_file(done):
+def test_a_run_writes_every_file(done):
     out, _ = done
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     tables = {f"{name}.parquet" for name in ("rounds", "steps", "requests")}
@@ -43,7 +43,7 @@ def test_it_leaves_every_file(done):
     assert names == tables | drawn | {"summary.json", "manifest.json"}
 
 
-def test_both_arms_decode_every_prompt_in_turn(done):
+def test_arms_alternate_on_every_prompt(done):
     requests = metrics.load(done[0]).requests
     assert sorted(requests["arm"].unique()) == ["baseline", "speculative"]
     for _, arm in requests.groupby("arm"):
@@ -53,7 +53,7 @@ def test_both_arms_decode_every_prompt_in_turn(done):
     assert first.tolist() == ["speculative", "baseline", "speculative"]
 
 
-def test_rows_say_how_much_text_each_token_settles(done):
+def test_rows_count_the_text_each_token_releases(done):
     for one in metrics.load(done[0]).requests.itertuples():
         assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
 
@@ -64,7 +64,7 @@ def test_greedy_arms_agree(done):
     assert (tables.requests["prefill_tokens"] + tables.requests["decode_tokens"] == 12).all()
 
 
-def test_the_summary_holds_what_the_design_names(done):
+def test_the_summary_has_the_design_s_keys(done):
     summary = json.loads((done[0] / "summary.json").read_text())
     assert {
         "experiment", "proposer", "verifier", "constraint", "lossless", "certified", "requests", "tokens", "steps",
@@ -96,19 +96,19 @@ def test_a_run_certifies_its_own_pairs(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
 
 
-def test_a_lossy_verifier_is_called_so_and_not_certified(tmp_path):
+def test_a_lossy_verifier_is_named_and_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
     assert found == {"speculative": None, "baseline": "quick"}
     assert "lossy: draft_model; verifier 'lenient'" in printed
 
 
-def test_a_false_claim_is_printed_with_the_place_where_it_fails_and_the_run_is_kept(tmp_path):
+def test_a_false_claim_is_reported_with_its_counterexample_and_the_run_is_kept(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
     assert found == {"speculative": None, "baseline": "quick"}
     assert "NOT lossless: draft_model; verifier 'mine'" in printed and ": after [] token " in printed
 
 
-def test_what_cannot_be_enumerated_is_left_open(tmp_path):
+def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
     assert found == {"speculative": None, "baseline": "quick"}
     assert "not certified: draft_model;" in printed and "the noise of a race cannot be enumerated" in printed
@@ -129,7 +129,7 @@ def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
     )
 
 
-def test_the_manifest_says_what_ran_and_hides_secrets(done):
+def test_the_manifest_records_the_run_and_hides_secrets(done):
     manifest = json.loads((done[0] / "manifest.json").read_text())
     assert manifest["config"]["tracker"]["api_key"] == "***"
     assert manifest["config"]["max_new_tokens"] == 12
@@ -153,7 +153,7 @@ def test_time_inside_and_outside_the_phases_adds_up(done):
         assert metrics.decode_seconds(tables.rounds, arm) == pytest.approx(groups.sum())
 
 
-def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
+def test_an_interrupted_run_is_resumed(done, tmp_path, capsys):
     """Ctrl-C in the second group keeps the first; the same run then decodes only the others."""
     plain, decoded = Loop.decode, []
 
@@ -334,7 +334,7 @@ def test_the_baseline_can_be_left_out(tmp_path):
     assert summary["speedup"]["mean"] is summary["baseline_tokens_per_second"] is None
 
 
-def test_proposers_beside_are_arms_of_their_own(tmp_path):
+def test_further_proposers_are_arms_of_their_own(tmp_path):
     assert run(lab(more_proposers={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
     tables = metrics.load(tmp_path)
     assert metrics.arms(tables) == ["speculative", "longer", "baseline"]
@@ -396,7 +396,7 @@ def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, caps
     assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
 
 
-def test_a_group_with_a_broken_request_is_left_out_of_speeds_and_the_table_says_so(tmp_path):
+def test_a_group_with_a_failed_request_is_left_out_of_speeds_with_a_note_in_the_table(tmp_path):
     one = lab()
     seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
     assert run(one, settings(tmp_path / "plain", baseline=False), CONFIG, quiet()) == 0
@@ -427,7 +427,7 @@ def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
+def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
     picky = SimpleNamespace(name="picky", accepts=frozenset({"iid"}), lossless=True)
     with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
         run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
@@ -457,7 +457,7 @@ def test_wrong_types_are_refused_by_name(tmp_path, change, said):
         settings(tmp_path, **change)
 
 
-def test_a_pair_is_enumerated_once_in_a_process_and_another_one_anew(tmp_path, monkeypatch):
+def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
     seen = []
 
     def counted(proposer, verifier, constrained):

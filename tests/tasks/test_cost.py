@@ -46,7 +46,7 @@ def arms_of(target, **proposers):
     return {name: Loop(target, one, Token(), seed=0) for name, one in proposers.items()}
 
 
-def test_a_fixed_tree_has_two_children_a_row_and_as_many_nodes_as_asked():
+def test_a_fixed_tree_has_two_children_per_row_and_the_requested_nodes():
     assert bush(5).parent.tolist() == [0, 0, 1, 1, 2]
     assert bush(64).nodes == 64 and bush(64).depth.max() == 6
     target = tiny_target()
@@ -63,7 +63,7 @@ def test_texts_are_the_prompts_joined_and_repeated_each_from_a_place_of_its_own(
     assert not one.stop and (one.id, two.id) == (0, 1)
 
 
-def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
+def test_every_arm_is_timed_from_the_same_state_and_all_cells_are_freed():
     target = tiny_target()
     drafting, places = draft_model("1x1", "iid"), []
 
@@ -83,7 +83,7 @@ def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
         assert cells.references.sum() == 0
 
 
-def test_the_parts_of_a_round_are_no_longer_than_the_round():
+def test_the_phases_of_a_step_are_no_longer_than_the_step():
     target = tiny_target()
     rows = take_turns(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
     (row,) = rows
@@ -92,7 +92,7 @@ def test_the_parts_of_a_round_are_no_longer_than_the_round():
     assert row["target_forward"] <= row["target"]
 
 
-def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatch):
+def test_nan_logits_are_refused_and_all_cells_are_freed(monkeypatch):
     target, drafting = tiny_target(), draft_model("1x1", "iid")
     plain, calls = type(target.lm).run, []
 
@@ -111,7 +111,7 @@ def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatc
         assert cells.references.sum() == 0
 
 
-def test_a_proposer_that_the_verifier_cannot_judge_is_refused():
+def test_a_proposer_that_the_verifier_does_not_support_is_refused():
     target = tiny_target()
     arms = {"draft": Loop(target, draft_model("1x1", "gumbel"), Token(), seed=0)}
     with pytest.raises(ValueError, match="draws 'gumbel'"):
@@ -143,7 +143,7 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
     assert float(cost.nodes(nodes=5, batch=2, context=8)) == pytest.approx(t[2, 8, 5.0]["seconds"])
 
 
-def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 
     def watched(arms, requests, turn, rounds):
@@ -168,7 +168,7 @@ def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
         ({"turns": 0}, "task.turns"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+def test_invalid_options_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         measure(lab(), settings(tmp_path), {}, quiet(), **(SMALL | options))
     assert not list(tmp_path.iterdir())
@@ -187,7 +187,7 @@ def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
     assert seen == [[4, 4, 4, 3, 1]]
 
 
-def test_the_room_holds_every_node_accepted_in_every_round():
+def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
     target = tiny_target()
     arms = arms_of(target, four=Repeat(4), none=Null())
     assert room(arms, rounds=2) == 5 * 5  # warming up, two timed, one that ends the second; then a draft
@@ -244,7 +244,7 @@ def test_a_speed_up_is_tau_times_the_ratio_of_seconds():
     assert predict(cost, "baseline", tau=1.0, nodes=0, batch=2, context=40) == pytest.approx(1.0)
 
 
-def test_where_verifying_is_free_it_is_the_theorem_of_leviathan_et_al():
+def test_where_verifying_is_free_the_prediction_is_the_theorem_of_leviathan_et_al():
     """(1 - a^(g + 1)) / ((1 - a) (g c + 1)), for g drafted tokens that are each accepted with probability a."""
     a, g, c, forward = 0.7, 4, 0.05, 8e-3
     flat = Grid({"nodes": (0.0, 8.0)} | PLACES, np.full((2, 2, 2), forward))
@@ -281,7 +281,7 @@ def run_by_hand() -> Tables:
     return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame(requests))
 
 
-def test_a_run_is_predicted_round_by_round_by_who_is_live_and_how_long():
+def test_a_run_is_predicted_step_by_step_from_live_requests_and_their_lengths():
     tokens = 4 * 2.5 + (3.0 - 1)
     drafted = (5 + 10 + 8 + 1) + (5 + 10 + 8 + 2) + (5 + 10 + 4 + 3)
     plain = (1 + 10 + 1) + (1 + 10 + 2) + (1 + 10 + 3)
@@ -375,7 +375,7 @@ def test_reading_where_nothing_was_measured_is_refused(tmp_path):
         study().main(["--read", f"{tmp_path}", "--folder", f"{tmp_path}"])
 
 
-def test_a_prediction_is_surely_within_only_if_its_whole_interval_is():
+def test_a_prediction_is_within_a_bound_only_if_its_whole_interval_is():
     rows = [
         {"method": name, "predicted_over_measured_low": low, "predicted_over_measured_high": high, "error": mean - 1}
         | {"within": study().within(mean, mean), "surely_within": study().within(low, high)}

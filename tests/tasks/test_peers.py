@@ -92,7 +92,7 @@ def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(folder, nam
         lab.peers[name].decode([replace(request, tokens=(1, 61))])
 
 
-def test_tables_without_rounds_have_no_phases(folder, tmp_path):
+def test_without_a_rounds_table_there_are_no_phases(folder, tmp_path):
     lab = build(folder, Sampling())
     alone = Lab(lab.target, lab.proposer, lab.verifier, lab.sampling, lab.prompts[:1], lab.tracker, peers=lab.peers)
     assert run(alone, settings(tmp_path, batch_size=1, max_new_tokens=8), {}) == 0
@@ -134,7 +134,7 @@ def rounds(folder, arm, lab, monkeypatch):
     return rows[1:]
 
 
-def test_as_many_tokens_are_drafted_as_asked_for(folder, monkeypatch):
+def test_the_requested_number_of_tokens_is_drafted(folder, monkeypatch):
     lab = build(folder, Sampling())
     assert set(rounds(folder, lab.peers["greedy"], lab, monkeypatch)) == {1}
     constant = rounds(folder, lab.peers["assisted_same"], lab, monkeypatch)

@@ -84,7 +84,7 @@ def columns(rows, *names):
     return [tuple(row[name] for name in names) for row in rows]
 
 
-def test_a_request_alone_takes_one_step_for_each_token(time, plain):
+def test_a_request_alone_needs_one_step_per_token(time, plain):
     (row,) = time.serve(plain, requests([4]), [0.0])
     assert row == {
         "request": 10, "prompt_tokens": 3, "arrival": 0.0, "steps": 4, "admitted": 0.0, "first_token": 1.0, "end": 4.0,
@@ -107,13 +107,13 @@ def test_a_request_that_arrives_while_others_decode_joins_the_next_step(time, pl
     assert [len(info.sequences) for info in time.infos] == [1, 1, 2, 2, 1]
 
 
-def test_where_nothing_is_left_to_decode_it_sleeps_until_the_next_arrival(time, plain):
+def test_an_idle_loop_sleeps_until_the_next_arrival(time, plain):
     rows = time.serve(plain, requests([2, 1]), [0.5, 10.0])
     assert time.slept == [0.5, 7.5]
     assert columns(rows, "admitted", "end") == [(0.5, 2.5), (10.0, 11.0)]
 
 
-def test_a_sleep_that_ends_early_is_taken_up_again(monkeypatch, plain):
+def test_a_sleep_that_ends_early_is_continued(monkeypatch, plain):
     time = Time(monkeypatch, oversleep=0.5)
     (row,) = time.serve(plain, requests([1]), [8.0])
     assert row["arrival"] == 8 and row["admitted"] >= 8 - 1e-9
@@ -163,7 +163,7 @@ def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
     assert not target.lm.cells.references.any()
 
 
-def test_an_engine_that_fails_gives_its_cells_back(time, plain, monkeypatch):
+def test_an_engine_that_fails_frees_its_cells(time, plain, monkeypatch):
     step = Engine.step
 
     def failing(engine):
@@ -212,7 +212,7 @@ def test_a_trace_that_cannot_be_used_is_refused_by_its_option(tmp_path, content)
         arrival_times("file", 3, 1.0, str(file), 0)
 
 
-def test_a_trace_that_is_not_there_is_refused_by_its_option(tmp_path):
+def test_a_missing_trace_is_refused_by_its_option(tmp_path):
     with pytest.raises(OSError, match=r"task\.trace.*missing"):
         arrival_times("file", 3, 1.0, str(tmp_path / "missing"), 0)
     with pytest.raises(ValueError, match=r"task\.trace.*folder"):
@@ -273,7 +273,7 @@ def test_the_speed_up_is_a_ratio_of_sums_over_the_last_arm_paired_by_segments():
     assert doubled["draft"]["speedup"] == pytest.approx(speedup)
 
 
-def test_pairs_that_speed_up_alike_leave_no_doubt_however_long_their_segments():
+def test_equal_speed_ups_have_an_interval_of_no_width_whatever_their_segments():
     found = summarise(
         pair([(10.0, 9), (1.0, 9), (4.0, 9)], [(5.0, 9), (0.5, 9), (2.0, 9)]), ["draft", "baseline"], 1, 1
     )
@@ -304,7 +304,7 @@ def run(out, console=None, parts=None, changes=None, **options):
     return serve(parts or lab(), own, {}, console or quiet(), **({"segment": 2} | options))
 
 
-def test_every_arm_serves_every_request_once_and_takes_turns_in_going_first(tmp_path):
+def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_path):
     console = quiet()
     assert run(tmp_path / "out", console, requests=7) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
@@ -381,7 +381,7 @@ def test_warming_up_leaves_no_rows(tmp_path):
     ],
     ids=str,
 )
-def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_path, options, named):
+def test_invalid_options_are_refused_before_anything_is_written(tmp_path, options, named):
     with pytest.raises(ValueError, match=named):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

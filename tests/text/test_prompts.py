@@ -30,7 +30,7 @@ def test_jsonl_reads_every_field_and_fills_in_what_is_missing(tmp_path):
     assert [p.name for p in text.jsonl(path, limit=2)] == ["a", "prompts-3"]
 
 
-def test_null_is_as_good_as_absent(tmp_path):
+def test_null_means_absent(tmp_path):
     path = write(tmp_path, '{"id": null, "prompt": "x", "workload": null, "source": null}')
     assert text.jsonl(path) == [text.Prompt("prompts-1", "x", "", "")]
     path = write(tmp_path, '\n{"question_id": null, "category": null, "turns": ["x"]}\n{"turns": ["y"]}')
@@ -81,7 +81,7 @@ def test_missing_file_and_bad_limit_are_refused(tmp_path):
             text.jsonl(write(tmp_path, '{"prompt": "x"}'), limit=limit)
 
 
-def test_spec_bench_takes_the_first_turn(tmp_path):
+def test_spec_bench_uses_the_first_turn_of_a_conversation(tmp_path):
     path = write(tmp_path, json.dumps({"question_id": 81, "category": "writing", "turns": ["one", "two"]}))
     assert text.spec_bench(path) == [text.Prompt("81", "one", "writing", "Spec-Bench")]
     with pytest.raises(ValueError, match=r"prompts.jsonl:1: 'turns' must be a list"):
@@ -129,7 +129,7 @@ def test_half_a_character_is_refused_with_file_and_line(tmp_path, field):
         text.jsonl(path)
 
 
-def test_the_prompts_of_a_folder_are_mixed_and_the_same_each_time(tmp_path):
+def test_the_prompts_of_a_folder_are_interleaved_deterministically(tmp_path):
     for kind in ("a", "b"):
         lines = [json.dumps({"id": f"p{number}", "prompt": f"{kind} {number}"}) for number in range(6)]
         (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines))

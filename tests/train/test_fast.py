@@ -21,7 +21,7 @@ def test_blocked_attention_is_causal_attention(length):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 130])
-def test_cross_entropies(rows):
+def test_the_chunked_cross_entropy_equals_torch_s(rows):
     torch.manual_seed(0)
     logits = torch.randn(rows, 50, requires_grad=True)
     target = torch.randint(0, 50, (rows,))

@@ -204,7 +204,7 @@ def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
         distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
 
 
-def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(trained, tmp_path):
+def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tmp_path):
     target = trained.trained_target()
     _, heads = distilled(trained, tmp_path)
     text = Part.read(trained.work / "generated" / "part-0000.safetensors")
@@ -216,7 +216,7 @@ def test_distilled_heads_foretell_the_targets_choices_better_than_the_identity(t
     assert sum(after) < sum(before)
 
 
-def test_shipped_heads_compute_what_trained_ones_did(trained):
+def test_shipped_heads_equal_the_trained_ones(trained):
     """Also with embeddings unscaled."""
     target, plan = trained.trained_target().float(), trained.distillation
     made = distill.Heads(plan.heads, plan.layers, 32, plan.width, distill.embedding_scale(target))
@@ -244,7 +244,7 @@ def test_the_command_line_runs_a_stage(trained, tmp_path):
         stages.main(["export", "--work", str(tmp_path), "--zoo", str(zoo), "--threads", "1"])
 
 
-def test_the_prompts_that_loop_least_are_shipped(trained):
+def test_the_prompts_with_fewest_repeated_8_grams_are_shipped(trained):
     candidates = {row["id"]: row for row in prompts.read(trained.work / "prompts")}
     shares = json.loads((trained.work / "looping.json").read_text())
     assert shares.keys() == candidates.keys()
@@ -259,7 +259,7 @@ def test_the_prompts_that_loop_least_are_shipped(trained):
         assert max(kept) <= min(left)
 
 
-def test_texts_too_short_to_judge_come_last():
+def test_texts_too_short_to_count_repeats_come_last():
     rows = [{"id": str(i), "prompt": str(i), "workload": "code", "source": ""} for i in range(4)]
     chosen = prompts.least(rows, [0.5, float("nan"), 0.0, 0.5], {"code": 3, "json": 1, "prose": 1})
     assert [row["prompt"] for row in chosen["code"]] == ["0", "2", "3"]

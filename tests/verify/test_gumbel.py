@@ -112,7 +112,7 @@ def test_the_verifier_equals_its_twin(dtype, case):
 
 @settings(max_examples=150)
 @given(case=races(), data=st.data())
-def test_residuals_serve_any_rows_in_any_order(case, data):
+def test_residuals_are_returned_for_any_rows_in_any_order(case, data):
     """p at leaves; the token that won at other rows, if no child holds it; nothing at dead rows, and never NaN."""
     draft, p = case
     shape, token = draft.shape, draft.token.numpy()
@@ -130,7 +130,7 @@ def test_residuals_serve_any_rows_in_any_order(case, data):
 
 @settings(max_examples=50)
 @given(case=races())
-def test_judging_leaves_no_trace_and_repeats(case):
+def test_a_verdict_changes_no_input_and_is_repeatable(case):
     draft, p = case
     kept = p.clone(), draft.q.clone(), draft.noise.clone()
     first, again = (joint(draft, Gumbel()(draft, p)) for _ in range(2))
@@ -147,7 +147,7 @@ def test_no_nodes_emits_from_the_target():
         assert torch.equal(verdict.residual(np.arange(3)), p)
 
 
-def test_children_that_were_cut_leave_a_leaf():
+def test_a_node_whose_children_were_cut_is_a_leaf():
     """Their race is over: nobody knows its noise but they, so the bonus is a fresh choice."""
     q, noise = torch.full((2, 4), 0.25), torch.tensor([[5.0, 0, 0, 0], [0, 5.0, 0, 0]], dtype=torch.float64)
     draft = Draft(chain(2), torch.tensor([0, 1]), "gumbel", q, np.array([0, 1, -1]), noise)
@@ -165,7 +165,7 @@ def pair(p: list[float], q: list[float], token: int) -> tuple[Draft, torch.Tenso
     return draft, torch.tensor([p, [1 / len(p)] * len(p)])
 
 
-def test_a_law_without_mass_at_the_head_is_one_clear_error():
+def test_target_probabilities_without_mass_at_the_root_are_refused():
     draft, p = pair([0.0, 0.0, 0.0], [1.0, 0.0, 0.0], 0)
     verdict = Gumbel()(draft, p)
     assert verdict.stop.tolist() == [1.0, 0.0]
@@ -174,7 +174,7 @@ def test_a_law_without_mass_at_the_head_is_one_clear_error():
 
 
 @pytest.mark.parametrize("size", [(3, 3), (1, 3), (2,)])
-def test_a_target_law_of_other_rows_than_the_forest_is_refused(size):
+def test_target_probabilities_of_other_rows_than_the_forest_are_refused(size):
     draft, _ = pair([0.5, 0.5, 0.0], [1.0, 0.0, 0.0], 0)
     with pytest.raises(ValueError, match=re.escape(f"shape {size}; the forest has 2 rows")):
         Gumbel()(draft, torch.full(size, 0.25))
@@ -187,7 +187,7 @@ def test_siblings_that_repeat_a_token_are_refused():
         Gumbel()(draft, q.expand(3, 3))
 
 
-def test_who_judges_what():
+def test_gumbel_matching_and_rejection_sampling_refuse_each_other_s_drafts():
     """Shared noise is for accept-iff-equal only; the walk with fresh choices leaves it alone."""
     assert Gumbel().name == "gumbel" and Gumbel().lossless
     check_pair("draft_tree", "gumbel", Gumbel())
@@ -201,7 +201,7 @@ def test_who_judges_what():
             check_pair("draft_tree", drawn, Gumbel())
 
 
-def test_a_law_in_single_precision_races_in_double():
+def test_a_single_precision_distribution_races_in_double():
     """Scores a hair apart, far below what single precision tells apart, have one winner."""
     p, order = torch.rand(2, 50).softmax(-1), np.random.default_rng(0).permutation(50)
     noise = -p[:1].double().log() - 1e-10 * torch.from_numpy(order)
@@ -294,7 +294,7 @@ def test_the_rate_of_matches_is_the_closed_form(name):
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_what_is_drafted_has_the_draft_s_law_and_what_is_put_out_the_target_s(name):
+def test_drafts_have_the_draft_s_distribution_and_outputs_the_target_s(name):
     p, q = (np.array(law) for law in LAWS[name])
     draft, _, tokens = first_tokens(name)
     assert agrees(draft.token.numpy(), q) and agrees(tokens, p)
@@ -361,7 +361,7 @@ def put_out(trees: int, place_of, seed: int) -> np.ndarray:
     return np.array(codes)
 
 
-def test_the_joint_law_of_a_step_over_a_tree_is_the_target_s():
+def test_the_joint_distribution_of_a_step_over_a_tree_is_the_target_s():
     """Each row has noise of its own; a tree whose rows share one is seen."""
     truth = np.ones(1)
     for depth in range(3):

@@ -233,7 +233,7 @@ DIRECT = [
     ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""),
 )
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_in_single_precision_is_the_paper_s_in_double(verifier, direct, drawn, case):
+def test_a_step_in_single_precision_equals_the_paper_s_in_double(verifier, direct, drawn, case):
     draft, p = drafted(case, 50, drawn)
     stop, emit = direct(in_double(draft), p.double().numpy())
     apart = 0.5 * np.abs(joint(draft, verifier(draft, p)) - stop[:, None] * emit).sum(-1)
@@ -242,7 +242,7 @@ def test_a_step_in_single_precision_is_the_paper_s_in_double(verifier, direct, d
 
 @EACH
 @WIDTHS
-def test_a_target_that_is_certain_of_what_was_not_drafted_says_it(verifier, drawn, width):
+def test_a_target_certain_of_an_undrafted_token_emits_it(verifier, drawn, width):
     draft, p = drafted("one_hot_target", width, drawn)
     heads, verdict = np.arange(draft.shape.roots), verifier(draft, p)
     if isinstance(verifier, Cascade):  # its own law need not be p
@@ -271,7 +271,7 @@ def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rest", [1e-20, 1e-31, 1e-36, 1e-40, 1e-44])
 @pytest.mark.parametrize("first", [0.0, 0.1])
-def test_what_a_peaked_draft_leaves_to_a_second_sibling_counts_as_a_whole_law(verifier, dtype, rest, first):
+def test_the_renormalized_rest_of_a_peaked_draft_is_a_distribution(verifier, dtype, rest, first):
     """Given the first, the second is certain: rejected it may not be emitted, however little mass q had for it."""
     q = torch.tensor([[1.0, rest, 0.0, 0.0]], dtype=dtype)
     p = torch.tensor([[first, 0.2, 0.3, 0.5 - first]], dtype=dtype).expand(3, 4)
@@ -300,7 +300,7 @@ def test_what_a_peaked_draft_leaves_to_a_second_sibling_counts_as_a_whole_law(ve
         ([-torch.inf, torch.nan, -torch.inf], False),
     ],
 )
-def test_minus_infinity_is_no_mass_and_anything_else_is_broken(dtype, row, well):
+def test_minus_infinity_is_no_mass_and_other_non_finite_logits_are_errors(dtype, row, well):
     logits = torch.tensor([[0.0, 1.0, 2.0], row, [-torch.inf, 0.0, 1.0]], dtype=dtype)
     kept = logits.clone()
     got, broken = finite(logits)
@@ -328,7 +328,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("alive", [1, 20])
-def test_a_law_with_minus_infinities_is_the_law_of_the_rest(sampling, dtype, alive):
+def test_minus_infinities_leave_the_distribution_of_the_rest(sampling, dtype, alive):
     generator = torch.Generator().manual_seed(alive)
     some = (3 * torch.randn(4, alive, generator=generator)).to(dtype)
     seen = torch.rand(4, 60, generator=generator) < 0.5
@@ -413,7 +413,7 @@ def test_a_model_with_a_padded_vocabulary_decodes(name, sampling):
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "only -inf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_without_a_law_name_the_request_and_the_step(poison, temperature):
+def test_unusable_logits_are_reported_with_request_and_step(poison, temperature):
     target, calls = tiny_target(), []
     healthy, _ = decode(target, Null(), requests(Sampling(temperature), 8))
 
@@ -433,7 +433,7 @@ def test_logits_without_a_law_name_the_request_and_the_step(poison, temperature)
     assert group.errors == {"p1": said}
 
 
-def test_heads_whose_logits_are_nan_draft_badly_and_no_more():
+def test_medusa_heads_with_nan_logits_change_no_output():
     target = tiny_target()
     truth = [plain_greedy(target.lm.model, prompt, 12) for prompt in PROMPTS]
     heads = Heads.random(target, 2, trunk=False)
@@ -446,7 +446,7 @@ def test_heads_whose_logits_are_nan_draft_badly_and_no_more():
 
 
 @pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])
-def test_in_double_precision_no_residual_is_empty(verifier, drawn):
+def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     target = tiny_target()
     proposer = draft_model("2x2x1", drawn, temperature=1.5)
     _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)

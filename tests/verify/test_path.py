@@ -31,7 +31,7 @@ SHAPE = tree(((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 1, 0)))
         ([(0,), (1, 0), (1, 0, 0)], (0,)),  # nothing counts below a token that fails
     ],
 )
-def test_the_longest_path_from_the_head_wins_and_of_equals_the_first(passes, end):
+def test_the_longest_path_from_the_root_is_accepted_and_of_equals_the_first(passes, end):
     marks = np.array([SHAPE.ranks(row) in passes for row in range(1, SHAPE.rows)])
     (row,) = ends(SHAPE, marks)
     assert SHAPE.ranks(int(row)) == end
@@ -89,7 +89,7 @@ def test_typical_compares_with_epsilon_or_with_the_entropy_s_bound(epsilon, delt
         (9, 1.0, [0, 1, 2, 3]),  # never a token without mass; more than there are is all
     ],
 )
-def test_relaxed_takes_the_likeliest_that_are_not_too_far_below(top, delta, tokens):
+def test_relaxed_accepts_the_likeliest_within_delta(top, delta, tokens):
     assert accepted(Relaxed(top, delta), LAW + torch.tensor([0, 1e-12, 0, 0, 0])) == tokens
 
 
@@ -105,7 +105,7 @@ class Three(Constant):
 
 
 @pytest.mark.parametrize("verifier", [Typical(0.25, 0.9), Relaxed(2, 0.25)], ids=lambda v: v.name)
-def test_the_price_in_a_small_case(verifier):
+def test_the_distance_to_the_target_in_a_small_case(verifier):
     """Tokens 0 and 1 pass. Half of the drafts do, and the rest are emitted from p: (1/2, 2/5, 1/10)."""
     outputs = Outputs.of_forest(Three(0, v=3), verifier, chain(1), "iid")
     first = outputs.exactly[1] + outputs.exactly[2].reshape(3, 3).sum(1)
@@ -155,7 +155,7 @@ def test_the_noise_of_a_race_does_not_matter(verifier):
 # Options
 
 
-def test_they_say_that_they_are_lossy():
+def test_threshold_verifiers_declare_that_they_are_lossy():
     assert (Typical.name, Relaxed.name) == ("typical", "relaxed")
     for verifier in (Typical(), Relaxed()):
         assert not verifier.lossless and verifier.accepts == {"iid", "without", "point", "gumbel"}

@@ -147,7 +147,7 @@ def fraction_inside(q: np.ndarray, inside: range, count: int) -> Fraction:
 
 
 @pytest.mark.parametrize(("count", "error"), [(3, 1e-12), (5, 1e-12), (8, 1e-12), (12, 1e-12), (40, 1e-6)])
-def test_even_laws_have_a_closed_form(count, error):
+def test_uniform_distributions_have_a_closed_form(count, error):
     """Of V equal tokens all draws lie among the first j with probability C(j, n) / C(V, n)."""
     v = 1000
     inside = all_inside(np.full((1, v), 1 / v), count)[0]
@@ -177,7 +177,7 @@ def test_rare_tokens_are_drafted_all_the_same(rare):
 
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_rows_do_not_matter_to_each_other(drawn, count):
+def test_rows_are_independent(drawn, count):
     """Supports of all sizes, dead rows and rows without a draft, float32: row by row or at once."""
     rng = np.random.default_rng(3)
     pairs = [pair(rng, 6, kind) for kind in KINDS for _ in range(60)]
@@ -191,7 +191,7 @@ def test_rows_do_not_matter_to_each_other(drawn, count):
 
 
 @pytest.mark.parametrize("drawn", WAYS)
-def test_laws_are_taken_as_summing_to_one(drawn):
+def test_distributions_are_normalized(drawn):
     """As those of single precision almost do."""
     p, q = pair(np.random.default_rng(0), 6, "generic")
     for scale in (0.5, 3.0):
@@ -199,7 +199,7 @@ def test_laws_are_taken_as_summing_to_one(drawn):
         assert bound(p, scale * q, 2, drawn) == pytest.approx(bound(p, q, 2, drawn), abs=1e-14)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_shapes_are_refused():
     law = torch.full((2, 4), 0.25)
     with pytest.raises(ValueError, match="point"):
         transport_bound(law, law, 2, "point")
@@ -229,7 +229,7 @@ def test_no_verifier_exceeds_it(drawn, width, world):
 
 
 @pytest.mark.parametrize("drawn", WAYS)
-def test_what_recursive_rejection_leaves_to_gain(drawn):
+def test_recursive_rejection_is_below_the_optimum(drawn):
     """The bound is no empty one: over random pairs two siblings come within 10 % of it, and do not reach it."""
     worlds = [World(seed, v=5, support=5, plain=True) for seed in range(40, 60)]
     most = sum(bound(world.p(()), world.q(()), 2, drawn) for world in worlds)

@@ -133,7 +133,7 @@ def test_traversal_of_a_chain_is_block_verification(case):
 
 @settings(max_examples=100)
 @given(case=drafts(("point",)))
-def test_point_drafts_have_one_law_under_all_three_algorithms(case):
+def test_point_drafts_have_one_distribution_under_all_three_algorithms(case):
     draft, p = case
     laws = [direct(draft, p.numpy()) for _, direct in PAIRS]
     for stop, emit in laws[1:]:
@@ -144,7 +144,7 @@ def test_point_drafts_have_one_law_under_all_three_algorithms(case):
 @BY_NAME
 @settings(max_examples=60)
 @given(case=drafts())
-def test_trees_do_not_see_each_other(verifier, direct, case):
+def test_trees_of_a_forest_are_independent(verifier, direct, case):
     draft, p = case
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
@@ -181,7 +181,7 @@ def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, case):
 @BY_NAME
 @settings(max_examples=50)
 @given(case=drafts())
-def test_judging_leaves_no_trace_and_repeats(verifier, direct, case):
+def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, case):
     draft, p = case
     kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
     first = joint(draft, verifier(draft, p))
@@ -194,7 +194,7 @@ def test_judging_leaves_no_trace_and_repeats(verifier, direct, case):
 @BY_NAME
 @settings(max_examples=100)
 @given(case=drafts(), data=st.data())
-def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
+def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, case, data):
     draft, p = case
     verdict = verifier(draft, p)
     rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
@@ -205,7 +205,7 @@ def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
 @BY_NAME
 @settings(max_examples=150)
 @given(case=drafts())
-def test_wherever_a_path_can_end_something_can_be_emitted(verifier, direct, case):
+def test_every_possible_end_of_a_path_has_a_residual(verifier, direct, case):
     """Where nothing is left rounding may leave a stop: it weighs nothing."""
     draft, p = case
     verdict = verifier(draft, p)
@@ -252,7 +252,7 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 
 
 @BY_NAME
-def test_temperature_zero_is_a_one_hot_law(verifier, direct):
+def test_temperature_zero_is_one_hot(verifier, direct):
     """The path follows the arg max exactly, and a stop where the arg max was drafted has probability 0, not almost."""
     shape = tree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     draft = Draft(shape, torch.tensor([3, 5, 1, 2, 6]))
@@ -276,7 +276,7 @@ def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
 
 @BY_NAME
 @pytest.mark.parametrize("size", [(2, 4), (4, 4), (3,)])
-def test_a_target_law_of_other_rows_than_the_forest_is_refused(verifier, direct, size):
+def test_target_probabilities_of_other_rows_than_the_forest_are_refused(verifier, direct, size):
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=re.escape(f"shape {size}; the forest has 3 rows")):
         verifier(draft, torch.full(size, 0.25))
@@ -299,6 +299,6 @@ def test_a_token_that_was_not_drawn_as_stated_is_refused(verifier, tokens, drawn
 
 
 @BY_NAME
-def test_every_verifier_is_lossless_and_takes_every_draft(verifier, direct):
+def test_every_verifier_is_lossless_and_supports_every_draft(verifier, direct):
     assert verifier.name == type(verifier).__name__.lower()
     assert verifier.lossless and verifier.accepts - {"gumbel"} == {"iid", "without", "point"}

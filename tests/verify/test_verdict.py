@@ -44,7 +44,7 @@ def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
         assert dict(found[head]) == pytest.approx({pair: mass for pair, mass in wanted.items() if mass > 0}, abs=1e-12)
 
 
-def test_what_is_chosen_depends_on_who_asks_and_on_nobody_else():
+def test_a_choice_depends_on_its_own_key_only():
     row, token, _ = choose(STATED, SHAPE, LAW, CounterDraws(1), WHO)
     other_row, other_token, _ = choose(STATED, SHAPE, LAW, CounterDraws(1), [(1, 1, 1), (2, 2, 2), WHO[2]])
     assert (other_row[2], other_token[2]) == (row[2], token[2])
@@ -55,7 +55,7 @@ def test_what_is_chosen_depends_on_who_asks_and_on_nobody_else():
     assert len(runs) > 5
 
 
-def test_where_rounding_left_nothing_the_target_answers_and_the_choice_says_so():
+def test_an_empty_residual_falls_back_to_the_target_and_is_reported():
     bare = Verdict(STOP, lambda rows: torch.where(torch.from_numpy(rows == 3)[:, None], 0.0, LAW[rows]))
     sure = torch.eye(3, dtype=torch.float64)[[2]].expand(SHAPE.rows, 3)
     for _, (rows, tokens, empty) in explore(lambda draws: choose(bare, SHAPE, sure, draws, WHO)):
@@ -84,7 +84,7 @@ EVERY = [Token(), Traversal(), Match(), Lenient(0.5), Typical(), Relaxed(), KSeq
 
 
 @pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
-def test_points_beside_sampled_nodes_are_for_some_verifiers_only(verifier):
+def test_mixtures_of_point_and_sampled_siblings_are_for_some_verifiers_only(verifier):
     mixed = frozenset({"point", "without"})
     shape, q, q_row = tree(((0,), (1,))), torch.full((1, 3), 1 / 3), np.array([0, -1, -1])
     draft = Draft(shape, torch.tensor([0, 1]), np.array([0, 2], dtype=np.int8), q, q_row)
@@ -101,7 +101,7 @@ def test_points_beside_sampled_nodes_are_for_some_verifiers_only(verifier):
         assert verifier(draft, q.expand(3, 3)).stop.sum() == pytest.approx(1.0)
 
 
-def test_a_verifier_that_does_not_declare_mixtures_gets_none():
+def test_a_verifier_that_does_not_declare_mixtures_refuses_them():
     class Plain:
         name, accepts, lossless = "plain", frozenset({"iid", "without", "point"}), True
 
@@ -111,7 +111,7 @@ def test_a_verifier_that_does_not_declare_mixtures_gets_none():
 
 
 @pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
-def test_rows_that_are_only_computed_change_no_verdict(verifier):
+def test_computed_only_rows_change_no_verdict(verifier):
     """They are no rows of the draft's shape: p has none of theirs, and no path ends there."""
     way = sorted(verifier.accepts)[0]
     shape = forest((tree(((0,), (1,), (0, 0))), chain(2)))

@@ -71,7 +71,7 @@ def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
-def test_trees_do_not_see_each_other(verifier, direct, data):
+def test_trees_of_a_forest_are_independent(verifier, direct, data):
     draft, p = data.draw(judged(verifier))
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
@@ -83,7 +83,7 @@ def test_trees_do_not_see_each_other(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
-def test_judging_leaves_no_trace_and_repeats(verifier, direct, data):
+def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, data):
     draft, p = data.draw(judged(verifier))
     kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
     first, again = (joint(draft, verifier(draft, p)) for _ in range(2))
@@ -95,7 +95,7 @@ def test_judging_leaves_no_trace_and_repeats(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
-def test_residual_serves_any_rows_in_any_order(verifier, direct, data):
+def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, data):
     draft, p = data.draw(judged(verifier))
     verdict = verifier(draft, p)
     rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
@@ -136,7 +136,7 @@ def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, data):
 @pytest.mark.parametrize(("verifier", "direct"), [c for c in CASES if isinstance(c[0], Typical | Relaxed | Cascade)])
 @settings(max_examples=50)
 @given(data=st.data())
-def test_in_single_precision_a_threshold_decides_alike_unless_it_is_met_exactly(verifier, direct, data):
+def test_in_single_precision_a_threshold_decides_as_in_double_unless_met_exactly(verifier, direct, data):
     draft, p = data.draw(judged(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
@@ -153,7 +153,7 @@ def test_in_single_precision_a_threshold_decides_alike_unless_it_is_met_exactly(
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
-def test_wide_vocabularies_are_worked_on_in_parts_with_the_same_result(verifier, direct, data):
+def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier, direct, data):
     draft, p = data.draw(judged(verifier))
     whole = joint(draft, verifier(draft, p))
     with pytest.MonkeyPatch.context() as patch:
@@ -184,7 +184,7 @@ def test_every_step_can_be_sampled(verifier, direct, data):
 
 
 @EACH
-def test_a_target_law_of_other_rows_than_the_forest_is_refused(verifier, direct):
+def test_target_probabilities_of_other_rows_than_the_forest_are_refused(verifier, direct):
     q = torch.full((1, 4), 0.25)
     draft = Draft(chain(1), torch.tensor([0]), "iid", q, np.array([0, -1]))
     with pytest.raises(ValueError, match="the forest has 2 rows"):

@@ -71,7 +71,7 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, u
     assert_whole(on, undisturbed)
 
 
-def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, nodes):
+def test_a_job_that_is_killed_repeatedly_fails_with_the_cause(on, nodes):
     launcher = on.start(*LAUNCHER, "hydra.launcher.restarts=0", seeds="0,1")
     until(lambda: "0" in on.at_work() or "1" in on.at_work())
     for pid in workers(nodes[0]):

@@ -107,7 +107,7 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
     assert_whole(on, undisturbed)
 
 
-def test_what_slurm_does_not_take_is_said_in_its_words(on):
+def test_an_option_that_slurm_refuses_is_reported_with_slurm_s_message(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=nowhere")
     assert launcher.wait(timeout=60) == 1
     assert "Slurm does not take the jobs: invalid partition specified: nowhere" in on.said()
@@ -120,7 +120,7 @@ def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
     assert "Memory specification can not be satisfied" in on.said() and "Traceback" not in on.said()
 
 
-def test_jobs_that_would_wait_for_ever_are_cancelled_with_the_reason(on):
+def test_jobs_that_would_stay_pending_for_ever_are_cancelled_with_the_reason(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=short", seeds="0,1")  # which gives five minutes at most
     assert launcher.wait(timeout=60) == 1
     for run in on.runs().values():
@@ -129,7 +129,7 @@ def test_jobs_that_would_wait_for_ever_are_cancelled_with_the_reason(on):
     assert asks("squeue", "--me", "--noheader") == ""
 
 
-def test_a_job_that_runs_out_of_time_is_started_again_and_goes_on_until_it_was_so_too_often(on, zoo):
+def test_a_job_that_runs_out_of_time_is_restarted_and_resumes_up_to_a_number_of_times(on, zoo):
     time = ["hydra.launcher.minutes=1", "hydra.launcher.restarts=1", "+hydra.launcher.sbatch={signal: USR2@40}"]
     launcher = on.start(*LAUNCHER, *time, f"prompts.path={zoo / 'many.jsonl'}", seeds="0")
     assert launcher.wait(timeout=180) == 1
