@@ -46,9 +46,9 @@ def oracle(world, make, most, stop=frozenset()):
     def sampled(branch, text):
         row = logits(world.laws(len(text))[0])[code(text, world.v)]
         row = {t: x for t, x in enumerate(row) if branch.allow == ANY or t in branch.allow}
-        law = {t: exp(x - max(row.values())) for t, x in row.items()}  # an impossible token is only very unlikely
+        weights = {t: exp(x - max(row.values())) for t, x in row.items()}  # an impossible token is only very unlikely
         whole = {tokens[0]: tuple(tokens) for tokens in branch.ff}
-        return {whole.get(t, (t,)): p / sum(law.values()) for t, p in law.items() if p}
+        return {whole.get(t, (t,)): p / sum(weights.values()) for t, p in weights.items() if p}
 
     def append(controller, backtrack, tokens, number, text, lineage, forks):
         for place, token in enumerate(tokens, start=1):

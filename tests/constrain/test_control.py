@@ -43,14 +43,14 @@ def makes(script):
 @pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[name for name, *_ in SCRIPTS])
 def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts(number):
     _, script, world, tokens = SCRIPTS[number]
-    law = oracle(world, makes(script), tokens)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    wanted = oracle(world, makes(script), tokens)
+    assert sum(wanted.values()) == pytest.approx(1, abs=1e-12)
     plans = [("1x1", Null(), number), ("1x1", "iid", number), (*TREES[number % 3], 5 * number + 2)]
     for tree, drawn, way in plans:
         verifier, placement, fast_forward = WAYS[way % len(WAYS)]
         binding = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
         found = decoded(Instance(world, tree, tokens, binding=binding), drawn, verifier)
-        assert distance(found, law) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
+        assert distance(found, wanted) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
@@ -65,18 +65,18 @@ def test_the_readable_oracle_agrees(name):
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
 def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
     binding = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
-    law = oracle(FEW, makes(ALONE[name]), 3)
-    assert distance(decoded(Instance(FEW, "2x1", 3, binding=binding), "point", verifier), law) < 1e-12
+    wanted = oracle(FEW, makes(ALONE[name]), 3)
+    assert distance(decoded(Instance(FEW, "2x1", 3, binding=binding), "point", verifier), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point"])
 @pytest.mark.parametrize("name", ["takes back the token", "puts after what is sampled", "puts past the limit", "stops"])
 def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     stop = frozenset({2})
-    law = oracle(FEW, makes(ALONE[name]), 3, stop)
-    assert any(finish == "stop" for output in law for _, finish in output)
+    wanted = oracle(FEW, makes(ALONE[name]), 3, stop)
+    assert any(finish == "stop" for output in wanted for _, finish in output)
     found = decoded(Instance(FEW, "1x1", 3, stop, binding=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
-    assert distance(found, law) < 1e-12
+    assert distance(found, wanted) < 1e-12
 
 
 # The loop around it --------------------------------------------------------------------------------------------------

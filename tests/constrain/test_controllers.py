@@ -159,8 +159,8 @@ def test_a_state_wrapped_in_a_controller_has_its_own_distribution():
     table = Table(uneven)
     wrapped = ControllerConstraint(lambda request: pattern.PatternController(table.start(request)), 4, "wrapped")
     of = {"tree": "1x1", "tokens": 3, "world": Random(8, support=2)}
-    law = truth(Instance(**of, binding=AppliedConstraint(table)))
-    assert distance(decoded(Instance(**of, binding=AppliedConstraint(wrapped)), "iid", Traversal()), law) < 1e-12
+    wanted = truth(Instance(**of, binding=AppliedConstraint(table)))
+    assert distance(decoded(Instance(**of, binding=AppliedConstraint(wrapped)), "iid", Traversal()), wanted) < 1e-12
 
 
 def test_where_the_request_does_not_stop_the_controller_ends_with_the_text(target):
@@ -180,8 +180,8 @@ def test_the_likeliest_of_several_different_texts_is_kept(target, proposer):
         assert len({tuple(s.emitted) for s in own}) == 4
         totals = []
         for one in own:
-            laws = [plain_logits(model, [*prompt, *one.emitted[:n]]).log_softmax(-1) for n in range(len(one.emitted))]
-            by_hand = [float(law[token]) for law, token in zip(laws, one.emitted, strict=True)]
+            rows = [plain_logits(model, [*prompt, *one.emitted[:n]]).log_softmax(-1) for n in range(len(one.emitted))]
+            by_hand = [float(row[token]) for row, token in zip(rows, one.emitted, strict=True)]
             assert one.logprobs == pytest.approx(by_hand, abs=1e-9)
             totals.append(sum(by_hand))
         assert [s.kept for s in own] == [total == max(totals) for total in totals]
@@ -208,10 +208,10 @@ def test_banning_by_branches_and_by_states_have_one_distribution(drawn):
             AppliedConstraint(Banned(strings, pieces)),
             AppliedConstraint(banned.by_pieces(pieces, strings)),
         )
-        law = truth(Instance(**of, binding=states))
-        assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in law for s in strings)
-        assert distance(truth(Instance(**of, binding=branches)), law) < 1e-12
-        assert distance(decoded(Instance(**of, binding=branches), drawn, Token()), law) < 1e-12
+        wanted = truth(Instance(**of, binding=states))
+        assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in wanted for s in strings)
+        assert distance(truth(Instance(**of, binding=branches)), wanted) < 1e-12
+        assert distance(decoded(Instance(**of, binding=branches), drawn, Token()), wanted) < 1e-12
 
 
 def test_banned_strings_do_not_appear(target):

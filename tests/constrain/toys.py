@@ -47,9 +47,9 @@ def uneven(text: tuple[int, ...]) -> list[int]:
     return [(seed + k * 3) % 4 for k in range(count)] if count < 4 else [0, 1, 2, 3]
 
 
-Law = Mapping[tuple, float]
+Distribution = Mapping[tuple, float]
 
 
-def distance(a: Law, b: Law) -> float:
+def distance(a: Distribution, b: Distribution) -> float:
     """Total variation."""
     return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})

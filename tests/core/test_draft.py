@@ -272,9 +272,9 @@ def test_a_draft_whose_parts_do_not_fit_is_refused():
     q, q_row, token = torch.full((1, 4), 0.25), np.array([0, -1]), torch.tensor([1])
     with pytest.raises(ValueError, match="2 tokens for 1 nodes"):
         Draft(chain(1), torch.tensor([1, 2]))
-    for drawn, laws in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
+    for drawn, rows in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
         with pytest.raises(ValueError, match="carries neither q nor q_row, any other both"):
-            Draft(chain(1), token, drawn, *laws)
+            Draft(chain(1), token, drawn, *rows)
     for drawn, noise in (("gumbel", None), ("iid", torch.zeros(1, 4))):
         with pytest.raises(ValueError, match="carries the noise of its race, no other does"):
             Draft(chain(1), token, drawn, q, q_row, noise)

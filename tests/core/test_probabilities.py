@@ -19,7 +19,7 @@ ON = {"temperature": 1.0}
 P = [0.4, 0.3, 0.15, 0.1, 0.05]
 
 
-def law_of(p: list[float], **options) -> list[float]:
+def probabilities_of(p: list[float], **options) -> list[float]:
     """The law of logits whose softmax is ``p``."""
     sampling = Sampling(**(ON | options))
     return logits_to_probs(torch.tensor([p], dtype=torch.float64).log(), [sampling])[0].tolist()
@@ -33,32 +33,32 @@ def about(values: list[float]):
 
 
 def test_without_options_p_is_the_softmax():
-    assert law_of(P) == about(P)
+    assert probabilities_of(P) == about(P)
 
 
 def test_temperature_raises_p_to_a_power():
-    assert law_of(P, temperature=0.5) == about([v**2 for v in P])
-    assert law_of(P, temperature=2.0) == about([v**0.5 for v in P])
+    assert probabilities_of(P, temperature=0.5) == about([v**2 for v in P])
+    assert probabilities_of(P, temperature=2.0) == about([v**0.5 for v in P])
 
 
 def test_top_k_keeps_the_k_likeliest_and_ties_with_the_last():
-    assert law_of(P, top_k=2) == about([0.4, 0.3, 0, 0, 0])
-    assert law_of(P, top_k=9) == about(P)
-    assert law_of([0.4, 0.2, 0.2, 0.2], top_k=2) == about([0.4, 0.2, 0.2, 0.2])  # ties of the k-th stay
+    assert probabilities_of(P, top_k=2) == about([0.4, 0.3, 0, 0, 0])
+    assert probabilities_of(P, top_k=9) == about(P)
+    assert probabilities_of([0.4, 0.2, 0.2, 0.2], top_k=2) == about([0.4, 0.2, 0.2, 0.2])  # ties of the k-th stay
 
 
 def test_top_p_keeps_the_fewest_likeliest_that_hold_its_mass():
-    assert law_of(P, top_p=0.65) == about([0.4, 0.3, 0, 0, 0])
-    assert law_of(P, top_p=0.72) == about([0.4, 0.3, 0.15, 0, 0])
-    assert law_of(P, top_p=1e-9) == about([1, 0, 0, 0, 0])
-    assert law_of(P, top_p=1.0) == about(P)
-    assert law_of([0.25] * 4, top_p=0.5) == about([1, 1, 0, 0])  # two hold it exactly; the first of equals
-    assert law_of([2.0**-12] * 4096, top_p=0.5) == about([1] * 2048 + [0] * 2048)
+    assert probabilities_of(P, top_p=0.65) == about([0.4, 0.3, 0, 0, 0])
+    assert probabilities_of(P, top_p=0.72) == about([0.4, 0.3, 0.15, 0, 0])
+    assert probabilities_of(P, top_p=1e-9) == about([1, 0, 0, 0, 0])
+    assert probabilities_of(P, top_p=1.0) == about(P)
+    assert probabilities_of([0.25] * 4, top_p=0.5) == about([1, 1, 0, 0])  # two hold it exactly; the first of equals
+    assert probabilities_of([2.0**-12] * 4096, top_p=0.5) == about([1] * 2048 + [0] * 2048)
 
 
 def test_min_p_keeps_what_has_its_share_of_the_likeliest():
-    assert law_of(P, min_p=0.3) == about([0.4, 0.3, 0.15, 0, 0])
-    assert law_of(P, min_p=1.0) == about([1, 0, 0, 0, 0])
+    assert probabilities_of(P, min_p=0.3) == about([0.4, 0.3, 0.15, 0, 0])
+    assert probabilities_of(P, min_p=1.0) == about([1, 0, 0, 0, 0])
 
 
 def test_a_repetition_penalty_lowers_tokens_of_the_history():
@@ -70,8 +70,8 @@ def test_a_repetition_penalty_lowers_tokens_of_the_history():
 
 def test_top_p_is_applied_after_top_k():
     # 0.4 + 0.3 of 0.85: the first token alone has 0.47, two have 0.82
-    assert law_of(P, top_k=3, top_p=0.45) == about([1, 0, 0, 0, 0])
-    assert law_of(P, top_p=0.45) == about([0.4, 0.3, 0, 0, 0])
+    assert probabilities_of(P, top_k=3, top_p=0.45) == about([1, 0, 0, 0, 0])
+    assert probabilities_of(P, top_p=0.45) == about([0.4, 0.3, 0, 0, 0])
 
 
 # Against transformers

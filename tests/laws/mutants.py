@@ -40,7 +40,7 @@ from spec_lab.tasks.certify.worlds import PROMPT, Random, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
 from tests.laws import twin
-from tests.laws.tabular import Judge, paths_of
+from tests.laws.tabular import Verify, paths_of
 
 # Patches
 
@@ -58,13 +58,13 @@ def edited(what: Any, old: str, new: str, **others: Any) -> Any:
 class Broken:
     """A law of one step that claims to be lossless."""
 
-    judge: Judge
+    verify: Verify
     name = "broken"
     accepts = EVERY_DRAW
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        return self.judge(draft, p)
+        return self.verify(draft, p)
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,10 @@ def residual_without_the_rejected(draft: Draft, p: Tensor) -> Verdict:
     return Verdict(Token()(draft, p).stop, lambda rows: emit[rows])
 
 
-def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Judge:
+def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Verify:
     """A leaf emits from ``source(draft, p, its parents)``."""
 
-    def judge(draft: Draft, p: Tensor) -> Verdict:
+    def verify(draft: Draft, p: Tensor) -> Verdict:
         verdict, shape = Token()(draft, p), draft.shape
         leaf = np.bincount(shape.parent, minlength=shape.rows) == 0
 
@@ -184,7 +184,7 @@ def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Judge:
 
         return Verdict(verdict.stop, residual)
 
-    return judge
+    return verify
 
 
 def unscaled(draft: Draft, p: Tensor) -> Verdict:
@@ -194,16 +194,16 @@ def unscaled(draft: Draft, p: Tensor) -> Verdict:
 # What a draft says of itself
 
 
-def previous_q(verifier: Verifier) -> Judge:
-    """Each position is judged with the q of the one before it; the first with its own."""
+def previous_q(verifier: Verifier) -> Verify:
+    """Each position is verified with the q of the one before it; the first with its own."""
 
-    def judge(draft: Draft, p: Tensor) -> Verdict:
+    def verify(draft: Draft, p: Tensor) -> Verdict:
         shape, q_row = draft.shape, draft.q_row.copy()
         inner = np.flatnonzero((shape.depth > 0) & (q_row >= 0))
         q_row[inner] = draft.q_row[shape.parent[inner - shape.roots]]
         return verifier(replace(draft, q_row=q_row), p)
 
-    return judge
+    return verify
 
 
 def other_temperature(draft: Draft, p: Tensor) -> Verdict:
@@ -211,7 +211,7 @@ def other_temperature(draft: Draft, p: Tensor) -> Verdict:
     return Token()(replace(draft, q=q / q.sum(-1, keepdim=True)), p)
 
 
-def swapped(verifier: Judge) -> Judge:
+def swapped(verifier: Verify) -> Verify:
     other: dict[Drawn, Drawn] = {"iid": "without", "without": "iid"}
     return lambda draft, p: verifier(replace(draft, drawn=other[draft.drawn]), p)
 
@@ -221,10 +221,10 @@ def twin_token(draft: Draft, p: Tensor) -> Verdict:
     return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
 
-def reranked(key: Literal["p", "q"]) -> Judge:
+def reranked(key: Literal["p", "q"]) -> Verify:
     """The children of each head sorted by p or q before they are verified. Trees of depth 1."""
 
-    def judge(draft: Draft, p: Tensor) -> Verdict:
+    def verify(draft: Draft, p: Tensor) -> Verdict:
         parent = torch.from_numpy(draft.shape.parent)
         source = p if key == "p" else draft.q[torch.from_numpy(draft.q_row[: draft.shape.roots])]
         order = sorted(range(len(parent)), key=lambda c: (int(parent[c]), -float(source[parent[c], draft.token[c]])))
@@ -239,7 +239,7 @@ def reranked(key: Literal["p", "q"]) -> Judge:
         new[draft.shape.roots + np.array(order)] = draft.shape.roots + np.array(slots)
         return Verdict(verdict.stop[new], lambda rows: verdict.residual(new[rows]))
 
-    return judge
+    return verify
 
 
 @dataclass(frozen=True)
@@ -316,11 +316,13 @@ def trimmed(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
 class MaskedResidual(Broken):
     """Accepts by the law before the mask; what is emitted is masked."""
 
-    judge: Judge = Token()
+    verify: Verify = Token()
     world: Grammar = Grammar(11, plain=True)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        verdict = self.judge(draft, torch.from_numpy(np.array([self.world.unmasked(path) for path in paths_of(draft)])))
+        verdict = self.verify(
+            draft, torch.from_numpy(np.array([self.world.unmasked(path) for path in paths_of(draft)]))
+        )
         return Verdict(verdict.stop, lambda rows: verdict.residual(rows) * (p[rows] > 0))
 
 
@@ -379,7 +381,7 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
 
 # The table
 
-Layer = Literal["law", "loop", "seam", "samples"]
+Layer = Literal["step", "loop", "seam", "samples"]
 """What kills a mutant: the enumerated law of one step; the enumerated loop; a key that is used twice; or a chi-square
 test of texts that the loop sampled."""
 
@@ -436,103 +438,105 @@ def one_step(tree: str, drawn: Drawn, tv: float, world: Random = PINNED) -> Case
 
 
 MUTANTS = [
-    Mutant("residual = p", "token emits from p after a rejection", "law", (one_step("1", "iid", 0.12),), Control()),
+    Mutant("residual = p", "token emits from p after a rejection", "step", (one_step("1", "iid", 0.12),), Control()),
     Mutant(
-        "residual = |p-q|", "token: abs in place of the positive part", "law", (one_step("1", "iid", 0.42),),
+        "residual = |p-q|", "token: abs in place of the positive part", "step", (one_step("1", "iid", 0.42),),
         RESIDUAL_IS_ABSOLUTE,
     ),
     Mutant(
-        "residual = p minus the rejected token", "token emits from p without the children", "law",
+        "residual = p minus the rejected token", "token emits from p without the children", "step",
         (one_step("1", "iid", 0.11),), Broken(residual_without_the_rejected),
     ),
     Mutant(
-        "q from the previous position", "token reads the q of the row above", "law",
+        "q from the previous position", "token reads the q of the row above", "step",
         (one_step("1x1", "iid", 0.142, WIDE),), Broken(previous_q(Token())),
     ),
     Mutant(
-        "q from the previous position", "traversal reads the q of the row above", "law",
+        "q from the previous position", "traversal reads the q of the row above", "step",
         (one_step("2x1", "without", 0.36, WIDE),), Broken(previous_q(Traversal())), Traversal(),
     ),
     Mutant(
-        "bonus from one position early, or from q", "a leaf emits from p of its parent", "law",
+        "bonus from one position early, or from q", "a leaf emits from p of its parent", "step",
         (one_step("1x1", "iid", 0.088),), Broken(bonus_from(lambda draft, p, rows: p[rows])),
     ),
     Mutant(
-        "bonus from one position early, or from q", "a leaf emits from q of its parent", "law",
+        "bonus from one position early, or from q", "a leaf emits from q of its parent", "step",
         (one_step("1x1", "iid", 0.076),), Broken(bonus_from(lambda draft, p, rows: draft.q[draft.q_row[rows]])),
     ),
     Mutant(
-        "block early break", "accepts up to the first test that fails", "law", (one_step("1x1", "iid", 0.023),),
+        "block early break", "accepts up to the first test that fails", "step", (one_step("1x1", "iid", 0.023),),
         Broken(early_break), Traversal(),
     ),
     Mutant(
-        "block unscaled residual", "(p - q)+ in place of (a p - q)+", "law",
+        "block unscaled residual", "(p - q)+ in place of (a p - q)+", "step",
         (one_step("1x1", "iid", 0.0015), one_step("2x1", "without", 0.0036)), Broken(unscaled), Traversal(),
     ),
     Mutant(
-        "block h_i = p_i", "a node's weight stays when it loses a child", "law",
+        "block h_i = p_i", "a node's weight stays when it loses a child", "step",
         (one_step("1x1", "iid", 0.022), one_step("2x2", "without", 0.069)), WEIGHT_STAYS, Traversal(),
     ),
     # which, as rejected siblings have no mass left, is also: q not renormalised after an earlier sibling
     Mutant(
-        "with/without replacement swapped", "token judges as iid what was drawn without", "law",
+        "with/without replacement swapped", "token verifies as iid what was drawn without", "step",
         (one_step("2", "without", 0.081), one_step("2", "without", 0.0566, WIDE)), Broken(swapped(Token())),
     ),
     Mutant(
-        "with/without replacement swapped", "traversal judges as iid what was drawn without", "law",
+        "with/without replacement swapped", "traversal verifies as iid what was drawn without", "step",
         (one_step("2x1", "without", 0.081), one_step("2x1", "without", 0.0566, WIDE)), Broken(swapped(Traversal())),
         Traversal(),
     ),
     Mutant(
-        "with/without replacement swapped", "token's twin judges as without what was drawn iid", "law",
+        "with/without replacement swapped", "token's twin verifies as without what was drawn iid", "step",
         (one_step("2", "iid", 0.042), one_step("2", "iid", 0.0798, WIDE)), Broken(swapped(twin_token)),
         Broken(twin_token),
     ),
     Mutant(
-        "siblings re-ranked", "sorted by q before they are judged", "law", (one_step("3", "iid", 0.19),),
+        "siblings re-ranked", "sorted by q before they are verified", "step", (one_step("3", "iid", 0.19),),
         Broken(reranked("q")),
     ),
     Mutant(
-        "siblings re-ranked", "sorted by p before they are judged", "law", (one_step("3", "without", 0.78),),
+        "siblings re-ranked", "sorted by p before they are verified", "step", (one_step("3", "without", 0.78),),
         Broken(reranked("p")),
     ),
     Mutant(
-        "top-k draft judged with softmax q", "drawn from the two likeliest", "law", (one_step("1x1", "iid", 0.119),),
+        "top-k draft verified with softmax q", "drawn from the two likeliest", "step", (one_step("1x1", "iid", 0.119),),
         proposer=truncated(2),
     ),
     Mutant(
-        "top-k draft judged with softmax q", "a greedy chain", "law", (one_step("1x1", "iid", 0.136),),
+        "top-k draft verified with softmax q", "a greedy chain", "step", (one_step("1x1", "iid", 0.136),),
         proposer=truncated(1),
     ),
     Mutant(
-        "top-k draft judged with softmax q", "siblings are the likeliest tokens", "law",
+        "top-k draft verified with softmax q", "siblings are the likeliest tokens", "step",
         (one_step("2", "without", 0.23),), proposer=truncated(1, "without"),
     ),
-    Mutant("q at another temperature", "judged with q at half the temperature", "law", (one_step("1", "iid", 0.074),),
-           Broken(other_temperature)),
     Mutant(
-        "sampled token dropped for its value", "where q is below 0.3; the head emits from p", "law",
+        "q at another temperature", "verified with q at half the temperature", "step", (one_step("1", "iid", 0.074),),
+        Broken(other_temperature),
+    ),
+    Mutant(
+        "sampled token dropped for its value", "where q is below 0.3; the root emits from p", "step",
         (one_step("1", "iid", 0.1),), Broken(dropped),
     ),
     Mutant(
-        "sampled token dropped for its value", "no node holds token 0", "law", (one_step("2x1", "iid", 0.124),),
+        "sampled token dropped for its value", "no node holds token 0", "step", (one_step("2x1", "iid", 0.124),),
         proposer=Around(choosy),
     ),
     Mutant(
-        "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "law",
+        "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "step",
         (one_step("1x1", "iid", 0.048, MASKED),),
         proposer=Around(trimmed),
     ),
     Mutant(
-        "mask on residual only", "accepts by the law before the mask", "law", (one_step("1x1", "iid", 0.0176, MASKED),),
+        "mask on residual only", "accepts by p before the mask", "step", (one_step("1x1", "iid", 0.0176, MASKED),),
         MaskedResidual(world=MASKED),
     ),
     Mutant(
-        "lenience 0.99", "accepts with p / (0.99 q)", "law",
+        "lenience 0.99", "accepts with p / (0.99 q)", "step",
         (one_step("1", "iid", 0.0014), one_step("2x1", "without", 0.0026)), Lenient(0.99), Lenient(1.0),
     ),
     Mutant(
-        "traversal a <- S", "in place of S / (S + 1 - a)", "law",
+        "traversal a <- S", "in place of S / (S + 1 - a)", "step",
         (one_step("1x1", "iid", 0.02), one_step("2x2", "without", 0.023)), WEIGHT_IS_S, Traversal(),
     ),
     Mutant(
@@ -574,7 +578,7 @@ MUTANTS = [
     Mutant("residual = p", "token emits from p after a rejection", "samples", (Case(JOINT, "iid", 0.0),), Control()),
     Mutant("lenience 0.9", "accepts with p / (0.9 q)", "samples", (Case(JOINT, "iid", 0.0),), Lenient(0.9)),
     Mutant(
-        "top-k draft judged with softmax q", "drawn from the two likeliest", "samples", (Case(JOINT, "iid", 0.0),),
+        "top-k draft verified with softmax q", "drawn from the two likeliest", "samples", (Case(JOINT, "iid", 0.0),),
         proposer=truncated(2),
     ),
     Mutant("noise reused across steps", "a round number that stands still", "samples", (Case(JOINT, "iid", 0.0),),
@@ -631,15 +635,15 @@ def check(layer: Layer, instance: Instance, drafts: Proposer | Drawn, verifier: 
 
 def p_value(drafts: Proposer | Drawn, verifier: Verifier, instance: Instance = JOINT) -> float:
     """Of sampled texts, if their law were the target's."""
-    texts, law = joint(drafts, verifier, TEXTS, seed=0, instance=instance, watched=False)
-    return chi_square(np.bincount(texts, minlength=len(law)), law).p_value
+    texts, p = joint(drafts, verifier, TEXTS, seed=0, instance=instance, watched=False)
+    return chi_square(np.bincount(texts, minlength=len(p)), p).p_value
 
 
 def table() -> str:
     """``experiments/exactness/mutants.md``."""
     lines = [
-        "Broken variants kept as negative controls, and what kills each: the enumerated *law* of one step, the",
-        "enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
+        "Broken variants kept as negative controls, and what kills each: the enumerated distribution of one *step*,",
+        "the enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
         "*samples*; `python -m tests.laws.mutants` writes this table.",
         "",
         "| mutant | how it is broken | killed by | TV | where |",
@@ -647,7 +651,7 @@ def table() -> str:
     ]
     for mutant in MUTANTS:
         kill = seen(mutant)[-1]
-        tv = f"{kill.tv:.2g}" if mutant.layer in ("law", "loop") else ""
+        tv = f"{kill.tv:.2g}" if mutant.layer in ("step", "loop") else ""
         cells = (mutant.name, mutant.how, mutant.layer, tv, kill.where or "survives")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

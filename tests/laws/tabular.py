@@ -19,7 +19,7 @@ from spec_lab.tasks.certify.enumerate import explore
 from spec_lab.tasks.certify.worlds import Random, code
 from spec_lab.verify import Verdict
 
-Judge = Callable[[Draft, torch.Tensor], Verdict]
+Verify = Callable[[Draft, torch.Tensor], Verdict]
 """A verifier, or a broken one."""
 
 
@@ -51,10 +51,10 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
         if above not in row:
             continue
         if above not in left:
-            law = world.q(context + paths[row[above]])
-            left[above] = np.argsort(-law, kind="stable").astype(float) if drawn == "point" else law.copy()
+            row_of_q = world.q(context + paths[row[above]])
+            left[above] = np.argsort(-row_of_q, kind="stable").astype(float) if drawn == "point" else row_of_q.copy()
             q_row[row[above]] = len(q)
-            q.append(law)
+            q.append(row_of_q)
         rank = int(tree.rank[number - 1])
         if drawn == "point":
             if rank >= world.v:
@@ -162,12 +162,12 @@ class Outputs(outputs.Outputs):
         self.accepted = self.expected = 0.0
 
     @classmethod
-    def of_forest(cls, world: World, judge: Judge, tree: Shape, drawn: Drawn) -> Outputs:
+    def of_forest(cls, world: World, verify: Verify, tree: Shape, drawn: Drawn) -> Outputs:
         """Of one step: all possible drafts stand side by side in one forest, verified at once."""
-        return cls.of_drafts(world, judge, *every_draft(world, tree, drawn))
+        return cls.of_drafts(world, verify, *every_draft(world, tree, drawn))
 
     @classmethod
-    def of_grown(cls, world: World, judge: Judge, grow: Callable[[Growing], None]) -> Outputs:
+    def of_grown(cls, world: World, verify: Verify, grow: Callable[[Growing], None]) -> Outputs:
         """Of one step whose draft ``grow`` grows, nodes drawn in any ways."""
 
         def play(draws: Draws) -> Draft:
@@ -177,10 +177,10 @@ class Outputs(outputs.Outputs):
 
         cases = list(explore(play))
         drafts, probability = [draft for _, draft in cases], np.array([mass for mass, _ in cases])
-        return cls.of_drafts(world, judge, side_by_side(drafts), probability)
+        return cls.of_drafts(world, verify, side_by_side(drafts), probability)
 
     @classmethod
-    def of_drafts(cls, world: World, judge: Judge, draft: Draft, probability: np.ndarray) -> Outputs:
+    def of_drafts(cls, world: World, verify: Verify, draft: Draft, probability: np.ndarray) -> Outputs:
         """Of one step whose draft is one of the trees in ``draft``, each with its probability ``[B]``."""
         shape, v = draft.shape, world.v
         number = np.zeros(shape.rows, dtype=np.int64)
@@ -191,16 +191,16 @@ class Outputs(outputs.Outputs):
                 nodes = rows - shape.roots
                 number[rows] = number[shape.parent[nodes]] * v + draft.token.numpy()[nodes]
             p[rows] = world.laws(depth)[0][number[rows]]
-        verdict = judge(draft, torch.from_numpy(p))
+        verdict = verify(draft, torch.from_numpy(p))
         residual = verdict.residual(np.arange(shape.rows)).numpy()
         mass = residual.sum(-1)
         assert (mass[verdict.stop > 1e-14] > 0).all(), "a path can end where nothing can be emitted"
-        law = (probability[shape.root] * verdict.stop / np.where(mass > 0, mass, 1.0))[:, None] * residual
+        emitted = (probability[shape.root] * verdict.stop / np.where(mass > 0, mass, 1.0))[:, None] * residual
         found = cls(world, int(shape.depth.max()) + 1)
         for depth in range(int(shape.depth.max()) + 1):
             rows = np.flatnonzero(shape.depth == depth)
-            np.add.at(found.exactly[depth + 1].reshape(-1, v), number[rows], law[rows])
-        found.accepted = float((law.sum(-1) * shape.depth).sum())
+            np.add.at(found.exactly[depth + 1].reshape(-1, v), number[rows], emitted[rows])
+        found.accepted = float((emitted.sum(-1) * shape.depth).sum())
         found.expected = float(probability @ verdict.expected_accepted(shape))
         return found
 

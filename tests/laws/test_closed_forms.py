@@ -20,7 +20,7 @@ class Constant(World):
     pair = (np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3]))
 
     def laws(self, length):
-        return tuple(np.tile(law, (self.v**length, 1)) for law in self.pair)
+        return tuple(np.tile(row, (self.v**length, 1)) for row in self.pair)
 
 
 def accepted(world, verifier, shape, drawn="iid") -> float:

@@ -85,7 +85,7 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
     return side_by_side(play)
 
 
-def law_of(outcomes, tokens=4, v=4):
+def outputs_of(outcomes, tokens=4, v=4):
     outputs = Outputs(v, tokens)
     for probability, text in outcomes:
         outputs.exactly[len(text)][code(text, v)] += probability
@@ -109,7 +109,7 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
             ] += 1
         assert not STOP.intersection(text[:-1])
     assert set(places) == {"inside", "end", "bonus", "residual"}
-    assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4, STOP)) < EXACT
+    assert outputs_of(texts, 3).distance(autoregressive(parts.laws, 3, 4, STOP)) < EXACT
 
 
 @EVERY_VERIFIER
@@ -121,7 +121,7 @@ def test_a_length_limit_cuts_inside_a_path(verifier):
     )
     texts = [(probability, text) for probability, (text, _) in outcomes]
     assert {len(text) for _, text in texts} == {3}
-    assert law_of(texts, 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
+    assert outputs_of(texts, 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
 
 
 @dataclass
@@ -148,7 +148,7 @@ def test_empty_drafts_among_others_keep_the_distribution(verifier):
     outcomes = list(decoded(parts, verifier, tokens=3))
     sizes = {shape.trees[head].size for _, (_, rounds) in outcomes for shape, head, _ in rounds}
     assert 1 in sizes and len(sizes) > 1
-    assert law_of([(p, text) for p, (text, _) in outcomes], 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
+    assert outputs_of([(p, text) for p, (text, _) in outcomes], 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
@@ -179,7 +179,7 @@ def test_sampled_and_greedy_requests_of_a_batch_keep_their_distributions(order, 
 
     outcomes = list(explore(play))
     assert len(outcomes) > 10
-    sampled = law_of([(p, texts["sampled"]) for p, texts in outcomes], 3)
+    sampled = outputs_of([(p, texts["sampled"]) for p, texts in outcomes], 3)
     assert sampled.distance(autoregressive(parts.laws, 3, 4)) < EXACT
     (certain,) = {texts["greedy"] for _, texts in outcomes}
     assert autoregressive(greedy, 3, 4).exactly[3][code(certain, 4)] == 1.0
@@ -244,7 +244,7 @@ def test_a_draft_that_reads_future_choices_is_detected():
             return draft.cut([9 if one else 0 for one in keep])
 
     parts = parts._replace(proposer=Choosy(parts.proposer))
-    outputs = law_of([(p, text) for p, (text, _) in decoded(parts, Token(), tokens=3)], 3)
+    outputs = outputs_of([(p, text) for p, (text, _) in decoded(parts, Token(), tokens=3)], 3)
     assert outputs.mass == pytest.approx(1)
     truth = autoregressive(parts.laws, 3, 4)
     assert outputs.distance(truth) > 1e-3

@@ -35,7 +35,7 @@ def draft():
     return tiny_model(seed=1, num_hidden_layers=1, vocab_size=V)
 
 
-def next_law(target, tokens, sampling):
+def next_probabilities(target, tokens, sampling):
     """The law after ``tokens`` by a forward without cells."""
     with torch.no_grad():
         logits = target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
@@ -46,17 +46,17 @@ def next_law(target, tokens, sampling):
 
 def truth(target, sampling, stop=frozenset()):
     """The law of up to ``LENGTH`` tokens, the last of which may be a stop token, autoregressively."""
-    laws = {(): 1.0}
+    masses = {(): 1.0}
     for _ in range(LENGTH):
-        ended = {path: mass for path, mass in laws.items() if stop.intersection(path)}
-        laws = ended | {
+        ended = {path: mass for path, mass in masses.items() if stop.intersection(path)}
+        masses = ended | {
             (*path, token): mass * p
-            for path, mass in laws.items()
+            for path, mass in masses.items()
             if path not in ended
-            for token, p in enumerate(next_law(target, [*PROMPT, *path], sampling))
+            for token, p in enumerate(next_probabilities(target, [*PROMPT, *path], sampling))
             if p > 0
         }
-    return laws
+    return masses
 
 
 def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), confidence=0.0):

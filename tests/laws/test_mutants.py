@@ -28,7 +28,7 @@ NOTES = (
     "block h_i = p_i",
     "with/without replacement swapped",
     "siblings re-ranked",
-    "top-k draft judged with softmax q",
+    "top-k draft verified with softmax q",
     "recovery shares draft noise",
     "noise reused across steps",
     "grammar trim then bonus",
@@ -39,11 +39,11 @@ NOTES = (
 )
 """The mutants that the notes on verification list: the exact layer must kill each."""
 
-WORDS = {"law": "after [", "loop": "outputs ", "seam": "names two choices", "samples": "chi-square"}
+WORDS = {"step": "after [", "loop": "outputs ", "seam": "names two choices", "samples": "chi-square"}
 
 
 def test_the_list_of_the_notes_is_complete():
-    assert set(NOTES) <= {mutant.name for mutant in MUTANTS if mutant.layer in ("law", "loop")}
+    assert set(NOTES) <= {mutant.name for mutant in MUTANTS if mutant.layer in ("step", "loop")}
     assert len(NOTES) == 18
     assert len({identify(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
@@ -67,7 +67,7 @@ ENOUGH = (*QUICK, LOOPS[4])  # what every run enumerates of its own pair, and a 
 FREE = [
     mutant
     for mutant in MUTANTS
-    if mutant.layer in ("law", "loop") and not isinstance(mutant.cases[0].instance.world, mutants.Grammar)
+    if mutant.layer in ("step", "loop") and not isinstance(mutant.cases[0].instance.world, mutants.Grammar)
 ]
 
 
@@ -121,7 +121,7 @@ def test_samples_do_not_detect_a_lenience_of_0_99():
 @pytest.mark.parametrize(
     ("drafts", "verifier", "score"),
     [(mutants.truncated(2), Token(), "draft"), ("iid", Control(), "towards the draft")],
-    ids=["top-k draft judged with softmax q", "residual = p"],
+    ids=["top-k draft verified with softmax q", "residual = p"],
 )
 def test_a_score_detects_strong_mutants(drafts, verifier, score):
     def bound(drafts, verifier):
@@ -136,23 +136,23 @@ def test_a_score_detects_strong_mutants(drafts, verifier, score):
 
 
 @pytest.mark.parametrize(
-    ("judge", "message"),
+    ("verify", "message"),
     [
         (mutants.swapped(Token()), "siblings drawn without replacement repeat a token"),
         (mutants.previous_q(Token()), "a token that its parent's q gives no mass"),
     ],
     ids=["without for iid", "q from the previous position"],
 )
-def test_a_draft_that_cannot_have_been_drawn_is_refused(judge, message):
+def test_a_draft_that_cannot_have_been_drawn_is_refused(verify, message):
     with pytest.raises(ValueError, match=message):
-        prove("iid", mutants.Broken(judge), STEPS[6:8])
+        prove("iid", mutants.Broken(verify), STEPS[6:8])
 
 
-@pytest.mark.parametrize("law", [twin.token, twin.traversal, twin.match])
-def test_unbroken_twins_survive(law):
-    def judge(draft, p):
-        stop, emit = law(draft, p.numpy())
+@pytest.mark.parametrize("step", [twin.token, twin.traversal, twin.match])
+def test_unbroken_twins_survive(verifier):
+    def verify(draft, p):
+        stop, emit = verifier(draft, p.numpy())
         return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
     for drawn in ("iid", "without", "point"):
-        assert Outputs.of_forest(World(11, plain=True), judge, TREES["[2,1]"], drawn).tv() < 1e-12
+        assert Outputs.of_forest(World(11, plain=True), verify, TREES["[2,1]"], drawn).tv() < 1e-12

@@ -50,7 +50,7 @@ def plain_logits(model, tokens):
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
-def plain_law(model, tokens, sampling):
+def plain_probabilities(model, tokens, sampling):
     """The law after ``tokens``, all of which a repetition penalty has seen."""
     logits = plain_logits(model, tokens)[None]
     seen = torch.zeros(logits.shape, dtype=torch.bool)

@@ -23,7 +23,7 @@ from tests.propose.lab import (
     decode,
     emitted,
     path_tokens,
-    plain_law,
+    plain_probabilities,
     requests,
 )
 from tests.propose.test_draft_model import WORDS, saved, tokenizer_of
@@ -208,7 +208,7 @@ def test_a_draft_model_grows_the_tree_of_plain_forwards(target, drawn, sampling,
     for tree, sequence in enumerate(batch.sequences):
 
         def after(path, text=sequence.tokens):
-            return plain_law(proposer.lm.model, [*text, *path], scored).tolist()
+            return plain_probabilities(proposer.lm.model, [*text, *path], scored).tolist()
 
         assert tree_of(draft, tree) == twin(after, drawn, budget, 9, sequence.key)
         if drawn != "point":

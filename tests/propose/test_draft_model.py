@@ -25,8 +25,8 @@ from tests.propose.lab import (
     expanded,
     fork_of,
     path_tokens,
-    plain_law,
     plain_logits,
+    plain_probabilities,
     requests,
 )
 from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
@@ -105,14 +105,14 @@ def test_the_draft_s_context_bounds_its_trees(target, truth):
 # Laws --------------------------------------------------------------------------------------------------------------
 
 
-def check_laws(draft, batch, model, draws):
+def check_distributions(draft, batch, model, draws):
     """Every stated law is a plain forward's over that path, and every token was drawn from it as declared."""
     shape = draft.shape
     keys = [key for _, key, _ in draws.picks]
     assert len(set(keys)) == len(keys) == shape.nodes  # one draw each, keys all different
     taken = iter(sorted(draws.picks, key=lambda pick: pick[1]))
     for row, sequence, text, _ in expanded(draft, batch.sequences):
-        plain = plain_law(model, text, sequence.request.sampling)
+        plain = plain_probabilities(model, text, sequence.request.sampling)
         torch.testing.assert_close(draft.q[draft.q_row[row]], plain, atol=1e-9, rtol=0)
     assert len(draft.q) == len(np.unique(shape.parent))
     # Draws come head by head in order of number, which is breadth first: nodes in row order.
@@ -140,7 +140,7 @@ def test_stated_distributions_are_those_drawn_from(target, tree, drawn, sampling
     wanted = [replace(one, sampling=sampling) for one in requests()[:2]] + [replace(requests()[2], sampling=WARM)]
     batch = batch_of(target, wanted, proposer, draws)
     draft = proposer.propose(batch)
-    check_laws(draft, batch, proposer.lm.model, draws)
+    check_distributions(draft, batch, proposer.lm.model, draws)
     for sequence in batch.sequences:
         proposer.close(sequence.state)
 
@@ -210,7 +210,7 @@ def test_distributions_are_right_after_any_history(target, small, tree, drawn, h
     for step, (what, number, token) in enumerate([("accept", 0, 0), *history]):
         draft = proposer.propose(batch)
         for row, _, text, children in expanded(draft, batch.sequences):
-            plain = plain_law(proposer.lm.model, text, WARM)
+            plain = plain_probabilities(proposer.lm.model, text, WARM)
             if drawn == "point":
                 assert children == plain.topk(len(children)).indices.tolist()
             else:

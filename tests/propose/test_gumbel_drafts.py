@@ -26,8 +26,8 @@ from tests.propose.lab import (
     emitted,
     expanded,
     path_tokens,
-    plain_law,
     plain_logits,
+    plain_probabilities,
     requests,
 )
 from tests.tiny import VOCABULARY, tiny_model
@@ -81,7 +81,9 @@ def test_siblings_are_the_best_of_their_parent_s_race(target, tree, sampling):
     assert (np.delete(draft.q_row, parents) == -1).all()
     for row, sequence, text, children in expanded(draft, batch.sequences):
         q, noise = draft.q[draft.q_row[row]], draft.noise[draft.q_row[row]]
-        torch.testing.assert_close(q, plain_law(proposer.lm.model, text, sequence.request.sampling), atol=1e-9, rtol=0)
+        torch.testing.assert_close(
+            q, plain_probabilities(proposer.lm.model, text, sequence.request.sampling), atol=1e-9, rtol=0
+        )
         order = (q.log() + noise).argsort(descending=True).tolist()
         assert children == order[: len(children)] and (q[children] > 0).all()
     assert draws.keys == list(draws.noise) and draws.repeats == 0  # one race each, and nothing else is drawn
@@ -138,19 +140,19 @@ def test_the_drafted_tokens_have_the_draft_s_distribution(target):
             sequence.step = number
         draft = proposer.propose(batch)
         tokens.append(draft.token.numpy())
-    law = draft.q[0].numpy()
-    assert (law > 0).sum() == 8
-    assert agrees(np.concatenate(tokens), law)
-    assert not agrees(np.concatenate(tokens), (law > 0) / 8)
+    distribution = draft.q[0].numpy()
+    assert (distribution > 0).sum() == 8
+    assert agrees(np.concatenate(tokens), distribution)
+    assert not agrees(np.concatenate(tokens), (distribution > 0) / 8)
 
 
-def agrees(tokens: np.ndarray, law: np.ndarray) -> bool:
+def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
     """Whether tokens may well have the law: Pearson's test at 1e-6, rare ones as one; none of mass zero."""
-    counts, expected = np.bincount(tokens, minlength=len(law)), len(tokens) * law
+    counts, expected = np.bincount(tokens, minlength=len(distribution)), len(tokens) * distribution
     rare = expected < 10
     cells = [(np.append(x[~rare], x[rare].sum())) for x in (counts, expected)]
     some = cells[1] > 0
-    return counts[law == 0].sum() == 0 and stats.chisquare(cells[0][some], cells[1][some]).pvalue > 1e-6
+    return counts[distribution == 0].sum() == 0 and stats.chisquare(cells[0][some], cells[1][some]).pvalue > 1e-6
 
 
 # Decoding ----------------------------------------------------------------------------------------------------------
@@ -257,18 +259,18 @@ def outputs(target) -> np.ndarray:
 
 
 def test_the_joint_distribution_of_three_tokens_is_the_target_s(target):
-    law = np.zeros(VOCABULARY**3)
+    distribution = np.zeros(VOCABULARY**3)
     for a, p_a in some(target, PROMPTS[1]):
         for b, p_b in some(target, (*PROMPTS[1], a)):
             for c, p_c in some(target, (*PROMPTS[1], a, b)):
-                law[(a * VOCABULARY + b) * VOCABULARY + c] = p_a * p_b * p_c
-    assert agrees(outputs(target), law)
+                distribution[(a * VOCABULARY + b) * VOCABULARY + c] = p_a * p_b * p_c
+    assert agrees(outputs(target), distribution)
 
 
 def some(target, text):
     """The tokens that may follow, with their probabilities."""
-    law = plain_law(target.lm.model, list(text), THREE)
-    return [(token, float(law[token])) for token in law.nonzero()[:, 0].tolist()]
+    distribution = plain_probabilities(target.lm.model, list(text), THREE)
+    return [(token, float(distribution[token])) for token in distribution.nonzero()[:, 0].tolist()]
 
 
 # Early stops and bad input -----------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_a
     assert len(fewer.noise) == len(draws.noise) == len(np.unique(fewer.shape.parent))
     for row, _, text, children in expanded(fewer, batch.sequences):
         q, noise = fewer.q[fewer.q_row[row]], fewer.noise[fewer.q_row[row]]
-        torch.testing.assert_close(q, plain_law(proposer.lm.model, text, WARM), atol=1e-9, rtol=0)
+        torch.testing.assert_close(q, plain_probabilities(proposer.lm.model, text, WARM), atol=1e-9, rtol=0)
         assert children == (q.log() + noise).topk(len(children)).indices.tolist()
         same = next(
             r for r in draft.shape.trees[fewer.shape.root[row]] if path_tokens(draft, r) == path_tokens(fewer, row)

@@ -131,8 +131,8 @@ def test_a_log_probability_is_that_of_the_plain_forward(target):
     _, tokens = check(hear("the cat", target)[0, ()])
     prompt = Bytes().encode("the cat")
     logits = target.lm.model(torch.tensor([prompt + ids(tokens)])).logits[0, len(prompt) - 1 : -1]
-    laws = logits.log_softmax(-1)
-    expected = [float(laws[place, token.id]) for place, token in enumerate(tokens)]
+    rows = logits.log_softmax(-1)
+    expected = [float(rows[place, token.id]) for place, token in enumerate(tokens)]
     torch.testing.assert_close([token.logprob for token in tokens], expected, rtol=0, atol=1e-6)
 
 

@@ -17,15 +17,15 @@ from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.tasks.certify.worlds import code
 from spec_lab.verify import Gumbel, Match, Token, Traversal, check_pair, choose, match_probability
 from tests.laws.tabular import World
-from tests.verify.test_twins import joint, random_law
+from tests.verify.test_twins import joint, random_distribution
 
 # Drafts ------------------------------------------------------------------------------------------------------------
 
 
-def scores(law: np.ndarray, noise: np.ndarray) -> np.ndarray:
+def scores(distribution: np.ndarray, noise: np.ndarray) -> np.ndarray:
     """log law + g."""
     with np.errstate(divide="ignore"):
-        return np.log(law) + noise
+        return np.log(distribution) + noise
 
 
 @st.composite
@@ -40,26 +40,28 @@ def races(draw: st.DrawFn):
     parent, tokens, q, p, noise, q_row = [], [], [], [], [], []
 
     def add(dead: bool) -> None:
-        law = random_law(rng, v, draw(kinds))
+        distribution = random_distribution(rng, v, draw(kinds))
         if draw(st.booleans()):
-            law = 0.5 * law + 0.5 * random_law(rng, v, "peaked")
-        p.append(np.zeros(v) if dead else law)
+            distribution = 0.5 * distribution + 0.5 * random_distribution(rng, v, "peaked")
+        p.append(np.zeros(v) if dead else distribution)
         q_row.append(-1)
 
     for _ in range(heads):
         add(False)
     row = 0
     while row < len(p) and len(parent) < 14:
-        law = p[row] if draw(st.integers(0, 3)) == 0 and p[row].any() else random_law(rng, v, draw(kinds))
+        distribution = (
+            p[row] if draw(st.integers(0, 3)) == 0 and p[row].any() else random_distribution(rng, v, draw(kinds))
+        )
         width = draw(st.integers(0, 3))
         if draw(st.integers(0, 5)) == 0 and (p[row] == 0).any() and p[row].any():  # disjoint supports
-            law = np.where(p[row] == 0, 1.0, 0.0) / (p[row] == 0).sum()
-        width = min(width, int((law > 0).sum()))
+            distribution = np.where(p[row] == 0, 1.0, 0.0) / (p[row] == 0).sum()
+        width = min(width, int((distribution > 0).sum()))
         if width:
             q_row[row] = len(q)
-            q.append(law)
+            q.append(distribution)
             noise.append(rng.gumbel(size=v))
-            for token in np.argsort(-scores(law, noise[-1]))[:width]:
+            for token in np.argsort(-scores(distribution, noise[-1]))[:width]:
                 parent.append(row)
                 tokens.append(int(token))
                 illegal = not p[row].any()
@@ -71,8 +73,8 @@ def races(draw: st.DrawFn):
     shape = Shape(heads, np.array(parent, dtype=np.int64))
     order = rng.permutation(len(q)) if q else np.zeros(0, dtype=np.int64)  # rows of q stand in no special order
     where = np.append(np.argsort(order), -1)
-    laws, noises = (torch.tensor(np.array(x).reshape(-1, v)[order]) for x in (q, noise))
-    draft = Draft(shape, torch.tensor(tokens, dtype=torch.long), "gumbel", laws, where[q_row], noises)
+    distributions, noises = (torch.tensor(np.array(x).reshape(-1, v)[order]) for x in (q, noise))
+    draft = Draft(shape, torch.tensor(tokens, dtype=torch.long), "gumbel", distributions, where[q_row], noises)
     return draft, torch.tensor(np.array(p))
 
 
@@ -226,10 +228,10 @@ def double_sum(p: np.ndarray, q: np.ndarray) -> float:
 )
 def test_the_closed_form_is_the_double_sum_and_within_its_bounds(seed, v, kinds):
     rng = np.random.default_rng(seed)
-    p, q = (np.array([random_law(rng, v, kind) for _ in range(4)]) for kind in kinds)
+    p, q = (np.array([random_distribution(rng, v, kind) for _ in range(4)]) for kind in kinds)
     q[0] = p[0]
     match = match_probability(torch.tensor(p), torch.tensor(q)).numpy()
-    np.testing.assert_allclose(match, [double_sum(*laws) for laws in zip(p, q, strict=True)], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(match, [double_sum(*rows) for rows in zip(p, q, strict=True)], rtol=0, atol=1e-12)
     tv = 0.5 * np.abs(p - q).sum(-1)
     assert (match >= (1 - tv) / (1 + tv) - 1e-12).all() and (match <= 1 - tv + 1e-12).all()
     assert match[0] == pytest.approx(1.0, abs=1e-12)
@@ -247,7 +249,7 @@ def test_the_closed_form_at_its_ends():
 # Many noises -------------------------------------------------------------------------------------------------------
 
 MANY = 20_000
-LAWS = {
+DISTRIBUTIONS = {
     "generic": ([0.4, 0.25, 0.15, 0.1, 0.07, 0.03], [0.1, 0.3, 0.05, 0.25, 0.1, 0.2]),
     "zeros": ([0.0, 0.5, 0.3, 0.2, 0.0, 0.0], [0.3, 0.3, 0.0, 0.3, 0.1, 0.0]),
     "peaked": ([0.96, 0.01, 0.01, 0.01, 0.005, 0.005], [0.7, 0.2, 0.025, 0.025, 0.025, 0.025]),
@@ -259,23 +261,23 @@ def noises(number: int, width: int, seed: int = 0, place: int = -1) -> np.ndarra
     return CounterDraws(seed).race(width, [Key(n, 0, 0, Purpose.RACE, place) for n in range(number)])
 
 
-def agrees(tokens: np.ndarray, law: np.ndarray) -> bool:
+def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
     """Whether tokens may well have the law: Pearson's test at 1e-6; none of mass zero."""
-    counts = np.bincount(tokens, minlength=len(law))
-    some = law > 0
-    return counts[~some].sum() == 0 and stats.chisquare(counts[some], len(tokens) * law[some]).pvalue > 1e-6
+    counts = np.bincount(tokens, minlength=len(distribution))
+    some = distribution > 0
+    return counts[~some].sum() == 0 and stats.chisquare(counts[some], len(tokens) * distribution[some]).pvalue > 1e-6
 
 
 @cache
 def first_tokens(name: str) -> tuple[Draft, np.ndarray, np.ndarray]:
     """Chains of one node below heads of equal laws: the draft, whether each is accepted, and the tokens put out."""
-    p, q = (np.array(law) for law in LAWS[name])
+    p, q = (np.array(row) for row in DISTRIBUTIONS[name])
     g = noises(MANY, len(q))
     drafted = scores(q, g).argmax(-1)
     shape = Shape(MANY, np.arange(MANY))
-    laws = torch.from_numpy(q).expand(MANY, -1)
+    distributions = torch.from_numpy(q).expand(MANY, -1)
     q_row = np.concatenate([np.arange(MANY), np.full(MANY, -1)])
-    draft = Draft(shape, torch.from_numpy(drafted), "gumbel", laws, q_row, torch.from_numpy(g))
+    draft = Draft(shape, torch.from_numpy(drafted), "gumbel", distributions, q_row, torch.from_numpy(g))
     verdict = Gumbel()(draft, torch.from_numpy(p).expand(2 * MANY, -1))
     accepted = verdict.stop[MANY:] == 1.0
     residual = verdict.residual(np.arange(MANY)).numpy()
@@ -283,26 +285,26 @@ def first_tokens(name: str) -> tuple[Draft, np.ndarray, np.ndarray]:
     return draft, accepted, np.where(accepted, drafted, residual.argmax(-1))
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_rate_of_matches_is_the_closed_form(name):
     """Within five standard deviations."""
-    p, q = (torch.tensor([law]) for law in LAWS[name])
+    p, q = (torch.tensor([row]) for row in DISTRIBUTIONS[name])
     chance = float(match_probability(p, q))
     rate = first_tokens(name)[1].mean()
     assert abs(rate - chance) < 5 * (chance * (1 - chance) / MANY) ** 0.5
     assert chance > float((p * q).sum()) + 0.02  # what independent choices reach
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_drafts_have_the_draft_s_distribution_and_outputs_the_target_s(name):
-    p, q = (np.array(law) for law in LAWS[name])
+    p, q = (np.array(row) for row in DISTRIBUTIONS[name])
     draft, _, tokens = first_tokens(name)
     assert agrees(draft.token.numpy(), q) and agrees(tokens, p)
     assert not agrees(tokens, q) and not agrees(draft.token.numpy(), p)
 
 
 def test_the_best_of_a_race_are_drawn_without_replacement():
-    q = np.array(LAWS["generic"][1])
+    q = np.array(DISTRIBUTIONS["generic"][1])
     best = np.argsort(-scores(q, noises(MANY, len(q), seed=1)), axis=-1)[:, :2]
     pairs = q[:, None] * q / (1 - q[:, None])
     np.fill_diagonal(pairs, 0.0)
@@ -350,8 +352,8 @@ def put_out(trees: int, place_of, seed: int) -> np.ndarray:
     p = np.empty((shape.rows, v))
     p[:trees], p[nodes[:, :2]], p[nodes[:, 2:]] = p0, p1[first], p2[first * v + second]
     noise = torch.from_numpy(np.concatenate([g[-1], g[0], g[1]]))
-    draft, law = Draft(shape, token, "gumbel", q, q_row, noise), torch.from_numpy(p)
-    end = choose(Gumbel()(draft, law), shape, law, CounterDraws(seed), [(n, 0, 0) for n in range(trees)])
+    draft, target = Draft(shape, token, "gumbel", q, q_row, noise), torch.from_numpy(p)
+    end = choose(Gumbel()(draft, target), shape, target, CounterDraws(seed), [(n, 0, 0) for n in range(trees)])
     rng, codes = np.random.default_rng(seed), []
     for row, last in zip(end.row, end.token, strict=True):
         text = [*(int(token[r - trees]) for r in shape.path(int(row))), int(last)]

@@ -14,12 +14,12 @@ from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.verify import KSeq, Token, Verdict, kseq
 from spec_lab.verify.kseq import least_rho
 from tests.laws import twin_zoo
-from tests.laws.tabular import Judge, Outputs, World
+from tests.laws.tabular import Outputs, Verify, World
 from tests.laws.test_closed_forms import WORLDS as MORE_WORLDS
 from tests.laws.test_closed_forms import Same
 from tests.laws.test_lossless import TREES, WORLDS, require_lossless
 from tests.laws.twin_zoo import beta, bisected, one_of
-from tests.verify.test_twins import drafts, joint, random_law
+from tests.verify.test_twins import drafts, joint, random_distribution
 
 KINDS = ["generic", "peaked", "zeros", "one-hot"]
 
@@ -39,10 +39,12 @@ def rho_of(p: np.ndarray, q: np.ndarray, k: int) -> float:
 
 
 @st.composite
-def laws(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     v = draw(st.integers(3, 8))
-    return random_law(rng, v, draw(st.sampled_from(KINDS))), random_law(rng, v, draw(st.sampled_from(KINDS)))
+    return random_distribution(rng, v, draw(st.sampled_from(KINDS))), random_distribution(
+        rng, v, draw(st.sampled_from(KINDS))
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
@@ -56,14 +58,14 @@ def test_one_step_with_wide_distributions_is_lossless(name):
     require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), KSeq(), TREES[name], "iid"))
 
 
-def with_rho_times(factor: float) -> Judge:
+def with_rho_times(factor: float) -> Verify:
     """The twin with another rho: a control of the enumeration."""
 
-    def judge(draft: Draft, p: torch.Tensor) -> Verdict:
+    def verify(draft: Draft, p: torch.Tensor) -> Verdict:
         stop, emit = twin_zoo.kseq(draft, p.numpy(), lambda *case: factor * bisected(*case))
         return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
-    return judge
+    return verify
 
 
 def test_a_larger_rho_is_lossless_but_accepts_less_and_a_smaller_is_lossy():
@@ -74,7 +76,7 @@ def test_a_larger_rho_is_lossless_but_accepts_less_and_a_smaller_is_lossy():
 
 
 @settings(max_examples=300)
-@given(pair=laws(), k=st.integers(2, 12))
+@given(pair=pairs(), k=st.integers(2, 12))
 def test_rho_is_safe_and_the_least_that_is(pair, k):
     p, q = pair
     rho = rho_of(p, q, k)
@@ -198,10 +200,10 @@ def test_in_single_precision_rho_is_safe_to_its_last_digits(noise):
     draft, p = wide(noise)
     rho = least_rho(draft, p)
     for row in np.unique(draft.shape.parent):
-        laws = p[row].double().numpy(), draft.q[draft.q_row[row]].double().numpy()
-        laws = laws[0] / laws[0].sum(), laws[1] / laws[1].sum()
-        assert one_of(2, beta(rho[row], *laws)) <= rho[row] * (1 + 1e-6)
-        assert rho[row] == pytest.approx(bisected(*laws, 2), abs=1e-3)
+        pair = p[row].double().numpy(), draft.q[draft.q_row[row]].double().numpy()
+        pair = pair[0] / pair[0].sum(), pair[1] / pair[1].sum()
+        assert one_of(2, beta(rho[row], *pair)) <= rho[row] * (1 + 1e-6)
+        assert rho[row] == pytest.approx(bisected(*pair, 2), abs=1e-3)
 
 
 def test_rejected_drafts_emit_from_the_residual():

@@ -46,15 +46,15 @@ def test_each_tree_has_a_path_of_its_own():
 
 # Which tokens
 
-LAW = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
+P = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
 ENTROPY = -sum(mass * np.log(mass) for mass in (0.5, 0.3, 0.15, 0.05))
 
 
-def accepted(verifier, law=LAW) -> list[int]:
+def accepted(verifier, p=P) -> list[int]:
     """The tokens that pass as the only draft."""
-    tokens = range(len(law))
+    tokens = range(len(p))
     drafts = Draft(forest((chain(1),) * len(tokens)), torch.tensor(list(tokens)))
-    stop = verifier(drafts, law.expand(2 * len(tokens), -1)).stop
+    stop = verifier(drafts, p.expand(2 * len(tokens), -1)).stop
     assert stop.tolist() == [*(1 - stop[len(tokens) :]), *stop[len(tokens) :]]
     return np.flatnonzero(stop[len(tokens) :]).tolist()
 
@@ -75,7 +75,7 @@ def accepted(verifier, law=LAW) -> list[int]:
 def test_typical_compares_with_epsilon_or_with_the_entropy_s_bound(epsilon, delta, tokens):
     assert accepted(Typical(epsilon, delta)) == tokens
     bound = min(epsilon, delta * np.exp(-ENTROPY))
-    assert tokens == [x for x in range(5) if LAW[x] > bound]
+    assert tokens == [x for x in range(5) if P[x] > bound]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_typical_compares_with_epsilon_or_with_the_entropy_s_bound(epsilon, delt
     ],
 )
 def test_relaxed_accepts_the_likeliest_within_delta(top, delta, tokens):
-    assert accepted(Relaxed(top, delta), LAW + torch.tensor([0, 1e-12, 0, 0, 0])) == tokens
+    assert accepted(Relaxed(top, delta), P + torch.tensor([0, 1e-12, 0, 0, 0])) == tokens
 
 
 def test_relaxed_counts_equals_of_the_last_among_the_likeliest():

@@ -48,13 +48,13 @@ def drafts(q: np.ndarray, count: int, drawn: str) -> dict[tuple[int, ...], float
     support = np.flatnonzero(q).tolist()
     if drawn == "iid":
         return {d: float(np.prod(q[list(d)])) for d in itertools.product(support, repeat=count)}
-    law = {}
+    found = {}
     for d in itertools.permutations(support, min(count, len(support))):
         probability = 1.0
         for place, token in enumerate(d):
             probability *= q[token] / q[[i for i in support if i not in d[:place]]].sum()
-        law[d] = float(probability)
-    return law
+        found[d] = float(probability)
+    return found
 
 
 def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
@@ -74,9 +74,9 @@ def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
 
 def over_all_sets(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
     """1 - max over all sets H of P(all drafts in H) - p(H)."""
-    law = drafts(q, count, drawn)
+    found = drafts(q, count, drawn)
     sets = [set(h) for n in range(len(p) + 1) for h in itertools.combinations(range(len(p)), n)]
-    return 1 - max(sum(w for d, w in law.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
+    return 1 - max(sum(w for d, w in found.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,17 +200,17 @@ def test_distributions_are_normalized(drawn):
 
 
 def test_mismatched_shapes_are_refused():
-    law = torch.full((2, 4), 0.25)
+    uniform = torch.full((2, 4), 0.25)
     with pytest.raises(ValueError, match="point"):
-        transport_bound(law, law, 2, "point")
+        transport_bound(uniform, uniform, 2, "point")
     with pytest.raises(ValueError, match="shapes"):
-        transport_bound(law, law[:1], 2, "iid")
+        transport_bound(uniform, uniform[:1], 2, "iid")
     with pytest.raises(ValueError, match="siblings"):
-        transport_bound(law, law, -1, "iid")
+        transport_bound(uniform, uniform, -1, "iid")
     for wrong in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="negative"):
-            transport_bound(law, torch.full((2, 4), wrong), 2, "iid")
-    assert transport_bound(law[:0], law[:0], 2, "without").shape == (0,)
+            transport_bound(uniform, torch.full((2, 4), wrong), 2, "iid")
+    assert transport_bound(uniform[:0], uniform[:0], 2, "without").shape == (0,)
 
 
 @pytest.mark.parametrize(

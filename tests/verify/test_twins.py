@@ -19,14 +19,14 @@ PAIRS = [(Token(), twin.token), (Traversal(), twin.traversal), (Match(), twin.ma
 BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[one.name for one, _ in PAIRS])
 
 
-def random_law(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
+def random_distribution(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
     """A law ``[V]``: generic, peaked, with zeros, or one-hot."""
-    law = rng.dirichlet(np.full(v, 0.1 if kind == "peaked" else 1.0)) + 1e-12
+    distribution = rng.dirichlet(np.full(v, 0.1 if kind == "peaked" else 1.0)) + 1e-12
     if kind == "zeros":
-        law[rng.permutation(v)[: rng.integers(1, v - 1)]] = 0.0
+        distribution[rng.permutation(v)[: rng.integers(1, v - 1)]] = 0.0
     if kind == "one-hot":
-        law = np.eye(v)[rng.integers(v)]
-    return law / law.sum()
+        distribution = np.eye(v)[rng.integers(v)]
+    return distribution / distribution.sum()
 
 
 @st.composite
@@ -44,36 +44,36 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     parent, tokens, ways, q, p = [], [], [], [], []
     siblings: dict[int, list[int]] = {}
 
-    def laws() -> None:
-        q.append(random_law(rng, v, draw(kinds)))
+    def add() -> None:
+        q.append(random_distribution(rng, v, draw(kinds)))
         relation = draw(st.sampled_from(["free", "free", "free", "equal", "disjoint"]))
-        law = q[-1].copy() if relation == "equal" else random_law(rng, v, draw(kinds))
+        distribution = q[-1].copy() if relation == "equal" else random_distribution(rng, v, draw(kinds))
         if relation == "disjoint" and (q[-1] == 0).any():
-            law = np.where(q[-1] == 0, law + 1e-3, 0.0)
-            law /= law.sum()
-        p.append(law)
+            distribution = np.where(q[-1] == 0, distribution + 1e-3, 0.0)
+            distribution /= distribution.sum()
+        p.append(distribution)
 
     for _ in range(heads):
-        laws()
+        add()
     for number in range(draw(st.integers(0, 12))):
         above = number if chains else draw(st.integers(0, heads + len(parent) - 1))
-        law = q[above].copy()
+        distribution = q[above].copy()
         way = draw(st.sampled_from(["point", "iid", "without"])) if how == "mixed" else how
         if way == "without":
-            law[siblings.get(above, [])] = 0.0
+            distribution[siblings.get(above, [])] = 0.0
         if way == "point":
-            law[:] = 1.0
-        if law.sum() == 0:
+            distribution[:] = 1.0
+        if distribution.sum() == 0:
             if chains:
                 break
             continue
-        token = int(rng.choice(v, p=law / law.sum()))
+        token = int(rng.choice(v, p=distribution / distribution.sum()))
         if way == "without":
             siblings.setdefault(above, []).append(token)
         ways.append(WAYS.index(way))
         parent.append(above)
         tokens.append(token)
-        laws()
+        add()
         if draw(st.integers(0, 5)) == 0 and p[above].sum() > p[above][token]:  # an illegal node; its row is dead
             p[above][token], p[-1] = 0.0, np.zeros(v)
             p[above] /= p[above].sum()
@@ -87,8 +87,8 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     rng.shuffle(expanded)
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
-    laws_of = torch.tensor(np.array(q)[expanded].reshape(-1, v))
-    return Draft(shape, token, codes if how == "mixed" else how, laws_of, q_row), p
+    rows = torch.tensor(np.array(q)[expanded].reshape(-1, v))
+    return Draft(shape, token, codes if how == "mixed" else how, rows, q_row), p
 
 
 def alone(draft: Draft, rows: np.ndarray) -> Draft:
@@ -135,10 +135,10 @@ def test_traversal_of_a_chain_is_block_verification(case):
 @given(case=drafts(("point",)))
 def test_point_drafts_have_one_distribution_under_all_three_algorithms(case):
     draft, p = case
-    laws = [direct(draft, p.numpy()) for _, direct in PAIRS]
-    for stop, emit in laws[1:]:
-        np.testing.assert_allclose(stop, laws[0][0], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(stop[:, None] * emit, laws[0][0][:, None] * laws[0][1], rtol=0, atol=1e-12)
+    results = [direct(draft, p.numpy()) for _, direct in PAIRS]
+    for stop, emit in results[1:]:
+        np.testing.assert_allclose(stop, results[0][0], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(stop[:, None] * emit, results[0][0][:, None] * results[0][1], rtol=0, atol=1e-12)
 
 
 @BY_NAME

@@ -30,33 +30,37 @@ from tests.laws.tabular import explore
 SHAPE = forest((chain(1), chain(0), tree(((0,), (1,), (0, 0)))))  # trees of 2, 1 and 4 rows
 WHO = [(7, 0, 3), (8, 0, 3), (9, 1, 0)]
 STOP = np.array([0.3, 1.0, 0.1, 0.7, 0.4, 0.0, 0.5])  # three heads, the chain's node, the tree's three
-LAW = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (SHAPE.rows, 3)).astype(float)) + torch.eye(3)[0]
-STATED = Verdict(STOP, lambda rows: LAW[rows])  # laws need not sum to 1
+RESIDUAL = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (SHAPE.rows, 3)).astype(float)) + torch.eye(3)[0]
+STATED = Verdict(STOP, lambda rows: RESIDUAL[rows])  # laws need not sum to 1
 
 
 def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
     found = [Counter() for _ in WHO]
-    for mass, (rows, tokens, _) in explore(lambda draws: choose(STATED, SHAPE, LAW, draws, WHO)):
+    for mass, (rows, tokens, _) in explore(lambda draws: choose(STATED, SHAPE, RESIDUAL, draws, WHO)):
         for head, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             found[head][row, token] += mass
     for head, rows in enumerate(SHAPE.trees):
-        wanted = {(row, x): STOP[row] * float(LAW[row, x] / LAW[row].sum()) for row in rows.tolist() for x in range(3)}
+        wanted = {
+            (row, x): STOP[row] * float(RESIDUAL[row, x] / RESIDUAL[row].sum())
+            for row in rows.tolist()
+            for x in range(3)
+        }
         assert dict(found[head]) == pytest.approx({pair: mass for pair, mass in wanted.items() if mass > 0}, abs=1e-12)
 
 
 def test_a_choice_depends_on_its_own_key_only():
-    row, token, _ = choose(STATED, SHAPE, LAW, CounterDraws(1), WHO)
-    other_row, other_token, _ = choose(STATED, SHAPE, LAW, CounterDraws(1), [(1, 1, 1), (2, 2, 2), WHO[2]])
+    row, token, _ = choose(STATED, SHAPE, RESIDUAL, CounterDraws(1), WHO)
+    other_row, other_token, _ = choose(STATED, SHAPE, RESIDUAL, CounterDraws(1), [(1, 1, 1), (2, 2, 2), WHO[2]])
     assert (other_row[2], other_token[2]) == (row[2], token[2])
     runs = {
-        tuple(np.concatenate(choose(STATED, SHAPE, LAW, CounterDraws(1), [(r, 0, 0)] * 3)[:2]).tolist())
+        tuple(np.concatenate(choose(STATED, SHAPE, RESIDUAL, CounterDraws(1), [(r, 0, 0)] * 3)[:2]).tolist())
         for r in range(40)
     }
     assert len(runs) > 5
 
 
 def test_an_empty_residual_falls_back_to_the_target_and_is_reported():
-    bare = Verdict(STOP, lambda rows: torch.where(torch.from_numpy(rows == 3)[:, None], 0.0, LAW[rows]))
+    bare = Verdict(STOP, lambda rows: torch.where(torch.from_numpy(rows == 3)[:, None], 0.0, RESIDUAL[rows]))
     sure = torch.eye(3, dtype=torch.float64)[[2]].expand(SHAPE.rows, 3)
     for _, (rows, tokens, empty) in explore(lambda draws: choose(bare, SHAPE, sure, draws, WHO)):
         assert empty.tolist() == [rows[0] == 3, False, False]

@@ -36,7 +36,7 @@ ALL = tuple(sorted({"iid", "without", "point"}))
 
 
 @st.composite
-def judged(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
+def supported(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
     """A draft that the verifier judges, with p."""
     mixed = ("mixed",) if verifier.accepts >= set(ALL) else ()
     return draw(drafts(tuple(how for how in ALL if how in verifier.accepts) + mixed))
@@ -51,7 +51,7 @@ def close(verifier) -> float:
 @settings(max_examples=100)
 @given(data=st.data())
 def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     stop, emit = direct(draft, p.numpy())
     verdict = verifier(draft, p)
     assert verdict.stop.dtype == np.float64
@@ -64,7 +64,7 @@ def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     assert verifier(draft, p).stop[p.sum(-1).numpy() == 0].sum() == 0
 
 
@@ -72,7 +72,7 @@ def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_trees_of_a_forest_are_independent(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
     for rows in shape.trees:
@@ -84,7 +84,7 @@ def test_trees_of_a_forest_are_independent(verifier, direct, data):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
     first, again = (joint(draft, verifier(draft, p)) for _ in range(2))
     assert (first == again).all()
@@ -96,7 +96,7 @@ def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, data):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     verdict = verifier(draft, p)
     rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
     every = verdict.residual(np.arange(draft.shape.rows))
@@ -109,7 +109,7 @@ def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, data
 @settings(max_examples=50)
 @given(data=st.data())
 def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
     verdict = verifier(draft, p.float())
@@ -124,7 +124,7 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
 @settings(max_examples=30)
 @given(data=st.data())
 def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
     stop, emit = direct(draft, p.numpy())
@@ -137,7 +137,7 @@ def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, data):
 @settings(max_examples=50)
 @given(data=st.data())
 def test_in_single_precision_a_threshold_decides_as_in_double_unless_met_exactly(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
     p = p.float()
@@ -154,7 +154,7 @@ def test_in_single_precision_a_threshold_decides_as_in_double_unless_met_exactly
 @settings(max_examples=25)
 @given(data=st.data())
 def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     whole = joint(draft, verifier(draft, p))
     with pytest.MonkeyPatch.context() as patch:
         for module in (kseq, path, cascade_module):
@@ -176,7 +176,7 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_every_step_can_be_sampled(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     verdict, who = verifier(draft, p), [(head, 0, 0) for head in range(draft.shape.roots)]
     assume(draft.shape.roots == 1)
     mass = sum(m for m, _ in explore(lambda draws: choose(verdict, draft.shape, p, draws, who)))
