@@ -1,4 +1,4 @@
-"""A lab small enough to run in a test: a tiny random target that reads letters, and a proposer that guesses."""
+"""A lab small enough for a test: a tiny random target over letters, and a proposer that guesses."""
 
 from dataclasses import replace
 from pathlib import Path

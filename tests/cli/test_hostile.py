@@ -1,4 +1,4 @@
-"""Folders of runs from elsewhere: nothing outside is touched, and one bad file spares the other runs."""
+"""Untrusted run folders: nothing outside is touched, and one bad file does not affect the other runs."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def swept(tmp_path_factory):
 
 @pytest.fixture
 def given(swept, tmp_path):
-    """A copy of it, and a file and a folder of the user beside it."""
+    """A copy of it, and a file and a folder of the user next to it."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     return shutil.copytree(swept, tmp_path / "swept")

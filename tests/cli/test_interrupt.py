@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: one line, exit code 130, no traceback, and nothing that is noted as failed."""
+"""Ctrl-C at any moment: one line, exit code 130, no traceback, and nothing recorded as failed."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory):
 
 
 def interrupted_at(module: str, place: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """The command line in a process of its own that gets SIGINT as it imports a module."""
+    """Run the command line in a process that receives SIGINT while it imports a module."""
     command = [sys.executable, "-c", AT_IMPORT.format(module=module), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
@@ -68,9 +68,9 @@ def test_a_command_that_is_interrupted_during_an_import_ends_with_one_line(tmp_p
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [
-        ("raise KeyboardInterrupt", 130),  # of work that does not handle it
+        ("raise KeyboardInterrupt", 130),  # as raised by work that does not handle it
         ("os.kill(os.getpid(), signal.SIGINT)", 130),
-        ("exec('os.kill(os.getpid(), signal.SIGINT)')", 130),  # Python would end itself by SIGINT after this
+        ("exec('os.kill(os.getpid(), signal.SIGINT)')", 130),  # after this Python would end itself by SIGINT
         (
             "try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException: raise ImportError from None",
             130,

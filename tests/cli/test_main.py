@@ -1,4 +1,4 @@
-"""The command line: every config composes and fits what it names, and every refusal is one line that helps."""
+"""The command line: every config composes and matches its target, and every error is one helpful line."""
 
 import importlib.metadata
 import inspect
@@ -34,7 +34,7 @@ TASKS = {
     "serve_trace": ("summary.json", ["task.segment=2", "prompts.limit=3", "max_new_tokens=6"]),
     "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
 }
-"""Experiments whose task is another one: what it leaves, and how to keep it short."""
+"""Experiments of other tasks: a file that each writes, and overrides that keep it short."""
 STUDIES = [
     "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "spec_bench", "tree_shapes", "tune_tree",
     "verifier_vs_temperature",
@@ -42,9 +42,9 @@ STUDIES = [
 """They are run by their own tests."""
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "stream"])
 GIVEN = {"target", "sampling", "seed"}
-"""Arguments that the entry passes by call."""
+"""Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
-"""Those of a task."""
+"""Those that it passes to a task."""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ GIVEN_BY_USERS = {
     "lark": ["constraint.grammar='start: \"a\"'"],
     "regex": ['constraint.pattern="a+"'],
 }
-"""What the command line must say."""
+"""Texts that the command line must print."""
 
 
 @pytest.mark.parametrize("file", [file for file in options() if file.parent.name == "constraint"], ids=lambda f: f.stem)
@@ -141,7 +141,7 @@ def tiny_zoo(tmp_path_factory):
 )
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
-    few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
+    few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates the others
     monkeypatch.setattr("spec_lab.tasks.certify.task.prove", few)
     file, short = TASKS[name]
     code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
@@ -156,7 +156,7 @@ def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
 
 
 ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
-"""Experiments whose one proposer ``proposers`` runs as well."""
+"""Experiments whose only proposer is run by ``proposers`` as well."""
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,9 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert {"bare", "generate", "assisted", "assisted_same", "lookup"} <= set(summary["arms"])
     if name != "autoregressive":
         assert summary["speedup"]["mean"] > 0
-        tree = manifest["proposers"]["speculative"].get("tree")  # calibrated: none where none pays on this machine
+        tree = manifest["proposers"]["speculative"].get(
+            "tree"
+        )  # calibrated: no nodes if no tree is faster on this machine
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
@@ -490,7 +492,7 @@ def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     first = tmp_path / "here" / "parts" / "requests-000000.parquet"
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What a sweep may be asked for: Hydra's ways to name values, and what is refused before anything is written."""
+"""The values of a sweep: Hydra's ways to list them, and what is refused before anything is written."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from spec_lab.results import sweep
 
 @pytest.fixture
 def sweep_of(cli, monkeypatch, tmp_path):
-    """Sweep with runs that do nothing: (exit code, what was printed, the last option of each run)."""
+    """Run a sweep whose runs do nothing: (exit code, output, the last option of each run)."""
 
     def start(config, out, overrides=None):
         (out / "left").touch()

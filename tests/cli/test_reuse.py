@@ -1,4 +1,4 @@
-"""Runs of a sweep that share a process give what each gives in a process of its own."""
+"""Runs of a sweep that share a process write the same rows as each in a process of its own."""
 
 import json
 import locale
@@ -23,7 +23,7 @@ TIMES = {
     "steps": [],
     "requests": ["prefill_seconds", "decode_seconds"],
 }
-"""Columns that differ between two runs of the same."""
+"""Columns that differ between two equal runs."""
 
 RUNS = {
     "plain": ["override /proposer: ngram"],
@@ -39,7 +39,7 @@ RUNS = {
     ],
     "fails": ["override /proposer: draft_chain", "threads: 2", "proposer: {depth: none}"],
 }  # fmt: skip
-"""Runs that differ in whatever might stay behind in a process; one of them fails."""
+"""Runs that differ in everything that could leak through a process; one of them fails."""
 COMMON = [
     "target.dtype=float32",
     "prompts=prose",
@@ -48,7 +48,7 @@ COMMON = [
     "warmup=2",
     "output_dir=swept",
 ]
-LEFT = {  # what a run might change for those after it
+LEFT = {  # state that a run might change for the next ones
     "threads": torch.get_num_threads,
     "dtype": lambda: str(torch.get_default_dtype()),
     "grad": torch.is_grad_enabled,
@@ -64,7 +64,7 @@ LEFT = {  # what a run might change for those after it
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Where the runs left their rows: each alone in a fresh process, and all in one process in two orders."""
+    """The runs' folders: each run alone in a fresh process, and all in one process in two orders."""
     folder = tmp_path_factory.mktemp("reuse")
     checkpoints.zoo(folder / "zoo")
     (folder / "conf" / "experiment").mkdir(parents=True)
@@ -82,14 +82,16 @@ def places(tmp_path_factory):
 
 
 def _each_in_a_fork(folder: Path) -> None:
-    """Import everything, run nothing; then fork a process for each sweep."""
+    """Import everything without running anything; then fork a process for each sweep."""
     from omegaconf import OmegaConf
 
     import spec_lab.cli.commands
     import spec_lab.results.manifest
     import spec_lab.tasks.benchmark
 
-    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # the slow part of a summary, proved elsewhere
+    spec_lab.tasks.benchmark.in_short = lambda *_: {
+        "certified": None
+    }  # the slow part of a summary, which has tests of its own
     spec_lab.results.manifest.commit = lambda _: None
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / "zoo" / name), replace=True)
     for place, order in {**{name: [name] for name in RUNS}, "forth": [*RUNS], "back": [*reversed(RUNS)]}.items():
@@ -104,7 +106,7 @@ def _each_in_a_fork(folder: Path) -> None:
 
 
 def _sweep(options: list[str], order: list[str]) -> None:
-    """A sweep by the basic launcher, in this process; what each run leaves the process like is noted."""
+    """Run a sweep with the basic launcher in this process, and record the process's state after each run."""
     from spec_lab.cli import jobs, main
 
     said = os.open("said.txt", os.O_WRONLY | os.O_CREAT)
@@ -147,7 +149,7 @@ def test_a_run_writes_the_same_rows_whatever_ran_before_it(places, name, order):
 
 
 def test_the_runs_are_not_all_alike(places):
-    """Else nothing could be seen to leak."""
+    """Otherwise a leak would not be visible."""
     tables = [rows(places / name, name) for name in RUNS if name != "fails"]
     assert len({str(one.requests["tokens"].tolist()) for one in tables}) >= 5
     assert len({len(one.steps) for one in tables}) >= 3

@@ -1,4 +1,4 @@
-"""Search: Optuna's trials are runs of a sweep; the same command goes on with them whatever was killed."""
+"""Search: Optuna's trials are runs of a sweep; the same command resumes them after any kill."""
 
 import json
 import os
@@ -49,7 +49,7 @@ SPACE = ["proposer.depth=int(interval(1,40))", "proposer.max_ngram=int(interval(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Overrides of a search among runs on a tiny checkpoint, without what is searched."""
+    """Overrides of a search with runs on a tiny checkpoint, without the searched options."""
     short = checkpoints.short_runs(tmp_path_factory.mktemp("tiny"))
     return ["--multirun", "hydra/sweeper=search", "hydra.sweeper.objective=tokens_per_second", *short]
 
@@ -61,7 +61,7 @@ def cli(quick_cli):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """How deep the drafts of each group were that was decoded from here on."""
+    """The draft depth of each group decoded from here on."""
     seen, plain = [], Loop.decode
 
     def decode(self, requests):
@@ -82,14 +82,14 @@ def complete(folder: Path) -> list:
 
 
 def folder_of(trial, folder: Path) -> Path:
-    """Where the trial's run is."""
+    """The folder of the trial's run."""
     return folder / sweep.folder_name(
         [*(f"{name}={value}" for name, value in trial.params.items()), *trial.user_attrs["given"]]
     )
 
 
 def files(folder: Path) -> dict[Path, int]:
-    """When each file of the runs was last changed."""
+    """Modification times of all files of the runs."""
     return {file: file.stat().st_mtime_ns for file in folder.glob("*/**/*") if file.is_file()}
 
 
@@ -216,7 +216,7 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
 
 
 def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
-    """Here another process was at the run; so is one whose job was lost on a cluster."""
+    """Here another process held the run; the same holds for a job that failed on a cluster."""
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=4"]
     given = [one.replace("false", "False") for one in some[1:] if not one.startswith(("proposer.depth", "hydra"))]
     other = tmp_path / "swept" / sweep.folder_name([*given, "proposer.depth=1"])

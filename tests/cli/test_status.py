@@ -1,4 +1,4 @@
-"""What a run shows on a terminal before its first token."""
+"""Messages of a run on a terminal before its first token."""
 
 import io
 import logging

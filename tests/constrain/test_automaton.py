@@ -1,4 +1,4 @@
-"""The oracle engine in plain Python: it accepts what re and jsonschema accept, and masks as llguidance does."""
+"""The oracle engine in plain Python: it accepts what re and jsonschema accept, with llguidance's masks."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def accepts(language: Language, text: str | bytes) -> bool:
     return language.accept in at
 
 
-# What llguidance takes for the same language, with its forcing switched off.
+# llguidance's source of the same language, without forced tokens.
 HEADER = '%llguidance {"no_forcing": true}\n'
 
 
@@ -76,7 +76,7 @@ def matcher(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
 
 
 def walk(vocabulary: Vocabulary, kind: str, source, walks: int, steps: int, seed: str) -> int:
-    """Walks at random and compares all masks on the way; returns how many."""
+    """Compare all masks along random walks; returns their number."""
     constraint = Automaton(kind, source, vocabulary)
     theirs = matcher(vocabulary, as_lark(kind, source))
     positions, choose = 0, random.Random(seed)
@@ -96,7 +96,7 @@ def walk(vocabulary: Vocabulary, kind: str, source, walks: int, steps: int, seed
             going = [token for token in allowed if token not in vocabulary.ends]
             if not going or (len(going) < len(allowed) and choose.random() < 0.1):
                 break
-            # half of the time towards short tokens, which keep to the narrow ways
+            # half of the time short tokens, which stay in the narrow parts of the language
             token = min(choose.sample(going, min(2, len(going))), key=lambda one: len(vocabulary.bytes[one]))
             state.advance(token)
             assert other.consume_token(token)
@@ -326,13 +326,13 @@ def test_there_are_no_dead_ends(kind, source):
     reader = Automaton(kind, source, toy()).reader
     row = reader.language.row
     known, order = {reader.start}, [reader.start]
-    for at in islice(order, 150):  # which grows meanwhile
+    for at in islice(order, 150):  # which grows during the loop
         assert reader.mask(at).any()
         for to in row(at):
             if to is not None and to not in known:
                 known.add(to)
                 order.append(to)
-    if len(order) <= 150:  # all states there are: from each of them a text can end
+    if len(order) <= 150:  # all states: from each of them a text can end
         ending = {at for at in order if reader.language.accept in at}
         while more := {at for at in order if at not in ending and any(to in ending for to in row(at))}:
             ending |= more
@@ -348,7 +348,7 @@ def test_a_text_that_cannot_be_completed_is_not_begun():
 
 
 def named(state) -> set[bytes]:
-    """The bytes of the tokens that may come; those of the end are ''."""
+    """The bytes of the allowed tokens; those of the stop token are ''."""
     return {TOKENS[token] for token in np.flatnonzero(unpack(state.mask(), len(TOKENS)))}
 
 

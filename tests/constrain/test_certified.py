@@ -1,6 +1,6 @@
-"""Every kind of constraint, on every placement, under every verifier: the law of the real loop, exactly.
+"""Every kind of constraint, placement and verifier: the exact output distribution of the real loop.
 
-The truth is autoregressive decoding by hand from the masked law. Tokens are a few letters and an end token.
+The truth is autoregressive decoding by hand from the masked distribution. Tokens are a few letters and a stop token.
 """
 
 from dataclasses import dataclass, replace
@@ -90,7 +90,7 @@ def test_certify_s_enumeration_under_constraints_finds_no_difference(instance, v
 
 
 def test_a_loop_that_omits_the_mask_on_the_target_is_detected():
-    """The law of the target alone, judged by the truth under a constraint: the difference has a name."""
+    """The distribution of the target alone, compared with the truth under a constraint, differs."""
     bare = Instance(WORLD, "1x1", 2, END, binding=replace(bound()[0].binding, placement="none"))
     wanted = truth(bound()[0])
     assert distance(decoded(bare, "iid", Token()), wanted) > 0.1
@@ -98,7 +98,7 @@ def test_a_loop_that_omits_the_mask_on_the_target_is_detected():
 
 @dataclass(frozen=True)
 class Healed:
-    """Healing with bytes of its own."""
+    """Token healing with given bytes."""
 
     cut: bytes
     name: str = "healed"

@@ -1,4 +1,4 @@
-"""The Branch protocol: drafts change how fast a controller is followed, never the law."""
+"""The Branch protocol: drafts change the speed under a controller, never the output distribution."""
 
 from dataclasses import dataclass, field
 from itertools import product
@@ -79,13 +79,13 @@ def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     assert distance(found, wanted) < 1e-12
 
 
-# The loop around it --------------------------------------------------------------------------------------------------
+# The decode loop -----------------------------------------------------------------------------------------------------
 
 WARM = Sampling(1.0)
 
 
 def play(target, script, proposer, prompts=(PROMPTS[0],), new=12, seed=0, **changes):
-    """A group under a scripted controller, decoded; what ``script`` is may depend on the request."""
+    """Decode a group under scripted controllers; the script may depend on the request."""
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
     wanted = [Request(number, f"p{number}", prompt, WARM, new) for number, prompt in enumerate(prompts)]
     return fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)

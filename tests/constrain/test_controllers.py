@@ -1,4 +1,4 @@
-"""The controllers that come with the package do what they say, with drafts as without."""
+"""The package's controllers, with and without drafts."""
 
 import re
 from pathlib import Path

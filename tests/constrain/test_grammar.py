@@ -1,4 +1,5 @@
-"""Grammars: masks as plain states give them, whatever is drafted; texts that follow; errors that say what and where."""
+"""Grammars: masks equal those of plain states whatever is drafted; texts under the masks; errors name cause and
+place."""
 
 import itertools
 import json
@@ -67,10 +68,10 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads
     grammar, rng = GRAMMARS[name](threads), np.random.default_rng(7)
     size, rows, illegal = grammar.vocabulary, 0, 0
     for _ in range(18):
-        heads = int(rng.integers(1, 5))
-        begun = [None if rng.random() < 0.1 else prefix(grammar, rng, 8) for _ in range(heads)]
+        roots = int(rng.integers(1, 5))
+        begun = [None if rng.random() < 0.1 else prefix(grammar, rng, 8) for _ in range(roots)]
         states = [None if tokens is None else after(grammar, tokens) for tokens in begun]
-        shape = wood(rng, heads, 16)
+        shape = wood(rng, roots, 16)
         token = drafted(states, shape, rng, size)
         found = grammar.masks(states, shape, token)
         assert same(found, masks_by_forking(states, shape, token, size))
@@ -130,19 +131,21 @@ def test_an_illegal_draft_token_is_rejected_with_its_descendants_and_changes_no_
             assert np.array_equal(state.mask(), fresh.mask())
 
 
-# 2. What the engine does, and what becomes of it
+# 2. Engine behaviour and its consequences
 
 
 def test_a_stop_token_after_the_match_removes_nothing():
     matcher = engine(toy(), "(ab)*c")
     assert matcher.consume_tokens([AB, C]) and matcher.is_stopped()
-    assert matcher.consume_token(END) and matcher.rollback(1)  # the engine: this took C back, not the end
+    assert matcher.consume_token(END) and matcher.rollback(1)  # the engine removed C, not the stop token
     assert bare_mask(matcher, toy().size) == [A, AB, C]
 
     for threads in (1, 2):
         grammar = regex(toy(), "(ab)*c", threads=threads)
         states = [after(grammar, [AB]), after(grammar, [])]
-        shape = forest((Shape(1, np.array([0, 1, 1, 2, 0])), chain(4)))  # C, (end, end), end; AB beside; C end end A
+        shape = forest(
+            (Shape(1, np.array([0, 1, 1, 2, 0])), chain(4))
+        )  # C, (end, end), end; next to it AB; C end end A
         token = np.array([C, END, END, END, AB, C, END, END, A])
         found = grammar.masks(states, shape, token)
         assert same(found, by_fresh_matchers(grammar, [[AB], []], shape, token))
@@ -192,7 +195,7 @@ def test_a_matcher_that_cannot_roll_back_is_in_error_afterwards():
 def test_the_engine_writes_past_the_rows_it_is_given_and_leaves_some_unwritten():
     rows = np.zeros((4, width(toy().size)), dtype=np.int32)
     fill_next_token_bitmask_par_with_draft_tokens(LLExecutor(1), [(engine(toy(), "[abc]*"), 1, [A, B])], rows[:2])
-    assert rows[2].any() and rows[3].any()  # which the call was not given
+    assert rows[2].any() and rows[3].any()  # rows outside of the call
     rows[:] = -1
     fill_next_token_bitmask_par_with_draft_tokens(LLExecutor(1), [(engine(toy(), "[abc]*"), 0, [A, ONE, B])], rows)
     assert (rows[:2] != -1).all() and (rows[2:] == -1).all()
@@ -333,7 +336,7 @@ SCHEMAS = [
 
 
 def walked(grammar: Grammar, rng: np.random.Generator, most: int = 120) -> str | None:
-    """A text drawn from the masks that is in a hurry to end; None if it does not."""
+    """A text drawn from the masks with a preference for stop tokens; None if it does not end."""
     state, tokens = grammar.start(request()), []
     closing = [token for token, text in enumerate(grammar.tokens.bytes) if re.search(rb'["\]}]', text)]
     for _ in range(most):
@@ -626,7 +629,7 @@ def test_hostile_sources_fail_soon_and_other_requests_continue(kind, source):
     assert [bundled().bytes[token] for token in allowed(other)] == [b"x"]
 
 
-# 6. Records
+# 6. Facts
 
 
 def test_facts_keep_the_source_or_its_hash():

@@ -1,4 +1,4 @@
-"""Constraints as configs name them."""
+"""Loading constraints from configs."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(kind, tmp_path, monkeypat
         with pytest.raises(ValueError, match=r"constraint\.path"):
             kind(toy(), path=path if path in (5, "") else str(path))
     with (tmp_path / "huge").open("wb") as stream:
-        stream.truncate(2**40)  # a hole
+        stream.truncate(2**40)  # a sparse file
     with pytest.raises(ValueError, match=r"constraint\.path=.*huge.*larger than 16777216 bytes"):
         kind(toy(), path=str(tmp_path / "huge"))
 

@@ -1,4 +1,4 @@
-"""The decode loop under constraints: the masked law, exactly."""
+"""The decode loop under constraints has exactly the masked distribution."""
 
 from dataclasses import dataclass, replace
 
@@ -32,7 +32,7 @@ def test_the_output_has_the_masked_distribution(placement, fast_forward, verifie
 
 @dataclass
 class Fragile:
-    """Allows everything; cannot go on where a token comes twice in a row."""
+    """Allows everything; raises where a token comes twice in a row."""
 
     text: tuple[int, ...] = ()
 
@@ -53,7 +53,7 @@ class Fragile:
 
 @dataclass(frozen=True)
 class Breaks:
-    """Binds request 1 by what is fragile, and no other."""
+    """Constrains request 1 by the fragile state, and no other."""
 
     name: str = "breaks"
     vocabulary: int = VOCABULARY
@@ -78,7 +78,7 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
     group, _ = decode(requests, AppliedConstraint(Breaks(), placement, async_masks=async_masks))
     text = free.sequences[1].emitted
     twice = next(place for place in range(1, len(text)) if text[place] == text[place - 1])
-    if placement in ("draft", "none"):  # it only helps or observes: the output goes on without it
+    if placement in ("draft", "none"):  # a draft mask or an observer: the output continues without it
         assert [one.emitted for one in group.sequences] == [one.emitted for one in free.sequences]
         assert "came twice" in group.sequences[1].unwatched and not group.errors
         assert [one.unwatched for one in group.sequences[::2]] == ["", ""]

@@ -24,7 +24,7 @@ def draft(target, tree: str = "1x1x1") -> DraftModel:
 
 
 class Listens:
-    """Allows all and remembers what it was told; a fork of it is itself."""
+    """Allows everything and records what it receives; its fork is itself."""
 
     def __init__(self) -> None:
         self.heard = []

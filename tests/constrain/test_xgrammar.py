@@ -1,4 +1,4 @@
-"""xgrammar behind the same interface: masks as plain states give them, the same languages, errors that say what."""
+"""xgrammar behind the same interface: masks equal those of plain states, the same languages, errors with the cause."""
 
 import json
 import random
@@ -45,7 +45,7 @@ def engine():
 
 
 def walk(constraint, choose: random.Random, most: int) -> bytes | None:
-    """A text written at random under the masks; None where it has not ended soon enough."""
+    """A random text under the masks; None if it has not ended soon enough."""
     state, text = constraint.start(request()), b""
     for place in range(most):
         words = allowed(state).tolist()
@@ -59,7 +59,7 @@ def walk(constraint, choose: random.Random, most: int) -> bytes | None:
 
 
 def accepts(constraint, text: str) -> bool:
-    """Whether a state takes a text, byte by byte or in longer tokens, and its end."""
+    """Whether a state accepts a text and its end, byte by byte or in longer tokens."""
     state, data, spelt = constraint.start(request()), text.encode(), constraint.tokens.bytes
     while data:
         fits = [token for token in allowed(state) if spelt[token] and data.startswith(spelt[token])]
@@ -79,8 +79,8 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(engine, make)
     constraint, rng = make(engine), np.random.default_rng(5)
     below = 0
     for _ in range(20):
-        heads = int(rng.integers(1, 4))
-        states = [None if rng.random() < 0.2 else constraint.start(request()) for _ in range(heads)]
+        roots = int(rng.integers(1, 4))
+        states = [None if rng.random() < 0.2 else constraint.start(request()) for _ in range(roots)]
         begun: list[list[int]] = [[] for _ in states]
         for state, tokens in zip(states, begun, strict=True):
             for _ in range(int(rng.integers(0, 6))):
@@ -88,17 +88,17 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(engine, make)
                 if len(words):
                     tokens.append(int(rng.choice(words)))
                     state.advance(tokens[-1])
-        shape = wood(rng, heads, 10)
+        shape = wood(rng, roots, 10)
         token = drafted(states, shape, rng, constraint.vocabulary)
         found = constraint.masks(states, shape, token)
         assert same(found, masks_by_forking(states, shape, token, constraint.vocabulary))
         for row in np.flatnonzero(found.legal).tolist():
             if states[shape.root[row]] is not None:
-                path = [int(token[node - heads]) for node in shape.path(row)]
+                path = [int(token[node - roots]) for node in shape.path(row)]
                 fresh = after(constraint, [*begun[shape.root[row]], *path])
                 assert np.array_equal(found.bits[row], fresh.mask())
-                below += row >= heads
-        for state, tokens in zip(states, begun, strict=True):  # the states are left as they were
+                below += row >= roots
+        for state, tokens in zip(states, begun, strict=True):  # the states are not changed
             assert state is None or np.array_equal(state.fork().mask(), after(constraint, tokens).mask())
     assert below > 10
 
@@ -294,7 +294,7 @@ def test_texts_written_under_the_mask_fit_the_schema(engine, schema, flexible):
     texts = [text for text in (walk(constraint, choose, 60) for _ in range(15)) if text is not None]
     assert texts
     for text in texts:
-        value = json.loads(text.decode("utf-8", "surrogatepass"))  # halves of pairs: the engine takes them for text
+        value = json.loads(text.decode("utf-8", "surrogatepass"))  # halves of pairs: the engine treats them as text
         jsonschema.validate(value, schema)
 
 
@@ -321,7 +321,7 @@ def test_a_request_overrides_the_source_and_is_needed_where_there_is_none(engine
 
 def test_the_text_may_begin_with_the_prompt_in_any_tokenization(engine):
     constraint = engine.regex(toy(), "abab", prompt=True)
-    for prompt in ([AB], [A, B], [END, AB]):  # a token without bytes counts for nothing
+    for prompt in ([AB], [A, B], [END, AB]):  # a token without bytes is ignored
         assert set(allowed(constraint.start(request(tokens=prompt)))) == {A, AB}
     with pytest.raises(
         ConstraintError, match="request 'two': the constrained text cannot begin with its prompt, 'abb'"

@@ -15,15 +15,15 @@ PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "pu
 
 
 @st.composite
-def shapes(draw: st.DrawFn, heads: int = 4, most: int = 16) -> Shape:
-    """Any forest of up to ``heads`` trees, interleaved."""
-    count = draw(st.integers(1, heads))
+def shapes(draw: st.DrawFn, roots: int = 4, most: int = 16) -> Shape:
+    """Any forest of up to ``roots`` trees, interleaved."""
+    count = draw(st.integers(1, roots))
     parents = [draw(st.integers(0, count + node - 1)) for node in range(draw(st.integers(0, most)))]
     return Shape(count, np.array(parents, dtype=np.int64))
 
 
 def above(shape: Shape, row: int) -> list[int]:
-    """The rows from ``row`` up to its head, both included: the naive definition of everything derived."""
+    """The rows from ``row`` up to its root, both included: the naive definition of everything derived."""
     rows = [row]
     while rows[-1] >= shape.roots:
         rows.append(int(shape.parent[rows[-1] - shape.roots]))
@@ -99,11 +99,11 @@ def test_a_schedule_puts_nodes_into_steps_and_parts(shape, data):
 @given(shapes())
 def test_trees_partition_the_rows(shape):
     assert sorted(np.concatenate(shape.trees).tolist()) == list(range(shape.rows))
-    for head, rows in enumerate(shape.trees):
-        assert rows[0] == head and (shape.root[rows] == head).all() and (np.diff(rows) > 0).all()
+    for root, rows in enumerate(shape.trees):
+        assert rows[0] == root and (shape.root[rows] == root).all() and (np.diff(rows) > 0).all()
         assert shape.places[rows].tolist() == list(range(-1, len(rows) - 1))
-        assert shape.tree_depths[head].tolist() == [len(above(shape, row)) - 1 for row in rows]
-        assert shape.grid[head].tolist() == [*rows, *[-1] * (shape.grid.shape[1] - len(rows))]
+        assert shape.tree_depths[root].tolist() == [len(above(shape, row)) - 1 for row in rows]
+        assert shape.grid[root].tolist() == [*rows, *[-1] * (shape.grid.shape[1] - len(rows))]
 
 
 @given(shapes(), st.data())
@@ -123,7 +123,7 @@ def test_keep_drops_descendants(shape, data):
         assert old[smaller.parent[node]] == shape.parent[kept[node]]
 
 
-@given(shapes(heads=1))
+@given(shapes(roots=1))
 def test_a_tree_holds_its_choices_breadth_first(shape):
     again = tree(tuple(choices(shape)))
     assert choices(again) == choices(shape)
@@ -133,13 +133,13 @@ def test_a_tree_holds_its_choices_breadth_first(shape):
         assert level == sorted(level)
 
 
-@given(st.lists(shapes(heads=1, most=6), min_size=1, max_size=4))
+@given(st.lists(shapes(roots=1, most=6), min_size=1, max_size=4))
 def test_a_forest_concatenates_trees(trees):
     joined = forest(tuple(trees))
     assert joined.roots == len(trees) and joined.nodes == sum(one.nodes for one in trees)
     first = len(trees)
-    for head, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
-        assert rows.tolist() == [head, *range(first, first + one.nodes)]
+    for root, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
+        assert rows.tolist() == [root, *range(first, first + one.nodes)]
         first += one.nodes
         assert joined.depth[rows].tolist() == one.depth.tolist()
         assert [joined.ranks(row) for row in rows] == [one.ranks(row) for row in range(one.rows)]

@@ -1,4 +1,4 @@
-"""Errors inside parts: the message names the part, the error, and the line of the part's own code."""
+"""Errors in parts: the message names the part, the error, and the line of the part's own code."""
 
 import json
 import sys

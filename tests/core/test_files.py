@@ -1,4 +1,4 @@
-"""Files are written whole, under names that nobody can foresee, and read without trust in what they hold."""
+"""Files are written atomically under unpredictable names, and read without trust in their content."""
 
 import errno
 import json

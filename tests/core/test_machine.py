@@ -1,4 +1,4 @@
-"""What other processes do with the processor."""
+"""The processor load of other processes."""
 
 import pytest
 

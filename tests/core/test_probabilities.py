@@ -1,4 +1,4 @@
-"""Warps against hand-computed laws and transformers' own processors; inversion; the counter's uniforms."""
+"""Warps against hand-computed distributions and transformers' own processors; inversion; the counter's uniforms."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ P = [0.4, 0.3, 0.15, 0.1, 0.05]
 
 
 def probabilities_of(p: list[float], **options) -> list[float]:
-    """The law of logits whose softmax is ``p``."""
+    """The probabilities of logits whose softmax is ``p``."""
     sampling = Sampling(**(ON | options))
     return logits_to_probs(torch.tensor([p], dtype=torch.float64).log(), [sampling])[0].tolist()
 
@@ -52,7 +52,9 @@ def test_top_p_keeps_the_fewest_likeliest_that_hold_its_mass():
     assert probabilities_of(P, top_p=0.72) == about([0.4, 0.3, 0.15, 0, 0])
     assert probabilities_of(P, top_p=1e-9) == about([1, 0, 0, 0, 0])
     assert probabilities_of(P, top_p=1.0) == about(P)
-    assert probabilities_of([0.25] * 4, top_p=0.5) == about([1, 1, 0, 0])  # two hold it exactly; the first of equals
+    assert probabilities_of([0.25] * 4, top_p=0.5) == about(
+        [1, 1, 0, 0]
+    )  # two tokens have it exactly; ties go to the first
     assert probabilities_of([2.0**-12] * 4096, top_p=0.5) == about([1] * 2048 + [0] * 2048)
 
 
@@ -171,7 +173,7 @@ def test_a_mask_renormalizes_over_allowed_tokens_and_a_dead_row_is_zero(sampling
 
 @pytest.mark.parametrize("sampling", [s for s in KINDS if s.temperature > 0])
 def test_a_nan_row_is_never_taken_for_a_dead_one(sampling):
-    """NaN logits stay NaN, also beside dead rows: they end in a clear error, not in a silent law."""
+    """NaN logits stay NaN, also next to dead rows: they end in a clear error, not in probabilities."""
     logits = torch.tensor([[1.0, torch.nan, 0.0], [0.0, 1.0, 2.0]])
     mask = torch.tensor([[True, True, True], [False, False, False]])
     got = logits_to_probs(logits, [sampling], mask=mask)
@@ -189,13 +191,13 @@ def test_logits_are_not_changed_and_scratch_holds_the_probabilities():
         got = logits_to_probs(logits, [sampling], scratch=scratch)
         assert torch.equal(got, wanted) and got.data_ptr() == scratch.data_ptr()
         assert torch.equal(logits, kept)
-        scratch[:3] = logits  # they may stand there already
+        scratch[:3] = logits  # it may have been allocated before
         assert torch.equal(logits_to_probs(scratch[:3], [sampling], scratch=scratch), wanted)
 
 
 @pytest.mark.parametrize("top_p", [0.999, 1.0])
 def test_probabilities_of_a_large_vocabulary_sum_to_one(top_p):
-    logits = torch.stack([torch.randn(131072), torch.arange(131072) % 2.0])  # equal terms round all the same way
+    logits = torch.stack([torch.randn(131072), torch.arange(131072) % 2.0])  # equal terms all round the same way
     got = logits_to_probs(logits, [Sampling(temperature=1.5, top_p=top_p)])
     torch.testing.assert_close(got.double().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-6)
 
@@ -324,7 +326,7 @@ def test_invert_keeps_a_small_tail(rows, width, far):
 @pytest.mark.parametrize("width", [8, 130, 1000])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_invert_picks_no_zero_weight_where_a_product_rounds_up(rows, width):
-    """Of the smallest double nearly all is all; behind it stand zeros."""
+    """Weights of the smallest double; zeros follow."""
     for pick in (invert, lambda w, u: _invert_on_device(torch.from_numpy(w), u)):
         for place in (0, width // 2, width - 1):
             weights = np.zeros((rows, width))
@@ -335,7 +337,7 @@ def test_invert_picks_no_zero_weight_where_a_product_rounds_up(rows, width):
 @pytest.mark.parametrize("width", [8, 100, 130, 640, 5000])
 @pytest.mark.parametrize("rows", [1, 50])
 def test_invert_assigns_every_unit_of_weight_to_its_index(rows, width):
-    """Among whole weights, in every row; also where all weight is one token's."""
+    """Integer weights in every row; also where one token has all of the weight."""
     rng = np.random.default_rng(width)
     weights = rng.integers(0, 3, (rows, width)).astype(np.float32)
     weights[0] = 0
@@ -355,7 +357,7 @@ def test_invert_requires_one_uniform_per_row():
 
 def test_invert_of_u_near_one_picks_the_last_weight():
     weights = np.zeros((1, 5000))
-    weights[0, [3, 4000]] = [1.0, 1e-300]  # the second is lost in the sum
+    weights[0, [3, 4000]] = [1.0, 1e-300]  # the second is lost to rounding in the sum
     assert invert(weights, np.array([1 - 2.0**-53])).tolist() == [3]
     weights[0, 4000] = 1.0
     assert invert(weights, np.array([1 - 2.0**-53])).tolist() == [4000]
@@ -366,7 +368,7 @@ def test_invert_refuses_weights_without_finite_mass(bad):
     weights = torch.tensor([[1.0, 1.0], bad])
     with pytest.raises(ValueError, match="must be finite and positive"):
         invert(weights, np.array([0.5, 0.5]))
-    assert _invert_on_device(weights, np.array([0.5, 0.5])).tolist() == [1, -1]  # nobody looks there
+    assert _invert_on_device(weights, np.array([0.5, 0.5])).tolist() == [1, -1]  # not read
 
 
 def test_invert_of_uniforms_has_the_distribution():
@@ -394,7 +396,7 @@ def test_keys_that_differ_in_any_field_give_different_uniforms():
 
 @pytest.mark.parametrize("field", range(5))
 def test_the_counter_is_uniform_along_each_field(field):
-    """Uniform, and neighbours in the key independent."""
+    """Uniform, and independent for neighbouring keys."""
     draws = CounterDraws(3)
     values = np.array([draws.uniform(Key(*[n if i == field else 1 for i in range(5)])) for n in range(20000)])
     assert values.min() >= 0 and values.max() < 1
@@ -449,7 +451,7 @@ def test_the_noise_of_a_race_has_the_gumbel_distribution_also_along_the_keys():
     for noise in (wide, tall[:, 0], tall[:, -1]):
         assert stats.kstest(noise, "gumbel_r").pvalue > 1e-4
         uniform = np.exp(-np.exp(-noise))
-        pairs = np.histogram2d(uniform[:-1], uniform[1:], 8, ((0, 1), (0, 1)))[0]  # neighbours are independent
+        pairs = np.histogram2d(uniform[:-1], uniform[1:], 8, ((0, 1), (0, 1)))[0]  # neighbouring keys are independent
         assert stats.chisquare(pairs.ravel()).pvalue > 1e-4
 
 

@@ -77,7 +77,7 @@ def proposers(target):
 
 @pytest.fixture(scope="module")
 def requests(target):
-    """Three prompts of each workload, the ends of long ones."""
+    """Three prompts of each workload; of long ones the ends."""
     whole = requests_of(target, some_prompts(PROMPTS), GREEDY, NEW)
     return [replace(one, tokens=one.tokens[-LONGEST:]) for one in whole]
 

@@ -46,7 +46,7 @@ def started(lm, lengths=(3, 5)):
 
 
 def test_reading_a_tensor_of_this_device_raises():
-    """What the other tests rely on."""
+    """The other tests rely on this."""
     x = torch.ones(3, device="meta")
     for read in (x.cpu, x.sum().item, lambda: bool(x[0]), x.nonzero, lambda: x[x > 0], x.tolist):
         with pytest.raises((NotImplementedError, RuntimeError)):

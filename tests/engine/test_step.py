@@ -1,4 +1,4 @@
-"""Steps: any proposer gives the target's tokens, texts are cut where they should be, other requests do not matter."""
+"""Steps: every proposer emits the target's tokens, texts end where they should, other requests do not matter."""
 
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ NEW = 20
 
 @dataclass
 class Foretold(Lifecycle):
-    """Drafts the tokens that will come, some of them replaced at random; no other request changes its draft."""
+    """Drafts the future tokens, some of them replaced at random; other requests do not change its draft."""
 
     future: list[list[int]]  # of each request
     spoil: float = 0.3
@@ -150,7 +150,7 @@ def test_a_stop_token_ends_the_text_wherever_it_falls(target, truth, place):
 
 
 def test_a_stop_token_beyond_the_limit_is_ignored(target, truth):
-    """Both in one accepted path: the limit comes first, so it is the reason and the text ends there."""
+    """Both in one accepted path: the limit comes first, so it is the finish reason."""
     new = next(n for n in (1, 2, 3) if truth[0][n] not in truth[0][:n])
     group, _ = decode(target, Foretold(truth, 0.0), requests(new=new, stop=frozenset({truth[0][new]}))[:1])
     assert (group.sequences[0].finish, emitted(group)) == ("length", [truth[0][:new]])
@@ -170,7 +170,7 @@ def test_the_length_limit_cuts_inside_an_accepted_path(target, truth, new):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_full_context_is_a_named_finish(family):
-    """GPT-2 has no embedding beyond its context, so a draft that reached over it would fail."""
+    """GPT-2 has no embedding beyond its context, so a longer draft would fail."""
     target = tiny_target(family)
     prompt = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT - 6))
     told = [plain_greedy(target.lm.model, prompt, 6)]
@@ -178,7 +178,7 @@ def test_a_full_context_is_a_named_finish(family):
         group, steps = decode(target, proposer, requests(new=50, prompts=(prompt,)))
         assert group.sequences[0].finish == "context"
         assert emitted(group) == told
-        if proposer.nodes:  # no node beyond the last position, and none less than there is room for
+        if proposer.nodes:  # as many nodes as there are positions left
             depths = [int(r.draft.shape.depth.max()) for r in steps]
             assert depths == [min(3, CONTEXT - r.context[0]) for r in steps]
 
@@ -205,7 +205,7 @@ def test_requests_for_no_tokens_are_refused():
 
 
 def test_between_steps_a_sequence_has_cells_for_all_but_its_last_token(target, truth):
-    """Accepted nodes are not computed again, and rejected ones are given up at once."""
+    """Accepted nodes are not computed again, and cells of rejected ones are freed at once."""
     cells = target.lm.cells
     group = fixed_group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
     for done in group:
@@ -270,7 +270,7 @@ def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampl
         assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
         assert emitted(group) == [well[0], [], well[1]]
         assert list(group.errors) == ["p1"]
-    else:  # under the dense mask one NaN reaches all that are computed with it
+    else:  # under the dense mask one NaN reaches the whole batch
         assert [s.finish for s in group.sequences] == ["nan"] * 3
         assert list(group.errors) == ["p0", "p1", "p2"]
     assert "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]

@@ -1,4 +1,4 @@
-"""Proposers of another package that learn from the target while it runs: exact under everything the engine does."""
+"""Proposers of another package that learn from the target while it runs are exact under everything the engine does."""
 
 import importlib
 import sys
@@ -95,7 +95,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union")  # there is more to enumerate
+SAMPLED = ("features", "feature_trees", "union")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

@@ -1,6 +1,6 @@
-"""A package of one's own adds a proposer, a verifier and a constraint: found, composed with all else, certified.
+"""A plugin package adds a proposer, a verifier and a constraint: found, composed with all others, certified.
 
-``package`` is that package. Here it is put on the path; ``.ci/run`` installs it beside the wheel.
+``package`` is that package. Here it is put on the path; ``.ci/run`` installs it next to the wheel.
 """
 
 import importlib
@@ -46,14 +46,14 @@ def part(module: str, name: str):
 
 @pytest.fixture
 def left_behind(tmp_path):
-    """What a file of the run's directory says."""
+    """The content of a file of the run's directory."""
     return lambda file: json.loads((tmp_path / "here" / file).read_text())
 
 
 # In runs
 
 
-@pytest.mark.filterwarnings("error:provider=hydra.searchpath")  # where Hydra doubts that a search path is there
+@pytest.mark.filterwarnings("error:provider=hydra.searchpath")  # Hydra reports a missing search path
 @pytest.mark.parametrize(
     ("found", "proposer", "verifier", "constraint", "options"),
     [
@@ -103,14 +103,14 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     assert "proposer.depth must be a whole number of 1 or more, not 0" in errors
 
 
-# What each part does
+# The plugin's parts
 
 
 @pytest.mark.parametrize(
     ("text", "drafted"),
     [
         ([1, 2, 1, 3, 1, 2], [1, 2, 1]),  # 1 was followed by 2 twice, by 3 once
-        ([1, 3, 1, 2, 5, 1], [3, 1, 3]),  # of equals the first
+        ([1, 3, 1, 2, 5, 1], [3, 1, 3]),  # ties go to the first
         ([4, 5, 6, 4], [5, 6, 4]),
         ([7, 8], []),  # nothing has followed 8
         ([7], []),
@@ -188,6 +188,6 @@ def test_the_output_under_the_plugin_s_constraint_has_the_masked_distribution(pl
 
 
 def enumerated(placement: str):
-    """Every text of a toy under the constraint, drafted by a tree, against autoregressive decoding by hand."""
+    """Every text of a toy under the constraint, drafted by a tree, compared with autoregressive decoding by hand."""
     binding = AppliedConstraint(part("apart", "Apart")(WORLD.v), placement)
     return examine(Instance(WORLD, "2x1", 2, END, binding=binding), "iid", Token())

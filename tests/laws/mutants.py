@@ -279,10 +279,10 @@ def choosy(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
 
 def dropped(draft: Draft, p: Tensor) -> Verdict:
     """A token that q thinks unlikely is dropped, and the head emits a "bonus" from p. Chains of one."""
-    verdict, heads = Token()(draft, p), draft.shape.roots
-    unlikely = (draft.q[np.arange(heads), draft.token] < 0.3).numpy()
-    kept = np.where(unlikely, 0.0, verdict.stop[heads:])
-    stop = np.concatenate([np.where(unlikely, 1.0, verdict.stop[:heads]), kept])
+    verdict, roots = Token()(draft, p), draft.shape.roots
+    unlikely = (draft.q[np.arange(roots), draft.token] < 0.3).numpy()
+    kept = np.where(unlikely, 0.0, verdict.stop[roots:])
+    stop = np.concatenate([np.where(unlikely, 1.0, verdict.stop[:roots]), kept])
     alone = torch.from_numpy(np.append(unlikely, unlikely))[:, None]
     return Verdict(stop, lambda rows: torch.where(alone[rows], p[rows], verdict.residual(rows)))
 

@@ -223,19 +223,19 @@ def every_draft(world: World, tree: Shape, drawn: Drawn) -> tuple[Draft, np.ndar
 
 def side_by_side(drafts: Sequence[Draft]) -> Draft:
     """Several one-tree drafts as one forest."""
-    heads = len(drafts)
-    parent, q_row = [], [np.full(heads, -1)]
+    roots = len(drafts)
+    parent, q_row = [], [np.full(roots, -1)]
     nodes = laws = 0
-    for head, draft in enumerate(drafts):
+    for root, draft in enumerate(drafts):
         above = draft.shape.parent
-        parent.append(np.where(above == 0, head, above - 1 + heads + nodes))
+        parent.append(np.where(above == 0, root, above - 1 + roots + nodes))
         if draft.q is not None:
             mine = np.where(draft.q_row >= 0, draft.q_row + laws, -1)
-            q_row[0][head] = mine[0]
+            q_row[0][root] = mine[0]
             q_row.append(mine[1:])
             laws += len(draft.q)
         nodes += draft.shape.nodes
-    shape = Shape(heads, np.concatenate(parent).astype(np.int64))
+    shape = Shape(roots, np.concatenate(parent).astype(np.int64))
     token = torch.cat([draft.token for draft in drafts])
     if drafts[0].q is None:
         return Draft(shape, token)

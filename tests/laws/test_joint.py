@@ -78,8 +78,8 @@ def decoded(parts, verifier, stop=frozenset(), tokens=4):
         group = fixed_group(parts.target, parts.proposer, verifier, requests, draws)
         rounds = [[] for _ in requests]
         for done in group:
-            for head, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
-                rounds[live.request.id].append((done.draft.shape, head, got))
+            for root, (live, got) in enumerate(zip(done.sequences, done.committed, strict=True)):
+                rounds[live.request.id].append((done.draft.shape, root, got))
         return [(tuple(live.emitted), rounds[live.request.id]) for live in group.sequences]
 
     return side_by_side(play)
@@ -99,9 +99,9 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
     parts, places, texts = toy(instance, "iid"), Counter(), []
     for probability, (text, rounds) in decoded(parts, verifier, STOP, 3):
         texts.append((probability, text))
-        shape, head, got = rounds[-1]
+        shape, root, got = rounds[-1]
         if text[-1] in STOP:
-            row = got.path[-1] if got.path else head
+            row = got.path[-1] if got.path else root
             bonus = not len(shape.children[row])
             cut = got.count(kept=True)
             places[
@@ -146,7 +146,7 @@ def test_empty_drafts_among_others_keep_the_distribution(verifier):
     parts = toy(Instance(FEW, "2x1", tokens=3), "without")
     parts = parts._replace(proposer=Moody(parts.proposer))
     outcomes = list(decoded(parts, verifier, tokens=3))
-    sizes = {shape.trees[head].size for _, (_, rounds) in outcomes for shape, head, _ in rounds}
+    sizes = {shape.trees[root].size for _, (_, rounds) in outcomes for shape, root, _ in rounds}
     assert 1 in sizes and len(sizes) > 1
     assert outputs_of([(p, text) for p, (text, _) in outcomes], 3).distance(autoregressive(parts.laws, 3, 4)) < EXACT
 

@@ -62,8 +62,8 @@ def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Ends:
             residual = norm(np.maximum(residual - lenience * q[child], 0))
         stop[row], emit[row] = reach, residual
 
-    for head in range(shape.roots):
-        visit(head, 1.0)
+    for root in range(shape.roots):
+        visit(root, 1.0)
     return stop, emit
 
 
@@ -78,10 +78,10 @@ def traversal(draft: Draft, p: np.ndarray) -> Ends:
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     living = [rows.tolist() for rows in shape.children]
     residual = [row.copy() for row in p]
-    for head in range(shape.roots):
-        a, reach = {head: 1.0}, 1.0
+    for root in range(shape.roots):
+        a, reach = {root: 1.0}, 1.0
         while True:
-            row = head
+            row = root
             while living[row]:
                 child = living[row][0]
                 if child not in a:
@@ -90,14 +90,14 @@ def traversal(draft: Draft, p: np.ndarray) -> Ends:
                 row = child
             stop[row], emit[row] = reach * a[row], norm(residual[row])
             reach *= 1 - a[row]
-            if row == head:
+            if row == root:
                 break
             m = int(shape.parent[row - shape.roots])
             living[m].pop(0)
             left = np.maximum(a[m] * residual[m] - q[row - shape.roots], 0)
             s = left.sum()
             residual[m] = norm(left)
-            a[m] = 1.0 if m == head else kept(a[m], s)
+            a[m] = 1.0 if m == root else kept(a[m], s)
     return stop, emit
 
 
@@ -130,6 +130,6 @@ def match(draft: Draft, p: np.ndarray) -> Ends:
         stop[row] = reach * (1 - sum(p[row, x] for x in first))
         emit[row] = norm(emit[row])
 
-    for head in range(shape.roots):
-        visit(head, 1.0)
+    for root in range(shape.roots):
+        visit(root, 1.0)
     return stop, emit

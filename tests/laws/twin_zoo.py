@@ -58,8 +58,8 @@ def kseq(draft: Draft, p: np.ndarray, rho_of: Callable[[np.ndarray, np.ndarray, 
             emit[row] = norm(np.maximum(p[row] - np.minimum(q, p[row] / rho) * factor, 0))
         stop[row] = reach
 
-    for head in range(shape.roots):
-        visit(head, 1.0)
+    for root in range(shape.roots):
+        visit(root, 1.0)
     return stop, emit
 
 
@@ -82,11 +82,11 @@ def longest(draft: Draft, p: np.ndarray, accepts: Callable[[np.ndarray, int], bo
     """The longest path of accepted tokens, the first of equals; p at its end."""
     shape, tokens = draft.shape, draft.token.tolist()
     stop, emit = np.zeros(shape.rows), np.array([norm(row) for row in p])
-    for head, rows in enumerate(shape.trees):
-        best = head
+    for root, rows in enumerate(shape.trees):
+        best = root
         for row in rows.tolist():
             path = shape.path(row)
-            above = [head, *path[:-1]]
+            above = [root, *path[:-1]]
             good = all(accepts(p[m], tokens[c - shape.roots]) for m, c in zip(above, path, strict=False))
             if good and len(path) > len(shape.path(best)):
                 best = row

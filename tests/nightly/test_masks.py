@@ -74,8 +74,8 @@ def by_rollback(states, shape, token):
                     if not ends:
                         below.rollback(1)
 
-    for head, state in enumerate(states):
-        visit(state.matcher, head)
+    for root, state in enumerate(states):
+        visit(state.matcher, root)
     return Masks(bits & full_mask(size), legal, np.zeros(shape.rows, dtype=bool))
 
 

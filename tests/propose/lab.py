@@ -100,8 +100,8 @@ def path_tokens(draft, row):
 def expanded(draft, sequences):
     """Each row that has children: the row, its sequence, the text that ends with it, its children's tokens."""
     shape = draft.shape
-    for head, sequence in enumerate(sequences):
-        for row in shape.trees[head].tolist():
+    for root, sequence in enumerate(sequences):
+        for row in shape.trees[root].tolist():
             if len(shape.children[row]):
                 children = draft.token[shape.children[row] - shape.roots].tolist()
                 yield row, sequence, sequence.tokens + path_tokens(draft, row), children

@@ -91,9 +91,9 @@ def test_the_draft_s_context_bounds_its_trees(target, truth):
     assert emitted(group) == truth
     deepest = {}
     for one in steps:
-        for head, context in enumerate(one.context):
+        for root, context in enumerate(one.context):
             deepest[context] = max(
-                deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[head]].max())
+                deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[root]].max())
             )
     # At temperature 0 the tree is a chain of 3; computed nodes stay within position 15.
     assert all(depth == max(0, min(3, 17 - context)) for context, depth in deepest.items())
@@ -396,8 +396,8 @@ def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
 def sureness(proposer, sequences, draft):
     """The likeliest token's probability at every row that could have children, by row."""
     found = {}
-    for head, sequence in enumerate(sequences):
-        for row in draft.shape.trees[head].tolist():
+    for root, sequence in enumerate(sequences):
+        for row in draft.shape.trees[root].tolist():
             if draft.shape.depth[row] < 3:
                 text = [*sequence.tokens, *path_tokens(draft, row)]
                 found[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())

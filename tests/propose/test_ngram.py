@@ -53,9 +53,9 @@ def drafted(proposer, *texts):
     return proposer.propose(batch(proposer, *texts))
 
 
-def paths_of(draft, head=0):
+def paths_of(draft, root=0):
     token = draft.token.tolist()
-    rows = draft.shape.trees[head][1:]
+    rows = draft.shape.trees[root][1:]
     return [tuple(token[row - draft.shape.roots] for row in draft.shape.path(int(row))) for row in rows]
 
 
@@ -105,8 +105,8 @@ def test_a_batch_is_drafted_as_its_sequences_alone():
     texts = ([1, 2, 1, 2], [4, 5, 6], [7, 7, 7, 8, 7])
     for proposer in (Ngram(3, 2, 1), NgramTree(4, 3, 2, 1)):
         draft = drafted(proposer, *texts)
-        for head, text in enumerate(texts):
-            assert paths_of(draft, head) == paths_of(drafted(proposer, text))
+        for root, text in enumerate(texts):
+            assert paths_of(draft, root) == paths_of(drafted(proposer, text))
 
 
 @pytest.mark.parametrize("proposer", [Ngram(2, 2, 1), NgramTree(6, 3, 2, 1)], ids=lambda one: one.name)

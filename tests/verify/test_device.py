@@ -54,7 +54,7 @@ def on_device(verifier, draft: Draft, p: torch.Tensor, rows: np.ndarray):
         patch.setattr(arrays, "on_host", lambda x: False)
         verdict = verifier(draft, p)
         assert isinstance(verdict.stop, torch.Tensor)
-        who = [(head, 0, 0) for head in range(draft.shape.roots)]
+        who = [(root, 0, 0) for root in range(draft.shape.roots)]
         choice = choose(verdict, draft.shape, p, CounterDraws(0), who)
         assert all(isinstance(one, torch.Tensor) for one in choice)
         return verdict, verdict.residual(torch.from_numpy(rows)), verdict.expected_accepted(draft.shape), choice
@@ -77,7 +77,7 @@ def test_the_code_for_devices_has_the_results_of_the_code_for_the_cpu(verifier, 
     np.testing.assert_allclose(expected.numpy(), host.expected_accepted(shape), rtol=0, atol=10 * slack)
     assert residual.dtype == p.dtype
     if not isinstance(verifier, KSeq):
-        wanted = choose(host, shape, p, CounterDraws(0), [(head, 0, 0) for head in range(shape.roots)])
+        wanted = choose(host, shape, p, CounterDraws(0), [(root, 0, 0) for root in range(shape.roots)])
         for mine, theirs in zip(choice.on_host(), wanted, strict=True):
             assert mine.tolist() == theirs.tolist()
 
@@ -123,7 +123,7 @@ def test_a_step_reads_nothing_back(verifier, way, shape):
     assert verdict.expected_accepted(shape).shape == (shape.roots,)
     rows = torch.arange(shape.roots, device="meta")
     assert verdict.residual(rows).shape == (shape.roots, p.shape[1])
-    choice = choose(verdict, shape, p, CounterDraws(0), [(head, 0, 0) for head in range(shape.roots)])
+    choice = choose(verdict, shape, p, CounterDraws(0), [(root, 0, 0) for root in range(shape.roots)])
     assert choice.packed().shape == (3, shape.roots) and choice.packed().dtype == torch.int64
     with pytest.raises(NotImplementedError):
         choice.on_host()

@@ -35,7 +35,7 @@ def races(draw: st.DrawFn):
     Includes p = q, disjoint supports, zeros, one-hot laws and illegal nodes (no mass at the parent, dead rows).
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    v, heads = draw(st.integers(3, 6)), draw(st.integers(1, 3))
+    v, roots = draw(st.integers(3, 6)), draw(st.integers(1, 3))
     kinds = st.sampled_from(["generic", "peaked", "zeros", "one-hot"])
     parent, tokens, q, p, noise, q_row = [], [], [], [], [], []
 
@@ -46,7 +46,7 @@ def races(draw: st.DrawFn):
         p.append(np.zeros(v) if dead else distribution)
         q_row.append(-1)
 
-    for _ in range(heads):
+    for _ in range(roots):
         add(False)
     row = 0
     while row < len(p) and len(parent) < 14:
@@ -70,7 +70,7 @@ def races(draw: st.DrawFn):
                     p[row] /= p[row].sum()
                 add(illegal)
         row += 1
-    shape = Shape(heads, np.array(parent, dtype=np.int64))
+    shape = Shape(roots, np.array(parent, dtype=np.int64))
     order = rng.permutation(len(q)) if q else np.zeros(0, dtype=np.int64)  # rows of q stand in no special order
     where = np.append(np.argsort(order), -1)
     distributions, noises = (torch.tensor(np.array(x).reshape(-1, v)[order]) for x in (q, noise))

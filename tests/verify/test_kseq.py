@@ -92,7 +92,7 @@ def test_rho_is_safe_and_the_least_that_is(pair, k):
 @given(case=drafts(("iid",)))
 def test_with_the_same_rho_the_distribution_is_the_paper_s_to_rounding(case):
     draft, p = case
-    rho = iter(least_rho(draft, p)[[row for head in range(draft.shape.roots) for row in top_down(draft, head)]])
+    rho = iter(least_rho(draft, p)[[row for root in range(draft.shape.roots) for row in top_down(draft, root)]])
     stop, emit = twin_zoo.kseq(draft, p.numpy(), lambda *_: next(rho))
     verdict = KSeq()(draft, p)
     np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)

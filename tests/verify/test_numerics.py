@@ -244,13 +244,13 @@ def test_a_step_in_single_precision_equals_the_paper_s_in_double(verifier, direc
 @WIDTHS
 def test_a_target_certain_of_an_undrafted_token_emits_it(verifier, drawn, width):
     draft, p = drafted("one_hot_target", width, drawn)
-    heads, verdict = np.arange(draft.shape.roots), verifier(draft, p)
+    roots, verdict = np.arange(draft.shape.roots), verifier(draft, p)
     if isinstance(verifier, Cascade):  # its own law need not be p
         return
-    assert verdict.stop[heads].tolist() == [1.0, 1.0]
-    token = choose(verdict, draft.shape, p, CounterDraws(0), [(h, 0, 0) for h in heads]).token
+    assert verdict.stop[roots].tolist() == [1.0, 1.0]
+    token = choose(verdict, draft.shape, p, CounterDraws(0), [(h, 0, 0) for h in roots]).token
     assert token.tolist() == [7, 7]
-    residual = verdict.residual(heads)
+    residual = verdict.residual(roots)
     assert (residual[:, 7] > 0).all() and (residual.sum(-1) == residual[:, 7]).all()
 
 

@@ -39,7 +39,7 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     how = draw(st.sampled_from(drawn))
     v = draw(st.integers(3, 6))
-    heads = 1 if chains else draw(st.integers(1, 3))
+    roots = 1 if chains else draw(st.integers(1, 3))
     kinds = st.sampled_from(["generic", "peaked", "zeros", "one-hot"])
     parent, tokens, ways, q, p = [], [], [], [], []
     siblings: dict[int, list[int]] = {}
@@ -53,10 +53,10 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
             distribution /= distribution.sum()
         p.append(distribution)
 
-    for _ in range(heads):
+    for _ in range(roots):
         add()
     for number in range(draw(st.integers(0, 12))):
-        above = number if chains else draw(st.integers(0, heads + len(parent) - 1))
+        above = number if chains else draw(st.integers(0, roots + len(parent) - 1))
         distribution = q[above].copy()
         way = draw(st.sampled_from(["point", "iid", "without"])) if how == "mixed" else how
         if way == "without":
@@ -77,7 +77,7 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
         if draw(st.integers(0, 5)) == 0 and p[above].sum() > p[above][token]:  # an illegal node; its row is dead
             p[above][token], p[-1] = 0.0, np.zeros(v)
             p[above] /= p[above].sum()
-    shape = Shape(heads, np.array(parent, dtype=np.int64))
+    shape = Shape(roots, np.array(parent, dtype=np.int64))
     token = torch.tensor(tokens, dtype=torch.long)
     p = torch.tensor(np.array(p))
     if how == "point":
@@ -148,10 +148,10 @@ def test_trees_of_a_forest_are_independent(verifier, direct, case):
     draft, p = case
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
-    for head, rows in enumerate(shape.trees):
+    for root, rows in enumerate(shape.trees):
         one = alone(draft, rows)
         np.testing.assert_allclose(joint(one, verifier(one, p[rows])), whole[rows], rtol=0, atol=1e-13)
-        assert rows[0] == head
+        assert rows[0] == root
 
 
 @BY_NAME

@@ -37,15 +37,15 @@ STATED = Verdict(STOP, lambda rows: RESIDUAL[rows])  # laws need not sum to 1
 def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
     found = [Counter() for _ in WHO]
     for mass, (rows, tokens, _) in explore(lambda draws: choose(STATED, SHAPE, RESIDUAL, draws, WHO)):
-        for head, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
-            found[head][row, token] += mass
-    for head, rows in enumerate(SHAPE.trees):
+        for root, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            found[root][row, token] += mass
+    for root, rows in enumerate(SHAPE.trees):
         wanted = {
             (row, x): STOP[row] * float(RESIDUAL[row, x] / RESIDUAL[row].sum())
             for row in rows.tolist()
             for x in range(3)
         }
-        assert dict(found[head]) == pytest.approx({pair: mass for pair, mass in wanted.items() if mass > 0}, abs=1e-12)
+        assert dict(found[root]) == pytest.approx({pair: mass for pair, mass in wanted.items() if mass > 0}, abs=1e-12)
 
 
 def test_a_choice_depends_on_its_own_key_only():

@@ -177,7 +177,7 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 @given(data=st.data())
 def test_every_step_can_be_sampled(verifier, direct, data):
     draft, p = data.draw(supported(verifier))
-    verdict, who = verifier(draft, p), [(head, 0, 0) for head in range(draft.shape.roots)]
+    verdict, who = verifier(draft, p), [(root, 0, 0) for root in range(draft.shape.roots)]
     assume(draft.shape.roots == 1)
     mass = sum(m for m, _ in explore(lambda draws: choose(verdict, draft.shape, p, draws, who)))
     assert mass == pytest.approx(1, abs=1e-12)

@@ -1,4 +1,4 @@
-"""What a launcher makes of whatever a cluster does, with a cluster that does as each test says."""
+"""How launchers handle what happens to jobs, on a scripted cluster."""
 
 import os
 import subprocess
@@ -15,11 +15,11 @@ from tests import checkpoints
 
 
 class Scripted:
-    """An engine that carries jobs out here, but for those it loses.
+    """An engine that runs jobs in this process, except those it loses.
 
     Args:
-        lose: seeds of runs whose jobs are lost, with what becomes of them.
-        alive: seeds of runs whose jobs an earlier launcher handed over, and that still run.
+        lose: seeds of runs whose jobs are lost, with their final states.
+        alive: seeds of runs whose jobs an earlier launcher submitted, and that are still running.
     """
 
     def __init__(self, lose=(), alive=()):
@@ -145,7 +145,7 @@ def test_an_error_raised_by_a_job_ends_the_command_in_one_line(on):
     assert "spec_lab: 1 of 1: this is another run" in errors and "Traceback" not in errors
 
 
-# At the door -------------------------------------------------------------------------------------------------------
+# Checks at start-up ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("engine", "needs"), [("slurm", "submitit"), ("ray", "ray")])
@@ -181,12 +181,12 @@ def test_a_launcher_s_options_are_shown_from_any_directory(tmp_path):
     assert "_target_: hydra_plugins.spec_lab.Cluster" in shown
 
 
-# What Slurm is asked -----------------------------------------------------------------------------------------------
+# Slurm's commands --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def slurm(monkeypatch):
-    """The module, with Slurm's commands answered by ``answers``, and time that passes at once."""
+    """The module with Slurm's commands answered by ``answers`` and without waiting times."""
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     from spec_lab.cli.launchers import slurm
 
