@@ -19,7 +19,7 @@ TEXTS = ("the cat sat", "def f of x", "one two three", "a b", "z")
 
 
 class Letters:
-    """A tokenizer with one token a letter."""
+    """A tokenizer with one token per letter."""
 
     eos_token_id = None
 

@@ -43,7 +43,7 @@ def test_batching_measures_every_way_on_every_full_group(batching, tmp_path, mon
     assert len(speeds) == 2
     assert np.isfinite(speeds).all(axis=None) and (speeds > 0).all(axis=None)
     ways = [("none", [1, 1]), ("none", [2]), ("medusa", [2])]
-    assert seen == ways + ways + [*ways[1:], ways[0]]  # before the clock counts; then in turns
+    assert seen == ways + ways + [*ways[1:], ways[0]]  # warm-up; then alternating
     short = batching.measure(target, heads, prompts / "code.jsonl", batch=3, limit=4, new=6)
     assert len(short) == 1  # the fourth prompt fills no group
     assert isinstance(speeds, pd.DataFrame)

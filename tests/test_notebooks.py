@@ -1,4 +1,4 @@
-"""Notebooks: they execute as they are shipped, show figures and no paths of a machine; .ipynb and .py stay in step."""
+"""Notebooks execute as shipped, show figures and no paths of a machine; .ipynb and .py agree."""
 
 import shutil
 
@@ -66,7 +66,7 @@ def test_a_notebook_asserts_its_claims(source):
     assert sum("\nassert " in one or "    assert " in one for one in code) >= 4
 
 
-# What is refused
+# Refusals
 
 
 def notebook_of(tmp_path, code: str):

@@ -1,4 +1,4 @@
-"""What the study of placements measures with: a schema, a grammar, patterns; and figures that mean what they say."""
+"""The placement study: its schema, grammar and patterns, and its figures."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ SPACE = {
 
 def script(name):
     spec = importlib.util.spec_from_file_location(f"placement_{name}", STUDY / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses read it
     spec.loader.exec_module(module)
     return module
 
@@ -48,7 +48,7 @@ def tokenizer():
 
 @cache
 def constraint(kind):
-    """As the config has it, for whole texts."""
+    """The constraint of the config, for whole texts."""
     config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "constraint", f"{kind}.yaml")), resolve=True)
     load = {"json_schema": json_schema, "lark": lark}[config.pop("_target_").rpartition(".")[2]]
     binding = ("placement", "draft_budget", "fast_forward", "async_masks")
@@ -61,7 +61,7 @@ def lines(text):
 
 
 def walk(kind, text):
-    """(where the masks refuse the text, None if nowhere; the share of its tokens that they force)."""
+    """(place where the masks refuse the text, None if nowhere; share of forced tokens)."""
     first, *rest = [*tokenizer().encode(text), *bundled().ends]
     state, forced = constraint(kind).start(Request(0, "one", (first,))), 0
     for place, token in enumerate(rest):

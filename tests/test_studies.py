@@ -1,4 +1,4 @@
-"""The studies: on tiny models each sweep runs as its command says, and its figure reads what is left."""
+"""The studies: on tiny models each command runs its sweep, and its figure reads the results."""
 
 import importlib
 import json
@@ -34,10 +34,10 @@ STUDIES = {
     "proposers": (["prompts=code", "proposer.max_nodes=2"], 2 * 5),
     "spec_bench": ([f"prompts.path={QUESTIONS}", "proposer.max_nodes=2"], 5),
 }
-"""What its command is given to be small, and the rows that its results then have."""
+"""Overrides that keep its command small, and the number of rows of its results."""
 
 SHOWN = dict.fromkeys(STUDIES, "speedup") | {"batch_size": "block_speedup"}
-"""What its table begins with."""
+"""The beginning of its table."""
 
 PAIRED = {
     "verifier_vs_temperature": ("expected_tau_beyond_token", "tau_beyond_token", "speed_over_token"),
@@ -47,7 +47,7 @@ PAIRED = {
     "proposers": ("tau_beyond_draft_chain", "speed_over_draft_chain", "speed_over_best_other"),
     "spec_bench": ("speed_over_draft_chain",),
 }
-"""What it says of A beside B."""
+"""Its text on A versus B."""
 
 EXPERIMENT = {name: name for name in STUDIES} | {"proposers": "proposers_by_workload"}
 
@@ -126,7 +126,9 @@ def test_at_temperature_0_verifiers_are_swept_on_trees_of_the_likeliest_tokens(t
     )
     table = plots.swept(tmp_path / "here")
     assert set(table["temperature"]) == {0} and len(table) == 4
-    assert (table.groupby("arm")["tau_pooled"].nunique() == 1).all()  # a one-hot law leaves nothing to verify otherwise
+    assert (
+        table.groupby("arm")["tau_pooled"].nunique() == 1
+    ).all()  # one-hot distributions: all verifiers accept the same
 
 
 def test_the_published_trees_of_the_study_have_as_many_nodes_as_the_grown_one():
@@ -153,7 +155,7 @@ def defaults(experiment):
     return OmegaConf.load(Path(conf(), "experiment", f"{experiment}.yaml")).defaults
 
 
-# What figures are computed from ------------------------------------------------------------------------------------
+# Inputs of figures -------------------------------------------------------------------------------------------------
 
 
 def rows(arm, tokens, seconds, prompts_a_group=1):
@@ -170,7 +172,9 @@ def rows(arm, tokens, seconds, prompts_a_group=1):
 def test_the_speed_up_of_a_block_does_not_depend_on_how_its_prompts_were_put_together():
     random = np.random.default_rng(0)
     tokens, plain = np.full(64, 32), np.full(64, 1.0)
-    seconds = plain / random.choice([0.8, 1.5, 8.0], 64)  # a few prompts loop, and copying makes them very fast
+    seconds = plain / random.choice(
+        [0.8, 1.5, 8.0], 64
+    )  # a few prompts repeat themselves, and prompt lookup makes them very fast
     every = {
         size: pd.concat([rows("ngram", tokens, seconds, size), rows("baseline", tokens, plain, size)])
         for size in (1, 2, 4, 8, 16)
@@ -205,7 +209,7 @@ def steps_of(arm, emitted):
 
 
 def run_of(arm, emitted, seconds):
-    """A run of an arm and a baseline of one second a prompt."""
+    """A run of an arm and a baseline of one second per prompt."""
     tokens = [sum(own) for own in emitted]
     requests = pd.concat([rows(arm, tokens, seconds), rows("baseline", tokens, np.ones(len(tokens)))])
     return metrics.Tables(pd.DataFrame(), steps_of(arm, emitted), requests)

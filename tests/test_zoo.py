@@ -1,4 +1,4 @@
-"""The shipped files of the zoo: complete, small, and held out from training."""
+"""The shipped files of the zoo: complete, small; prompts held out from training."""
 
 import hashlib
 import json

@@ -1,6 +1,7 @@
-"""Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must kill it.
+"""Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must detect (kill)
+it.
 
-They are small patches of the real code or wrappers around it, and go through ``certify`` as an honest pair does.
+They are small patches of the real code or wrappers around it, and go through ``certify`` as a correct pair does.
 ``python -m tests.laws.mutants > experiments/exactness/mutants.md`` writes their table.
 """
 
@@ -56,7 +57,7 @@ def edited(what: Any, old: str, new: str, **others: Any) -> Any:
 
 @dataclass(frozen=True)
 class Broken:
-    """A law of one step that claims to be lossless."""
+    """A wrong verifier of one step that claims to be lossless."""
 
     verify: Verify
     name = "broken"
@@ -113,7 +114,7 @@ class Around:
 
 
 class Inverse:
-    """Draws by inverse law, as ``CounterDraws``, of which every outcome can be enumerated.
+    """Inverse transform sampling, as ``CounterDraws``, of which every outcome can be enumerated.
 
     What is known of a key's uniform is an interval; a later choice of the same key weighs what it has in common with
     that. As long as no key is used twice, these are the draws within.
@@ -140,7 +141,8 @@ class Inverse:
 
 @contextmanager
 def inverse() -> Iterator[None]:
-    """The exact layer draws by inverse law: a key used twice is no error but the same uniform, as when sampling."""
+    """Inverse transform sampling in the exact layer: a key used twice is no error but the same uniform, as when
+    sampling."""
     right = exact.side_by_side
     with mock.patch.object(
         exact, "side_by_side", lambda play, **more: right(lambda draws, count: play(Inverse(draws), count), **more)
@@ -191,11 +193,11 @@ def unscaled(draft: Draft, p: Tensor) -> Verdict:
     return Verdict(Traversal()(draft, p).stop, Token()(draft, p).residual)
 
 
-# What a draft says of itself
+# What a draft declares
 
 
 def previous_q(verifier: Verifier) -> Verify:
-    """Each position is verified with the q of the one before it; the first with its own."""
+    """Each position is verified with the q of the previous one; the first with its own."""
 
     def verify(draft: Draft, p: Tensor) -> Verdict:
         shape, q_row = draft.shape, draft.q_row.copy()
@@ -222,7 +224,7 @@ def twin_token(draft: Draft, p: Tensor) -> Verdict:
 
 
 def reranked(key: Literal["p", "q"]) -> Verify:
-    """The children of each head sorted by p or q before they are verified. Trees of depth 1."""
+    """The children of each root sorted by p or q before they are verified. Trees of depth 1."""
 
     def verify(draft: Draft, p: Tensor) -> Verdict:
         parent = torch.from_numpy(draft.shape.parent)
@@ -278,7 +280,7 @@ def choosy(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
 
 
 def dropped(draft: Draft, p: Tensor) -> Verdict:
-    """A token that q thinks unlikely is dropped, and the head emits a "bonus" from p. Chains of one."""
+    """A token with small q is dropped, and the root emits a "bonus" from p. Chains of one."""
     verdict, roots = Token()(draft, p), draft.shape.roots
     unlikely = (draft.q[np.arange(roots), draft.token] < 0.3).numpy()
     kept = np.where(unlikely, 0.0, verdict.stop[roots:])
@@ -291,7 +293,7 @@ def dropped(draft: Draft, p: Tensor) -> Verdict:
 
 
 class Grammar(Random):
-    """No token follows itself: p is the masked law. The draft knows no grammar."""
+    """No token follows itself: p is the masked distribution. The draft has no grammar."""
 
     def laws(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         p, q = super().laws(length)
@@ -300,7 +302,7 @@ class Grammar(Random):
         return logits_to_probs(torch.from_numpy(logits(p)), [PLAIN], mask=legal).numpy(), q
 
     def unmasked(self, text: tuple[int, ...]) -> np.ndarray:
-        """The law ``[V]`` before the mask."""
+        """p ``[V]`` before the mask."""
         return super().laws(len(text))[0][code(text, self.v)]
 
 
@@ -314,7 +316,7 @@ def trimmed(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
 
 @dataclass(frozen=True)
 class MaskedResidual(Broken):
-    """Accepts by the law before the mask; what is emitted is masked."""
+    """Accepts by p before the mask; the emitted token is masked."""
 
     verify: Verify = Token()
     world: Grammar = Grammar(11, plain=True)
@@ -364,7 +366,7 @@ def standing_still() -> AbstractContextManager[Any]:
 
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
-    """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
+    """Stop tokens are searched in ``emitted[first:]``, and nothing is cut after them."""
     right = spec_lab.engine.commit._commit
 
     def late(sequence: Any, *rest: Any) -> Any:
@@ -382,7 +384,8 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
 # The table
 
 Layer = Literal["step", "loop", "seam", "samples"]
-"""What kills a mutant: the enumerated law of one step; the enumerated loop; a key that is used twice; or a chi-square
+"""What kills a mutant: the enumerated distribution of one step; the enumerated loop; a key that is used twice; or a
+chi-square
 test of texts that the loop sampled."""
 
 TEXTS, ALPHA = 3000, 1e-6
@@ -404,17 +407,17 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mutant:
-    """A broken variant, and its original, which the same check lets live.
+    """A broken variant, and its original, which passes the same check.
 
     Args:
         name: as the notes on verification list it.
         how: what is broken.
         layer: what kills it.
-        cases: each of them must.
-        verifier: decides; None for the original's.
+        cases: each of them must kill it.
+        verifier: the broken verifier; None for the original.
         original: verifier.
-        proposer: drafts; None for the reference, drawing as the case says.
-        patch: of code that is nobody's argument.
+        proposer: the broken proposer; None for the reference, drawing as in the case.
+        patch: of code that is no argument.
     """
 
     name: str
@@ -428,7 +431,7 @@ class Mutant:
 
 
 PINNED = Random(11, plain=True)
-WIDE = Random(6, support=4, plain=True)  # no zeros at all: any q can have drawn any token
+WIDE = Random(6, support=4, plain=True)  # no zeros: every token has mass under q
 MASKED = Grammar(11, plain=True)
 NOISY = Instance(Random(3, plain=True), "1", 3)
 
@@ -596,11 +599,11 @@ def identify(mutant: Mutant) -> str:
 
 
 class Kill(NamedTuple):
-    """What a check saw.
+    """The result of a check.
 
     Args:
         tv: total variation; of samples the p-value.
-        where: in words; None for nothing.
+        where: the difference in words; None if there is none.
     """
 
     tv: float
@@ -609,7 +612,7 @@ class Kill(NamedTuple):
 
 @cache
 def seen(mutant: Mutant) -> list[Kill]:
-    """What the mutant's layer sees of it, case by case."""
+    """The results of the mutant's layer, case by case."""
     verifier = mutant.verifier or mutant.original
     with mutant.patch():
         return [check(mutant.layer, one.instance, mutant.proposer or one.drawn, verifier) for one in mutant.cases]
@@ -617,7 +620,7 @@ def seen(mutant: Mutant) -> list[Kill]:
 
 @cache
 def original(layer: Layer, instance: Instance, drawn: Drawn, verifier: Verifier) -> Kill:
-    """What the same check sees where nothing is broken."""
+    """The result of the same check of the original."""
     return check(layer, instance, drawn, verifier)
 
 
@@ -634,13 +637,13 @@ def check(layer: Layer, instance: Instance, drafts: Proposer | Drawn, verifier: 
 
 
 def p_value(drafts: Proposer | Drawn, verifier: Verifier, instance: Instance = JOINT) -> float:
-    """Of sampled texts, if their law were the target's."""
+    """The p-value of sampled texts under the target distribution."""
     texts, p = joint(drafts, verifier, TEXTS, seed=0, instance=instance, watched=False)
     return chi_square(np.bincount(texts, minlength=len(p)), p).p_value
 
 
 def table() -> str:
-    """``experiments/exactness/mutants.md``."""
+    """The text of ``experiments/exactness/mutants.md``."""
     lines = [
         "Broken variants kept as negative controls, and what kills each: the enumerated distribution of one *step*,",
         "the enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",

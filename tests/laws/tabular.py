@@ -1,7 +1,7 @@
-"""Verifiers judged by themselves on tables: every draft of a tree side by side in one forest, nothing sampled.
+"""Verifiers tested on tables: every draft of a tree in one forest, nothing sampled.
 
 The drafting here is a twin of the draft model's, token by token in plain Python. ``spec_lab.tasks.certify`` enumerates
-the real one; its laws of outputs and its enumerating draws are used here.
+the real one; its output distributions and its enumerating draws are used here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Verify = Callable[[Draft, torch.Tensor], Verdict]
 
 
 class World(Random):
-    """A toy world that answers for single texts as well."""
+    """A toy world with the distributions after single texts."""
 
     def p(self, context: Sequence[int]) -> np.ndarray:
-        """The target's law after ``context``."""
+        """The target distribution after ``context``."""
         return self.laws(len(context))[0][code(context, self.v)]
 
     def q(self, context: Sequence[int]) -> np.ndarray:
-        """The draft's law after ``context``."""
+        """The draft distribution after ``context``."""
         return self.laws(len(context))[1][code(context, self.v)]
 
 
@@ -39,7 +39,7 @@ class World(Random):
 
 
 def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, draws: Draws, who: Key) -> Draft:
-    """Draft a tree below ``context``, node by node. A node that cannot be drawn is left out, with all below it.
+    """Draft a tree below ``context``, node by node. A node that cannot be drawn is left out with its descendants.
 
     Point siblings are the likeliest tokens; without replacement, q's support can be exhausted.
     """
@@ -79,7 +79,7 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
 
 
 class Growing:
-    """A draft of one tree below the empty text while it is grown, node by node, by whatever its grower decides.
+    """A draft of one tree below the empty text that is grown node by node.
 
     Args:
         world: q of every text.
@@ -100,8 +100,7 @@ class Growing:
 
     def sample(self, above: int, way: Drawn, off: Sequence[int] = ()) -> int | None:
         """Draw a child ``iid`` or ``without`` replacement; returns its row, None where nothing is left to draw.
-
-        ``off``: tokens that q is to leave out, told with the first child that is drawn there.
+        ``off``: tokens that q leaves out, given with the first child that is drawn there.
         """
         if above not in self.q:
             q = self.world.q(self.paths[above]).copy()
@@ -125,7 +124,7 @@ class Growing:
         return len(self.paths) - 1
 
     def draft(self) -> Draft:
-        """What has grown."""
+        """The grown draft."""
         q_row = np.full(len(self.paths), -1)
         q_row[list(self.q)] = np.arange(len(self.q))
         return Draft(
@@ -138,7 +137,7 @@ class Growing:
 
 
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:
-    """The tokens from the head down to each row."""
+    """The tokens from the root to each row."""
     paths: list[tuple[int, ...]] = [()] * draft.shape.roots
     for above, token in zip(draft.shape.parent.tolist(), draft.token.tolist(), strict=True):
         paths.append((*paths[above], token))
@@ -150,11 +149,11 @@ def target_of(world: World, context: tuple[int, ...], draft: Draft) -> torch.Ten
     return torch.from_numpy(np.array([world.p(context + path) for path in paths_of(draft)]))
 
 
-# Laws of outputs
+# Output distributions
 
 
 class Outputs(outputs.Outputs):
-    """The law of what one step puts out, beside the world's own law."""
+    """The output distribution of one step, to compare with the world's own."""
 
     def __init__(self, world: World, longest: int) -> None:
         super().__init__(world.v, longest)
@@ -163,12 +162,12 @@ class Outputs(outputs.Outputs):
 
     @classmethod
     def of_forest(cls, world: World, verify: Verify, tree: Shape, drawn: Drawn) -> Outputs:
-        """Of one step: all possible drafts stand side by side in one forest, verified at once."""
+        """Of one step: all possible drafts in one forest, verified at once."""
         return cls.of_drafts(world, verify, *every_draft(world, tree, drawn))
 
     @classmethod
     def of_grown(cls, world: World, verify: Verify, grow: Callable[[Growing], None]) -> Outputs:
-        """Of one step whose draft ``grow`` grows, nodes drawn in any ways."""
+        """Of one step whose draft is grown by ``grow``."""
 
         def play(draws: Draws) -> Draft:
             growing = Growing(world, draws)
@@ -205,11 +204,12 @@ class Outputs(outputs.Outputs):
         return found
 
     def tv(self, length: int | None = None) -> float:
-        """Distance to the target's law of ``length`` tokens; shorter outputs go on with exact target samples."""
+        """Distance to the target distribution of ``length`` tokens; shorter outputs are continued by exact target
+        samples."""
         return super().tv(self.laws, length)
 
     def first_failure(self, tolerance: float = outputs.EXACT) -> str | None:
-        """Where the output's law is not the target's, in words."""
+        """The first difference from the target distribution, in words."""
         return super().first_failure(self.laws, tolerance)
 
 

@@ -1,4 +1,4 @@
-"""Enumerated acceptance against formulas of the papers."""
+"""Enumerated acceptance equals the papers' formulas."""
 
 import itertools
 
@@ -15,7 +15,7 @@ EVERY_WORLD = pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.s
 
 
 class Constant(World):
-    """Laws that ignore the context."""
+    """Distributions that ignore the context."""
 
     pair = (np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3]))
 
@@ -36,7 +36,7 @@ def paths(world, length):
 @EVERY_WORLD
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_expected_acceptance_of_a_chain_has_a_closed_form(world, length):
-    """Accepted tokens of a chain of ``length`` are a sum over depths of P(path to there is accepted)."""
+    """Accepted tokens of a chain of ``length``: the sum over depths of P(path to that depth is accepted)."""
     token = block = match = 0.0
     for n in range(1, length + 1):
         for p, q in paths(world, n):
@@ -113,7 +113,7 @@ def test_on_trees_traversal_accepts_more_over_all_worlds(name, drawn):
 
 
 def test_on_a_tree_token_can_accept_more():
-    """There is no such theorem on trees: a world in which top-down wins, by little, and both are exact."""
+    """There is no such theorem on trees: a world in which top-down accepts slightly more; both are exact."""
     world = World(119, v=5)
     traversal, token = (accepted(world, verifier, TREES["[1,2]"], "without") for verifier in (Traversal(), Token()))
     assert token - traversal == pytest.approx(3.799e-5, rel=1e-3)

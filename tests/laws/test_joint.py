@@ -1,4 +1,5 @@
-"""The joint law of several tokens through the real loop: drafts, cells, masks, laws, verdicts, commits, enumerated."""
+"""The joint distribution of several tokens through the real loop, enumerated: drafts, cells, masks, verdicts,
+commits."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from spec_lab.verify import KSeq, Match, Token, Traversal
 FEW = Random(8, support=2)
 STOP = frozenset({2})
 LOSSLESS = [Token(), Traversal(), Match()]
-LONGEST = (("2", 4), "iid", "match")  # it takes as long as all others together; the short run has 2x1 for 2 tokens
+LONGEST = (("2", 4), "iid", "match")  # as long as all others together; the short run has 2x1 for 2 tokens
 EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.name)
 
 
@@ -71,7 +72,7 @@ def test_proposers_without_a_model_keep_the_distribution(proposer, verifier):
 
 
 def decoded(parts, verifier, stop=frozenset(), tokens=4):
-    """Every outcome of one request: probability, text, and what each round committed, with its draft."""
+    """Every outcome of one request: probability, text, and what each step committed, with its draft."""
 
     def play(draws, count):
         requests = [Request(n, f"{n}", PROMPT, PLAIN, tokens, stop) for n in range(count)]
@@ -94,7 +95,8 @@ def outputs_of(outcomes, tokens=4, v=4):
 
 @EVERY_VERIFIER
 def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
-    """Inside an accepted path, as its end, as the residual and as the bonus: all of them occur, and the law is kept."""
+    """Inside an accepted path, as its end, as the residual and as the bonus: all of them occur, and the distribution is
+    kept."""
     instance = Instance(FEW, "1x1", tokens=3, stop=STOP)
     parts, places, texts = toy(instance, "iid"), Counter(), []
     for probability, (text, rounds) in decoded(parts, verifier, STOP, 3):
@@ -126,7 +128,7 @@ def test_a_length_limit_cuts_inside_a_path(verifier):
 
 @dataclass
 class Moody:
-    """Drafts only where an even number of tokens is out."""
+    """Drafts only after an even number of tokens."""
 
     inner: object
 
@@ -161,7 +163,7 @@ def test_empty_drafts_among_others_keep_the_distribution(verifier):
     ],
 )
 def test_sampled_and_greedy_requests_of_a_batch_keep_their_distributions(order, verifier):
-    """One script makes all choices of the batch; greedy requests leave it nothing to choose."""
+    """One script makes all choices of the batch; greedy requests have none."""
     parts = toy(Instance(FEW, "1x1", tokens=3), "iid")
     cold = Sampling(0.0)
     greedy = toy(Instance(FEW, "1x1", tokens=3), "iid", cold).laws

@@ -1,4 +1,4 @@
-"""The real loop has the target's law: every choice it makes is enumerated through ``Draws``. Broken loops do not."""
+"""The real loop has the target's distribution, by enumeration of all choices through ``Draws``; broken loops do not."""
 
 from collections import Counter
 
@@ -36,7 +36,7 @@ def draft():
 
 
 def next_probabilities(target, tokens, sampling):
-    """The law after ``tokens`` by a forward without cells."""
+    """The probabilities after ``tokens`` by a forward without a KV cache."""
     with torch.no_grad():
         logits = target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
     seen = torch.zeros(1, V, dtype=torch.bool)
@@ -45,7 +45,7 @@ def next_probabilities(target, tokens, sampling):
 
 
 def truth(target, sampling, stop=frozenset()):
-    """The law of up to ``LENGTH`` tokens, the last of which may be a stop token, autoregressively."""
+    """The autoregressive distribution of up to ``LENGTH`` tokens, the last of which may be a stop token."""
     masses = {(): 1.0}
     for _ in range(LENGTH):
         ended = {path: mass for path, mass in masses.items() if stop.intersection(path)}
@@ -60,7 +60,7 @@ def truth(target, sampling, stop=frozenset()):
 
 
 def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), confidence=0.0):
-    """Total variation between the loop's output law, enumerated, and the target's."""
+    """Total variation between the loop's enumerated output distribution and the target's."""
     proposer = DraftModel(CausalLM(draft), 256, parse(tree), drawn, confidence=confidence)
 
     def once(draws):
@@ -89,7 +89,7 @@ def test_the_loop_has_the_target_s_distribution(target, draft, tree, drawn, veri
 
 @pytest.fixture(scope="module")
 def unsure(target, draft):
-    """A confidence that the draft has at some but not at all of its choices after the prompt."""
+    """A confidence that the draft has at some but not all of its choices after the prompt."""
     texts = [PROMPT, *((*PROMPT, token) for token in range(V))]
     with torch.no_grad():
         best = [draft(input_ids=torch.tensor([t]), use_cache=False).logits[0, -1].softmax(-1).max() for t in texts]
@@ -113,7 +113,7 @@ def test_a_draft_that_stops_where_it_is_unsure_keeps_the_distribution(target, dr
             sizes.add(forest.shape.nodes)
             return super().__call__(forest, p)
 
-    # What is drafted first is kept whatever the confidence; what follows depends on it.
+    # The first drafted token is kept whatever its confidence; further drafting depends on it.
     for confidence in (unsure, 1.0):
         assert distance(target, draft, tree, drawn, Watched(), PLAIN, confidence=confidence) < 1e-12
     assert len(sizes) > 1
@@ -121,7 +121,7 @@ def test_a_draft_that_stops_where_it_is_unsure_keeps_the_distribution(target, dr
 
 @pytest.mark.parametrize("tree", ["1", "1x1"])
 def test_a_stop_token_ends_the_text_and_keeps_its_distribution(target, draft, tree):
-    """Accepted with more behind it, as the residual or as the bonus."""
+    """As an accepted token within the path, as the recovered token or as the bonus token."""
     assert distance(target, draft, tree, "iid", Token(), PLAIN, STOP) < 1e-12
 
 

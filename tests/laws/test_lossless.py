@@ -1,4 +1,4 @@
-"""The output of draft and verifier together has the target's law: exactly, by enumeration."""
+"""The output of draft and verifier has exactly the target's distribution, by enumeration."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ WORLDS = [
     World(12, v=5),
     World(4, plain=True),
     World(2),  # the first p and q are disjoint: nothing is accepted
-    World(14),  # the first p and q are equal: the first token always is
+    World(14),  # the first p and q are equal: the first token is always accepted
 ]
 TREES = {
     "[1]": chain(1),
@@ -91,7 +91,7 @@ def test_worlds_hold_every_kind_of_context():
 
 
 def test_an_exhausted_distribution_draws_no_more_siblings():
-    """Without replacement, three siblings of a law on two tokens are two, of a one-hot law one."""
+    """Without replacement, a distribution over two tokens yields two of three siblings, a one-hot one yields one."""
     world = World(2, support=2, plain=True)
     draft, probability = every_draft(world, TREES["[3]"], "without")
     assert probability.sum() == pytest.approx(1)

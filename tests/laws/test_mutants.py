@@ -1,4 +1,4 @@
-"""Broken verifiers, proposers, draws and loops, as found in public code: each is seen, its original is not."""
+"""Broken verifiers, proposers, draws and loops, as found in public code: each is detected, its original is not."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_the_committed_table_is_this_one():
     assert file.read_text() == mutants.table()
 
 
-ENOUGH = (*QUICK, LOOPS[4])  # what every run enumerates of its own pair, and a loop with a stop token
+ENOUGH = (*QUICK, LOOPS[4])  # the instances that every run enumerates of its own pair, and a loop with a stop token
 FREE = [
     mutant
     for mutant in MUTANTS
@@ -73,7 +73,7 @@ FREE = [
 
 @pytest.mark.parametrize("mutant", FREE, ids=identify)
 def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
-    """As another law, or because the verifier is given what its own draft cannot have drawn."""
+    """By another distribution, or because the verifier receives a draft that cannot have been drawn."""
     drafts, verifier = mutant.proposer or mutant.cases[0].drawn, mutant.verifier or mutant.original
 
     def survives(instance: Instance) -> bool:
@@ -86,7 +86,7 @@ def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
         assert not all(survives(instance) for instance in ENOUGH)
 
 
-# What which layer cannot see
+# Blind spots of each layer
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
     ids=["reused across steps", "shared with the test", "shared with the residual"],
 )
 def test_a_single_step_s_distribution_is_blind_to_noise(patch):
-    """It says what each choice should be, not whether the choices are independent."""
+    """It checks the distribution of each choice, not whether the choices are independent."""
     with patch(), mutants.inverse():
         assert prove("iid", Token(), STEPS[:3]).failure is None
 
@@ -109,7 +109,7 @@ def test_noise_reused_across_steps_keeps_each_step_s_distribution_and_the_first_
 @pytest.mark.parametrize("weight", [WEIGHT_IS_S, WEIGHT_STAYS], ids=["a <- S", "a stays"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_wrong_weight_is_invisible_at_depth_one(weight, drawn):
-    """Why depth 2 is enumerated at all."""
+    """The reason to enumerate depth 2."""
     assert prove(drawn, weight, [Instance(PINNED, "3")]).failure is None
 
 
@@ -132,7 +132,7 @@ def test_a_score_detects_strong_mutants(drafts, verifier, score):
     assert bound(drafts, verifier) < ALPHA < bound("iid", Token())
 
 
-# At the door
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The papers' verifiers as they read, in NumPy, one tree and one node at a time: oracles of the vectorised laws.
+"""The papers' verifiers in NumPy, one tree and one node at a time: oracles of the vectorised ones.
 
 Each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]`` (rows sum to 1, or are all zero).
 """
@@ -13,7 +13,7 @@ Ends = tuple[np.ndarray, np.ndarray]
 
 
 def norm(weights: np.ndarray) -> np.ndarray:
-    """Renormalised; nothing stays nothing."""
+    """Weights normalised; zeros stay zeros."""
     return weights / weights.sum() if weights.sum() > 0 else np.zeros_like(weights)
 
 

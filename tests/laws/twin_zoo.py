@@ -1,4 +1,4 @@
-"""Twins of the verifiers beyond token, traversal and match: as their papers read, one tree and one node at a time.
+"""Twins of the other verifiers: as in their papers, one tree and one node at a time.
 
 As in ``twin``: each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]``.
 """

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: no code in them runs, nothing beside safetensors is loaded, and each is refused by name."""
+"""Hostile checkpoints: no code in them runs, only safetensors are loaded, and each is refused by name."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def folder(sound, tmp_path):
-    """A copy of it, to be spoilt."""
+    """A copy of it, to be damaged."""
     return Path(shutil.copytree(sound, tmp_path / "hostile"))
 
 
@@ -64,7 +64,7 @@ def change(folder: Path, name: str = "config.json", **fields) -> None:
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -75,7 +75,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path):
-    """Plants a pickle; no test may find that the file which its unpickling makes is there."""
+    """Plants a pickle; after each test the file that unpickling would create must not exist."""
     mark = tmp_path / "unpickled"
 
     def plant(file: Path) -> Path:
@@ -95,7 +95,7 @@ def test_the_test_s_pickle_would_run_code(tmp_path):
 
 
 def shard(folder: Path, name: str = "part.safetensors") -> dict:
-    """Make of the single weight file a shard that an index names; returns the index."""
+    """Turn the single weight file into a shard with an index; returns the index."""
     (folder / "model.safetensors").rename(folder / name)
     names = load_file(folder / name)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
@@ -356,7 +356,7 @@ def test_a_hub_name_with_shards_loads(cached, sound):
 
 @pytest.fixture
 def online(monkeypatch):
-    """A hub that can be reached, or not, in place of the real one; returns the files that are asked for."""
+    """Replace the hub by one that can be reached, or not; returns the requested files."""
     asked: list[str] = []
 
     def hub(error, *names):
@@ -444,7 +444,7 @@ def test_a_path_that_is_neither_a_folder_nor_a_hub_name_is_refused(name):
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """Whatever asks transformers for a kernel of the hub, or for remote code, fails the test."""
+    """Requests for a kernel of the hub, or for remote code, fail the test."""
 
     def asked(*arguments, **_):
         pytest.fail(f"code was asked for: {arguments}")
@@ -538,7 +538,8 @@ def test_a_tokenizer_brings_no_code(folder, no_kernels):
     assert load(folder).tokenizer.encode("ab") == [0, 1]
 
 
-# Junk --------------------------------------------------------------------------------------------------------------
+# Invalid values
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -697,7 +698,7 @@ def test_a_stop_token_that_the_model_does_not_have_is_ignored_if_there_is_anothe
 
 @pytest.fixture
 def heads(tmp_path):
-    """A target, and heads for it to be spoilt."""
+    """A target, and heads for it to be damaged."""
     folder = zoo(tmp_path / "zoo")
     return load(folder / "target"), folder / "medusa"
 
@@ -732,7 +733,7 @@ def test_files_of_heads_are_regular(heads, name):
 
 
 def test_transformers_receives_no_unchecked_path(folder, monkeypatch):
-    """Without one it opens no file by itself, whatever a later version looks for in a folder."""
+    """Without a path it opens no files by itself, whatever later versions search for in a folder."""
     asked = []
     kind = type(AutoModelForCausalLM.from_config(tiny_model(dtype=torch.float32).config))
     right = kind.from_pretrained.__func__

@@ -1,4 +1,4 @@
-"""The target's embedding, final norm and LM head, against what transformers computes with its own modules."""
+"""The target's embedding, final norm and LM head compute what transformers' own modules compute."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SCALED = {"cohere", "granite"}
 
 
 def run(model: Any, services: TargetServices) -> tuple[torch.Tensor, Any]:
-    """What the final norm reads, and what transformers returns."""
+    """The final norm's input, and transformers' output."""
     read: list[torch.Tensor] = []
     hook = services._final_norm().register_forward_pre_hook(lambda _, given: read.append(given[0]))
     model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Loading, and the names under which models are refused."""
+"""Loading targets, and refusals by name."""
 
 import json
 import shutil
@@ -163,7 +163,7 @@ def test_a_refusal_comes_through_load(folder, tmp_path):
 
 
 def test_the_self_check_measures_a_wrong_model():
-    """A layer that mixes neighbours in the pack is what a tree cannot bear."""
+    """A layer that mixes neighbours of the packed batch does not work with trees."""
     model = tiny_model()
     layer = model.model.layers[1].mlp
     right = layer.forward

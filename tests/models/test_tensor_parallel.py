@@ -1,4 +1,4 @@
-"""One target on several devices, or split over two ranks of torchrun: the same tokens as of one."""
+"""One target on several devices, or split over two ranks of torchrun, emits the same tokens as on one."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from tests.checkpoints import checkpoint, prompts
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 120  # seconds against hanging
+LIMIT = 120  # seconds: a limit for hanging commands
 EVERYWHERE = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
@@ -49,7 +49,7 @@ def here(tmp_path_factory):
 
 
 def torchrun(*command: str, cwd: Path) -> subprocess.Popen:
-    """Two ranks of a command, with everything they say in one pipe."""
+    """Start two ranks of a command, with all output in one pipe."""
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment = alone | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -60,7 +60,7 @@ def torchrun(*command: str, cwd: Path) -> subprocess.Popen:
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
-    """Its exit code and what it said; what hangs fails the test."""
+    """Its exit code and output; hanging fails the test."""
     try:
         said, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def run_of(here: Path, *more: str) -> list[str]:
 
 
 def texts(out: Path) -> pd.DataFrame:
-    """Who emitted what, by arm and request."""
+    """The emitted texts by arm and request."""
     rows = pd.read_parquet(out / "requests.parquet", columns=["arm", "request", "tokens", "finish"])
     rows["tokens"] = rows["tokens"].map(list)
     return rows.sort_values(["arm", "request"]).reset_index(drop=True)
@@ -95,7 +95,7 @@ needs_gloo = pytest.mark.skipif(torch.version.cuda is not None, reason="two rank
 
 @pytest.fixture(scope="module")
 def answers(here):
-    """What the first of two ranks found (``two_ranks``), how its command ended, and what it said."""
+    """The findings of the first of two ranks (``two_ranks``), and the exit code and output of the command."""
     if torch.version.cuda is not None:
         pytest.skip("TWO RANKS ARE NOT TESTED: they are compared on a CPU build of torch, and this one is for CUDA")
     code, said = ended(torchrun(str(ROOT / "tests" / "two_ranks.py"), str(here), cwd=ROOT))
@@ -166,7 +166,7 @@ def test_idle_ranks_end(tmp_path):
     assert code == 0 and said.count("tensor_parallel: false") == 1
 
 
-# What cannot be ----------------------------------------------------------------------------------------------------
+# Refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

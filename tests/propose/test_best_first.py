@@ -1,4 +1,4 @@
-"""Trees that grow best first: against a plain twin, within their budget, apart from batch mates, exact, refused."""
+"""Trees that grow best first: equal to a plain twin, within their budget, independent of batch mates, exact."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -82,7 +82,7 @@ def twin(probabilities, drawn, budget, depth, key, seed=0):
 
 
 def tree_of(draft, tree):
-    """The same of one tree of a draft."""
+    """The same for one tree of a draft."""
     shape = draft.shape
     rows = shape.trees[tree].tolist()
     number = {row: place for place, row in enumerate(rows)}
@@ -284,7 +284,7 @@ def test_logits_that_are_nan_are_reported_for_their_request_only(target, monkeyp
 
 @dataclass
 class Larger:
-    """Best-first drafting whose toy has a budget of its own, and not what ``DraftModel.toy`` cuts it down to."""
+    """Best-first drafting whose toy keeps its own budget, which ``DraftModel.toy`` would reduce."""
 
     drawn: str
     budget: Budget

@@ -1,4 +1,4 @@
-"""Measured step costs between runs: what is read, what is measured again, and what is only a warning."""
+"""The cache of measured step costs: reads, new measurements, and warnings."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ UNDER = {"processor": "fast", "threads": 1, "versions": {"torch": "2"}}
 
 
 class Timer:
-    """Measures, and counts how often."""
+    """Measures, and counts the measurements."""
 
     def __init__(self, costs=COSTS):
         self.costs, self.calls = costs, 0

@@ -1,4 +1,4 @@
-"""A draft model: the laws it states, the tokens it leads to, cells that follow any history, and refusals."""
+"""A draft model: its stated distributions, its tokens, its cells after any history, and refusals."""
 
 from dataclasses import replace
 
@@ -102,11 +102,12 @@ def test_the_draft_s_context_bounds_its_trees(target, truth):
     assert [s.finish for s in group.sequences] == ["context"]
 
 
-# Laws --------------------------------------------------------------------------------------------------------------
+# Distributions -----------------------------------------------------------------------------------------------------
 
 
 def check_distributions(draft, batch, model, draws):
-    """Every stated law is a plain forward's over that path, and every token was drawn from it as declared."""
+    """Check that every stated q is a plain forward's over that path, and that every token was drawn from it as
+    declared."""
     shape = draft.shape
     keys = [key for _, key, _ in draws.picks]
     assert len(set(keys)) == len(keys) == shape.nodes  # one draw each, keys all different
@@ -115,7 +116,7 @@ def check_distributions(draft, batch, model, draws):
         plain = plain_probabilities(model, text, sequence.request.sampling)
         torch.testing.assert_close(draft.q[draft.q_row[row]], plain, atol=1e-9, rtol=0)
     assert len(draft.q) == len(np.unique(shape.parent))
-    # Draws come head by head in order of number, which is breadth first: nodes in row order.
+    # Draws come tree by tree in order of number, which is breadth first: nodes in row order.
     earlier = {}
     for row in sorted(range(shape.roots, shape.rows), key=lambda r: (shape.root[r], r)):
         weights, key, token = next(taken)
@@ -176,7 +177,8 @@ def test_point_drafts_the_likeliest(target, penalty):
 
 
 def test_accepted_nodes_are_found_again(target):
-    """After a step only what was not drafted is computed: the accepted last level and the token after it."""
+    """After a step only tokens that were no computed nodes are computed: the accepted last level and the token after
+    it."""
     proposer = draft_model(TREE, "point", seed=0, num_hidden_layers=2)
     lengths = []
     forward = proposer.lm.forward
@@ -196,7 +198,7 @@ def small():
 
 @st.composite
 def histories(draw):
-    """What may happen to a sequence between two proposals."""
+    """Any change of a sequence between two proposals."""
     kinds = st.sampled_from(["accept", "accept", "rewind", "replace", "force", "fork"])
     return draw(st.lists(st.tuples(kinds, st.integers(0, 6), st.integers(0, VOCABULARY - 1)), max_size=7))
 
@@ -298,7 +300,7 @@ def test_nan_logits_end_their_own_request_only(target, truth, bad, drawn, temper
     assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
     assert list(group.errors) == ["p1"]
     assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors["p1"]
-    again, _ = decode(target, proposer, requests()[::2])  # in the poisoned span
+    again, _ = decode(target, proposer, requests()[::2])  # in the cells with NaN
     assert emitted(again) == [truth[0], truth[2]]
 
 

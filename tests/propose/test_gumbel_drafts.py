@@ -1,4 +1,4 @@
-"""Drafts raced over noise that the verifier shares: what they carry, that no noise serves twice, what is put out."""
+"""Gumbel drafts, whose noise the verifier shares: their fields, no noise used twice, the output distribution."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHAIN = "1x1x1x1"
 
 @dataclass
 class Watched:
-    """Counter draws that remember every key and all noise."""
+    """Counter draws that record every key and all noise."""
 
     seed: int = 0
     keys: list[Key] = field(default_factory=list)
@@ -66,7 +66,7 @@ def proposed(target, tree=TREE, sampling=WARM, draws=None, prompts=PROMPTS, prop
     return proposer.propose(batch), batch, proposer
 
 
-# What a draft carries ----------------------------------------------------------------------------------------------
+# Fields of a draft -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5)])
@@ -99,7 +99,7 @@ SUPPORTS = {"cold": COLD, "two": Sampling(1.0, top_k=2), "all": WARM}
 
 
 def test_places_in_the_whole_tree_key_the_noise(target):
-    """The head's is -1. Nodes left out for want of support, or for the context, change no other node's noise."""
+    """The root's is -1. Nodes left out because of the support or the context change no other node's noise."""
     draws = Watched()
     proposed(target, "2x2x1", Sampling(1.0, top_k=1), draws)
     # nodes by place: 0 1 | 2 3, 4 5 | 6 ..; of a support of one there are 0, 2 and 6
@@ -147,7 +147,7 @@ def test_the_drafted_tokens_have_the_draft_s_distribution(target):
 
 
 def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
-    """Whether tokens may well have the law: Pearson's test at 1e-6, rare ones as one; none of mass zero."""
+    """Whether tokens fit the distribution: Pearson's test at 1e-6 with rare ones pooled; none of mass zero."""
     counts, expected = np.bincount(tokens, minlength=len(distribution)), len(tokens) * distribution
     rare = expected < 10
     cells = [(np.append(x[~rare], x[rare].sum())) for x in (counts, expected)]
@@ -188,7 +188,7 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sa
 
 
 def test_steps_are_recorded_conditional_on_the_noise(target):
-    """Nothing is left to chance, so what is expected is what was accepted."""
+    """Nothing is random, so the expected number is the accepted number."""
     _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
     rows = [row for one in steps for row in one.slim().rows()]
     assert len(rows) > 20 and {row["expected_kind"] for row in rows} == {"noise"}
@@ -204,7 +204,7 @@ def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
         fixed_group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
 
 
-# No noise serves twice ---------------------------------------------------------------------------------------------
+# No noise is used twice --------------------------------------------------------------------------------------------
 
 
 def watched(target, tree) -> Watched:
@@ -240,7 +240,7 @@ def test_rows_of_a_tree_that_share_a_key_are_caught(target, monkeypatch):
     assert watched(target, CHAIN).repeats > 0
 
 
-# The law of what is put out, on the real path ----------------------------------------------------------------------
+# The output distribution of the real loop --------------------------------------------------------------------------
 
 THREE = Sampling(1.0, top_k=3)
 COPIES = 2400
@@ -317,7 +317,7 @@ def test_nan_logits_end_their_own_request_only(target, truth):
 
 
 def test_single_precision_drafts_race_in_double(target):
-    """Scores a hair apart, far below what single precision tells apart, keep their order."""
+    """Scores that differ by far less than single precision resolves keep their order."""
     lm = CausalLM(tiny_model(seed=1, num_hidden_layers=1, dtype=torch.float32))
     q = proposed(target, "3", prompts=PROMPTS[:1], proposer=draft_model("3", "gumbel", lm=lm))[0].q
     assert q.dtype == torch.float32

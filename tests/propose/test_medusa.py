@@ -1,4 +1,4 @@
-"""Medusa: which head fills which node, exact tokens, calibration, named trees and refusals."""
+"""Medusa: the head of each node, exact tokens, calibration, named trees and refusals."""
 
 import json
 from dataclasses import replace
@@ -104,7 +104,8 @@ def test_a_batch_decodes_as_its_requests_alone(target, sampling):
 
 
 def test_nodes_hold_their_heads_tokens(target):
-    """Also below several pending tokens, which no head has seen, and beside a prompt that is not yet computed."""
+    """Also below several pending tokens, which no head has read, and in a batch with a prompt that is not yet
+    computed."""
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=(*PROMPTS, PROMPTS[0])), proposer)
     fresh = batch.sequences.pop()
@@ -140,7 +141,7 @@ def test_a_fork_drafts_like_its_origin(target):
 
 
 def test_after_a_rewind_the_heads_read_the_state_of_the_last_kept_token(target):
-    """In a fork, too, which removes tokens of its own."""
+    """Also in a fork that removes tokens of its own."""
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
     one = batch.sequences[0]
@@ -159,7 +160,7 @@ def test_after_a_rewind_the_heads_read_the_state_of_the_last_kept_token(target):
 
 
 def computed(target, proposer, batch):
-    """Compute the pending tokens of all sequences, and tell the proposer."""
+    """Compute the pending tokens of all sequences, and let the proposer observe them."""
     target.lm.capture(proposer.requires.hidden)
     starts = [len(one.kv) for one in batch.sequences]
     pending = [one.pending for one in batch.sequences]
@@ -280,7 +281,7 @@ def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, mon
     proposer = Medusa.load(target, str(folder), batch_size=3)
     assert "no Medusa tree pays at batch size 3" in caplog.text
     assert (proposer.nodes, proposer.requires.hidden, proposer.facts["tree"]) == (0, (), "none")
-    assert Medusa.load(target, str(folder), tree="none").nodes == 0  # how an interrupted run goes on
+    assert Medusa.load(target, str(folder), tree="none").nodes == 0  # as an interrupted run is resumed
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     assert not any(one.draft.shape.nodes for one in steps)

@@ -111,7 +111,7 @@ def test_a_batch_is_drafted_as_its_sequences_alone():
 
 @pytest.mark.parametrize("proposer", [Ngram(2, 2, 1), NgramTree(6, 3, 2, 1)], ids=lambda one: one.name)
 def test_a_fork_drafts_from_an_index_of_its_own(proposer):
-    """Which begins as its origin's; what either looks up later changes neither the other's index nor its draft."""
+    """It begins as a copy of its origin's; later lookups of one change neither the other's index nor its draft."""
     asked = batch(proposer, [1, 2, 3, 1, 2])
     (one,) = asked.sequences
     proposer.propose(asked)

@@ -1,4 +1,4 @@
-"""How steps are timed: in which order, what counts, and when a measurement is trusted. No test reads a clock."""
+"""How steps are timed: their order, what counts, and when a measurement is trusted. No test reads a clock."""
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_the_time_limit_covers_the_warm_up(step, timed_sizes):
         ({0: 0.01, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, True),
         ({0: 0.01, 1: 0.02, 2: 0.90, 4: 0.0, 8: 0.03}, True),  # one size: the line over all sizes does not follow it
         ({0: 0.01, 1: 0.30, 2: 0.90, 4: 0.0, 8: 0.03}, False),
-        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # what drafting nothing costs is not smoothed
+        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # the cost of drafting nothing is not smoothed
     ],
 )
 def test_spreads_decide_whether_costs_are_trusted(spread, steady):

@@ -1,4 +1,4 @@
-"""Trees: how they are written, and how they grow: as Sequoia's recurrence says, which equals brute force."""
+"""Trees: their notation, and their growth by Sequoia's recurrence, which equals brute force."""
 
 from itertools import product
 
@@ -20,7 +20,8 @@ from spec_lab.propose.trees import (
 )
 
 ACCEPTANCE = [0.62, 0.11, 0.06, 0.024, 0.02, 0.015, 0.012, 0.006, 0.0045, 0.003, 0.0, 0.003, 0.0015, 0.0, 0.0015]
-"""Made up: a long tail by rank as measured ones have, with zeros and ranks that are likelier than the one before."""
+"""Synthetic: a long tail by rank as measured ones have, with zeros and ranks that are likelier than the previous
+one."""
 
 
 def all_trees(nodes, depth, ranks):
@@ -49,7 +50,7 @@ def sequoia(accuracy, nodes):
 
     Args:
         accuracy: one list of p_b per depth; its length bounds the tree's depth.
-        nodes: largest size, the head not counted.
+        nodes: largest size, without the root.
 
     Returns:
         tokens ``[nodes + 1]``: expected tokens of the best tree of 0, 1, .. nodes nodes (-inf: there is none of

@@ -1,4 +1,4 @@
-"""What the manifest says, and what it never says."""
+"""The manifest: its contents, redaction, and what identifies a run."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def facts(**changes) -> dict:
 
 
 def test_groups_and_numbers_under_secret_names_are_no_secrets():
-    """Else two runs that differ there would pass for one."""
+    """Otherwise two runs that differ there would count as one."""
     assert without_secrets({"verifiers": {"token": {"_target_": "a"}}}) == {"verifiers": {"token": {"_target_": "a"}}}
     assert without_secrets({"mask_token": 3}) == {"mask_token": 3}
     assert digest({"arms": {"token": {"depth": 1}}}) != digest({"arms": {"token": {"depth": 8}}})
@@ -89,7 +89,7 @@ def test_json_has_no_nan_and_is_whole(tmp_path):
 
 
 def test_the_same_run_is_claimed_again_and_keeps_its_manifest(tmp_path):
-    """Where results go, where they are watched, and what was measured while choosing a tree make no other run."""
+    """The output directory, the tracker and measurements for the choice of a tree do not identify a run."""
     first = claim(tmp_path / "out", facts())
     again = facts(config=CONFIG | {"output_dir": "there", "tracker": {"mode": "online"}})
     again["proposers"]["speculative"]["verify_seconds"] = {0: 0.7}
@@ -186,7 +186,7 @@ def test_the_same_options_of_other_proposers_identify_a_run():
     assert digest({"proposer": MEDUSA}) != digest({"proposer": MEDUSA | {"max_nodes": 3}})
 
 
-# Taken back
+# Removal of claims
 
 REFUSED = ValueError("refused")
 

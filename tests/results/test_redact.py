@@ -27,7 +27,7 @@ def keyed(tmp_path_factory):
 
 @pytest.fixture
 def command(quick_cli, keyed, monkeypatch):
-    """Run the command line with these overrides and more; returns what it printed."""
+    """Run the command line with these overrides and more; returns its output."""
     folder, options = keyed
     monkeypatch.setenv("WHERE", str(folder))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the processes of joblib
@@ -40,7 +40,7 @@ def command(quick_cli, keyed, monkeypatch):
 
 
 def assert_nowhere(place: Path, said: str) -> None:
-    """No secret is in what was printed, in any file's name, or in any file."""
+    """Check that no secret is in the output, in any file's name, or in any file."""
     for secret in (CANARY, NESTED, HIDDEN):
         assert secret not in said
         for file in place.rglob("*"):

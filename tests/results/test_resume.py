@@ -1,4 +1,4 @@
-"""Ctrl-C and the same command again: a run with calibrated trees goes on with the trees it began with."""
+"""Ctrl-C and the same command again: a run with calibrated trees is resumed with the same trees."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def zoo(tmp_path):
 
 @pytest.fixture
 def command(zoo, tmp_path, monkeypatch):
-    """Run two groups of Medusa, and of Medusa beside it, into ``tmp_path / "here"``: the exit code."""
+    """Run two groups of two Medusa arms into ``tmp_path / "here"``; returns the exit code."""
     medusa = f"path={zoo / 'medusa'}"
     arguments = [
         f"target.path={zoo / 'target'}", "target.dtype=float64", "prompts=jsonl", "prompts.limit=2",
@@ -44,7 +44,7 @@ def command(zoo, tmp_path, monkeypatch):
 
 
 def calibrating(monkeypatch, *trees: str) -> None:
-    """Let calibrations choose these trees, one after the other."""
+    """Make calibrations choose these trees, one after the other."""
     left = [parse(tree) for tree in trees]
 
     def chosen(*given, **named):

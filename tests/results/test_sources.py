@@ -1,4 +1,4 @@
-"""A run knows the code of parts that come from other packages: edited code is another run."""
+"""The code of parts from other packages identifies a run: edited code is another run."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "extension" / "package" / "toy_plugin"
 
 @pytest.fixture
 def anew(monkeypatch):
-    """As in a new process: nothing of these packages is imported, and no hash is known."""
+    """Restore the state of a new process: nothing of these packages is imported, and no hash is cached."""
 
     def forget(*packages: str) -> None:
         importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""Sweeps: what was asked, where each run stands, what the command line makes of it, and the table of it all."""
+"""Sweeps: planned runs, the status of each run, the command line, and the table of results."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def test_labels_omit_options_that_all_runs_share():
     assert sweep.labels({"a": ("seed=1",)}) == {"a": "seed=1"}
 
 
-# What was asked ----------------------------------------------------------------------------------------------------
+# Planned runs ------------------------------------------------------------------------------------------------------
 
 
 def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
@@ -112,12 +112,12 @@ def test_a_folder_that_is_not_a_sweep_is_refused(tmp_path):
         sweep.runs(tmp_path)
 
 
-# Where a run stands ------------------------------------------------------------------------------------------------
+# Status of a run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def one(tmp_path):
-    """A sweep of one run, in which nothing has happened but that its folder is there."""
+    """A sweep of one run whose folder exists and is empty."""
     sweep.plan(tmp_path, [["seed=1"]])
     (tmp_path / "seed=1").mkdir()
     return tmp_path / "seed=1"
@@ -130,7 +130,7 @@ def stands(folder: Path) -> sweep.Run:
 
 
 def parts(folder: Path, *groups: int) -> None:
-    """Rows of finished groups, as a run leaves them while it goes on."""
+    """Rows of finished groups, as a running run writes them."""
     for group in groups:
         empty = {"double": 0.0, "int64": 0, "bool": False, "string": ""}
         row = {
@@ -199,7 +199,7 @@ def test_a_stopped_run_is_pending_with_its_finished_groups(one):
     parts(one, 0, 1)
     assert stands(one).groups == 2
     writer.Recorder(one).gather()
-    parts(one, 1, 2)  # killed while it removed what it had gathered
+    parts(one, 1, 2)  # killed while it removed the gathered parts
     assert stands(one).groups == 3
 
 
@@ -258,7 +258,7 @@ def test_unplanned_runs_are_found_too(one):
 
 
 def test_rows_read_while_the_next_group_is_written_are_whole(tmp_path, monkeypatch):
-    """Whatever request is seen, its steps and rounds are seen too."""
+    """A visible request has all its steps and rounds."""
     recorder, read = writer.Recorder(tmp_path), Parts._read
 
     def write(group: int) -> None:
@@ -397,19 +397,19 @@ def cli(quick_cli):
 
 
 def states(folder: Path) -> dict[str, tuple[str, int]]:
-    """Where the run of each seed stands, and how many groups it has finished."""
+    """The state of each seed's run, and its number of finished groups."""
     seeds = [next(one for one in run.overrides if one.startswith("seed")) for run in sweep.runs(folder)]
     return {seed[5:]: (run.state, run.groups) for seed, run in zip(seeds, sweep.runs(folder), strict=True)}
 
 
 def files(folder: Path) -> dict[Path, int]:
-    """When each file of the runs was last changed."""
+    """Modification times of all files of the runs."""
     return {file: file.stat().st_mtime_ns for file in folder.glob("*/**/*") if file.is_file()}
 
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The requests that were decoded from here on; ``decoded.stop`` are those at which Ctrl-C is pressed."""
+    """The requests decoded from here on; at those of ``decoded.stop`` Ctrl-C is pressed."""
 
     class Decoded(list):
         stop = ()
@@ -496,7 +496,7 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli
 
 
 def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
-    """Of a sweep with a run that is done, one that failed, one that was stopped and one that a process is at."""
+    """Of a sweep with a finished run, a failed one, a stopped one and one that another process holds."""
     decoded.stop = (1,)
     code, *_ = cli("--multirun", *tiny, "prompts.limit=1,nothing,2,3")
     assert code == 130
@@ -554,7 +554,7 @@ def test_a_run_locked_by_another_process_is_skipped(cli, tiny, tmp_path, decoded
 
 @pytest.fixture
 def experiment(tmp_path):
-    """Write an experiment of our own; returns the overrides that choose it."""
+    """Write an experiment file; returns the overrides that choose it."""
 
     def write(*lines: str) -> list[str]:
         (tmp_path / "mine" / "experiment").mkdir(parents=True, exist_ok=True)
@@ -594,7 +594,7 @@ def test_an_invalid_choice_is_refused_before_anything_runs(cli, tiny, tmp_path, 
     code, _, errors = cli("--multirun", *some, "prompts.limit=1", "proposer=ngram,ngrm")
     assert code == 1
     assert "Could not find 'proposer/ngrm'" in errors
-    assert not decoded and not sweep.is_sweep(tmp_path / "swept")  # nothing that would be waited for
+    assert not decoded and not sweep.is_sweep(tmp_path / "swept")  # nothing to wait for
 
 
 def test_ctrl_c_in_a_sweep_prints_how_to_resume(tiny, tmp_path):
@@ -607,7 +607,7 @@ def test_ctrl_c_in_a_sweep_prints_how_to_resume(tiny, tmp_path):
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in the background
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
     )
     deadline = time.monotonic() + 100
     while not list(tmp_path.glob("swept/*/parts/requests-*")) and process.poll() is None:

@@ -1,4 +1,4 @@
-"""Rows: what the columns say about a decoded group, and what of them survives."""
+"""Rows of a decoded group: their columns, and how they are stored."""
 
 import pandas as pd
 import pyarrow as pa
@@ -79,7 +79,7 @@ def test_slim_steps_keep_no_draft_distributions(decoded):
 
 
 def rows(group: int, tag: str = "") -> tuple[list, list, list]:
-    """One row a table, with only what storing looks at."""
+    """One row per table, with only the columns that storing reads."""
 
     def row(name: str) -> dict:
         empty = {pa.string(): tag, pa.int64(): 0, pa.float64(): 0.0, pa.bool_(): False}

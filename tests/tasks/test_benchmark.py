@@ -29,7 +29,7 @@ def quiet() -> Console:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """(directory, what was printed) of one finished run."""
+    """(directory, output) of one finished run."""
     out, console = tmp_path_factory.mktemp("run") / "out", quiet()
     assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
     return out, console.file.getvalue()
@@ -81,7 +81,7 @@ def test_the_summary_has_the_design_s_keys(done):
 
 
 def certified(tmp_path, **parts):
-    """What a run says of its arms' certificates, and what was printed, on one line."""
+    """The certificates of a run's arms, and its output joined into one line."""
     console = quiet()
     assert run(lab(texts=TEXTS[:2], temperature=1.0, **parts), settings(tmp_path), CONFIG, console) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -203,7 +203,7 @@ def test_warm_up_decodes_a_little_with_every_arm_and_leaves_no_rows(tmp_path, mo
 
 def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
     class Killed(BaseException):
-        """Nothing catches it, as nothing catches a kill."""
+        """Not caught, like a kill."""
 
     class Dying(Loop):
         def decode(self, requests):
@@ -290,7 +290,7 @@ def test_another_run_in_the_same_directory_is_refused(done):
 
 
 def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
-    """As a tree calibrated by timing may, where it is not taken from the manifest."""
+    """As a tree calibrated by timing may be if it is not read from the manifest."""
 
     class Calibrated(Repeat):
         def __init__(self, depth: int) -> None:
@@ -301,7 +301,7 @@ def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"proposers.speculative.tree: '0 0.0' there, '0 0.0 0.0.0' here"):
         run(lab(proposer=Calibrated(3)), settings(tmp_path), CONFIG, quiet())
     again = Calibrated(2)
-    again.facts["seconds"] = 7  # a measurement that comes out differently makes no other run
+    again.facts["seconds"] = 7  # a different measurement does not identify another run
     assert run(lab(proposer=again), settings(tmp_path), CONFIG, quiet()) == 0
 
 
@@ -354,7 +354,7 @@ def test_three_arms_rotate_and_every_second_rotation_runs_backwards(tmp_path):
 
 def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_ones(tmp_path):
     class Other:
-        """A peer: it only says what came out."""
+        """A peer, which only returns its output."""
 
         def decode(self, requests):
             return Decoded([], Loop(parts.target, Null(), Match(), 0).decode(requests).outcomes)

@@ -1,4 +1,4 @@
-"""What rounds cost: what is timed of whom, what follows from it by hand-made numbers, and the study."""
+"""Costs of steps: timing, predictions by hand-made numbers, and the study."""
 
 import importlib
 import io
@@ -88,7 +88,7 @@ def test_the_phases_of_a_step_are_no_longer_than_the_step():
     rows = take_turns(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
     (row,) = rows
     assert set(row) == set(COST)
-    assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one round, so medians are its values
+    assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one step, so medians are its values
     assert row["target_forward"] <= row["target"]
 
 
@@ -255,8 +255,8 @@ def test_where_verifying_is_free_the_prediction_is_the_theorem_of_leviathan_et_a
 
 
 def run_by_hand() -> Tables:
-    """One group of two prompts. The draft: a prefill, two rounds of both, then one of the second alone, of whose three
-    expected tokens one is cut. The baseline: three rounds of both.
+    """One group of two prompts. The draft: a prefill, two steps of both, then one of the second alone, of whose three
+    expected tokens one is cut. The baseline: three steps of both.
     """
     usual = dict(group=0, prefill=False, finish="", expected_emitted=1.0, emitted=1, emitted_kept=1, nodes=0)
     steps = []
@@ -295,11 +295,11 @@ def test_the_run_s_own_seconds_do_not_matter():
     slower = replace(run, requests=run.requests.assign(decode_seconds=run.requests["decode_seconds"] * times))
     assert predicted_speedups(by_hand(), slower, "draft").equals(predicted_speedups(by_hand(), run, "draft"))
     (before,), (after,) = (beside_measured(by_hand(), one, "draft")["measured"] for one in (run, slower))
-    assert after == pytest.approx(before / 7)  # so the test would see a prediction that looks at them
+    assert after == pytest.approx(before / 7)  # so the test would detect a prediction that reads them
 
 
 def test_what_is_predicted_and_what_is_measured_are_the_same_groups():
-    """Of three groups one ended with its prefill, and of one no step is there to predict from."""
+    """Of three groups one ended with its prefill, and one has no step to predict from."""
     one = run_by_hand()
     three = [[table.assign(group=number) for table in (one.steps, one.requests)] for number in range(3)]
     three[1][1] = three[1][1].assign(decode_seconds=0.0)

@@ -1,4 +1,4 @@
-"""Generation as a call and on the terminal: events add up to the text, and every token says where it came from."""
+"""Generation as a call and on the terminal: events add up to the text, and every token has an origin."""
 
 import io
 import subprocess
@@ -62,7 +62,7 @@ def bundled() -> Target:
 
 
 def hear(prompts, target, **options):
-    """Everything said, by prompt and branch."""
+    """All events by prompt and branch."""
     usual = dict(proposer=Repeat(3), max_new_tokens=24, vocabulary=VOCABULARY)
     heard = defaultdict(list)
     for said in spec_lab.generate(prompts, target, **usual | options):
@@ -71,7 +71,7 @@ def hear(prompts, target, **options):
 
 
 def tell(said):
-    """The text and the tokens of one branch, what was withdrawn taken off."""
+    """The text and the tokens of one branch, without what was withdrawn."""
     text, tokens = "", []
     for one in said:
         if isinstance(one.event, Withdrawn):
@@ -92,7 +92,7 @@ def ids(tokens):
 
 
 def check(said, stop=(), healed=b""):
-    """The branch's text is that of its tokens up to the stop; returns it and its tokens."""
+    """Check that the branch's text is that of its tokens up to the stop; returns both."""
     text, tokens = tell(said)
     assert text == plain(PIECES, ids(tokens), Rules(frozenset({END}), tuple(stop)), healed)
     assert {token.origin for token in tokens} <= set(ORIGINS)
@@ -190,7 +190,7 @@ def test_forced_tokens_are_marked(target):
 
 
 class Forking:
-    """After three tokens takes two back and forks in two; one fork takes everything back and writes something else."""
+    """After three tokens removes two and forks; one fork removes everything and writes something else."""
 
     def __init__(self, step: int = 0, branch: int = 0) -> None:
         self.count, self.branch = step, branch
@@ -292,7 +292,7 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def show(target, tmp_path, prompt="the cat", terminal=False, **parts):
-    """(exit code, what was printed, the line of figures)."""
+    """(exit code, output, the line of figures)."""
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system="truecolor" if terminal else None)
     errors = Console(file=io.StringIO(), width=200)
     usual = dict(proposer=Repeat(3), verifier=Token(), sampling=Sampling(), prompts=[], tracker=Files(), pieces=PIECES)

@@ -1,4 +1,4 @@
-"""transformers' generation beside the project's loop, on the same tiny checkpoint in float64."""
+"""transformers' generation and the project's loop on the same tiny checkpoint in float64."""
 
 import json
 import math

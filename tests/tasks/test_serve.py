@@ -32,11 +32,11 @@ PROMPTS = ((3, 14, 15), (2, 7), (31, 41, 5, 9, 2, 6, 5, 35, 8), (8,), (1, 2, 3, 
 
 @dataclass
 class Time:
-    """A clock that moves by ``step`` seconds in each step of an engine, and while somebody sleeps."""
+    """A clock that advances by ``step`` seconds in each step of an engine, and during sleeps."""
 
     monkeypatch: pytest.MonkeyPatch
     step: float = 1.0
-    oversleep: float = 1.0  # share of the time asked for
+    oversleep: float = 1.0  # share of the requested time
     now: float = 100.0
     slept: list = field(default_factory=list)
     infos: list = field(default_factory=list)
@@ -121,7 +121,7 @@ def test_a_sleep_that_ends_early_is_continued(monkeypatch, plain):
 
 
 def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain):
-    """Nine tokens in chunks of four: two steps without a token, beside the decoding of the first request."""
+    """Nine tokens in chunks of four: two steps without a token, while the first request decodes."""
     own = [Request(0, "short", (1, 2), COLD, 5), Request(1, "long", PROMPTS[2], COLD, 2)]
     rows = time.serve(plain, own, [0.0, 0.5], Limits(max_prefill_tokens=4))
     assert columns(rows, "admitted", "first_token", "end", "steps") == [(0, 1, 5, 5), (1, 4, 5, 2)]
@@ -231,7 +231,7 @@ def frame(*rows):
 
 
 def test_throughput_latencies_and_goodput_by_hand():
-    """Two segments: seconds from the first arrival to the last token, summed; the segments' own waiting is no time."""
+    """Two segments: seconds from the first arrival to the last token, summed; time between segments does not count."""
     found = summarise(
         frame(
             ("a", 0, 0.0, 0.5, 1.0, 3.0, 5), ("a", 0, 1.0, 1.0, 3.0, 4.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.0, 1),

@@ -1,4 +1,4 @@
-"""Text out of tokens: released once and for good, cut where it must be, never with a banned string."""
+"""The detokenizer: text is released once, cut at stop strings, and never contains a banned string."""
 
 import codecs
 import math
@@ -145,7 +145,7 @@ def test_the_events_of_a_stop_string_across_tokens():
         (("abcd", "bc"), [b"xab", b"c", b"d"], "x", "abcd"),  # begins first though complete later
         (("abcd", "bc"), [b"xab", b"c", b"e"], "xa", "bc"),
         (("abcd", "b", "bcx"), [b"xab", b"cx"], "xa", "b"),  # the shortest of those that begin together
-        (("abcd", "bc"), [b"xab", b"c"], "xa", "bc"),  # the end came while it waited
+        (("abcd", "bc"), [b"xab", b"c"], "xa", "bc"),  # the end came while it was held back
         (("€",), [b"\xe2", b"\x82", b"\xac"], "", "€"),
         (("stop",), [b"stop"], "", "stop"),
         (("b",), [b"\xe2\x82", b"b"], "\ufffd", "b"),
@@ -216,7 +216,7 @@ def test_max_tokens_ends_the_text_and_releases_the_held_back_text():
 def test_a_banned_string_is_removed_from_the_token_it_began_in():
     stream = Stream([b"xa", b"b", b"c", b"y"], Rules(banned_strings=("abc",)))
     assert stream.push(3, 0.0) == [Text("y", 1, (0.0,))]
-    assert stream.push(0) == [Held("xa")]  # x waits with its token
+    assert stream.push(0) == [Held("xa")]  # x is held back with its token
     assert stream.push(1) == [Held("xab")]
     assert stream.push(2) == [Rewind(3, 0), Held("")]
     assert (stream.tokens, stream.bans) == ([3], {0})

@@ -1,4 +1,4 @@
-"""Prompts: what is read, and how everything else is refused."""
+"""Prompts: supported files, and refusals."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_a_file_in_spec_benchs_format_reads():
 
 
 class Letters:
-    """A tokenizer with one token a letter."""
+    """A tokenizer with one token per letter."""
 
     def encode(self, words: str) -> list[int]:
         return [ord(letter) for letter in words]

@@ -1,4 +1,4 @@
-"""A miniature goes through all stages: seconds, one thread, one small package."""
+"""A miniature model goes through all training stages: seconds, one thread, one small package."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """Settings of a miniature whose corpus and prompts stages have run."""
+    """Settings of a miniature after the corpus and prompts stages."""
     root = tmp_path_factory.mktemp("train")
     made = Settings(
         work=root / "work",
@@ -115,7 +115,7 @@ def test_the_number_of_threads_does_not_matter(settings, tmp_path):
 
 
 def test_an_unfinished_checkpoint_is_not_read(settings, tmp_path):
-    """A kill while saving leaves a partial file beside the last whole one."""
+    """A kill while saving leaves a partial file next to the last complete one."""
     pretrained(settings, tmp_path / "run", stop_after=3)
     (tmp_path / "run" / "checkpoint.partial").write_bytes(b"half a file")
     assert pretrained(settings, tmp_path / "run", stop_after=5).step == 5
@@ -164,7 +164,7 @@ def test_generated_text_is_the_targets_own_and_resumes(trained):
         logits = target.lm_head(tensors["hidden"][:, 7:-1]).float()
     assert torch.allclose(hidden.float(), tensors["hidden"].float(), atol=0.1)
     chosen = logits.gather(-1, tensors["ids"][:, 8:, None].long())[..., 0]
-    assert torch.allclose(chosen, logits.amax(-1), atol=0.02)  # bf16 rounds otherwise in batches of another shape
+    assert torch.allclose(chosen, logits.amax(-1), atol=0.02)  # bf16 rounds differently in batches of another shape
     part.unlink()
     stages.generate(trained)
     for name, tensor in load_file(part).items():

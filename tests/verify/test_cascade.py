@@ -1,4 +1,4 @@
-"""Speculative cascades are exact against the law they aim at, and lossy against the target's."""
+"""Speculative cascades are exact for their own distribution pi, and lossy for the target's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAWN = pytest.mark.parametrize("drawn", ["iid", "without"])
 
 
 def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
-    """The law wanted after every text, by length: pi wherever a tree of some depth is expanded, p at its leaves."""
+    """The expected distribution after every text, by length: pi at expanded nodes of a tree, p at its leaves."""
     laws = [list(zip(*world.laws(length), strict=True)) for length in range(depth)]
     pi = [np.array([twin_zoo.pi(p, q, verifier.alpha, verifier.rule) for p, q in pairs]) for pairs in laws]
     return [*pi, world.laws(depth)[0]]
@@ -68,7 +68,7 @@ Q = np.array([0.4, 0.2, 0.4])  # TV(p, q) = 0.2
 def test_each_rule_defers_as_in_the_table(rule, alpha, defers):
     draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
     aim = Cascade(alpha, rule).aim(draft, torch.tensor(np.array([P, P])))
-    assert aim.tolist() == [(P if defers else Q).tolist(), P.tolist()]  # the leaf knows no q
+    assert aim.tolist() == [(P if defers else Q).tolist(), P.tolist()]  # a leaf has no q
 
 
 @EACH
@@ -83,7 +83,7 @@ def test_the_distribution_of_cascade_is_the_paper_s(verifier, case):
 
 
 def test_a_draft_that_never_defers_is_fully_accepted():
-    """Also in single precision, where its laws sum to a little more than 1."""
+    """Also in single precision, where distributions sum to slightly more than 1."""
     q = torch.softmax(torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)), -1) * (1 + 1e-6)
     p = torch.softmax(torch.randn(7, 5000, generator=torch.Generator().manual_seed(1)), -1)
     shape, q_row = TREES["[2,2]"], np.array([0, 1, 2, -1, -1, -1, -1])
@@ -96,7 +96,7 @@ def test_a_draft_that_never_defers_is_fully_accepted():
 
 
 def test_a_constraint_masks_the_draft_distribution_too():
-    """Token 0 is illegal: its node's row is dead. Never deferring, pi is what is left of q."""
+    """Token 0 is illegal: its node's row is dead. Without deferral pi is q over the legal tokens."""
     p = torch.tensor([[0.0, 0.7, 0.3], [0.0, 0.0, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
     q = torch.tensor([[0.5, 0.2, 0.3]], dtype=torch.float64)
     verifier = Cascade(1.0, "chow")

@@ -1,4 +1,4 @@
-"""Verifiers and ``choose`` where p is not on the CPU: the same results, and nothing is read back before the one copy.
+"""Verifiers and ``choose`` for p on a device: the same results, and nothing is read back before the one copy.
 
 The ``meta`` device has shapes and no numbers: uploads and indexing work there, while ``.cpu()``, ``.item()``,
 ``bool()``, ``nonzero`` and boolean indexing raise.
@@ -41,7 +41,7 @@ EACH = pytest.mark.parametrize("verifier", VERIFIERS, ids=[f"{v.name} {getattr(v
 
 
 def cases(verifier) -> st.SearchStrategy[tuple[Draft, torch.Tensor]]:
-    """Drafts that the verifier accepts, with p."""
+    """Drafts that the verifier supports, with p."""
     ways = tuple(way for way in ("iid", "without", "point") if way in verifier.accepts)
     if len(ways) == 3:
         ways += ("mixed",)
@@ -49,7 +49,7 @@ def cases(verifier) -> st.SearchStrategy[tuple[Draft, torch.Tensor]]:
 
 
 def on_device(verifier, draft: Draft, p: torch.Tensor, rows: np.ndarray):
-    """What the code for devices computes, on tensors of the CPU: stop, residual at ``rows``, expected, a choice."""
+    """The results of the code for devices on CPU tensors: stop, residual at ``rows``, expected, a choice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays, "on_host", lambda x: False)
         verdict = verifier(draft, p)

@@ -1,4 +1,4 @@
-"""The Gumbel verifier: its twin, the closed form of a match, what is put out over many noises, what would bias it."""
+"""The Gumbel verifier: its twin, the closed form of a match, the output over many noises, a biased control."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from tests.verify.test_twins import joint, random_distribution
 
 
 def scores(distribution: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """log law + g."""
+    """log p + g."""
     with np.errstate(divide="ignore"):
         return np.log(distribution) + noise
 
 
 @st.composite
 def races(draw: st.DrawFn):
-    """A random forest whose siblings are the best of a race, with target laws: ``(draft, p [R, V])`` in float64.
+    """A random forest whose siblings are the best of a race, with target distributions: ``(draft, p [R, V])`` in
+    float64.
 
-    Includes p = q, disjoint supports, zeros, one-hot laws and illegal nodes (no mass at the parent, dead rows).
+    Includes p = q, disjoint supports, zeros, one-hot distributions and illegal nodes (no mass at the parent, dead
+    rows).
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     v, roots = draw(st.integers(3, 6)), draw(st.integers(1, 3))
@@ -79,7 +81,8 @@ def races(draw: st.DrawFn):
 
 
 def walk(draft: Draft, p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The verifier as it reads, one tree and one row at a time: ``stop [R]``, and ``emit [R, V]`` where paths end."""
+    """The verifier as in the paper, one tree and one row at a time: ``stop [R]``, and ``emit [R, V]`` where paths
+    end."""
     shape, tokens = draft.shape, draft.token.tolist()
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     for row in range(shape.roots):
@@ -150,7 +153,7 @@ def test_no_nodes_emits_from_the_target():
 
 
 def test_a_node_whose_children_were_cut_is_a_leaf():
-    """Their race is over: nobody knows its noise but they, so the bonus is a fresh choice."""
+    """The leaf's own race is unused, so the bonus token is a fresh choice."""
     q, noise = torch.full((2, 4), 0.25), torch.tensor([[5.0, 0, 0, 0], [0, 5.0, 0, 0]], dtype=torch.float64)
     draft = Draft(chain(2), torch.tensor([0, 1]), "gumbel", q, np.array([0, 1, -1]), noise)
     p = torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3)
@@ -161,7 +164,7 @@ def test_a_node_whose_children_were_cut_is_a_leaf():
 
 
 def pair(p: list[float], q: list[float], token: int) -> tuple[Draft, torch.Tensor]:
-    """One head with one child."""
+    """One root with one child."""
     noise = torch.zeros(1, len(q), dtype=torch.float64)
     draft = Draft(chain(1), torch.tensor([token]), "gumbel", torch.tensor([q]), np.array([0, -1]), noise)
     return draft, torch.tensor([p, [1 / len(p)] * len(p)])
@@ -190,7 +193,7 @@ def test_siblings_that_repeat_a_token_are_refused():
 
 
 def test_gumbel_matching_and_rejection_sampling_refuse_each_other_s_drafts():
-    """Shared noise is for accept-iff-equal only; the walk with fresh choices leaves it alone."""
+    """Shared noise is for accept-iff-equal only; match draws fresh choices and supports these drafts as well."""
     assert Gumbel().name == "gumbel" and Gumbel().lossless
     check_pair("draft_tree", "gumbel", Gumbel())
     check_pair("draft_tree", "gumbel", Match())
@@ -204,7 +207,7 @@ def test_gumbel_matching_and_rejection_sampling_refuse_each_other_s_drafts():
 
 
 def test_a_single_precision_distribution_races_in_double():
-    """Scores a hair apart, far below what single precision tells apart, have one winner."""
+    """Scores that differ by far less than single precision resolves have one winner."""
     p, order = torch.rand(2, 50).softmax(-1), np.random.default_rng(0).permutation(50)
     noise = -p[:1].double().log() - 1e-10 * torch.from_numpy(order)
     draft = Draft(chain(1), torch.from_numpy(order.argsort()[:1]), "gumbel", p[:1], np.array([0, -1]), noise)
@@ -215,7 +218,7 @@ def test_a_single_precision_distribution_races_in_double():
 
 
 def double_sum(p: np.ndarray, q: np.ndarray) -> float:
-    """The closed form as it is written."""
+    """The closed form literally."""
     both = np.flatnonzero((p > 0) & (q > 0))
     return sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(len(p))) for x in both)
 
@@ -262,7 +265,7 @@ def noises(number: int, width: int, seed: int = 0, place: int = -1) -> np.ndarra
 
 
 def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
-    """Whether tokens may well have the law: Pearson's test at 1e-6; none of mass zero."""
+    """Whether tokens fit the distribution: Pearson's test at 1e-6; none of mass zero."""
     counts = np.bincount(tokens, minlength=len(distribution))
     some = distribution > 0
     return counts[~some].sum() == 0 and stats.chisquare(counts[some], len(tokens) * distribution[some]).pvalue > 1e-6
@@ -270,7 +273,8 @@ def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
 
 @cache
 def first_tokens(name: str) -> tuple[Draft, np.ndarray, np.ndarray]:
-    """Chains of one node below heads of equal laws: the draft, whether each is accepted, and the tokens put out."""
+    """Chains of one node below roots of equal distributions: the draft, whether each is accepted, the emitted
+    tokens."""
     p, q = (np.array(row) for row in DISTRIBUTIONS[name])
     g = noises(MANY, len(q))
     drafted = scores(q, g).argmax(-1)
@@ -292,7 +296,7 @@ def test_the_rate_of_matches_is_the_closed_form(name):
     chance = float(match_probability(p, q))
     rate = first_tokens(name)[1].mean()
     assert abs(rate - chance) < 5 * (chance * (1 - chance) / MANY) ** 0.5
-    assert chance > float((p * q).sum()) + 0.02  # what independent choices reach
+    assert chance > float((p * q).sum()) + 0.02  # the rate of independent choices
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -364,7 +368,7 @@ def put_out(trees: int, place_of, seed: int) -> np.ndarray:
 
 
 def test_the_joint_distribution_of_a_step_over_a_tree_is_the_target_s():
-    """Each row has noise of its own; a tree whose rows share one is seen."""
+    """Each row has noise of its own; a tree whose rows share it is detected."""
     truth = np.ones(1)
     for depth in range(3):
         truth = (truth[:, None] * WORLD.laws(depth)[0]).ravel()

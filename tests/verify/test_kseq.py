@@ -1,4 +1,4 @@
-"""K-SEQ is lossless, with the least rho that is; what it accepts follows the paper."""
+"""K-SEQ is lossless with the least possible rho; its acceptance is the paper's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ["generic", "peaked", "zeros", "one-hot"]
 
 
 def siblings(p: np.ndarray, q: np.ndarray, k: int, dtype=torch.float64) -> tuple[Draft, torch.Tensor]:
-    """One head with k children that hold q's likeliest token, all rows with the law p."""
+    """One root with k children that hold q's likeliest token, all rows with distribution p."""
     token = torch.full((k,), int(q.argmax()))
     draft = Draft(tree(tuple((rank,) for rank in range(k))), token, "iid", torch.tensor(q[None], dtype=dtype), FIRST[k])
     return draft, torch.tensor(np.tile(p, (k + 1, 1)), dtype=dtype)
@@ -153,7 +153,7 @@ def test_siblings_are_accepted_with_the_paper_s_probability(world, k):
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_on_one_level_k_seq_accepts_at_least_what_token_does(k):
-    """Seen wherever it was looked for; here over random worlds, in some of them strictly."""
+    """An observation, not a theorem; over random worlds, in some of them strictly."""
     shape = tree(tuple((rank,) for rank in range(k)))
     gains = [
         Outputs.of_forest(world, KSeq(), shape, "iid").accepted
@@ -183,7 +183,7 @@ def wide(noise: float) -> tuple[Draft, torch.Tensor]:
 
 
 def test_in_single_precision_the_target_s_own_drafts_are_fully_accepted():
-    """Its laws do not quite sum to 1; that must not cost acceptance."""
+    """Its distributions do not sum to exactly 1; that must not cost acceptance."""
     draft, p = wide(0.0)
     assert KSeq()(draft, p).expected_accepted(draft.shape).tolist() == [2.0, 2.0, 2.0]
 

@@ -1,4 +1,4 @@
-"""Leniency: token verification that accepts more, at a price that can be computed."""
+"""Lenient token verification: it accepts more, at a computable distance from the target."""
 
 from __future__ import annotations
 

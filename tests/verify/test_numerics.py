@@ -52,11 +52,11 @@ SHAPE = forest((chain(3), tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))))
 EXPANDED = np.unique(SHAPE.parent)
 
 
-# Laws to judge. Each gives p [R, V] and q [E, V], float32.
+# Inputs. Each function returns p [R, V] and q [E, V], float32.
 
 
 def pair_of_logits(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's and the draft's logits; where both have the same row they are akin."""
+    """The target's and the draft's logits; those of the same row are similar."""
     generator = torch.Generator().manual_seed(width)
     x = 3 * torch.randn(SHAPE.rows, width, generator=generator)
     y = x[EXPANDED] + 0.7 * torch.randn(len(EXPANDED), width, generator=generator)
@@ -78,7 +78,7 @@ def half(width: int) -> tuple[Tensor, Tensor]:
 
 
 def forbidden(width: int) -> tuple[Tensor, Tensor]:
-    """-inf logits of a third of the tokens, in target and draft not of the same."""
+    """-inf logits of a third of the tokens, of different ones in target and draft."""
     x, y = pair_of_logits(width, torch.bfloat16)
     x[:, ::3], y[:, 1::3] = -torch.inf, -torch.inf
     return warm(x), warm(y)
@@ -99,7 +99,7 @@ def close(width: int) -> tuple[Tensor, Tensor]:
 
 
 def denormal(width: int) -> tuple[Tensor, Tensor]:
-    """Half the tokens have masses of about 1e-40, and not the same half."""
+    """Half of the tokens have masses of about 1e-40, a different half in target and draft."""
     p, q = single(width)
     p[:, ::2] *= 1e-38
     q[:, ::2] *= 1e-38
@@ -110,7 +110,7 @@ def denormal(width: int) -> tuple[Tensor, Tensor]:
 
 
 def cold(width: int) -> tuple[Tensor, Tensor]:
-    """Drafts so peaked that a second sibling is drawn from 1e-20 to 1e-45 of the law."""
+    """Drafts so peaked that a second sibling is drawn from 1e-20 to 1e-45 of the mass."""
     x, y = pair_of_logits(width, torch.float32)
     q, top = logits_to_probs(y, [Sampling()]), y.topk(3).indices
     for row in range(len(q)):
@@ -121,7 +121,7 @@ def cold(width: int) -> tuple[Tensor, Tensor]:
 
 
 def one_hot_target(width: int) -> tuple[Tensor, Tensor]:
-    """All of p on a token that the draft gives nothing."""
+    """All of p on a token without mass under q."""
     q = single(width)[1]
     q[:, 7] = 0.0
     p = torch.zeros(SHAPE.rows, width)
@@ -142,7 +142,7 @@ CASES = {
 
 @lru_cache(maxsize=8)
 def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
-    """A draft drawn from q as it says, nodes beyond the support left out, and p of its rows."""
+    """A draft drawn from q as declared, without nodes beyond the support, and p of its rows."""
     p, q = CASES[case](width)
     rng, q_row = np.random.default_rng(0), np.full(SHAPE.rows, -1)
     q_row[EXPANDED] = np.arange(len(EXPANDED))
@@ -245,7 +245,7 @@ def test_a_step_in_single_precision_equals_the_paper_s_in_double(verifier, direc
 def test_a_target_certain_of_an_undrafted_token_emits_it(verifier, drawn, width):
     draft, p = drafted("one_hot_target", width, drawn)
     roots, verdict = np.arange(draft.shape.roots), verifier(draft, p)
-    if isinstance(verifier, Cascade):  # its own law need not be p
+    if isinstance(verifier, Cascade):  # its own distribution need not be p
         return
     assert verdict.stop[roots].tolist() == [1.0, 1.0]
     token = choose(verdict, draft.shape, p, CounterDraws(0), [(h, 0, 0) for h in roots]).token
@@ -258,7 +258,7 @@ def test_a_target_certain_of_an_undrafted_token_emits_it(verifier, drawn, width)
 @WIDTHS
 @pytest.mark.parametrize("case", ["equal", "close"])
 def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, case):
-    if verifier.name == "match":  # blind to q
+    if verifier.name == "match":  # it ignores q
         return
     draft, p = drafted(case, width, drawn)
     ends = np.setdiff1d(np.arange(draft.shape.rows), EXPANDED)
@@ -272,7 +272,7 @@ def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, c
 @pytest.mark.parametrize("rest", [1e-20, 1e-31, 1e-36, 1e-40, 1e-44])
 @pytest.mark.parametrize("first", [0.0, 0.1])
 def test_the_renormalized_rest_of_a_peaked_draft_is_a_distribution(verifier, dtype, rest, first):
-    """Given the first, the second is certain: rejected it may not be emitted, however little mass q had for it."""
+    """Given the first, the second is certain: if rejected, it may not be emitted, however small its q was."""
     q = torch.tensor([[1.0, rest, 0.0, 0.0]], dtype=dtype)
     p = torch.tensor([[first, 0.2, 0.3, 0.5 - first]], dtype=dtype).expand(3, 4)
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
@@ -344,7 +344,7 @@ def test_minus_infinities_leave_the_distribution_of_the_rest(sampling, dtype, al
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_mask_that_allows_only_tokens_without_mass_leaves_a_dead_row(sampling):
-    """Not one with an illegal token, as the arg max of nothing would be."""
+    """None of them illegal, as the arg max of an empty row would be."""
     logits = torch.tensor([[1.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf]])
     mask = torch.tensor([[False, True, True], [False, True, True]])
     got = logits_to_probs(logits, [sampling], seen=torch.zeros(2, 3, dtype=torch.bool), mask=mask)
@@ -366,7 +366,7 @@ BANNED = tuple(range(40, VOCABULARY))
 
 
 def without_banned(module, _inputs, output):
-    """What a model with a padded vocabulary gives."""
+    """The logits of a model with a padded vocabulary."""
     output = output.clone()
     output[..., list(BANNED)] = -torch.inf
     return output
@@ -382,7 +382,7 @@ PADDED = (tuple(t % 40 for t in PROMPTS[0]), tuple(t % 40 for t in PROMPTS[1]))
 
 
 def padded(name: str, target):
-    """A proposer whose logits hold -inf too."""
+    """A proposer whose logits also contain -inf."""
     if name == "none":
         return Null()
     if name == "medusa":
@@ -452,13 +452,13 @@ def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
     steps = [step for step in writer.rows_of(rounds, 0, "speculative")[1] if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
-    own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything is accepted, or all but everything
+    own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything or almost everything is accepted
     _, rounds = decode(target, own, requests(Sampling(1.0), 16), verifier)
     assert not any(one.empty.any() for one in rounds)
 
 
 class Last:
-    """Draws that stop at the head whenever that is possible at all."""
+    """Draws that stop at the root whenever that has any probability."""
 
     def __init__(self) -> None:
         self.usual = CounterDraws(0)
@@ -471,7 +471,7 @@ class Last:
 
 
 class Support(Lifecycle):
-    """Drafts all that p allows: its top ten, which rounding may let weigh less than 1."""
+    """Drafts the whole support of p, its top ten, whose float32 sum may be below 1."""
 
     name, drawn, nodes = "support", "point", 10
 

@@ -20,7 +20,7 @@ BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[one.name f
 
 
 def random_distribution(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
-    """A law ``[V]``: generic, peaked, with zeros, or one-hot."""
+    """A distribution ``[V]``: generic, peaked, with zeros, or one-hot."""
     distribution = rng.dirichlet(np.full(v, 0.1 if kind == "peaked" else 1.0)) + 1e-12
     if kind == "zeros":
         distribution[rng.permutation(v)[: rng.integers(1, v - 1)]] = 0.0
@@ -31,7 +31,7 @@ def random_distribution(rng: np.random.Generator, v: int, kind: str) -> np.ndarr
 
 @st.composite
 def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point", "mixed"), chains: bool = False):
-    """A random forest, drawn as it says, with target probabilities: ``(draft, p [R, V])`` in float64.
+    """A random forest, drawn as declared, with target probabilities: ``(draft, p [R, V])`` in float64.
 
     Includes p = q, disjoint supports, zeros, one-hot distributions, illegal nodes (no mass at the parent, dead rows)
     and, drawn iid or point, siblings that repeat a token. ``mixed``: each node is drawn in a way of its own.
@@ -206,7 +206,7 @@ def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, case
 @settings(max_examples=150)
 @given(case=drafts())
 def test_every_possible_end_of_a_path_has_a_residual(verifier, direct, case):
-    """Where nothing is left rounding may leave a stop: it weighs nothing."""
+    """Where no residual is left rounding may leave a positive stop; it is negligible."""
     draft, p = case
     verdict = verifier(draft, p)
     nothing = (direct(draft, p.numpy())[1].sum(-1) == 0) & (p.sum(-1).numpy() > 0)
@@ -218,7 +218,7 @@ def test_every_possible_end_of_a_path_has_a_residual(verifier, direct, case):
 @BY_NAME
 @pytest.mark.parametrize("drawn", ["without", "point"])
 def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
-    """In float32 these numbers add up to less than 1: all that p allows is drafted, and still the head may stop."""
+    """In float32 these numbers add up to less than 1: all that p allows is drafted, and still the root may stop."""
     p = torch.tensor([0.7, 0.2, 0.1]).expand(4, 3)
     q = (None, None) if drawn == "point" else (p[:1], np.array([0, -1, -1, -1]))
     draft = Draft(tree(((0,), (1,), (2,))), torch.tensor([0, 1, 2]), drawn, *q)
@@ -264,7 +264,7 @@ def test_temperature_zero_is_one_hot(verifier, direct):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
-    """q = 1 in float32 on its first token still has a second sibling, drawn from what is left of it."""
+    """q = 1 in float32 on its first token still has a second sibling, drawn from the rest."""
     q = torch.tensor([[1.0, 3e-10, 1e-10, 0.0]])
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(3, 4)
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))

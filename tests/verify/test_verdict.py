@@ -29,9 +29,9 @@ from tests.laws.tabular import explore
 
 SHAPE = forest((chain(1), chain(0), tree(((0,), (1,), (0, 0)))))  # trees of 2, 1 and 4 rows
 WHO = [(7, 0, 3), (8, 0, 3), (9, 1, 0)]
-STOP = np.array([0.3, 1.0, 0.1, 0.7, 0.4, 0.0, 0.5])  # three heads, the chain's node, the tree's three
+STOP = np.array([0.3, 1.0, 0.1, 0.7, 0.4, 0.0, 0.5])  # three roots, the chain's node, the tree's three
 RESIDUAL = torch.from_numpy(np.random.default_rng(0).integers(0, 4, (SHAPE.rows, 3)).astype(float)) + torch.eye(3)[0]
-STATED = Verdict(STOP, lambda rows: RESIDUAL[rows])  # laws need not sum to 1
+STATED = Verdict(STOP, lambda rows: RESIDUAL[rows])  # residuals need not sum to 1
 
 
 def test_rows_and_tokens_come_as_stated_each_in_its_own_tree():
@@ -116,7 +116,7 @@ def test_a_verifier_that_does_not_declare_mixtures_refuses_them():
 
 @pytest.mark.parametrize("verifier", EVERY, ids=lambda v: v.name)
 def test_computed_only_rows_change_no_verdict(verifier):
-    """They are no rows of the draft's shape: p has none of theirs, and no path ends there."""
+    """They are not in the draft's shape: p has no rows of theirs, and no path ends there."""
     way = sorted(verifier.accepts)[0]
     shape = forest((tree(((0,), (1,), (0, 0))), chain(2)))
     expanded, generator = np.unique(shape.parent), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""K-SEQ and the lossy verifiers against the algorithms of their papers, on random forests; what they all keep to."""
+"""K-SEQ and the lossy verifiers equal the algorithms of their papers on random forests; properties of all verifiers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL = tuple(sorted({"iid", "without", "point"}))
 
 @st.composite
 def supported(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
-    """A draft that the verifier judges, with p."""
+    """A draft that the verifier supports, with p."""
     mixed = ("mixed",) if verifier.accepts >= set(ALL) else ()
     return draw(drafts(tuple(how for how in ALL if how in verifier.accepts) + mixed))
 
