@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -10,6 +9,8 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from math import ceil
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from pandas.testing import assert_frame_equal
 from spec_lab.results import schema, sweep
 from spec_lab.results.writer import load
 from tests import checkpoints
+from tests.cli.composing import compose, remember_compositions
 
 ROOT = Path(__file__).parents[2]
 TIMES = {
@@ -93,34 +95,23 @@ def yard():
 def _serve(pipe: Connection) -> None:
     from threading import RLock
 
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from tqdm import tqdm
 
     import spec_lab.cli.commands
     import spec_lab.results.manifest
     import spec_lab.tasks.benchmark
 
-    spec_lab.tasks.benchmark.in_short = lambda *_: {
-        "certified": None
-    }  # the slow part of a summary, which has tests of its own
+    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # slow, and has tests of its own
     spec_lab.results.manifest.commit = lambda _: None  # as under GIT_DIR=/nowhere
     tqdm.set_lock(RLock())  # its own lock is a semaphore that a killed process would leave behind
-    compose, composed = ConfigLoaderImpl.load_configuration, {}
-
-    def remembered(self, config_name, overrides, *more, **given):
-        key = (config_name, tuple(overrides), str(more), str(given))
-        if key not in composed:
-            composed[key] = pickle.dumps(compose(self, config_name, overrides, *more, **given))
-        return pickle.loads(composed[key])
-
-    ConfigLoaderImpl.load_configuration = remembered
+    remember_compositions()
     known = set()
     with suppress(EOFError):
         while True:
             match pipe.recv():
                 case "start", place, arguments, how:
                     if tuple(arguments) not in known:
-                        _compose(place.parent / f"composed-{len(known)}", arguments)
+                        compose(place.parent / f"composed-{len(known)}", arguments)
                         known.add(tuple(arguments))
                     if not (child := os.fork()):
                         _child(place, arguments, **how)
@@ -131,19 +122,6 @@ def _serve(pipe: Connection) -> None:
                     if kill:
                         os.kill(child, signal.SIGKILL)  # not reaped yet, so the process number is still its own
                     pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-def _compose(place: Path, arguments: list[str]) -> None:
-    """Let Hydra compose each job of a sweep once, so that children need not."""
-    from spec_lab.cli import main
-
-    place.mkdir()
-    os.chdir(place)
-    job, main.job, sys.argv = main.job, lambda _: None, ["spec-lab", *arguments]
-    with suppress(SystemExit), open(os.devnull, "w") as nowhere:
-        sys.stdout = sys.stderr = nowhere
-        main.main()
-    sys.stdout, sys.stderr, main.job = sys.__stdout__, sys.__stderr__, job
 
 
 def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tuple[int, str] | None = None) -> None:
@@ -318,26 +296,27 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo,
     print(f"{hits} kills in {sweeps} sweeps; after {broken_off} checks a run was broken off")
 
 
-def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(yard, zoo, tmp_path):
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(yard, zoo, tmp_path, stride):
+    """Of all moments the short run has every third."""
     arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
     reference = never_killed(yard, tmp_path / "reference", arguments)
-    moments = {"half": 0, "after": 0}
-    for when in moments:
-        while True:
-            place, seen = tmp_path / f"{when}-{moments[when]}", {}
-            ended = yard.wait(yard.start(place, arguments, moment=(moments[when] + 1, when)))
+    kills = {}
+    for when in ("half", "after"):
+        for kills[when], number in enumerate(count(1, stride)):
+            place, seen = tmp_path / f"{when}-{number}", {}
+            ended = yard.wait(yard.start(place, arguments, moment=(number, when)))
             if ended == 0:
                 break  # no more changes
             assert ended == -signal.SIGKILL, (place / "said.txt").read_text()
-            moments[when] += 1
             check(place / "swept", reference, seen, living=False)
             assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
             check(place / "swept", reference, seen, living=False)
             check_end(place / "swept", reference)
     written = 1 + 1 + 3 + 3 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
     removed = 3 + 1 + 1  # parts, their folder, the lock
-    assert moments["half"] == written
-    assert moments["after"] >= written + removed
+    assert kills["half"] == ceil(written / stride)
+    assert kills["after"] >= (written + removed) / stride
 
 
 # Real launchers and workers ----------------------------------------------------------------------------------------

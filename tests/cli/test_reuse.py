@@ -17,6 +17,7 @@ from pandas.testing import assert_frame_equal
 from spec_lab.analysis import metrics
 from spec_lab.results import schema, sweep
 from tests import checkpoints
+from tests.cli.composing import compose, remember_compositions
 
 TIMES = {
     "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
@@ -62,9 +63,13 @@ LEFT = {  # state that a run might change for the next ones
 }
 
 
+ALONE = {name: [name] for name in RUNS}
+ORDERS = ["forth", pytest.param("back", marks=pytest.mark.nightly)]
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """The runs' folders: each run alone in a fresh process, and all in one process in two orders."""
+    """The runs' folders: each run alone in a fresh process, and all in one process."""
     folder = tmp_path_factory.mktemp("reuse")
     checkpoints.zoo(folder / "zoo")
     (folder / "conf" / "experiment").mkdir(parents=True)
@@ -72,16 +77,26 @@ def places(tmp_path_factory):
         chosen, values = ([line for line in lines if line.startswith("override") == first] for first in (True, False))
         text = ["# @package _global_", "defaults:", *(f"  - {line}" for line in chosen), *values]
         (folder / "conf" / "experiment" / f"{name}.yaml").write_text("\n".join(text) + "\n")
-    process = get_context("spawn").Process(target=_each_in_a_fork, args=(folder,))
+    in_forks(folder, ALONE | {"forth": [*RUNS]})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def backwards(places):
+    """All runs in one process, in reverse order."""
+    in_forks(places, {"back": [*reversed(RUNS)]})
+
+
+def in_forks(folder: Path, orders: dict[str, list[str]]) -> None:
+    process = get_context("spawn").Process(target=_each_in_a_fork, args=(folder, orders))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # two threads that spin on one core take minutes
         process.start()
     process.join(240)
     assert process.exitcode == 0
-    return folder
 
 
-def _each_in_a_fork(folder: Path) -> None:
+def _each_in_a_fork(folder: Path, orders: dict[str, list[str]]) -> None:
     """Import everything without running anything; then fork a process for each sweep."""
     from omegaconf import OmegaConf
 
@@ -89,17 +104,18 @@ def _each_in_a_fork(folder: Path) -> None:
     import spec_lab.results.manifest
     import spec_lab.tasks.benchmark
 
-    spec_lab.tasks.benchmark.in_short = lambda *_: {
-        "certified": None
-    }  # the slow part of a summary, which has tests of its own
+    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # slow, and has tests of its own
     spec_lab.results.manifest.commit = lambda _: None
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / "zoo" / name), replace=True)
-    for place, order in {**{name: [name] for name in RUNS}, "forth": [*RUNS], "back": [*reversed(RUNS)]}.items():
+    options = ["--multirun", *COMMON, f"hydra.searchpath=[file://{folder / 'conf'}]"]
+    remember_compositions()
+    compose(folder / f"composed-{'-'.join(orders)}", [*options, f"+experiment={','.join(RUNS)}"])
+    for place, order in orders.items():
         if not (child := os.fork()):
             try:
                 (folder / place).mkdir()
                 os.chdir(folder / place)
-                _sweep(["--multirun", *COMMON, f"hydra.searchpath=[file://{folder / 'conf'}]"], order)
+                _sweep(options, order)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
@@ -138,9 +154,11 @@ def left(place: Path) -> dict[str, dict]:
     return json.loads((place / "left.json").read_text())
 
 
-@pytest.mark.parametrize("order", ["forth", "back"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "fails"])
-def test_a_run_writes_the_same_rows_whatever_ran_before_it(places, name, order):
+def test_a_run_writes_the_same_rows_whatever_ran_before_it(places, name, order, request):
+    if order == "back":
+        request.getfixturevalue("backwards")
     alone, shared = rows(places / name, name), rows(places / order, name)
     assert len(alone.requests) == 4
     for table, times in TIMES.items():
@@ -155,9 +173,11 @@ def test_the_runs_are_not_all_alike(places):
     assert len({len(one.steps) for one in tables}) >= 3
 
 
-@pytest.mark.parametrize("order", ["forth", "back"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_changes_the_process_no_more_than_a_fresh_one(places, name, order):
+def test_a_run_changes_the_process_no_more_than_a_fresh_one(places, name, order, request):
+    if order == "back":
+        request.getfixturevalue("backwards")
     before, alone, shared = left(places / name)["nothing"], left(places / name)[name], left(places / order)[name]
     assert shared == alone
     chosen = {"threads": 2} if name in ("wide", "fails") else {}
@@ -165,7 +185,7 @@ def test_a_run_changes_the_process_no_more_than_a_fresh_one(places, name, order)
 
 
 def test_a_failed_run_is_reported_and_the_next_ones_run(places):
-    for place in ("fails", "forth", "back"):
+    for place in ("fails", "forth"):
         states = {one.overrides[0]: one.state for one in sweep.runs(places / place / "swept")}
         assert states.pop("+experiment=fails") == "failed"
         assert set(states.values()) <= {"done"}

@@ -1,5 +1,4 @@
-"""Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must detect (kill)
-it.
+"""Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must kill it.
 
 They are small patches of the real code or wrappers around it, and go through ``certify`` as a correct pair does.
 ``python -m tests.laws.mutants > experiments/exactness/mutants.md`` writes their table.
@@ -385,8 +384,7 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
 
 Layer = Literal["step", "loop", "seam", "samples"]
 """What kills a mutant: the enumerated distribution of one step; the enumerated loop; a key that is used twice; or a
-chi-square
-test of texts that the loop sampled."""
+chi-square test of texts that the loop sampled."""
 
 TEXTS, ALPHA = 3000, 1e-6
 """Texts sampled, and the p-value that kills."""
