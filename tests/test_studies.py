@@ -192,9 +192,9 @@ def test_blocks_that_would_hold_other_prompts_are_refused_and_a_short_last_one_i
     ones = np.ones(20)
     both = [pd.concat([rows("ngram", ones, ones, size), rows("baseline", ones, ones, size)]) for size in (1, 5)]
     assert block_speedups(both[0], "ngram").index.tolist() == [0]
-    with pytest.raises(ValueError, match="groups lie across blocks of 16 prompts: batch sizes must divide 16"):
+    with pytest.raises(ValueError, match="blocks of 16 prompts"):
         block_speedups(both[1], "ngram")
-    with pytest.raises(ValueError, match=r"requests of groups \[3\] broke"):
+    with pytest.raises(ValueError, match=r"groups \[3\]"):
         block_speedups(both[0].assign(finish=np.where(both[0]["request"] == 3, "nan", "length")), "ngram")
 
 
@@ -255,7 +255,7 @@ def test_a_missing_reference_is_named(tmp_path, monkeypatch):
     table = pd.DataFrame(
         [{"run": "r", "arm": "chain", "recorded": "chain", "verifier_name": "match", "temperature": 1}]
     )
-    with pytest.raises(ValueError, match="no run that is done with .*'verifier_name': 'token'.*: run it"):
+    with pytest.raises(ValueError, match="'verifier_name': 'token'"):
         plots.beside(tmp_path, table, ("temperature", "verifier_name"), {"verifier_name": "token"}, "token")
 
 
@@ -263,9 +263,9 @@ def test_spec_bench_refuses_groups_of_several_prompts_and_categories_it_does_not
     check = figure_of("spec_bench").check
     requests = pd.DataFrame({"group": [0, 0, 1], "request": [0, 0, 1], "workload": ["qa", "qa", "humanities"]})
     check(requests)
-    with pytest.raises(ValueError, match="group 0 holds 2 prompts, but tasks are compared at batch_size=1"):
+    with pytest.raises(ValueError, match="group 0 .*2 prompts.*batch_size=1"):
         check(requests.assign(group=0))
-    with pytest.raises(ValueError, match=r"categories \['trivia'\] are not Spec-Bench's; known are translation, "):
+    with pytest.raises(ValueError, match=r"\['trivia'\].*translation, "):
         check(requests.assign(workload=["qa", "qa", "trivia"]))
     with pytest.raises(ValueError, match="no finished prompt"):
         check(requests.iloc[:0])
@@ -294,10 +294,10 @@ def test_every_part_of_a_readme_has_marks_of_its_own(tmp_path):
 
 
 def test_figures_refuse_runs_that_do_not_belong_together(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; a sweep is created by"):
+    with pytest.raises(ValueError, match="does not exist"):
         plots.swept(tmp_path / "none")
-    with pytest.raises(ValueError, match="2 runs have {'arm': 'a'}: the sweep varied something else"):
+    with pytest.raises(ValueError, match="2 runs .*{'arm': 'a'}"):
         plots.row_where(pd.DataFrame({"arm": ["a", "a"]}), arm="a")
     (tmp_path / "README.md").write_text("no marks")
-    with pytest.raises(ValueError, match="needs the lines <!-- results -->"):
+    with pytest.raises(ValueError, match="<!-- results -->"):
         plots.fill(tmp_path / "README.md", "table")

@@ -401,7 +401,7 @@ def test_a_prompt_can_begin_the_text():
     constraint = automaton.json_schema(toy(), json.dumps(thing(x=NULL)), prompt=True)
     state = constraint.start(request([END, *b'{"x":']))
     assert named(state) == {b"n", b"nul", b"null"}
-    with pytest.raises(ConstraintError, match="request 'seven'.*cannot begin with its prompt"):
+    with pytest.raises(ConstraintError, match="request 'seven'.*prompt"):
         constraint.start(request(b"{x"))
     assert named(automaton.choice(toy(), ["b"]).start(request(b"a"))) == {b"b"}
 
@@ -504,27 +504,27 @@ def test_errors_name_the_construct_and_its_place(kind, source, why):
 def test_sources_may_be_left_to_requests_or_stand_in_files(tmp_path):
     constraint = automaton.regex(toy())
     assert named(constraint.start(request(constraint="b"))) == {b"b"}
-    with pytest.raises(ConstraintError, match="request 'seven' has no regex"):
+    with pytest.raises(ConstraintError, match="request 'seven' .*regex"):
         constraint.start(request())
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(NULL))
     assert named(automaton.json_schema(toy(), path=str(file)).start(request())) == {b"n", b"nul", b"null"}
-    with pytest.raises(ValueError, match="constraint.schema or constraint.path, not both"):
+    with pytest.raises(ValueError, match=r"constraint\.schema .*constraint\.path"):
         automaton.json_schema(toy(), "{}", path=str(file))
-    with pytest.raises(ValueError, match="constraint.path=.* cannot be read"):
+    with pytest.raises(ValueError, match=r"constraint\.path="):
         automaton.lark(toy(), path=str(tmp_path / "none"))
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="whitespace_flexible must be false"):
+    with pytest.raises(ValueError, match="whitespace_flexible .*false"):
         automaton.json_schema(toy(), NULL, whitespace_flexible=True)
-    with pytest.raises(ValueError, match="constraint.prompt must be true or false"):
+    with pytest.raises(ValueError, match=r"constraint\.prompt "):
         automaton.regex(toy(), "a", prompt=1)
-    with pytest.raises(ValueError, match="constraint.kind must be one of regex, choice"):
+    with pytest.raises(ValueError, match=r"constraint\.kind .*regex, choice"):
         Automaton("peg", "a", toy())
-    with pytest.raises(ValueError, match="constraint.kept must be a whole number"):
+    with pytest.raises(ValueError, match=r"constraint\.kept "):
         Automaton("regex", "a", toy(), kept=0)
-    with pytest.raises(ValueError, match="more than 3 states"):
+    with pytest.raises(ValueError, match="3 states"):
         Automaton("regex", "abcd", toy(), states=3)
 
 
@@ -542,5 +542,5 @@ def test_a_small_state_cache_changes_no_mask():
 
 def test_one_mask_that_needs_too_many_states_is_refused_by_name():
     state = Automaton("regex", "[ab]*a[ab]{3}c", toy(), kept=3).start(request())
-    with pytest.raises(ConstraintError, match="request 'seven': one mask of the constraint needs more than 3 states"):
+    with pytest.raises(ConstraintError, match="request 'seven': .*3 states"):
         state.mask()

@@ -169,7 +169,7 @@ def test_an_engine_s_error_is_raised_rather_than_ending_the_text():
 
     state = regex(toy(), "(ab)*c").start(request(name="seven"))
     for wrong in (lambda: state.advance(ONE), state.mask, state.mask):
-        with pytest.raises(ConstraintError, match="request 'seven': .*doesn't satisfy the grammar"):
+        with pytest.raises(ConstraintError, match="request 'seven': "):
             wrong()
 
 
@@ -249,7 +249,7 @@ def test_tokens_outside_the_vocabulary_are_illegal(threads):
         shape = forest((chain(2), chain(2), chain(1)))
         found = grammar.masks(states, shape, np.array([A, foreign, B, C, foreign]))
         assert found.legal.tolist() == [True] * 4 + [False, True, True, False]
-        with pytest.raises(ConstraintError, match=f"no token {foreign} in a vocabulary of {toy().size}"):
+        with pytest.raises(ConstraintError, match=f"token {foreign} .*{toy().size}"):
             after(grammar, []).advance(foreign)
     assert [allowed(state).tolist() for state in states[:2]] == [[END, A, B, AB, C]] * 2
 
@@ -266,7 +266,7 @@ def test_padding_is_never_allowed():
 
 
 def test_a_vocabulary_must_be_as_wide_as_its_engine():
-    with pytest.raises(ValueError, match="4100 tokens, its engine 4096"):
+    with pytest.raises(ValueError, match="4100 .*4096"):
         regex(Vocabulary(4100, (0,), bundled().engine), "a")
 
 
@@ -439,9 +439,7 @@ def test_a_text_may_begin_with_the_prompt_in_any_tokenization(spelling):
 
 def test_a_prompt_that_does_not_follow_is_named_with_the_place():
     grammar = regex(toy(), "abc1*", prompt=True)
-    with pytest.raises(
-        ConstraintError, match="request 'six': its prompt leaves the grammar at token 2 of 4, at the end of 'abc2'"
-    ):
+    with pytest.raises(ConstraintError, match="request 'six': .*prompt .*token 2 of 4.*'abc2'"):
         grammar.start(request(tokens=[AB, C, TWO, ONE], name="six"))
     assert END in allowed(grammar.start(request(tokens=[AB, C])))
 
@@ -545,7 +543,7 @@ BEYOND = 2**53 + 1
 )
 def test_numbers_that_the_engine_would_round_are_refused_with_their_place(schema, place):
     for kind in (json_schema, lambda v, source: json_schema(v).start(request(source))):
-        with pytest.raises(ValueError, match=f"at {place} of the schema would not be enforced exactly"):
+        with pytest.raises(ValueError, match=f"at {place} of the schema"):
             kind(bundled(), json.dumps(schema))
 
 
@@ -572,9 +570,9 @@ def test_bounds_of_integers_are_enforced_up_to_the_largest_that_may_be_given():
 def test_the_schema_true_allows_all_json_and_false_nothing():
     everything = json_schema(bundled(), "true")
     assert accepts(everything, '[1, {"a": null}]') and not accepts(everything, "[1")
-    with pytest.raises(ValueError, match="constraint.json_schema: the schema false matches no text"):
+    with pytest.raises(ValueError, match=r"constraint\.json_schema: .*false"):
         json_schema(bundled(), "false")
-    with pytest.raises(ConstraintError, match="request 'one': .*false matches no text"):
+    with pytest.raises(ConstraintError, match="request 'one': .*false"):
         json_schema(bundled()).start(request("false"))
 
 
@@ -589,7 +587,7 @@ def test_schemas_and_grammars_come_from_files(tmp_path):
     rng = np.random.default_rng(0)
     assert json.loads(walked(json_schema(bundled(), path=str(tmp_path / "schema.json")), rng)) == "é"
     assert walked(lark(bundled(), path=str(tmp_path / "grammar.lark")), rng) == "é"
-    with pytest.raises(ValueError, match="constraint.path=.*latin.json .*not UTF-8"):
+    with pytest.raises(ValueError, match=r"constraint\.path=.*latin\.json .*UTF-8"):
         json_schema(bundled(), path=str(tmp_path / "latin.json"))
 
 

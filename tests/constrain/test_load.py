@@ -44,7 +44,7 @@ def test_a_schema_may_be_text_or_a_mapping():
 
 
 def test_unknown_engines_and_controllers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"constraint.engine must be one of llguidance, xgrammar"):
+    with pytest.raises(ValueError, match=r"constraint\.engine .*llguidance, xgrammar"):
         load.regex(toy(), "a", engine="outlines")
     for name in ("nowhere.make", "make", "json.nothing"):
         with pytest.raises(ValueError, match=f"constraint.make={name}"):
@@ -103,7 +103,7 @@ def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
 
 def test_a_run_whose_prompts_have_no_source_is_refused_at_start_up(tmp_path):
     binding = AppliedConstraint(load.regex(toy()))
-    with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
+    with pytest.raises(ValueError, match="constraint=regex .*'p0'"):
         replace(lab(), binding=binding).requests(settings(tmp_path))
 
 
@@ -116,7 +116,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(kind, tmp_path, monkeypat
             kind(toy(), path=path if path in (5, "") else str(path))
     with (tmp_path / "huge").open("wb") as stream:
         stream.truncate(2**40)  # a sparse file
-    with pytest.raises(ValueError, match=r"constraint\.path=.*huge.*larger than 16777216 bytes"):
+    with pytest.raises(ValueError, match=r"constraint\.path=.*huge.* 16777216 bytes"):
         kind(toy(), path=str(tmp_path / "huge"))
 
 

@@ -169,7 +169,7 @@ def test_static_shapes_are_shared():
 
 @pytest.mark.parametrize("parent", [[1], [0, 2], [-1], [0, 1, 3], [[0]]])
 def test_parents_must_come_first(parent):
-    with pytest.raises(ValueError, match="must be an earlier row"):
+    with pytest.raises(ValueError, match="earlier row"):
         Shape(1, np.array(parent, dtype=np.int64))
 
 
@@ -270,13 +270,13 @@ def test_the_empty_draft_has_roots_and_no_nodes():
 
 def test_a_draft_whose_parts_do_not_fit_is_refused():
     q, q_row, token = torch.full((1, 4), 0.25), np.array([0, -1]), torch.tensor([1])
-    with pytest.raises(ValueError, match="2 tokens for 1 nodes"):
+    with pytest.raises(ValueError, match="2 tokens .*1 nodes"):
         Draft(chain(1), torch.tensor([1, 2]))
     for drawn, rows in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
-        with pytest.raises(ValueError, match="carries neither q nor q_row, any other both"):
+        with pytest.raises(ValueError, match="q_row"):
             Draft(chain(1), token, drawn, *rows)
     for drawn, noise in (("gumbel", None), ("iid", torch.zeros(1, 4))):
-        with pytest.raises(ValueError, match="carries the noise of its race, no other does"):
+        with pytest.raises(ValueError, match="noise"):
             Draft(chain(1), token, drawn, q, q_row, noise)
 
 

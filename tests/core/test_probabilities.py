@@ -143,7 +143,7 @@ def test_a_row_without_top_p_keeps_its_tail_in_a_batch_with_one_that_has_it():
 def test_one_sampling_is_applied_to_all_rows():
     logits = torch.randn(5, 9)
     assert torch.equal(logits_to_probs(logits, [KINDS[2]]), logits_to_probs(logits, [KINDS[2]] * 5))
-    with pytest.raises(ValueError, match="sampling parameters of 2 rows for 5 rows of logits"):
+    with pytest.raises(ValueError, match="2 rows .*5 rows"):
         logits_to_probs(logits, KINDS[:2])
 
 
@@ -252,7 +252,7 @@ def test_a_wrong_option_is_named(name, value, says):
 
 
 def test_a_penalty_without_history_is_refused():
-    with pytest.raises(ValueError, match="repetition penalty needs the tokens seen"):
+    with pytest.raises(ValueError, match="repetition penalty"):
         logits_to_probs(torch.zeros(1, 3), [Sampling(repetition_penalty=1.1)])
 
 
@@ -366,7 +366,7 @@ def test_invert_of_u_near_one_picks_the_last_weight():
 @pytest.mark.parametrize("bad", [[0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
 def test_invert_refuses_weights_without_finite_mass(bad):
     weights = torch.tensor([[1.0, 1.0], bad])
-    with pytest.raises(ValueError, match="must be finite and positive"):
+    with pytest.raises(ValueError, match="finite and positive"):
         invert(weights, np.array([0.5, 0.5]))
     assert _invert_on_device(weights, np.array([0.5, 0.5])).tolist() == [1, -1]  # not read
 

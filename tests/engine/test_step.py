@@ -185,17 +185,17 @@ def test_a_full_context_is_a_named_finish(family):
 
 @pytest.mark.parametrize("token", [VOCABULARY, -1, 10**6])
 def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(target, token):
-    with pytest.raises(ValueError, match=f"prompt 'p0' holds the token id {token}, but the target has {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"prompt 'p0' .*token id {token}.* {VOCABULARY}"):
         decode(target, Null(), requests(prompts=((1, token, 2),)))
 
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
-    with pytest.raises(ValueError, match=rf"prompt 'p0' has {CONTEXT} tokens, .* room for {CONTEXT}\b"):
+    with pytest.raises(ValueError, match=rf"prompt 'p0' .*{CONTEXT} tokens.*\b{CONTEXT}\b"):
         fixed_group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
 
 
 def test_requests_for_no_tokens_are_refused():
-    with pytest.raises(ValueError, match="prompt 'p0' is empty"):
+    with pytest.raises(ValueError, match="prompt 'p0' .*empty"):
         requests(prompts=((),))
     with pytest.raises(ValueError, match=r"max_new_tokens .* \(got 0\)"):
         requests(new=0)

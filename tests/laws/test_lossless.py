@@ -109,7 +109,7 @@ def test_an_exhausted_distribution_draws_no_more_siblings():
 def test_a_key_used_twice_is_detected():
     script, key = Script(), Key(0, 0, 0, Purpose.STOP)
     script.choose(np.ones(2), key)
-    with pytest.raises(Reused, match="names two choices"):
+    with pytest.raises(Reused, match="two choices"):
         script.choose(np.ones(2), key)
 
 

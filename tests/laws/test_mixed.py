@@ -176,9 +176,9 @@ def test_a_draft_with_inconsistent_ways_of_drawing_is_refused():
     growing.point(0, 1)
     draft = growing.draft()
     assert draft.ways == {"point"}
-    with pytest.raises(ValueError, match="a parent of sampled nodes has a row of q"):
+    with pytest.raises(ValueError, match="row of q"):
         Draft(draft.shape, draft.token, np.array([1], dtype=np.int8), draft.q, draft.q_row)
-    with pytest.raises(ValueError, match="carries q and q_row"):
+    with pytest.raises(ValueError, match="q and q_row"):
         Draft(draft.shape, draft.token, np.array([1], dtype=np.int8))
-    with pytest.raises(ValueError, match="2 ways of drawing for 1 nodes"):
+    with pytest.raises(ValueError, match="2 .*1 nodes"):
         Draft(draft.shape, draft.token, np.zeros(2, dtype=np.int8))

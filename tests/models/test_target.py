@@ -40,7 +40,7 @@ def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, atten
 
 def test_the_context_can_be_shortened_not_lengthened(folder):
     assert Target.load(str(folder), dtype="float32", context=32).context == 32
-    with pytest.raises(ValueError, match=f"between 1 and the model's own {CONTEXT}, not 1000"):
+    with pytest.raises(ValueError, match=f"{CONTEXT}, not 1000"):
         Target.load(str(folder), dtype="float32", context=1000)
 
 
@@ -67,12 +67,12 @@ def test_a_checkpoint_that_cannot_be_loaded_is_named(folder, change, says):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_is_named(folder):
-    with pytest.raises(ValueError, match="no GPU; use device=cpu"):
+    with pytest.raises(ValueError, match="device=cpu"):
         Target.load(str(folder), device="cuda")
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path):
-    with pytest.raises(OSError, match="holds no config.json"):
+    with pytest.raises(OSError, match=r"config\.json"):
         Target.load(str(tmp_path))
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
 )  # fmt: skip
 def test_known_bad_kinds_are_refused_by_name_before_any_weight_is_read(family, settings, says):
     config = AutoConfig.for_model(family, **settings)
-    with pytest.raises(Unsupported, match=f"'{family}' is not supported: .*{says}"):
+    with pytest.raises(Unsupported, match=f"'{family}' .*{says}"):
         refuse_by_name(config)
 
 
@@ -184,7 +184,7 @@ def test_the_self_check_detects_a_rotation_that_depends_on_the_pack():
             return rotary(x, position_ids * 2 if far else position_ids)
 
     model.model.rotary_emb = Switching()
-    with pytest.raises(Unsupported, match="decodes forests wrongly"):
+    with pytest.raises(Unsupported, match="forests"):
         self_check(model, "spans")
 
 
@@ -194,7 +194,7 @@ def test_attention_other_than_softmax_is_refused(asked):
     attention = model.model.layers[0].self_attn
     right = attention.forward
     attention.forward = lambda *args, **more: right(*args, **more, **{asked: 8.0})
-    with pytest.raises(Unsupported, match=f"its attention uses {asked}"):
+    with pytest.raises(Unsupported, match=f"attention .*{asked}"):
         self_check(model, "spans")
 
 
@@ -238,7 +238,7 @@ def test_the_advice_to_use_the_dense_mask_comes_once(failure):
         raise failure("no way")
 
     model.model.layers[0].forward = fails
-    with pytest.raises(Unsupported, match="no way.*try target.attention=dense"):
+    with pytest.raises(Unsupported, match=r"no way.*target\.attention=dense"):
         self_check(model, "spans")
     with pytest.raises(Unsupported, match=r"no way\)$"):
         self_check(model, "dense")

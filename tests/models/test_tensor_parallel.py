@@ -199,13 +199,13 @@ def test_peers_are_refused_on_several_ranks_before_anything_is_loaded(as_if, cli
 def test_ranks_without_the_gpus_that_torch_is_built_for_are_refused(here, as_if, monkeypatch):
     as_if(0, 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match="built for CUDA and sees no GPU; use a CPU build"):
+    with pytest.raises(ValueError, match="CUDA .*no GPU"):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
 def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_if):
     as_if(1, 2)
-    with pytest.raises(OSError, match="other weights than on rank 0"):
+    with pytest.raises(OSError, match="weights .*rank 0"):
         loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "qwen3")))
     assert loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "llama")))
 
@@ -215,7 +215,7 @@ def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
     one = Link()
     with pytest.raises(KeyboardInterrupt), one._step():
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="the ranks are out of step since a call was interrupted"), one._step():
+    with pytest.raises(RuntimeError, match="interrupted"), one._step():
         pytest.fail("it went on")
 
 
@@ -282,13 +282,13 @@ def test_a_number_of_ranks_that_does_not_divide_the_attention_heads_is_refused(h
 
 def test_a_model_without_a_plan_is_refused_by_name(here, as_if):
     as_if(0, 2)
-    with pytest.raises(Unsupported, match="'gpt2' cannot be split: transformers has no tensor-parallel plan for it"):
+    with pytest.raises(Unsupported, match="'gpt2' .*tensor-parallel plan"):
         Target.load(str(here / "gpt2"), tensor_parallel=True)
 
 
 def test_only_the_first_rank_loads_a_target(here, as_if):
     as_if(1, 2)
-    with pytest.raises(ValueError, match="rank 1 cannot load a target"):
+    with pytest.raises(ValueError, match="rank 1 "):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
@@ -302,7 +302,7 @@ def test_peers_are_refused_with_a_split_model(as_if):
     from spec_lab.tasks.peers import as_transformers_runs_it
 
     as_if(0, 2)
-    with pytest.raises(ValueError, match="peers run in one process"):
+    with pytest.raises(ValueError, match="peers "):
         as_transformers_runs_it(None)
 
 
@@ -310,7 +310,7 @@ def test_a_run_on_one_rank_is_not_resumed_on_two(as_if, tmp_path):
     given = ({}, 0, {}, "", ["baseline"], {})
     claim(tmp_path, manifest(*given))
     as_if(0, 2)
-    with pytest.raises(ValueError, match="another run .ranks: 1 there, 2 here"):
+    with pytest.raises(ValueError, match="ranks: 1 there, 2 here"):
         claim(tmp_path, manifest(*given))
 
 
@@ -370,11 +370,11 @@ def test_layers_that_fit_no_gpu_are_refused():
     model.hf_device_map = {"model": 0, "lm_head": 1}
     refuse_offloading(model)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": "cpu", "lm_head": "disk"}
-    with pytest.raises(ValueError, match=r"no GPU for model.layers and 1 more modules \(they went to cpu\)"):
+    with pytest.raises(ValueError, match=r"model\.layers and 1 more .*cpu"):
         refuse_offloading(model)
 
 
 def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
     monkeypatch.setattr(placement, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"requires the package accelerate: pip install 'spec-lab\[large\]'"):
+    with pytest.raises(ValueError, match=r"accelerate: pip install 'spec-lab\[large\]'"):
         Target.load(str(here / "llama"), device_map="auto")

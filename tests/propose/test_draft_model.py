@@ -369,14 +369,12 @@ def test_other_tokenizers_are_refused(spoken, tmp_path):
     ):
         DraftModel.load(spoken, saved(tmp_path / "swapped", other), depth=2)
     fewer = saved(tmp_path / "fewer", WORDS[:-1])
-    with pytest.raises(
-        ValueError, match=f"{VOCABULARY} tokens in the target's, {VOCABULARY - 1} in the draft's, 1 ids"
-    ):
+    with pytest.raises(ValueError, match=f"{VOCABULARY} .*{VOCABULARY - 1} .*1 ids"):
         DraftModel.load(spoken, fewer, depth=2)
-    with pytest.raises(ValueError, match="splits text otherwise"):
+    with pytest.raises(ValueError, match="splits"):
         DraftModel.load(spoken, saved(tmp_path / "split", split="WhitespaceSplit"), depth=2)
     wider = saved(tmp_path / "wider", vocab_size=64)
-    with pytest.raises(ValueError, match=f"gives logits for 64 tokens, the target tiny-llama for {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"64 tokens.*tiny-llama.* {VOCABULARY}"):
         DraftModel.load(spoken, wider, depth=2)
     with pytest.raises(OSError, match=r"no config\.json"):
         DraftModel.load(spoken, str(tmp_path), depth=2)
@@ -385,7 +383,7 @@ def test_other_tokenizers_are_refused(spoken, tmp_path):
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
     cold, warm = Sampling(0.0), Sampling(1.0)
-    with pytest.raises(ValueError, match=rf"siblings drawn {drawn} shrink the tree to a chain: set proposer\.drawn=p"):
+    with pytest.raises(ValueError, match=rf"drawn {drawn} .*proposer\.drawn=p"):
         draft_model("2x1", drawn).check(cold)
     draft_model("2x1", drawn).check(warm)
     draft_model("2x1", drawn, temperature=1.0).check(cold)

@@ -200,7 +200,7 @@ def test_steps_are_recorded_conditional_on_the_noise(target):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
-    with pytest.raises(ValueError, match=f"verifier '{verifier.name}' supports drafts drawn iid, point, without"):
+    with pytest.raises(ValueError, match=f"'{verifier.name}' .*iid, point, without"):
         fixed_group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
 
 
@@ -300,7 +300,7 @@ def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_a
 
 
 def test_a_tree_is_refused_at_temperature_0_and_a_chain_is_not():
-    with pytest.raises(ValueError, match=r"siblings drawn gumbel shrink the tree to a chain: set proposer\.drawn=p"):
+    with pytest.raises(ValueError, match=r"drawn gumbel .*proposer\.drawn=p"):
         draft_model("2x1", "gumbel").check(COLD)
     draft_model("2x1", "gumbel").check(WARM)
     draft_model("2x1", "gumbel", temperature=1.0).check(COLD)

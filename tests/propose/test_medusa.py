@@ -440,20 +440,20 @@ def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, 
 
 
 def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
-    with pytest.raises(OSError, match=r"config\.json is missing"):
+    with pytest.raises(OSError, match=r"config\.json .*missing"):
         Medusa.load(target, str(tmp_path / "nowhere"), tree="2")
     folder = saved(tmp_path / "heads")
-    with pytest.raises(OSError, match=r"give proposer\.tree=.* calibration\.json is missing"):
+    with pytest.raises(OSError, match=r"proposer\.tree=.*calibration\.json"):
         Medusa.load(target, str(folder))
     for text in ("{", "[]", '{"accuracy": []}', '{"accuracy": [[2]]}', '{"paths": {}}', '{"accuracy": [["x"]]}'):
         (folder / "calibration.json").write_text(text)
         with pytest.raises(ValueError, match=r"calibration\.json"):
             Medusa.load(target, str(folder))
     (folder / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"model\.safetensors "):
         Medusa.load(target, str(folder), tree="2")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(OSError, match=r"model\.safetensors is missing"):
+    with pytest.raises(OSError, match=r"model\.safetensors .*missing"):
         Medusa.load(target, str(folder), tree="2")
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not readable"):

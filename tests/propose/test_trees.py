@@ -196,7 +196,7 @@ def test_a_value_that_yaml_misreads_requires_quotes(value):
     ],
 )  # fmt: skip
 def test_trees_too_large_to_verify_are_refused_at_once(text):
-    with pytest.raises(ValueError, match=r"proposer\.tree (has|is) .*at most (1024|256) are possible"):
+    with pytest.raises(ValueError, match=r"proposer\.tree .*at most (1024|256) "):
         parse(text)
 
 

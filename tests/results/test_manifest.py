@@ -114,7 +114,7 @@ def test_whatever_may_change_a_token_or_a_second_makes_another_run(tmp_path, pat
     for part in parts:
         inner = inner[part]
     inner[last] = "other"
-    with pytest.raises(ValueError, match=rf"holds another run \({path}: .* there, 'other' here\); choose another out"):
+    with pytest.raises(ValueError, match=rf"\({path}: .* there, 'other' here\)"):
         claim(tmp_path, other)
 
 
@@ -137,9 +137,7 @@ def test_only_a_few_of_many_differences_are_listed(tmp_path):
 def test_a_file_that_is_not_a_manifest_is_refused_by_name(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     for ask in (lambda: claim(tmp_path, facts()), lambda: begun_trees(tmp_path, CONFIG)):
-        with pytest.raises(
-            ValueError, match=r"manifest\.json is no manifest .*; choose another output_dir=DIR, or remove it"
-        ):
+        with pytest.raises(ValueError, match=r"manifest\.json .*output_dir=DIR"):
             ask()
 
 
@@ -155,7 +153,7 @@ def test_rows_without_a_manifest_belong_to_no_run(tmp_path, name):
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("")
-    with pytest.raises(ValueError, match=f"holds rows .{name}. but no manifest.json that says of which run; choose"):
+    with pytest.raises(ValueError, match=f"{name}.* manifest.json"):
         claim(tmp_path, facts())
     assert not (tmp_path / "manifest.json").exists()
 

@@ -281,11 +281,11 @@ def test_a_run_that_fails_in_its_first_group_keeps_the_tree_it_chose(tmp_path):
 
 def test_another_run_in_the_same_directory_is_refused(done):
     out, _ = done
-    with pytest.raises(ValueError, match=r"another run \(config.max_new_tokens: 12 there, 13 here\); choose another"):
+    with pytest.raises(ValueError, match=r"config\.max_new_tokens: 12 there, 13 here"):
         run(lab(), settings(out), CONFIG | {"max_new_tokens": 13}, quiet())
-    with pytest.raises(ValueError, match=r"already holds another run \(prompts_sha256: "):
+    with pytest.raises(ValueError, match=r"\(prompts_sha256: "):
         run(lab(texts=("other",)), settings(out), CONFIG, quiet())
-    with pytest.raises(ValueError, match=r"already holds another run \(arms: "):
+    with pytest.raises(ValueError, match=r"\(arms: "):
         run(lab(), settings(out, baseline=False), CONFIG, quiet())
 
 
@@ -422,7 +422,7 @@ def test_the_largest_seed_decodes(tmp_path):
 
 
 def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path):
-    with pytest.raises(ValueError, match="prompt 'p1' has 300 tokens and the context holds 256"):
+    with pytest.raises(ValueError, match="prompt 'p1' .*300 tokens .*256"):
         run(lab(texts=("x", "y" * 300)), settings(tmp_path / "out"), CONFIG, quiet())
     assert not (tmp_path / "out").exists()
 
@@ -431,9 +431,9 @@ def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
     picky = SimpleNamespace(name="picky", accepts=frozenset({"iid"}), lossless=True)
     with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
         run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
-    with pytest.raises(ValueError, match="two arms are called 'baseline'"):
+    with pytest.raises(ValueError, match="'baseline'"):
         run(lab(more_proposers={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())
-    with pytest.raises(ValueError, match="one prompt at a time; set batch_size=1, not 2"):
+    with pytest.raises(ValueError, match="batch_size=1, not 2"):
         run(lab(peers={"greedy": None}), settings(tmp_path / "out"), CONFIG, quiet())
     assert not (tmp_path / "out").exists()
 

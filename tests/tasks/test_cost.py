@@ -105,7 +105,7 @@ def test_nan_logits_are_refused_and_all_cells_are_freed(monkeypatch):
 
     monkeypatch.setattr(type(target.lm), "run", breaking)
     arms = arms_of(target, draft=drafting, none=Null())
-    with pytest.raises(ValueError, match="costs cannot be measured"):
+    with pytest.raises(ValueError, match="costs"):
         take_turns(arms, texts(target, PROMPTS, Sampling(), 2, 8), 0, 2)
     for cells in (target.lm.cells, drafting.lm.cells):
         assert cells.references.sum() == 0
@@ -194,7 +194,7 @@ def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
 
 
 def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="an arm is called 'nodes 2'"):
+    with pytest.raises(ValueError, match="'nodes 2'"):
         measure(lab(more_proposers={"nodes 2": Repeat()}), settings(tmp_path), {}, quiet(), **SMALL)
 
 
@@ -231,9 +231,9 @@ def test_costs_are_linear_between_what_was_measured_and_refused_beyond():
     assert float(cost.nodes(nodes=2, batch=1, context=50)) == pytest.approx(17e-3)
     assert cost.nodes(nodes=[0, 4], batch=2, context=0) == pytest.approx([10e-3, 18e-3])
     assert float(cost.round("draft", 3, 1.5, 10)) == pytest.approx(5e-3 + 10e-3 + 4.5e-3 + 1e-3)
-    with pytest.raises(ValueError, match="for context from 0 to 100, not from 50 to 101"):
+    with pytest.raises(ValueError, match="context .*0 to 100.* 50 to 101"):
         cost.nodes(nodes=0, batch=1, context=[50, 101])
-    with pytest.raises(ValueError, match="arm 'medusa' were not measured; known are draft, baseline"):
+    with pytest.raises(ValueError, match="arm 'medusa' .*draft, baseline"):
         cost.round("medusa", 0, 1, 0)
 
 
@@ -371,7 +371,7 @@ def test_methods_are_sorted_by_family_and_size():
 
 
 def test_reading_where_nothing_was_measured_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no run-TEMPERATURE-BATCH; measure first"):
+    with pytest.raises(ValueError, match="run-TEMPERATURE-BATCH"):
         study().main(["--read", f"{tmp_path}", "--folder", f"{tmp_path}"])
 
 

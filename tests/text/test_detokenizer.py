@@ -220,7 +220,7 @@ def test_a_banned_string_is_removed_from_the_token_it_began_in():
     assert stream.push(1) == [Held("xab")]
     assert stream.push(2) == [Rewind(3, 0), Held("")]
     assert (stream.tokens, stream.bans) == ([3], {0})
-    with pytest.raises(ValueError, match="token 0 is banned after 1 tokens"):
+    with pytest.raises(ValueError, match="token 0 .*banned after 1 "):
         stream.push(0)
     assert stream.push(1, -1.0) == [Text("b", 1, (-1.0,))] and stream.bans == frozenset()
 
@@ -432,7 +432,7 @@ def test_logits_are_masked_before_the_sampler_sees_them():
 
 def test_a_sampler_that_ignores_the_mask_is_refused():
     stream = Stream([b"a", b""], Rules(frozenset({1}), min_tokens=1))
-    with pytest.raises(ValueError, match="token 1, which is masked"):
+    with pytest.raises(ValueError, match="token 1.*masked"):
         stream.push_logits(torch.zeros(2), lambda row: 1)
     with pytest.raises(ValueError, match=r"logits must be \[2\]"):
         stream.push_logits(torch.zeros(1, 2), lambda row: 0)
@@ -453,7 +453,7 @@ def test_healed_bytes_are_repeated_and_dropped(pieces, stops, size):
 def test_healing_drops_the_repeated_bytes_and_refuses_others():
     stream = Stream([b"he", b"llo", b"lp", b"x"], Rules(stop_strings=("hello",)), b"hel")
     assert stream.push(0, -1.0) == [Text("", 1, (-1.0,))]
-    with pytest.raises(ValueError, match=r"token 3 b'x' after 1 tokens does not repeat the healed bytes b'l'"):
+    with pytest.raises(ValueError, match=r"token 3 b'x' after 1 .*b'l'"):
         stream.push(3)
     assert stream.push(1, -2.0) == [Text("lo", 1, (-2.0,))]
 
@@ -481,9 +481,9 @@ def test_a_finished_stream_refuses_further_tokens():
 
 @pytest.mark.parametrize("token", [-1, 2])
 def test_a_token_that_does_not_exist_is_refused(token):
-    with pytest.raises(ValueError, match="there are 2 pieces"):
+    with pytest.raises(ValueError, match="2 pieces"):
         Stream([b"a", b"b"], Rules()).push(token)
-    with pytest.raises(ValueError, match="there are 2 pieces"):
+    with pytest.raises(ValueError, match="2 pieces"):
         Stream([b"a", b"b"], Rules(frozenset({token})))
 
 
@@ -491,7 +491,7 @@ def test_more_tokens_than_received_cannot_be_removed():
     stream = Stream([b"a"], Rules())
     stream.push(0)
     for count in (2, -1):
-        with pytest.raises(ValueError, match=f"cannot remove {count} tokens of 1"):
+        with pytest.raises(ValueError, match=f"{count} tokens of 1"):
             stream.rewind(count)
     assert stream.text == "a"
 

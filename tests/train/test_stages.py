@@ -196,11 +196,11 @@ def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, k
 def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
     distilled(trained, tmp_path, stop_after=2)
     other = replace(trained, distillation=replace(trained.distillation, passes=4))
-    with pytest.raises(ValueError, match="was begun with .* move it away to begin anew"):
+    with pytest.raises(ValueError, match="begun with "):
         distilled(other, tmp_path)
-    with pytest.raises(ValueError, match="rows must be a multiple of part 3, not 4"):
+    with pytest.raises(ValueError, match="rows .*3, not 4"):
         replace(trained.distillation, rows=4, part=3)
-    with pytest.raises(ValueError, match="parts of 4 rows cannot be cut into steps of 3"):
+    with pytest.raises(ValueError, match="4 rows .*3"):
         distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
 
 

@@ -118,11 +118,11 @@ def test_cascade_declares_that_it_is_lossy():
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan"), True, "0.1", None])
 def test_alpha_must_lie_between_0_and_1(alpha):
-    with pytest.raises(ValueError, match="verifier.alpha must be a number between 0 and 1"):
+    with pytest.raises(ValueError, match=r"verifier\.alpha "):
         Cascade(alpha=alpha)
 
 
 @pytest.mark.parametrize("rule", ["Chow", "", None, "token"])
 def test_an_unknown_rule_is_refused(rule):
-    with pytest.raises(ValueError, match="verifier.rule must be one of chow, diff, opt"):
+    with pytest.raises(ValueError, match=r"verifier\.rule .*chow, diff, opt"):
         Cascade(rule=rule)

@@ -149,7 +149,7 @@ def test_target_probabilities_are_computed_without_reading_anything_back(samplin
 
 def test_a_choice_that_could_not_be_sampled_is_reported_when_it_is_copied():
     choice = Choice(torch.tensor([0, 1]), torch.tensor([3, -1]), torch.tensor([False, True]))
-    with pytest.raises(ValueError, match=r"no finite positive mass, in trees \[1\]"):
+    with pytest.raises(ValueError, match=r"trees \[1\]"):
         choice.on_host()
     fine = Choice(torch.tensor([0, 1]), torch.tensor([3, 4]), torch.tensor([False, True])).on_host()
     assert [one.tolist() for one in fine] == [[0, 1], [3, 4], [False, True]] and fine.empty.dtype == bool

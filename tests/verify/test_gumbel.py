@@ -181,14 +181,14 @@ def test_target_probabilities_without_mass_at_the_root_are_refused():
 @pytest.mark.parametrize("size", [(3, 3), (1, 3), (2,)])
 def test_target_probabilities_of_other_rows_than_the_forest_are_refused(size):
     draft, _ = pair([0.5, 0.5, 0.0], [1.0, 0.0, 0.0], 0)
-    with pytest.raises(ValueError, match=re.escape(f"shape {size}; the forest has 2 rows")):
+    with pytest.raises(ValueError, match=re.escape(f"{size}") + ".*2 rows"):
         Gumbel()(draft, torch.full(size, 0.25))
 
 
 def test_siblings_that_repeat_a_token_are_refused():
     q = torch.full((1, 3), 1 / 3)
     draft = Draft(tree(((0,), (1,))), torch.tensor([2, 2]), "gumbel", q, np.array([0, -1, -1]), q.double())
-    with pytest.raises(ValueError, match="one race repeat"):
+    with pytest.raises(ValueError, match="repeat"):
         Gumbel()(draft, q.expand(3, 3))
 
 
@@ -198,11 +198,11 @@ def test_gumbel_matching_and_rejection_sampling_refuse_each_other_s_drafts():
     check_pair("draft_tree", "gumbel", Gumbel())
     check_pair("draft_tree", "gumbel", Match())
     for verifier in (Token(), Traversal()):
-        with pytest.raises(ValueError, match=rf"'{verifier.name}' supports drafts drawn .* draws 'gumbel'"):
+        with pytest.raises(ValueError, match=rf"'{verifier.name}' .*'gumbel'"):
             check_pair("draft_tree", "gumbel", verifier)
     for drawn in ("iid", "without", "point"):
         check_pair("draft_tree", drawn, Match())
-        with pytest.raises(ValueError, match="'gumbel' supports drafts drawn gumbel"):
+        with pytest.raises(ValueError, match=f"'gumbel' .*'{drawn}'"):
             check_pair("draft_tree", drawn, Gumbel())
 
 

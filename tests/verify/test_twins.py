@@ -278,7 +278,7 @@ def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
 @pytest.mark.parametrize("size", [(2, 4), (4, 4), (3,)])
 def test_target_probabilities_of_other_rows_than_the_forest_are_refused(verifier, direct, size):
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=re.escape(f"shape {size}; the forest has 3 rows")):
+    with pytest.raises(ValueError, match=re.escape(f"{size}") + ".*3 rows"):
         verifier(draft, torch.full(size, 0.25))
 
 

@@ -78,9 +78,7 @@ def test_a_draft_that_a_verifier_does_not_support_is_refused_by_name():
     check_pair("chain", "iid", Narrow())
     check_pair("chain", frozenset({"iid", "without"}), Narrow())
     for draws in ("point", frozenset({"point", "iid"})):
-        with pytest.raises(
-            Misfit, match="'token' supports drafts drawn iid, without; proposer 'ngram' draws .*'point'"
-        ):
+        with pytest.raises(Misfit, match="'token' .*iid, without.*'ngram' .*'point'"):
             check_pair("ngram", draws, Narrow())
 
 
@@ -93,11 +91,9 @@ def test_mixtures_of_point_and_sampled_siblings_are_for_some_verifiers_only(veri
     shape, q, q_row = tree(((0,), (1,))), torch.full((1, 3), 1 / 3), np.array([0, -1, -1])
     draft = Draft(shape, torch.tensor([0, 1]), np.array([0, 2], dtype=np.int8), q, q_row)
     if verifier.name in ("kseq", "gumbel", "cascade"):
-        with pytest.raises(Misfit, match=f"'{verifier.name}' supports .*; proposer 'union' draws 'point', 'without'"):
+        with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'point', 'without'"):
             check_pair("union", mixed, verifier)
-        with pytest.raises(
-            Misfit, match=f"'{verifier.name}' supports .*; proposer 'union' has drafted nodes drawn 'point'"
-        ):
+        with pytest.raises(Misfit, match=f"'{verifier.name}' .*'union' .*'point'"):
             check_draft("union", verifier, draft)
     else:
         check_pair("union", mixed, verifier)
