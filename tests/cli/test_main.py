@@ -248,36 +248,36 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["proposer.depth=abc"], "proposer.depth must be a whole number of 1 or more, not 'abc'"),
-        (["batch_size=1.5"], "batch_size must be a whole number of 1 or more, not 1.5"),
-        (["max_new_tokens=-3"], "max_new_tokens must be a whole number of 1 or more, not -3"),
-        (["sampling.temperature=hot"], "sampling.temperature must be a number, not 'hot'"),
-        (["sampling.top_p=2"], "sampling.top_p must lie in (0, 1], not 2"),
-        (["prompts.limit=some"], "prompts.limit must be a whole number of 1 or more, or null for all, not 'some'"),
-        (["prompts.path=nowhere.jsonl"], "prompts file nowhere.jsonl does not exist; set prompts.path"),
-        (["target.dtype=int8"], "unknown dtype 'int8'; choose one of bfloat16"),
-        (["target.device=tpu"], "unknown device 'tpu'; choose cpu, cuda or cuda:N"),
-        (["tracker=wandb", "tracker.mode=on"], "tracker.mode must be one of auto, online, offline, disabled"),
-        (["arms=3"], "arms must be a mapping of names to what is measured, such as {}, not 3"),
-        (["peers=3"], "peers must be a mapping of names to what is measured, such as {}, not 3"),
-        (["+peers.mine=3"], "peers.mine must be a mapping whose _target_ names what to build, not 3"),
-        (["+arms.mine={depth: 2}"], "arms.mine must be a mapping whose _target_ names what to build, not {'depth'"),
-        (["~proposer"], "proposer must be a mapping whose _target_ names what to build, not None"),
+        (["proposer.depth=abc"], "proposer.depth ... 'abc'"),
+        (["batch_size=1.5"], "batch_size ... 1.5"),
+        (["max_new_tokens=-3"], "max_new_tokens ... -3"),
+        (["sampling.temperature=hot"], "sampling.temperature ... 'hot'"),
+        (["sampling.top_p=2"], "sampling.top_p ... (0, 1] ... 2"),
+        (["prompts.limit=some"], "prompts.limit ... 'some'"),
+        (["prompts.path=nowhere.jsonl"], "nowhere.jsonl ... prompts.path"),
+        (["target.dtype=int8"], "'int8' ... bfloat16"),
+        (["target.device=tpu"], "'tpu' ... cpu, cuda or cuda:N"),
+        (["tracker=wandb", "tracker.mode=on"], "tracker.mode ... auto, online, offline, disabled"),
+        (["arms=3"], "arms ... mapping ... 3"),
+        (["peers=3"], "peers ... mapping ... 3"),
+        (["+peers.mine=3"], "peers.mine ... _target_ ... 3"),
+        (["+arms.mine={depth: 2}"], "arms.mine ... _target_ ... {'depth'"),
+        (["~proposer"], "proposer ... _target_ ... None"),
         (
             ["proposer=medusa", "proposer.path=/nowhere"],
-            "proposer.path=/nowhere: no Medusa heads at /nowhere: config.json is missing, as is the folder",
+            "proposer.path=/nowhere: ... config.json",
         ),
-        (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
+        (["proposer=medusa", "proposer.path=3"], "proposer: path ... 3"),
         (
             ["proposer=draft_tree", "proposer.drawn=iid"],
-            "at temperature 0 the draft's law is one-hot, so siblings drawn",
+            "temperature 0 ... siblings drawn",
         ),
-        (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
-        (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
-        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' supports drafts drawn gumbel; "),
+        (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: "),
+        (["target.path=/nowhere"], "target.path=/nowhere: "),
+        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' "),
         (
             ["target.path=/nowhere", "proposer=draft_chain", "+proposer@arms.tree=draft_tree", "verifier=kseq"],
-            "arms.tree: verifier 'kseq' supports drafts drawn iid; ",
+            "arms.tree: verifier 'kseq' ... iid",
         ),
     ],
 )
@@ -286,7 +286,7 @@ def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, sa
     code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert said in line
+    assert all(fact in line for fact in said.split(" ... "))
     assert "Traceback" not in errors
     assert not (tmp_path / "here").exists()
 
@@ -338,15 +338,15 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
-        ("+qqq=2", "there is no option qqq; choose among arms, banned_strings, baseline, batch_size, constraint"),
-        ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
+        ("+batchsize=2", "batchsize ... batch_size"),
+        ("+qqq=2", "qqq ... arms, banned_strings, baseline, batch_size, constraint"),
+        ("~seed", "seed ... ~seed"),
     ],
 )
 def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, option, said):
     code, _, errors = cli(*tiny, option)
     assert code == 1
-    assert f"spec_lab: {said}" in errors
+    assert all(fact in errors for fact in said.split(" ... "))
     assert "Traceback" not in errors
 
 
@@ -423,41 +423,41 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("proposer=null", "proposer cannot be null: name a file of conf/proposer"),
-        ("sampling=null", "sampling cannot be null: name a file of conf/sampling"),
-        ("tracker=null", "tracker cannot be null: name a file of conf/tracker"),
-        ("proposer=3", "proposer=3 is not an option of conf/proposer; the options are "),
-        ("verifier=true", "verifier=true is not an option of conf/verifier; the options are cascade, "),
-        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
-        ("tracker=" + "x" * 5000, "is not an option of conf/tracker; the options are files, wandb"),
-        ("target=[[]]", "target=[] is not an option of conf/target; the options are zoo"),
-        ("sampling=[1,a,null]", "sampling=1 is not an option of conf/sampling; the options are greedy, "),
-        ("prompts=2024", "prompts=2024 is not an option of conf/prompts; the options are bundled, "),
-        ("name=ключ", "name=ключ is not readable"),
-        ("name='a/../b'", "name must be a text of 1 to 100 printable characters without '/'"),
-        ("name=" + "x" * 101, "name must be a text of 1 to 100 printable characters"),
-        ("name='..'", "name must hold a letter, not '..'"),
-        ("stop_strings=[" + "x" * 4097 + "]", "stop_strings[0] has 4097 bytes"),
-        ("stop_strings=[" + ",".join(["a"] * 257) + "]", "stop_strings holds 257 strings"),
-        ("banned_strings=[a," + "x" * 4097 + "]", "banned_strings[1] has 4097 bytes"),
-        ("output_dir=/dev/null", "cannot write to output_dir=/dev/null: /dev/null is not a directory"),
-        ("output_dir=null", "output_dir must name a directory"),
-        ("output_dir=", "output_dir must name a directory, not ''"),
-        ("~output_dir", "output_dir must name a directory"),
-        ("output_dir=/proc/foo", "cannot write to output_dir=/proc/foo: /proc "),
-        ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
+        ("proposer=null", "proposer ... null ... conf/proposer"),
+        ("sampling=null", "sampling ... null ... conf/sampling"),
+        ("tracker=null", "tracker ... null ... conf/tracker"),
+        ("proposer=3", "proposer=3 ... conf/proposer"),
+        ("verifier=true", "verifier=true ... conf/verifier ... cascade, "),
+        ("constraint=", "constraint=  ... conf/constraint ... choice, "),
+        ("tracker=" + "x" * 5000, "conf/tracker ... files, wandb"),
+        ("target=[[]]", "target=[] ... conf/target ... zoo"),
+        ("sampling=[1,a,null]", "sampling=1 ... conf/sampling ... greedy, "),
+        ("prompts=2024", "prompts=2024 ... conf/prompts ... bundled, "),
+        ("name=ключ", "name=ключ"),
+        ("name='a/../b'", "name ... 1 to 100 ... '/'"),
+        ("name=" + "x" * 101, "name ... 1 to 100"),
+        ("name='..'", "name ... '..'"),
+        ("stop_strings=[" + "x" * 4097 + "]", "stop_strings[0] ... 4097 bytes"),
+        ("stop_strings=[" + ",".join(["a"] * 257) + "]", "stop_strings ... 257 strings"),
+        ("banned_strings=[a," + "x" * 4097 + "]", "banned_strings[1] ... 4097 bytes"),
+        ("output_dir=/dev/null", "output_dir=/dev/null ... directory"),
+        ("output_dir=null", "output_dir ... directory"),
+        ("output_dir=", "output_dir ... ''"),
+        ("~output_dir", "output_dir ... directory"),
+        ("output_dir=/proc/foo", "output_dir=/proc/foo ... /proc "),
+        ("threads=100000", f"threads ... at most {4 * os.cpu_count()}"),
         (
             "verifier._target_=builtins.int",
-            "verifier needs: it makes an object of type int, which has no name",
+            "verifier ... int ... name",
         ),
-        ("sampling._target_=builtins.dict", "sampling: builtins.dict does not make what sampling needs"),
+        ("sampling._target_=builtins.dict", "sampling: builtins.dict"),
     ],
 )
 def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert said in line
+    assert all(fact in line for fact in said.split(" ... "))
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 

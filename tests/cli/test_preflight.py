@@ -66,25 +66,25 @@ def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("verifier=glob(zzz*)", "verifier=glob(zzz*) has no values"),
-        ("seed=glob(*)", "seed=glob(*) has no values"),
-        ("seed=interval(1,3)", "an interval is for a search (hydra/sweeper=search)"),
+        ("verifier=glob(zzz*)", "verifier=glob(zzz*)"),
+        ("seed=glob(*)", "seed=glob(*)"),
+        ("seed=interval(1,3)", "interval ... hydra/sweeper=search"),
         ("seed=range(0,5,0)", "seed=range(0,5,0): "),
-        ("seed=range(0,1000000000000)", f"more than {preflight.MOST_RUNS} runs"),
+        ("seed=range(0,1000000000000)", f"{preflight.MOST_RUNS} runs"),
         ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
-        ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size must be a whole number of 1 or more"),
-        ("verifier=5,6", "verifier=5 is not an option of conf/verifier; the options are cascade, "),
-        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
-        ("constraint='',none", "constraint= is not an option of conf/constraint; the options are choice, "),
-        ("verifier=null,token", "verifier cannot be null: name a file of conf/verifier"),
-        ("name='a/b'", "name must be a text of 1 to 100 printable characters"),
-        ("hydra.sweep.subdir=x", "hydra.sweep.subdir cannot be set"),
+        ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size ... 1 or more"),
+        ("verifier=5,6", "verifier=5 ... conf/verifier ... cascade, "),
+        ("constraint=", "constraint=  ... conf/constraint ... choice, "),
+        ("constraint='',none", "constraint=  ... conf/constraint ... choice, "),
+        ("verifier=null,token", "verifier ... null ... conf/verifier"),
+        ("name='a/b'", "name ... 1 to 100"),
+        ("hydra.sweep.subdir=x", "hydra.sweep.subdir"),
     ],
 )
 def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, said):
     code, printed, _ = sweep_of(option)
     assert code == 1
-    assert said in printed and "Traceback" not in printed
+    assert all(fact in printed for fact in said.split(" ... ")) and "Traceback" not in printed
     assert not list(tmp_path.iterdir())
 
 

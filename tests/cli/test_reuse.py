@@ -92,7 +92,7 @@ def in_forks(folder: Path, orders: dict[str, list[str]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # two threads that spin on one core take minutes
         process.start()
-    process.join(240)
+    process.join(600)
     assert process.exitcode == 0
 
 

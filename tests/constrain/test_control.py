@@ -290,7 +290,7 @@ def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
     [
         (dict(allow=None), "exactly one list"),
         (dict(allow=None, ff=((1,), (2,))), "exactly one list"),
-        (dict(ff=((1, 2), (1, 3))), "begin with the same token"),
+        (dict(ff=((1, 2), (1, 3))), "same token"),
         (dict(ff=((),)), "an empty list"),
         (dict(backtrack=-1), "backtrack -1"),
     ],

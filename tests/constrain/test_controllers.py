@@ -297,15 +297,15 @@ def test_with_the_tokenizer_of_the_bundled_target():
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda: choices.load(LETTERS, []), "constraint.choices is empty"),
-        (lambda: choices.load(LETTERS, "cat"), "constraint.choices must be a list of texts"),
-        (lambda: candidates.load(LETTERS, 0), "constraint.count must be a whole number of 1 or more"),
-        (lambda: candidates.load(LETTERS, 65), "constraint.count must be at most 64, not 65"),
-        (lambda: candidates.load(LETTERS, by="best"), "constraint.by must be one of sum, mean"),
-        (lambda: banned.load(LETTERS, []), "constraint.strings is empty"),
-        (lambda: template.load(LETTERS, ["a", {"stop": "b"}]), r"constraint.parts\[1\] must be a text or {most"),
-        (lambda: template.load(LETTERS, [{"most": 0}]), r"constraint.parts\[0\].most must be a whole number"),
-        (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"constraint.parts\[0\].stop must be"),
+        (lambda: choices.load(LETTERS, []), r"constraint\.choices .*empty"),
+        (lambda: choices.load(LETTERS, "cat"), r"constraint\.choices .*list"),
+        (lambda: candidates.load(LETTERS, 0), r"constraint\.count .*1 or more"),
+        (lambda: candidates.load(LETTERS, 65), r"constraint\.count .*64.* 65"),
+        (lambda: candidates.load(LETTERS, by="best"), r"constraint\.by .*sum, mean"),
+        (lambda: banned.load(LETTERS, []), r"constraint\.strings .*empty"),
+        (lambda: template.load(LETTERS, ["a", {"stop": "b"}]), r"constraint\.parts\[1\] "),
+        (lambda: template.load(LETTERS, [{"most": 0}]), r"constraint\.parts\[0\]\.most "),
+        (lambda: template.load(LETTERS, [{"most": 1, "stop": ""}]), r"constraint\.parts\[0\]\.stop "),
     ],
 )
 def test_invalid_options_are_refused_by_name(load, message):

@@ -176,12 +176,12 @@ def test_parents_must_come_first(parent):
 @pytest.mark.parametrize(
     ("paths", "says"),
     [
-        (((0, 0),), r"\[0, 0\] has no parent \[0\]"),
-        (((1,),), r"\[1\] has no earlier sibling of rank 0"),
-        (((0,), (0, 0), (0, 2)), r"\[0, 2\] has no earlier sibling of rank 1"),
-        (((-1,),), "has no earlier sibling"),
-        (((0,), (0,)), "distinct and not empty"),
-        (((),), "distinct and not empty"),
+        (((0, 0),), r"\[0, 0\] .*parent \[0\]"),
+        (((1,),), r"\[1\] .*rank 0"),
+        (((0,), (0, 0), (0, 2)), r"\[0, 2\] .*rank 1"),
+        (((-1,),), "sibling"),
+        (((0,), (0,)), "distinct"),
+        (((),), "distinct"),
     ],
 )
 def test_paths_that_form_no_tree_are_refused(paths, says):

@@ -101,7 +101,7 @@ def test_a_folder_that_is_a_symlink_is_refused(tmp_path):
 def test_a_file_that_is_not_regular_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
-    for name, why in (("pipe", "no regular file"), ("zero", "no regular file"), (".", "is a folder")):
+    for name, why in (("pipe", "regular file"), ("zero", "regular file"), (".", "folder")):
         with pytest.raises(Unreadable, match=why):
             read_text(tmp_path / name)
     with pytest.raises(FileNotFoundError):
@@ -115,7 +115,7 @@ def test_size_and_encoding_are_bounded(tmp_path):
     with pytest.raises(Unreadable, match=r"a\.txt .*4 bytes"):
         read_text(file, most=4)
     file.write_bytes(b"ab\xff")
-    with pytest.raises(Unreadable, match="not UTF-8: byte 2"):
+    with pytest.raises(Unreadable, match="UTF-8: byte 2"):
         read_text(file)
 
 
@@ -151,17 +151,17 @@ def test_all_other_json_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("value", "shape", "why"),
     [
-        (3, str, "x must be a text, not 3"),
-        (True, int, "x must be a whole number, not true"),
-        (1.5, (int, None), "x must be a whole number or null, not 1.5"),
-        ("a", (float, None), 'x must be a number or null, not "a"'),
-        ("banana", {"done", "failed"}, 'x must be one of done, failed, not "banana"'),
-        ([], {"done"}, r"x must be one of done, not \[\]"),
-        ({}, [str], "x must be a list, not {}"),
-        (["a", 1], [str], r"x\[1\] must be a text, not 1"),
-        ({"a": {}}, {"a": {"b": int}}, "x.a.b is missing"),
-        ({"a": 1}, {str: str}, "x.a must be a text, not 1"),
-        ({"a": 1}, {"?a": (None, [str])}, "x.a must be a list, not 1"),
+        (3, str, "^x .*text.* 3$"),
+        (True, int, "^x .*whole number.* true$"),
+        (1.5, (int, None), "^x .*whole number or null.* 1.5$"),
+        ("a", (float, None), '^x .*number or null.* "a"$'),
+        ("banana", {"done", "failed"}, '^x .*done, failed.* "banana"$'),
+        ([], {"done"}, r"^x .*done.* \[\]$"),
+        ({}, [str], "^x .*list.* {}$"),
+        (["a", 1], [str], r"^x\[1\] .*text.* 1$"),
+        ({"a": {}}, {"a": {"b": int}}, r"^x\.a\.b .*missing"),
+        ({"a": 1}, {str: str}, r"^x\.a .*text.* 1$"),
+        ({"a": 1}, {"?a": (None, [str])}, r"^x\.a .*list.* 1$"),
         ("a" * 100, int, r"\.\.\.$"),
     ],
 )

@@ -47,17 +47,17 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of bfloat16"),
-        ({"device": "gpu"}, "unknown device 'gpu'; choose cpu, cuda"),
-        ({"device": "meta"}, "'meta' is not supported; choose cpu, cuda"),
-        ({"chunk": "abc"}, "target.chunk must be a whole number of 1 or more, not 'abc'"),
-        ({"chunk": 0}, "target.chunk must be a whole number of 1 or more, not 0"),
-        ({"attention": "foo"}, "target.attention must be spans or dense, not 'foo'"),
-        ({"context": True}, "not True"),
-        ({"path": 5}, "path must name a folder"),
-        ({"path": "no/such/place/at/all"}, "there is no folder no/such/place/at/all"),
-        ({"path": "gpt2"}, "give a model of the hub as owner/name, e.g. openai-community/gpt2"),
-        ({"path": "./nowhere"}, "there is no folder ./nowhere"),
+        ({"dtype": "float8"}, "'float8'.* bfloat16"),
+        ({"device": "gpu"}, "'gpu'.* cpu, cuda"),
+        ({"device": "meta"}, "'meta'.* cpu, cuda"),
+        ({"chunk": "abc"}, "target.chunk .*1 or more.*'abc'"),
+        ({"chunk": 0}, "target.chunk .*1 or more.* 0"),
+        ({"attention": "foo"}, "target.attention .*spans or dense.*'foo'"),
+        ({"context": True}, "True"),
+        ({"path": 5}, "path .*folder"),
+        ({"path": "no/such/place/at/all"}, "folder no/such/place/at/all"),
+        ({"path": "gpt2"}, "owner/name, .*openai-community/gpt2"),
+        ({"path": "./nowhere"}, "folder ./nowhere"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_named(folder, change, says):
@@ -103,12 +103,12 @@ def halve_a_tensor(file):
 @pytest.mark.parametrize(
     ("name", "damage", "error", "says"),
     [
-        ("model.safetensors", cut, OSError, "model.safetensors is truncated or corrupt .*: copy or download it again"),
-        ("model.safetensors", lambda file: file.write_text(""), OSError, "model.safetensors is truncated or corrupt"),
-        ("model.safetensors", rename_a_tensor, ValueError, "do not fit .*layers.1.mlp.up_proj.weight is missing"),
-        ("model.safetensors", halve_a_tensor, ValueError, r"layers.1.mlp.up_proj.weight is \[24, 32\], not \[48, 32\]"),
-        ("tokenizer.json", lambda file: file.write_text("{}"), ValueError, "the tokenizer of .* cannot be read"),
-        ("tokenizer.json", lambda file: file.unlink(), ValueError, "tokenizer.json is missing or corrupt"),
+        ("model.safetensors", cut, OSError, "model.safetensors .*corrupt"),
+        ("model.safetensors", lambda file: file.write_text(""), OSError, "model.safetensors .*corrupt"),
+        ("model.safetensors", rename_a_tensor, ValueError, "layers.1.mlp.up_proj.weight .*missing"),
+        ("model.safetensors", halve_a_tensor, ValueError, r"layers.1.mlp.up_proj.weight .*\[24, 32\].* \[48, 32\]"),
+        ("tokenizer.json", lambda file: file.write_text("{}"), ValueError, "tokenizer .*read"),
+        ("tokenizer.json", lambda file: file.unlink(), ValueError, "tokenizer.json "),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, damage, error, says):
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
         ("gemma2", {}, "sliding_attention"),
         ("mamba", {}, "does not attend"),
         ("gpt_neo", {}, "does not attend"),
-        ("xglm", {}, "supports neither attention"),
+        ("xglm", {}, "attention"),
         ("t5", {}, "encoder-decoder"),
     ],
 )  # fmt: skip

@@ -340,7 +340,7 @@ def test_a_loaded_draft_states_its_budget(spoken, truth, path):
         ({"nodes": "many"}, "proposer.nodes"),
         ({"nodes": 10**9}, "proposer.nodes"),
         ({"children": 0}, "proposer.children"),
-        ({"nodes": 3, "children": 4}, "proposer.children must be at most 3"),
+        ({"nodes": 3, "children": 4}, "proposer.children .*at most 3"),
         ({"nodes": 99, "children": 99}, f"proposer.children.* vocabulary of {VOCABULARY}"),
         ({"max_depth": 0}, "proposer.max_depth"),
         ({"max_depth": 10**9}, "proposer.max_depth"),

@@ -341,17 +341,17 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "give one of proposer.depth"),
-        ({"depth": 2, "tree": "2x2"}, "give one of proposer.depth"),
-        ({"depth": "abc"}, "proposer.depth must be a whole number of 1 or more, not 'abc'"),
-        ({"depth": 2, "confidence": 2}, "proposer.confidence must be a number between 0 and 1, not 2"),
-        ({"depth": 2, "confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),
+        ({}, r"proposer\.depth"),
+        ({"depth": 2, "tree": "2x2"}, r"proposer\.depth"),
+        ({"depth": "abc"}, "proposer.depth .*1 or more.*'abc'"),
+        ({"depth": 2, "confidence": 2}, "proposer.confidence .* 2"),
+        ({"depth": 2, "confidence": True}, "proposer.confidence .* True"),
         ({"depth": 0}, "proposer.depth"),
-        ({"tree": "2,2"}, "a tree is written as"),
-        ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, gumbel, not 'topk'"),
+        ({"tree": "2,2"}, "written as"),
+        ({"depth": 2, "drawn": "topk"}, "proposer.drawn .*iid, without, point, gumbel.*'topk'"),
         ({"depth": 2, "temperature": -1}, "proposer.temperature"),
         ({"depth": 2, "temperature": "hot"}, "proposer.temperature"),
-        ({"tree": "99"}, f"a tree 99 wide does not fit a vocabulary of {VOCABULARY}"),
+        ({"tree": "99"}, f"99 wide .* {VOCABULARY}"),
     ],
 )
 def test_wrong_options_are_named(spoken, tmp_path_factory, options, named):

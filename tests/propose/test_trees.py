@@ -106,8 +106,8 @@ def test_widths_and_paths_are_read_and_written():
         ("", "widths"),
         ("0x2", "widths"),
         ("0 -1", "widths"),
-        ("0 0.1", r"\[0, 1\] has no earlier sibling"),
-        ("0 1.0", r"\[1, 0\] has no parent"),
+        ("0 0.1", r"\[0, 1\] .*sibling"),
+        ("0 1.0", r"\[1, 0\] .*parent"),
         ("0 0", "distinct"),
     ],
 )

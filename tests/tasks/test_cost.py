@@ -162,9 +162,9 @@ def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"contexts": [8, 250]}, "task.contexts may go up to 232, not 250"),
-        ({"batches": []}, "task.batches must be a list"),
-        ({"nodes": [-1]}, "task.nodes must be a whole number of 0 or more"),
+        ({"contexts": [8, 250]}, "task.contexts .*232.* 250"),
+        ({"batches": []}, "task.batches .*list"),
+        ({"nodes": [-1]}, "task.nodes .*0 or more"),
         ({"turns": 0}, "task.turns"),
     ],
 )

@@ -260,15 +260,15 @@ def test_closing_early_frees_every_cell(target):
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ([], {}, "prompts holds none"),
-        (3, {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
-        (["a", 3], {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
-        ("", {}, "prompt 'prompt 0' has no tokens"),
-        ([Prompt("x", "a"), Prompt("x", "b")], {}, "two prompts have the same name"),
-        ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of 1 or more"),
-        ("a", {"stop_strings": "x"}, "stop_strings must be a list of texts"),
-        ("a" * 300, {}, "the context holds 256"),
-        ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "the bytes of each of the 61 tokens"),
+        ([], {}, "prompts "),
+        (3, {}, "prompts .*Prompt.* 3"),
+        (["a", 3], {}, "prompts .*Prompt.* 3"),
+        ("", {}, "'prompt 0' .*no tokens"),
+        ([Prompt("x", "a"), Prompt("x", "b")], {}, "same name"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens .*1 or more"),
+        ("a", {"stop_strings": "x"}, "stop_strings .*list"),
+        ("a" * 300, {}, "context .*256"),
+        ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "bytes .*61 tokens"),
     ],
 )
 def test_invalid_arguments_are_refused_at_the_call(target, prompts, options, said):

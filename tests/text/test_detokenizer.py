@@ -499,15 +499,15 @@ def test_more_tokens_than_received_cannot_be_removed():
 @pytest.mark.parametrize(
     ("rules", "why"),
     [
-        ({"stop_strings": ("a", "")}, r"stop_strings\[1\] is empty"),
-        ({"banned_strings": ("",)}, r"banned_strings\[0\] is empty"),
-        ({"stop_strings": "ab"}, "put it in a list"),
-        ({"stop_strings": ("\ud800",)}, "lone surrogate"),
-        ({"stop_strings": ("a",) * 257}, "the maximum is 256"),
-        ({"stop_strings": ("€" * 1366,)}, "4098 bytes; the maximum is 4096"),
-        ({"banned_strings": ("a" * 4096,) * 17}, "the maximum is 65536"),
+        ({"stop_strings": ("a", "")}, r"stop_strings\[1\] .*empty"),
+        ({"banned_strings": ("",)}, r"banned_strings\[0\] .*empty"),
+        ({"stop_strings": "ab"}, "stop_strings .*list"),
+        ({"stop_strings": ("\ud800",)}, "surrogate"),
+        ({"stop_strings": ("a",) * 257}, "maximum .*256"),
+        ({"stop_strings": ("€" * 1366,)}, "4098 bytes.* 4096"),
+        ({"banned_strings": ("a" * 4096,) * 17}, "maximum .*65536"),
         ({"min_tokens": -1}, "0 or more"),
-        ({"max_tokens": 0}, "at least min_tokens and 1"),
+        ({"max_tokens": 0}, "min_tokens"),
         ({"min_tokens": 3, "max_tokens": 2}, "max_tokens"),
     ],
 )

@@ -47,28 +47,28 @@ def test_limit_leaves_later_lines_unread(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no prompts"),
-        ("\n \n", "holds no prompts"),
-        ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: not a JSON object"),
-        ("[1]", "prompts.jsonl:1: a JSON list, not an object"),
-        ('{"id": "a"}', "prompts.jsonl:1: the field 'prompt' (or 'text') is missing; it has 'id'"),
-        ('\n{"prompt": " "}', "prompts.jsonl:2: 'prompt' (or 'text') is empty"),
-        ('{"prompt": 3}', "must be text, not int"),
+        ("", "no prompts"),
+        ("\n \n", "no prompts"),
+        ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: ... JSON"),
+        ("[1]", "prompts.jsonl:1: ... list ... object"),
+        ('{"id": "a"}', "prompts.jsonl:1: ... 'prompt' ... 'id'"),
+        ('\n{"prompt": " "}', "prompts.jsonl:2: ... 'prompt' ... empty"),
+        ('{"prompt": 3}', "'prompt' ... int"),
         (
             '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
-            "prompts.jsonl:3: the id '1' is that of line 1 already",
+            "prompts.jsonl:3: ... id '1' ... line 1",
         ),
         (
             '{"id": "prompts-2", "prompt": "x"}\n{"prompt": "y"}',
-            "prompts.jsonl:2: the id 'prompts-2' is that of line 1 already",
+            "prompts.jsonl:2: ... id 'prompts-2' ... line 1",
         ),
-        (b'{"prompt": "\xff"}', "prompts.jsonl:1: not UTF-8"),
+        (b'{"prompt": "\xff"}', "prompts.jsonl:1: ... UTF-8"),
     ],
 )
 def test_bad_files_are_refused_with_file_and_line(tmp_path, content, said):
     with pytest.raises(ValueError, match=".") as caught:
         text.jsonl(write(tmp_path, content))
-    assert said in str(caught.value)
+    assert all(fact in str(caught.value) for fact in said.split(" ... "))
 
 
 def test_missing_file_and_bad_limit_are_refused(tmp_path):
