@@ -227,6 +227,7 @@ def tiny_zoo(folder):
     return folder
 
 
+@pytest.mark.nightly
 def test_the_study_measures_draws_and_writes_and_is_resumed(measure, tmp_path, monkeypatch):
     folder = tiny_zoo(tmp_path / "zoo")
     said = ["constraint=regex", "constraint.pattern='[a-z ]{12,}'", "prompts=code"]
@@ -265,7 +266,7 @@ def test_the_study_measures_draws_and_writes_and_is_resumed(measure, tmp_path, m
     assert pd.read_csv(tmp_path / "results.csv").equals(table)
 
 
-@pytest.mark.nightly  # the short run has the study on tiny models
+@pytest.mark.nightly  # as is the study on tiny models
 def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
     short = [
         "target.dtype=float64",

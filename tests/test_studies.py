@@ -35,6 +35,7 @@ STUDIES = {
     "spec_bench": ([f"prompts.path={QUESTIONS}", "proposer.max_nodes=2"], 5),
 }
 """Overrides that keep its command small, and the number of rows of its results."""
+SHORT_RUN = ("verifier_vs_temperature", "batch_size")
 
 SHOWN = dict.fromkeys(STUDIES, "speedup") | {"batch_size": "block_speedup"}
 """The beginning of its table."""
@@ -84,7 +85,9 @@ def figure_of(name):
     return importlib.import_module(f"experiments.{name}.figure")
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT_RUN else [pytest.mark.nightly]) for name in STUDIES]
+)
 def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     small, rows = STUDIES[name]

@@ -99,10 +99,18 @@ GIVEN_BY_USERS = {
     "lark": ["constraint.grammar='start: \"a\"'"],
     "regex": ['constraint.pattern="a+"'],
 }
-"""Texts that the command line must print."""
+"""Options that a constraint requires."""
+SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
 
 
-@pytest.mark.parametrize("file", [file for file in options() if file.parent.name == "constraint"], ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=[] if file.stem in SHORT_RUN else [pytest.mark.nightly])
+        for file in options()
+        if file.parent.name == "constraint"
+    ],
+)
 def test_every_constraint_can_be_named_on_the_command_line(cli, file):
     given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
     prompts = "prompts=json" if file.stem == "records" else "prompts=code"

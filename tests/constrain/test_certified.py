@@ -35,10 +35,18 @@ def constraint(engine: str, kind: str):
     return getattr(ENGINES[engine], kind)(Vocabulary.plain(tokens, 4), source)
 
 
-@pytest.mark.parametrize("placement", ["target", "draft", "both", "none"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
-@pytest.mark.parametrize(("tree", "drawn", "tokens"), [CHAIN, TREE])
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    ("kind", "tree", "drawn", "tokens", "placement"),
+    [
+        # The short run has every placement for one kind, and one for the others.
+        pytest.param(kind, *draft, placement, marks=[] if kind == "regex" or quick else [pytest.mark.nightly])
+        for kind in SOURCES
+        for draft in (CHAIN, TREE)
+        for placement in ("target", "draft", "both", "none")
+        for quick in [draft == TREE and placement == "both"]
+    ],
+)
 def test_the_output_has_the_masked_distribution(kind, tree, drawn, tokens, verifier, placement):
     check("llguidance", kind, tree, drawn, tokens, verifier, placement)
 

@@ -40,7 +40,13 @@ def makes(script):
     return lambda request: Scripted(script)
 
 
-@pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[name for name, *_ in SCRIPTS])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=name, marks=[pytest.mark.nightly] if name == "three at the start" else [])
+        for number, (name, *_) in enumerate(SCRIPTS)
+    ],
+)
 def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts(number):
     _, script, world, tokens = SCRIPTS[number]
     wanted = oracle(world, makes(script), tokens)

@@ -87,6 +87,7 @@ LIMITS = [
     Limits(1), Limits(2), Limits(3, 1), Limits(2, 3), Limits(None, 7), Limits(None, 1), Limits(None, None, TIGHT),
     Limits(3, 3, TIGHT), Limits(2, 7, TIGHT),
 ]  # fmt: skip
+SIMILAR = (Limits(2), Limits(None, 1), Limits(3, 3, TIGHT))
 
 
 def cases():
@@ -98,7 +99,8 @@ def cases():
         for kind, sampling in (("greedy", COLD), ("temperature_1", WARM)):
             for limits in LIMITS:
                 if name != "medusa" or sampling == COLD or {limits.max_prefill_tokens, limits.max_kv_tokens} == {None}:
-                    yield pytest.param(name, sampling, limits, id=f"{name}-{kind}-{called(limits)}")
+                    marks = [pytest.mark.nightly] if limits in SIMILAR else []
+                    yield pytest.param(name, sampling, limits, id=f"{name}-{kind}-{called(limits)}", marks=marks)
 
 
 def called(limits):

@@ -77,11 +77,17 @@ def constraints() -> dict[str, AppliedConstraint | None]:
     }
 
 
-MANY = {("feature_trees", "forks"), ("union", "forks")}  # some thousand outcomes
+MANY = {  # some thousand outcomes
+    ("feature_trees", "forks"), ("union", "forks"), ("feature_trees", "chunked prefill"), ("feature_trees", "preempted")
+}  # fmt: skip
+
+
+def case(proposer, other):
+    return pytest.param(proposer, other, marks=[pytest.mark.nightly] if (proposer, other) in MANY else [])
+
+
 CASES = [
-    pytest.param(proposer, constraint, marks=[pytest.mark.nightly] if (proposer, constraint) in MANY else [])
-    for proposer in PROPOSERS
-    for constraint in ("none", "grammar", "forks", "backtracking")
+    case(proposer, constraint) for proposer in PROPOSERS for constraint in ("none", "grammar", "forks", "backtracking")
 ]
 
 
@@ -104,8 +110,9 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize(
+    ("proposer", "limits"), [case(proposer, limits) for proposer in PROPOSERS for limits in LIMITS]
+)
 def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, limits):
     target, tokens = model(), 2 if proposer in SAMPLED else 3
     found, seen = decoded(target, PROPOSERS[proposer](target), Token(), tokens, None, LIMITS[limits])

@@ -174,7 +174,8 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
     assert [check["name"] for check in found["pairs"][0]["sampled"]][1:] == ["towards the draft", "mode"]
 
 
-def test_a_constraint_whose_states_share_data_fails(flat_cli, monkeypatch):
+@pytest.mark.nightly
+def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.task.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
@@ -191,3 +192,8 @@ def enumerated(placement: str):
     """Every text of a toy under the constraint, drafted by a tree, compared with autoregressive decoding by hand."""
     binding = AppliedConstraint(part("apart", "Apart")(WORLD.v), placement)
     return examine(Instance(WORLD, "2x1", 2, END, binding=binding), "iid", Token())
+
+
+def test_a_constraint_whose_states_share_data_fails(monkeypatch):
+    monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
+    assert enumerated("both").wrong is not None

@@ -31,6 +31,7 @@ TREES = {
     "[3,1]": tree(((0,), (1,), (2,), (0, 0), (1, 0), (2, 0))),
     "ragged": tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))),
 }
+LARGEST = ("[2,2]", "[3,1]", "ragged")
 VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 DRAWN = pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 
@@ -50,8 +51,8 @@ def require_lossless(outputs: Outputs) -> None:
             name,
             world,
             id=f"{name}-world{world.seed}",
-            # The largest tree takes longer than all others together: two kinds of worlds in the short run.
-            marks=[pytest.mark.nightly] if name == "ragged" and world.seed not in (1, 4) else [],
+            # The largest trees take longer than all others together: two kinds of worlds in the short run.
+            marks=[pytest.mark.nightly] if name in LARGEST and world.seed not in (1, 4) else [],
         )
         for name in TREES
         for world in WORLDS

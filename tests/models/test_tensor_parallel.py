@@ -125,6 +125,7 @@ def test_a_rank_that_fails_alone_ends_all_with_its_error(answers, here):
     assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["said"]
 
 
+@pytest.mark.nightly  # the short run compares their logits
 @needs_gloo
 def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp_path):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]

@@ -333,6 +333,7 @@ def no_models(*given, **options):
     raise AssertionError("a model is loaded")
 
 
+@pytest.mark.nightly
 def test_the_study_compares_every_method_with_its_prediction_and_reads_it_again(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text((STUDY / "README.md").read_text())
     arguments = [
