@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ LEFT = {  # state that a run might change for the next ones
     "deterministic": torch.are_deterministic_algorithms_enabled,
     "random of torch": lambda: hash(tuple(torch.random.get_rng_state().tolist())),
     "random of numpy": lambda: hash(tuple(np.random.get_state()[1].tolist())),
-    "random of python": lambda: hash(random.getstate()),
+    "random of python": lambda: crc32(repr(random.getstate()).encode()),
     "folder": lambda: Path("said.txt").is_file(),
     "locale": lambda: locale.setlocale(locale.LC_ALL),
 }
