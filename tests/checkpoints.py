@@ -1,4 +1,4 @@
-"""A tiny checkpoint on disk with a tokenizer of one token a letter, and prompts to go with it."""
+"""A tiny checkpoint on disk with a tokenizer of one token per letter, and prompts for it."""
 
 import json
 import string

@@ -59,7 +59,7 @@ def cli(monkeypatch, capsys, tmp_path):
             main()
             code = 0
         except SystemExit as left:
-            if isinstance(left.code, str):  # what the interpreter would print
+            if isinstance(left.code, str):  # as the interpreter prints it
                 print(left.code, file=sys.stderr)
             code = 1 if isinstance(left.code, str) else left.code or 0
         said = capsys.readouterr()
@@ -70,7 +70,7 @@ def cli(monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def quick_cli(cli, monkeypatch, tmp_path):
-    """As ``cli``, on a wide terminal and without what is slow and proved elsewhere."""
+    """As ``cli``, on a wide terminal and without slow parts that have tests of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "here")
@@ -80,7 +80,7 @@ def quick_cli(cli, monkeypatch, tmp_path):
 
 @pytest.fixture
 def flat_cli(cli, monkeypatch):
-    """As ``cli``, on a wide terminal, each output as one line."""
+    """As ``cli``, on a wide terminal, with each output joined into one line."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def call(*arguments: str) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""A part of a run that needs a secret, for the tests of what is written."""
+"""A part of a run that needs a secret, for the tests of redaction."""
 
 from spec_lab.text.prompts import Prompt, jsonl
 
@@ -9,7 +9,7 @@ def load(
     """The prompts of a file.
 
     Raises:
-        ValueError: the key is not accepted; names it, as some services do.
+        ValueError: the key is not accepted; the message contains it, as some services' do.
     """
     if not accepted:
         raise ValueError(f"the key {api_key} of {service} is not accepted")

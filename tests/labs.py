@@ -1,4 +1,4 @@
-"""A lab small enough to run in a test: a tiny random target that reads letters, and a proposer that guesses."""
+"""A lab small enough for a test: a tiny random target over letters, and a proposer that guesses."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ TEXTS = ("the cat sat", "def f of x", "one two three", "a b", "z")
 
 
 class Letters:
-    """A tokenizer with one token a letter."""
+    """A tokenizer with one token per letter."""
 
     eos_token_id = None
 

@@ -43,7 +43,7 @@ def test_batching_measures_every_way_on_every_full_group(batching, tmp_path, mon
     assert len(speeds) == 2
     assert np.isfinite(speeds).all(axis=None) and (speeds > 0).all(axis=None)
     ways = [("none", [1, 1]), ("none", [2]), ("medusa", [2])]
-    assert seen == ways + ways + [*ways[1:], ways[0]]  # before the clock counts; then in turns
+    assert seen == ways + ways + [*ways[1:], ways[0]]  # warm-up; then alternating
     short = batching.measure(target, heads, prompts / "code.jsonl", batch=3, limit=4, new=6)
     assert len(short) == 1  # the fourth prompt fills no group
     assert isinstance(speeds, pd.DataFrame)
@@ -53,7 +53,7 @@ def test_a_ratio_is_shown_with_its_interval(batching):
     assert batching.show(Interval(1.234, 1.1, 1.36)) == "1.23 [1.10, 1.36]"
 
 
-def test_the_draft_s_share_is_measured_on_steps_of_both_models_in_turns(tmp_path, monkeypatch):
+def test_the_draft_s_share_is_measured_on_alternating_steps_of_both_models(tmp_path, monkeypatch):
     share = script("draft_share")
     folder = zoo(tmp_path)
     target, draft = (Target.load(str(folder / name)) for name in ("target", "draft"))

@@ -1,4 +1,4 @@
-"""Notebooks: they execute as they are shipped, show figures and no paths of a machine; .ipynb and .py stay in step."""
+"""Notebooks execute as shipped, show figures and no paths of a machine; .ipynb and .py agree."""
 
 import shutil
 
@@ -43,7 +43,7 @@ def test_there_is_a_notebook_for_each_of_the_first_questions():
     [pytest.param(one, marks=[] if one.stem == "is_it_lossless" else [pytest.mark.nightly]) for one in SOURCES],
     ids=lambda source: source.stem,
 )
-def test_it_executes(source, tmp_path, capsys):
+def test_a_notebook_executes(source, tmp_path, capsys):
     copy = shutil.copy(source, tmp_path / source.name)
     main([str(copy)])
     pair = copy.with_suffix(".ipynb")
@@ -53,20 +53,20 @@ def test_it_executes(source, tmp_path, capsys):
 
 
 @every
-def test_the_rendered_one_is_in_step_with_its_source(source):
+def test_the_rendered_notebook_equals_its_source(source):
     pair = source.with_suffix(".ipynb")
     assert cells(pair) == cells(source), "render it again: python scripts/render_notebooks.py"
     check_rendered(pair)
 
 
 @every
-def test_it_asserts_what_it_says(source):
+def test_a_notebook_asserts_its_claims(source):
     """Executing a notebook is a test only if it asserts something."""
     code = [cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code"]
     assert sum("\nassert " in one or "    assert " in one for one in code) >= 4
 
 
-# What is refused
+# Refusals
 
 
 def notebook_of(tmp_path, code: str):
@@ -84,13 +84,13 @@ def notebook_of(tmp_path, code: str):
     ],
     ids=["a path of this machine", "stderr", "a false assertion"],
 )
-def test_it_is_not_rendered_with(tmp_path, code, error, says):
+def test_a_notebook_is_not_rendered_with(tmp_path, code, error, says):
     with pytest.raises(error, match=says):
         main([str(notebook_of(tmp_path, code))])
     assert not (tmp_path / "one.ipynb").exists()
 
 
-def test_a_file_that_is_no_notebook_is_refused(tmp_path, capsys):
+def test_a_file_that_is_not_a_notebook_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.py")])
     assert "none.py is not a py:percent file" in capsys.readouterr().err

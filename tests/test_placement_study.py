@@ -1,4 +1,4 @@
-"""What the study of placements measures with: a schema, a grammar, patterns; and figures that mean what they say."""
+"""The placement study: its schema, grammar and patterns, and its figures."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ SPACE = {
 
 def script(name):
     spec = importlib.util.spec_from_file_location(f"placement_{name}", STUDY / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses read it
     spec.loader.exec_module(module)
     return module
 
@@ -48,7 +48,7 @@ def tokenizer():
 
 @cache
 def constraint(kind):
-    """As the config has it, for whole texts."""
+    """The constraint of the config, for whole texts."""
     config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "constraint", f"{kind}.yaml")), resolve=True)
     load = {"json_schema": json_schema, "lark": lark}[config.pop("_target_").rpartition(".")[2]]
     binding = ("placement", "draft_budget", "fast_forward", "async_masks")
@@ -61,7 +61,7 @@ def lines(text):
 
 
 def walk(kind, text):
-    """(where the masks refuse the text, None if nowhere; the share of its tokens that they force)."""
+    """(place where the masks refuse the text, None if nowhere; share of forced tokens)."""
     first, *rest = [*tokenizer().encode(text), *bundled().ends]
     state, forced = constraint(kind).start(Request(0, "one", (first,))), 0
     for place, token in enumerate(rest):
@@ -98,7 +98,7 @@ def test_the_masks_of_the_schema_allow_every_record_as_it_is_laid_out():
         assert walk("records", text)[0] is None, seed
 
 
-def test_the_grammar_allows_every_document_to_the_letter_and_leaves_less_to_choose():
+def test_the_grammar_allows_every_document_literally_and_forces_more_tokens():
     shares = []
     for seed in SEEDS:
         refused, forced = walk("records_exact", record(seed)[1])
@@ -113,7 +113,7 @@ def test_the_grammar_allows_every_document_to_the_letter_and_leaves_less_to_choo
     ['{\n "pipeline"', '{\n  "pipeline": "a-ci", ', '{"id": 1, "name"', "[{", '{"status": "ok", "code": 201', "{ "],
     ids=["indent", "layout", "key", "list", "value", "space"],
 )
-def test_the_grammar_refuses_what_is_laid_out_otherwise(text):
+def test_the_grammar_refuses_other_layouts(text):
     assert walk("records_exact", text)[0] is not None
 
 
@@ -134,7 +134,7 @@ def refused(made):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_bundled_json_prompt_begins_what_is_allowed(kind):
+def test_every_bundled_json_prompt_is_an_allowed_beginning(kind):
     assert refused(constraint(kind)) == []
 
 
@@ -180,7 +180,7 @@ def measure():
     return script("measure")
 
 
-def test_ways_are_compared_with_decoding_of_the_same_law(measure):
+def test_arms_are_compared_with_decoding_of_the_same_distribution(measure):
     every = measure.ways(0)
     assert len({way.arm for way in every}) == len(every) == 5 * 6 + 3
     both = measure.Way("medusa", "both", True)
@@ -197,19 +197,19 @@ def test_a_pooled_share_is_of_sums_and_its_interval_over_requests(measure):
     assert np.isnan(measure.pooled(part, whole * 0, request).mean)
 
 
-def test_nodes_are_judged_until_the_output_breaks_the_constraint(measure):
+def test_nodes_are_counted_until_the_output_violates_the_constraint(measure):
     requests = pd.DataFrame({"arm": ["a"] * 2, "request": [0, 1], "prompt_tokens": [5, 7], "violated": [-1, 3]})
     steps = pd.DataFrame({"request": [0, 1, 1, 1], "context": [60, 8, 10, 11]})
     assert measure.not_violated(steps, requests, "a").tolist() == [True, True, True, False]
 
 
-def test_tables_go_between_the_marks_and_nowhere_else(measure, tmp_path):
+def test_tables_are_written_between_the_marks_only(measure, tmp_path):
     file = tmp_path / "README.md"
     file.write_text("a\n<!-- results -->\nold\n<!-- end of results -->\nb\n")
     measure.fill(file, "results", r"new \1")
     measure.fill(file, "results", r"new \1")
     assert file.read_text() == "a\n<!-- results -->\nnew \\1\n<!-- end of results -->\nb\n"
-    with pytest.raises(ValueError, match="needs the lines <!-- other -->"):
+    with pytest.raises(ValueError, match="<!-- other -->"):
         measure.fill(file, "other", "")
 
 
@@ -227,7 +227,8 @@ def tiny_zoo(folder):
     return folder
 
 
-def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, tmp_path, monkeypatch):
+@pytest.mark.nightly
+def test_the_study_measures_draws_and_writes_and_is_resumed(measure, tmp_path, monkeypatch):
     folder = tiny_zoo(tmp_path / "zoo")
     said = ["constraint=regex", "constraint.pattern='[a-z ]{12,}'", "prompts=code"]
     monkeypatch.setattr(measure, "WORKLOADS", {"patterns": ("toy", said)})
@@ -265,7 +266,7 @@ def test_the_study_measures_draws_and_writes_and_goes_on_where_it_was(measure, t
     assert pd.read_csv(tmp_path / "results.csv").equals(table)
 
 
-@pytest.mark.nightly  # the short run has the study on tiny models
+@pytest.mark.nightly  # as is the study on tiny models
 def test_the_experiment_runs_on_the_bundled_models(monkeypatch, tmp_path):
     short = [
         "target.dtype=float64",

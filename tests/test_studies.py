@@ -1,4 +1,4 @@
-"""The studies: on tiny models each sweep runs as its command says, and its figure reads what is left."""
+"""The studies: on tiny models each command runs its sweep, and its figure reads the results."""
 
 import importlib
 import json
@@ -34,10 +34,11 @@ STUDIES = {
     "proposers": (["prompts=code", "proposer.max_nodes=2"], 2 * 5),
     "spec_bench": ([f"prompts.path={QUESTIONS}", "proposer.max_nodes=2"], 5),
 }
-"""What its command is given to be small, and the rows that its results then have."""
+"""Overrides that keep its command small, and the number of rows of its results."""
+SHORT_RUN = ("verifier_vs_temperature", "batch_size")
 
 SHOWN = dict.fromkeys(STUDIES, "speedup") | {"batch_size": "block_speedup"}
-"""What its table begins with."""
+"""The beginning of its table."""
 
 PAIRED = {
     "verifier_vs_temperature": ("expected_tau_beyond_token", "tau_beyond_token", "speed_over_token"),
@@ -83,7 +84,9 @@ def figure_of(name):
     return importlib.import_module(f"experiments.{name}.figure")
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SHORT_RUN else [pytest.mark.nightly]) for name in STUDIES]
+)
 def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     small, rows = STUDIES[name]
@@ -107,7 +110,7 @@ def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_a_study_says_its_command_and_is_a_small_delta(name):
+def test_a_study_names_its_command_and_is_a_small_delta(name):
     text = (ROOT / "experiments" / name / "README.md").read_text()
     assert f"python -m spec_lab +experiment={EXPERIMENT[name]}" in text
     assert f"python -m experiments.{name}.figure" in text
@@ -125,7 +128,9 @@ def test_at_temperature_0_verifiers_are_swept_on_trees_of_the_likeliest_tokens(t
     )
     table = plots.swept(tmp_path / "here")
     assert set(table["temperature"]) == {0} and len(table) == 4
-    assert (table.groupby("arm")["tau_pooled"].nunique() == 1).all()  # a one-hot law leaves nothing to verify otherwise
+    assert (
+        table.groupby("arm")["tau_pooled"].nunique() == 1
+    ).all()  # one-hot distributions: all verifiers accept the same
 
 
 def test_the_published_trees_of_the_study_have_as_many_nodes_as_the_grown_one():
@@ -152,7 +157,7 @@ def defaults(experiment):
     return OmegaConf.load(Path(conf(), "experiment", f"{experiment}.yaml")).defaults
 
 
-# What figures are computed from ------------------------------------------------------------------------------------
+# Inputs of figures -------------------------------------------------------------------------------------------------
 
 
 def rows(arm, tokens, seconds, prompts_a_group=1):
@@ -169,7 +174,9 @@ def rows(arm, tokens, seconds, prompts_a_group=1):
 def test_the_speed_up_of_a_block_does_not_depend_on_how_its_prompts_were_put_together():
     random = np.random.default_rng(0)
     tokens, plain = np.full(64, 32), np.full(64, 1.0)
-    seconds = plain / random.choice([0.8, 1.5, 8.0], 64)  # a few prompts loop, and copying makes them very fast
+    seconds = plain / random.choice(
+        [0.8, 1.5, 8.0], 64
+    )  # a few prompts repeat themselves, and prompt lookup makes them very fast
     every = {
         size: pd.concat([rows("ngram", tokens, seconds, size), rows("baseline", tokens, plain, size)])
         for size in (1, 2, 4, 8, 16)
@@ -187,9 +194,9 @@ def test_blocks_that_would_hold_other_prompts_are_refused_and_a_short_last_one_i
     ones = np.ones(20)
     both = [pd.concat([rows("ngram", ones, ones, size), rows("baseline", ones, ones, size)]) for size in (1, 5)]
     assert block_speedups(both[0], "ngram").index.tolist() == [0]
-    with pytest.raises(ValueError, match="groups lie across blocks of 16 prompts: batch sizes must divide 16"):
+    with pytest.raises(ValueError, match="blocks of 16 prompts"):
         block_speedups(both[1], "ngram")
-    with pytest.raises(ValueError, match=r"requests of groups \[3\] broke"):
+    with pytest.raises(ValueError, match=r"groups \[3\]"):
         block_speedups(both[0].assign(finish=np.where(both[0]["request"] == 3, "nan", "length")), "ngram")
 
 
@@ -204,7 +211,7 @@ def steps_of(arm, emitted):
 
 
 def run_of(arm, emitted, seconds):
-    """A run of an arm and a baseline of one second a prompt."""
+    """A run of an arm and a baseline of one second per prompt."""
     tokens = [sum(own) for own in emitted]
     requests = pd.concat([rows(arm, tokens, seconds), rows("baseline", tokens, np.ones(len(tokens)))])
     return metrics.Tables(pd.DataFrame(), steps_of(arm, emitted), requests)
@@ -235,7 +242,7 @@ def test_the_fastest_of_a_run_is_ahead_of_the_next(tmp_path, monkeypatch):
     assert "speed_over_draft_chain" not in found["draft_chain"]
 
 
-def test_what_is_no_pair_is_refused():
+def test_an_invalid_pair_is_refused():
     one, other = (run_of("a", emitted, [1.0] * len(emitted)) for emitted in ([[1], [2]], [[1], [2], [3]]))
     for paired in (plots.tau_beyond, plots.speedup_over):
         with pytest.raises(ValueError, match="the runs decoded different prompts"):
@@ -250,7 +257,7 @@ def test_a_missing_reference_is_named(tmp_path, monkeypatch):
     table = pd.DataFrame(
         [{"run": "r", "arm": "chain", "recorded": "chain", "verifier_name": "match", "temperature": 1}]
     )
-    with pytest.raises(ValueError, match="no run that is done with .*'verifier_name': 'token'.*: run it"):
+    with pytest.raises(ValueError, match="'verifier_name': 'token'"):
         plots.versus(tmp_path, table, ("temperature", "verifier_name"), {"verifier_name": "token"}, "token")
 
 
@@ -258,9 +265,9 @@ def test_spec_bench_refuses_groups_of_several_prompts_and_categories_it_does_not
     check = figure_of("spec_bench").check
     requests = pd.DataFrame({"group": [0, 0, 1], "request": [0, 0, 1], "workload": ["qa", "qa", "humanities"]})
     check(requests)
-    with pytest.raises(ValueError, match="group 0 holds 2 prompts, but tasks are compared at batch_size=1"):
+    with pytest.raises(ValueError, match="group 0 .*2 prompts.*batch_size=1"):
         check(requests.assign(group=0))
-    with pytest.raises(ValueError, match=r"categories \['trivia'\] are not Spec-Bench's; known are translation, "):
+    with pytest.raises(ValueError, match=r"\['trivia'\].*translation, "):
         check(requests.assign(workload=["qa", "qa", "trivia"]))
     with pytest.raises(ValueError, match="no finished prompt"):
         check(requests.iloc[:0])
@@ -272,7 +279,7 @@ def test_spec_bench_s_categories_are_six_tasks():
     assert set(study.TASK.values()) == set(study.TASKS) - {"all"}
 
 
-def test_spec_bench_says_how_many_prompts_were_decoded():
+def test_spec_bench_reports_how_many_prompts_were_decoded():
     decoded = figure_of("spec_bench").decoded
     table = pd.DataFrame({"task": ["qa", "qa", "rag"], "prompts": [80, 80, 80], "decoded": [77, 78, 80]})
     assert decoded(table, "qa") == "77-78 of 80" and decoded(table, "rag") == "80 of 80"
@@ -288,11 +295,11 @@ def test_every_part_of_a_readme_has_marks_of_its_own(tmp_path):
     )
 
 
-def test_figures_refuse_what_they_would_mix_up(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; a sweep is created by"):
+def test_figures_refuse_runs_that_do_not_belong_together(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
         plots.swept(tmp_path / "none")
-    with pytest.raises(ValueError, match="2 runs have {'arm': 'a'}: the sweep varied something else"):
+    with pytest.raises(ValueError, match="2 runs .*{'arm': 'a'}"):
         plots.row_where(pd.DataFrame({"arm": ["a", "a"]}), arm="a")
     (tmp_path / "README.md").write_text("no marks")
-    with pytest.raises(ValueError, match="needs the lines <!-- results -->"):
+    with pytest.raises(ValueError, match="<!-- results -->"):
         plots.fill(tmp_path / "README.md", "table")

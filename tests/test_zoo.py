@@ -1,4 +1,4 @@
-"""The shipped files of the zoo: complete, small, and held out from training."""
+"""The shipped files of the zoo: complete, small; prompts held out from training."""
 
 import hashlib
 import json
@@ -114,7 +114,7 @@ def test_json_prompts_continue_as_their_records_do(shipped):
         assert records.record(int(seed))[1].startswith(prompt["prompt"])
 
 
-def test_the_tokenizer_is_one_and_gives_back_any_text(tokenizer):
+def test_the_tokenizer_is_shared_and_round_trips_any_text(tokenizer):
     files = {hashlib.sha256((ZOO / m / "tokenizer.json").read_bytes()).hexdigest() for m in ("target", "draft")}
     assert len(files) == 1
     assert len(tokenizer) == 4096 and tokenizer.eos_token == "<|endoftext|>" and tokenizer.bos_token is None
@@ -138,13 +138,13 @@ def test_weights_are_small_and_of_one_family():
     assert config["target_sha256"] == hashlib.sha256((ZOO / "target" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_the_card_names_the_weights_beside_it():
+def test_the_card_names_the_weights_of_its_folder():
     card = (ZOO / "README.md").read_text()
     for model in ("target", "draft", "medusa"):
         assert hashlib.sha256((ZOO / model / "model.safetensors").read_bytes()).hexdigest() in card
 
 
-def test_the_target_knows_its_workloads(tokenizer, shipped):
+def test_the_target_has_low_loss_on_its_workloads(tokenizer, shipped):
     """A loss far below that of unigrams, on the prompts themselves."""
     from transformers import AutoModelForCausalLM
 

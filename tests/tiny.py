@@ -60,7 +60,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
-    """A random model of a family; its logits are spread widely enough for arg maxes to be far apart."""
+    """A random model of a family; its logits are spread so that the largest is unambiguous."""
     transformers.logging.set_verbosity_error()
     torch.manual_seed(seed)
     settings = (FAMILIES | DENSE_ONLY | WINDOWED)[family] | changes

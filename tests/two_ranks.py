@@ -1,6 +1,7 @@
-"""Run by ``test_parallel`` on two ranks: the first one asks, the other follows, and ``answers.json`` is what came out.
+"""Run by ``test_parallel`` on two ranks: the first one calls, the other follows, and ``answers.json`` holds the
+results.
 
-The last question is one at which the second rank fails alone. Before each load of a model it notes what it still holds
+In the last call the second rank fails alone. Before each load of a model it notes what it still holds
 of earlier ones, in ``held.json``.
 """
 
@@ -38,7 +39,7 @@ def forests(target: Target) -> tuple[list[torch.Tensor], int]:
 
 @torch.inference_mode()
 def compared(name: str) -> dict:
-    """How far a model split over both ranks is from the whole one."""
+    """The difference between a model split over both ranks and the whole one."""
     how = dict(path=str(HERE / name), dtype="float64")
     split, whole = Target.load(**how, tensor_parallel=True), loading.load_model(**how, device="cpu")[0]
     one = Target(CausalLM(whole), None, "whole", 512, "", 0.0)
@@ -55,7 +56,7 @@ def compared(name: str) -> dict:
 
 
 def failing_together(name: str) -> str:
-    """What is said of a call that fails on both ranks, and whether the next one goes well."""
+    """The error of a call that fails on both ranks, and whether the next call succeeds."""
     target = Target.load(str(HERE / name), dtype="float64", tensor_parallel=True)
     try:
         target.lm.model(input_ids=torch.tensor([[1]]), logits_to_keep="all")
@@ -66,11 +67,11 @@ def failing_together(name: str) -> str:
 
 
 def watched(read):
-    """``loading._read_weights``, by which both ranks come to the last question, with a note of what is held."""
+    """``loading._read_weights``, which both ranks call before the last call, with a record of held models."""
     seen, held = [], []
 
     def shards(path: str, *more, **how):
-        if path.endswith("unseen"):  # nothing slow is left to wait for
+        if path.endswith("unseen"):  # nothing slow remains
             tensor_parallel.join().failed = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
         if ranks.rank():
             held.append(

@@ -1,4 +1,4 @@
-"""Folders of runs from elsewhere: nothing outside is touched, and one bad file spares the other runs."""
+"""Untrusted run folders: nothing outside is touched, and one bad file does not affect the other runs."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def swept(tmp_path_factory):
 
 @pytest.fixture
 def given(swept, tmp_path):
-    """A copy of it, and a file and a folder of the user beside it."""
+    """A copy of it, and a file and a folder of the user next to it."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     return shutil.copytree(swept, tmp_path / "swept")
@@ -82,7 +82,7 @@ def test_parts_are_neither_written_nor_removed_through_a_link(given):
     (out / "requests.parquet").rename(given.parent / "mine" / "requests-000000.parquet")
     link(out / "parts", given, ".")
     for act in (lambda: load(out), Recorder(out).gather, lambda: Recorder(out).write(1, [{"group": 1}], [], [])):
-        with pytest.raises(ValueError, match="parts is a symlink; remove it"):
+        with pytest.raises(ValueError, match="parts is a symlink"):
             act()
     assert {one.name for one in (given.parent / "mine").iterdir()} == {"file", "requests-000000.parquet"}
 
@@ -94,10 +94,10 @@ def test_a_view_is_not_written_through_a_link(given):
     assert mine(given) == [("file", "mine")]
 
 
-def test_a_lock_that_is_a_link_or_no_file_is_refused_and_spares_the_others(given, call):
+def test_a_lock_that_is_not_a_regular_file_is_refused_and_the_other_runs_are_read(given, call):
     link(given / "seed=1" / ".lock", given)
     (given / "seed=2" / ".lock").mkdir()
-    with pytest.raises(OSError, match="is not a regular file, so it cannot be a lock"), sweep.holding(given / "seed=1"):
+    with pytest.raises(OSError, match="regular file"), sweep.holding(given / "seed=1"):
         pass
     assert [bool(one.unreadable) for one in sweep.runs(given)] == [True, True, False]
     assert mine(given) == [("file", "mine")]
@@ -120,7 +120,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("name", "text"), SPOILT)
-def test_a_bad_file_is_named_and_spares_the_other_runs(given, call, name, text):
+def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text):
     (given / "seed=2" / name).write_text(text)
     if name == "queued.json":
         (given / "seed=2" / "ended.json").unlink()
@@ -170,7 +170,7 @@ def test_a_table_with_something_else_in_it_is_named(given, call, spoil, why):
 
 
 @pytest.mark.parametrize("name", ["../mine", "/etc", "..", "", "a\x1b[31mb", "a/b", "a\0", "a" * 300])
-def test_a_name_that_is_no_run_s_folder_is_refused(given, call, name):
+def test_a_name_that_is_not_a_run_s_folder_is_refused(given, call, name):
     (given / "sweep.json").write_text(json.dumps({"runs": [{"folder": name, "overrides": []}]}))
     for what in ("state", "collect", "report"):
         code, said, errors = call(what, given)
@@ -190,7 +190,7 @@ def test_control_characters_reach_no_terminal(given, call):
 # A full disk
 
 
-def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_finished_groups_and_the_error_names_a_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.benchmark.in_short", lambda *_: {"certified": None})
     write = pq.write_table
 
@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_finished_groups_and_says_what_to_do(tmp_path, monkeyp
     full.left = 4  # the first group's three tables, and one of the second's
     with monkeypatch.context() as patch:
         patch.setattr("spec_lab.results.parts.pq.write_table", full)
-        with pytest.raises(OSError, match=r"free some space, then run the same command again.*steps-000001\.parquet"):
+        with pytest.raises(OSError, match=r"space.*steps-000001\.parquet"):
             run(lab(TEXTS[:2]), settings(tmp_path, batch_size=1), {"name": "toy"})
     assert Recorder(tmp_path).finished() == {0}
     assert not list(tmp_path.rglob(".*"))

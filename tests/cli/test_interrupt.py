@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: one line, exit code 130, no traceback, and nothing that is noted as failed."""
+"""Ctrl-C at any moment: one line, exit code 130, no traceback, and nothing recorded as failed."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory):
 
 
 def interrupted_at(module: str, place: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """The command line in a process of its own that gets SIGINT as it imports a module."""
+    """Run the command line in a process that receives SIGINT while it imports a module."""
     command = [sys.executable, "-c", AT_IMPORT.format(module=module), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
@@ -50,7 +50,7 @@ def test_a_run_that_is_interrupted_during_an_import_ends_with_one_line(tiny, tmp
 
 
 @pytest.mark.parametrize("module", ["hydra", "torch", "transformers"])
-def test_a_sweep_that_is_interrupted_during_an_import_waits(tiny, tmp_path, module):
+def test_a_sweep_that_is_interrupted_during_an_import_is_pending(tiny, tmp_path, module):
     done = interrupted_at(module, tmp_path, "--multirun", *tiny, "seed=1,2")
     assert done.returncode == 130, done.stderr
     assert "Interrupted." in done.stderr and "Traceback" not in done.stderr
@@ -68,9 +68,9 @@ def test_a_command_that_is_interrupted_during_an_import_ends_with_one_line(tmp_p
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [
-        ("raise KeyboardInterrupt", 130),  # of work that does not handle it
+        ("raise KeyboardInterrupt", 130),  # as raised by work that does not handle it
         ("os.kill(os.getpid(), signal.SIGINT)", 130),
-        ("exec('os.kill(os.getpid(), signal.SIGINT)')", 130),  # Python would end itself by SIGINT after this
+        ("exec('os.kill(os.getpid(), signal.SIGINT)')", 130),  # after this Python would end itself by SIGINT
         (
             "try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException: raise ImportError from None",
             130,
@@ -97,7 +97,7 @@ def test_the_exit_code_is_130_whatever_became_of_the_exception(tmp_path, code, e
     assert "Traceback" not in done.stderr
 
 
-def test_where_somebody_else_handles_ctrl_c_nothing_changes():
+def test_a_ctrl_c_handler_of_the_caller_is_left_in_place():
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         mine = signal.getsignal(signal.SIGINT)

@@ -1,8 +1,7 @@
-"""Kill -9 of any worker or launcher at any moment loses no finished group and counts none twice."""
+"""Kill -9 of any worker or launcher at any moment: no finished group is lost or counted twice."""
 
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -10,6 +9,8 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from math import ceil
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from pandas.testing import assert_frame_equal
 from spec_lab.results import schema, sweep
 from spec_lab.results.writer import load
 from tests import checkpoints
+from tests.cli.composing import compose, remember_compositions
 
 ROOT = Path(__file__).parents[2]
 TIMES = {
@@ -29,7 +31,7 @@ TIMES = {
     "steps": [],
     "requests": [name for name in schema.REQUESTS if name.endswith("_seconds")],
 }
-"""Columns that differ between two runs of the same."""
+"""Columns that differ between two equal runs."""
 GROUPS = 6
 
 
@@ -50,7 +52,7 @@ def options(zoo: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-# Children that cost little ----------------------------------------------------------------------------------------
+# Cheap child processes ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ class Yard:
         return self.ask("start", place, arguments, how)
 
     def wait(self, child: int) -> int:
-        """The child's exit code, or minus the signal that ended it."""
+        """Wait for a child; returns its exit code, or minus the signal that ended it."""
         return self.ask("wait", child, False)
 
     def kill(self, child: int) -> bool:
-        """Kill -9; whether the child was still living."""
+        """Kill -9; returns whether the child was still alive."""
         return self.ask("wait", child, True) == -signal.SIGKILL
 
 
@@ -93,32 +95,23 @@ def yard():
 def _serve(pipe: Connection) -> None:
     from threading import RLock
 
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from tqdm import tqdm
 
     import spec_lab.cli.commands
     import spec_lab.results.manifest
     import spec_lab.tasks.benchmark
 
-    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # the slow part of a summary, proved elsewhere
+    spec_lab.tasks.benchmark.in_short = lambda *_: {"certified": None}  # slow, and has tests of its own
     spec_lab.results.manifest.commit = lambda _: None  # as under GIT_DIR=/nowhere
-    tqdm.set_lock(RLock())  # its own is a semaphore that a killed process would leave behind
-    compose, composed = ConfigLoaderImpl.load_configuration, {}
-
-    def remembered(self, config_name, overrides, *more, **given):
-        key = (config_name, tuple(overrides), str(more), str(given))
-        if key not in composed:
-            composed[key] = pickle.dumps(compose(self, config_name, overrides, *more, **given))
-        return pickle.loads(composed[key])
-
-    ConfigLoaderImpl.load_configuration = remembered
+    tqdm.set_lock(RLock())  # its own lock is a semaphore that a killed process would leave behind
+    remember_compositions()
     known = set()
     with suppress(EOFError):
         while True:
             match pipe.recv():
                 case "start", place, arguments, how:
                     if tuple(arguments) not in known:
-                        _compose(place.parent / f"composed-{len(known)}", arguments)
+                        compose(place.parent / f"composed-{len(known)}", arguments)
                         known.add(tuple(arguments))
                     if not (child := os.fork()):
                         _child(place, arguments, **how)
@@ -127,31 +120,18 @@ def _serve(pipe: Connection) -> None:
                     os._exit(0)
                 case "wait", child, kill:
                     if kill:
-                        os.kill(child, signal.SIGKILL)  # it is not reaped yet, so the number is still its own
+                        os.kill(child, signal.SIGKILL)  # not reaped yet, so the process number is still its own
                     pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def _compose(place: Path, arguments: list[str]) -> None:
-    """Let Hydra compose each job of a sweep, so that children need not."""
-    from spec_lab.cli import main
-
-    place.mkdir()
-    os.chdir(place)
-    job, main.job, sys.argv = main.job, lambda _: None, ["spec-lab", *arguments]
-    with suppress(SystemExit), open(os.devnull, "w") as nowhere:
-        sys.stdout = sys.stderr = nowhere
-        main.main()
-    sys.stdout, sys.stderr, main.job = sys.__stdout__, sys.__stderr__, job
-
-
 def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tuple[int, str] | None = None) -> None:
-    """Run the command line in ``place``; what it says goes to ``said.txt`` there.
+    """Run the command line in ``place``; its output goes to ``said.txt`` there.
 
     Args:
         place: the working directory.
         arguments: of the command line.
-        patience: seconds to wait for a run that another process is at.
-        moment: number of a change to the disk and how it dies there: "after" it, or with the "half" of a file written.
+        patience: seconds to wait for a run that another process has locked.
+        moment: number of a change to the disk, and whether the process dies "after" it or with "half" a file written.
     """
     from spec_lab.cli import main
 
@@ -201,7 +181,7 @@ def _die_at(number: int, when: str) -> None:
         setattr(os, name, deadly(getattr(os, name)))
 
 
-# What must hold ----------------------------------------------------------------------------------------------------
+# Checks ------------------------------------------------------------------------------------------------------------
 
 
 Tables = dict[str, pd.DataFrame]
@@ -227,7 +207,7 @@ def assert_same(found: Tables, expected: Tables) -> None:
 
 
 def check(swept: Path, reference: dict[str, Tables], seen: dict[str, Tables], living: bool) -> bool:
-    """What is on disk is right, and all that was ``seen`` is still there, to the last digit of its times.
+    """Check that the files are right and that every group ``seen`` before is still there with the same times.
 
     Returns:
         Whether every run is done.
@@ -251,7 +231,7 @@ def check(swept: Path, reference: dict[str, Tables], seen: dict[str, Tables], li
 
 
 def check_end(swept: Path, reference: dict[str, Tables]) -> None:
-    """The sweep is whole, and nothing of the kills is left."""
+    """Check that the sweep is complete and that the kills left nothing behind."""
     assert {one.state for one in sweep.runs(swept)} == {"done"}
     for name, tables in reference.items():
         folder = swept / name
@@ -277,7 +257,7 @@ def check_end(swept: Path, reference: dict[str, Tables]) -> None:
 
 
 def never_killed(yard: Yard, place: Path, arguments: list[str]) -> dict[str, Tables]:
-    """The rows of each run of a sweep that nothing disturbs."""
+    """The rows of each run of an undisturbed sweep."""
     child = yard.start(place, arguments)
     assert yard.wait(child) == 0, (place / "said.txt").read_text()
     return {one.folder.name: rows(one.folder) for one in sweep.runs(place / "swept")}
@@ -294,18 +274,18 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo,
     one_run = min(one.seconds for one in sweep.runs(tmp_path / "reference" / "swept"))  # the first is slower
     assert all(len(one["requests"]) == 2 * GROUPS for one in reference.values())
     dice, hits, sweeps, broken_off = random.Random(0), 0, 0, 0
-    while hits < kills or broken_off <= kills // 10:  # they shall fall into runs, not only between them
+    while hits < kills or broken_off <= kills // 10:  # some kills must fall into runs, not only between them
         assert hits < 5 * kills
         place, seen, children, done = tmp_path / str(sweeps), {}, [], False
         while not done:
-            while len(children) < 2:  # two workers, or a launcher started again beside an orphan
+            while len(children) < 2:  # two workers, or a restarted launcher and an orphan
                 children.append(yard.start(place, arguments, patience=dice.choice([0.0, 1.0])))
             time.sleep(dice.uniform(0, dice.choice([1, 2]) * one_run))
-            one_run *= 1.02  # there is an end to it on a machine that has become slower
+            one_run *= 1.02  # so the test ends on a machine that has become slower
             for _ in range(dice.choice([1, 2])):
                 hits += yard.kill(children.pop(dice.randrange(len(children))))
             done = check(place / "swept", reference, seen, living=bool(children))
-            one_run *= 0.8 if done else 1.0  # and kills do not come too late on one that has become faster
+            one_run *= 0.8 if done else 1.0  # and kills are not too late on one that has become faster
             broken_off += any(0 < tables["requests"]["group"].nunique() < GROUPS for tables in seen.values())
         for child in children:
             hits += yard.kill(child)
@@ -316,26 +296,27 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo,
     print(f"{hits} kills in {sweeps} sweeps; after {broken_off} checks a run was broken off")
 
 
-def test_a_kill_between_any_two_changes_to_the_disk_is_mended_by_the_same_command(yard, zoo, tmp_path):
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(yard, zoo, tmp_path, stride):
+    """Of all moments the short run has every third."""
     arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
     reference = never_killed(yard, tmp_path / "reference", arguments)
-    moments = {"half": 0, "after": 0}
-    for when in moments:
-        while True:
-            place, seen = tmp_path / f"{when}-{moments[when]}", {}
-            ended = yard.wait(yard.start(place, arguments, moment=(moments[when] + 1, when)))
+    kills = {}
+    for when in ("half", "after"):
+        for kills[when], number in enumerate(count(1, stride)):
+            place, seen = tmp_path / f"{when}-{number}", {}
+            ended = yard.wait(yard.start(place, arguments, moment=(number, when)))
             if ended == 0:
-                break  # there are no more
+                break  # no more changes
             assert ended == -signal.SIGKILL, (place / "said.txt").read_text()
-            moments[when] += 1
             check(place / "swept", reference, seen, living=False)
             assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
             check(place / "swept", reference, seen, living=False)
             check_end(place / "swept", reference)
     written = 1 + 1 + 3 + 3 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
     removed = 3 + 1 + 1  # parts, their folder, the lock
-    assert moments["half"] == written
-    assert moments["after"] >= written + removed
+    assert kills["half"] == ceil(written / stride)
+    assert kills["after"] >= (written + removed) / stride
 
 
 # Real launchers and workers ----------------------------------------------------------------------------------------
@@ -359,7 +340,7 @@ class Launcher:
         )
 
     def workers(self) -> list[int]:
-        """The processes that are at a run: those that hold a lock."""
+        """The processes that hold a run's lock."""
         ours = {file.stat().st_ino for file in self.swept.glob("*/.lock")}
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         return [int(one[4]) for one in locks if one[1] == "FLOCK" and int(one[5].rpartition(":")[2]) in ours]
@@ -369,7 +350,7 @@ class Launcher:
         return {one.folder.name: one.groups for one in found if one.state == "running"}
 
     def until_two_get_on(self) -> list[int]:
-        """Wait until each of two workers has finished a group since now; returns their numbers."""
+        """Wait until each of two workers has finished another group; returns their process numbers."""
         deadline, before = time.monotonic() + 200, self.groups()
         while True:
             now = self.groups()
@@ -380,7 +361,7 @@ class Launcher:
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own group, which nobody else is in
+            os.killpg(self.process.pid, signal.SIGKILL)  # a process group of its own
         self.process.communicate()
 
 
@@ -414,12 +395,12 @@ def test_killed_workers_and_launchers_of_joblib_lose_nothing(yard, zoo, tmp_path
     orphan, _ = second.until_two_get_on()
     second.process.kill()
     second.process.wait()
-    newcomer = yard.start(place, arguments, patience=0.0)  # at once, beside two orphans
+    newcomer = yard.start(place, arguments, patience=0.0)  # while two orphans still run
     check(place / "swept", reference, seen, living=True)
     with suppress(ProcessLookupError):
         os.kill(orphan, signal.SIGKILL)
     check(place / "swept", reference, seen, living=True)
-    assert yard.wait(newcomer) in (0, 1)  # 1 where a run is left to an orphan
+    assert yard.wait(newcomer) in (0, 1)  # 1 if an orphan holds a run
     assert "Traceback" not in (place / "said.txt").read_text()
     deadline = time.monotonic() + 60
     while second.workers():

@@ -1,4 +1,4 @@
-"""The command line: every config composes and fits what it names, and every refusal is one line that helps."""
+"""The command line: every config composes and matches its target, and every error is one helpful line."""
 
 import importlib.metadata
 import inspect
@@ -35,7 +35,7 @@ TASKS = {
     "serve_trace": ("summary.json", ["task.segment=2", "prompts.limit=3", "max_new_tokens=6"]),
     "verifier_zoo": ("summary.json", ["task.repeats=1", "task.every=3", "prompts.limit=2", "max_new_tokens=6"]),
 }
-"""Experiments whose task is another one: what it leaves, and how to keep it short."""
+"""Experiments of other tasks: a file that each writes, and overrides that keep it short."""
 STUDIES = [
     "batch_size", "cost_of_nodes", "draft_length", "proposers_by_workload", "spec_bench", "tree_shapes", "tune_tree",
     "verifier_vs_temperature",
@@ -43,9 +43,9 @@ STUDIES = [
 """They are run by their own tests."""
 EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "stream"])
 GIVEN = {"target", "sampling", "seed"}
-"""Arguments that the entry passes by call."""
+"""Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
-"""Those of a task."""
+"""Those that it passes to a task."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_every_option_fits_the_arguments_of_what_it_names(file):
     signature.bind(**config, **dict.fromkeys(live))
 
 
-def test_every_constraint_says_how_it_binds():
+def test_every_constraint_declares_how_it_is_applied():
     for file in (file for file in options() if file.parent.name == "constraint"):
         named = set(OmegaConf.load(file).keys())
         acts = file.stem.startswith("controller_")  # a constraint that acts computes its masks serially
@@ -100,10 +100,18 @@ GIVEN_BY_USERS = {
     "lark": ["constraint.grammar='start: \"a\"'"],
     "regex": ['constraint.pattern="a+"'],
 }
-"""What the command line must say."""
+"""Options that a constraint requires."""
+SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
 
 
-@pytest.mark.parametrize("file", [file for file in options() if file.parent.name == "constraint"], ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=[] if file.stem in SHORT_RUN else [pytest.mark.nightly])
+        for file in options()
+        if file.parent.name == "constraint"
+    ],
+)
 def test_every_constraint_can_be_named_on_the_command_line(cli, file):
     given = [f"constraint={file.stem}", *GIVEN_BY_USERS.get(file.stem, ())]
     prompts = "prompts=json" if file.stem == "records" else "prompts=code"
@@ -141,8 +149,8 @@ def tiny_zoo(tmp_path_factory):
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "certify_all" else []) for name in TASKS]
 )
 @pytest.mark.usefixtures("tiny_zoo")
-def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch):
-    few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates more
+def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
+    few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates the others
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", few)
     file, short = TASKS[name]
     code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
@@ -157,7 +165,7 @@ def test_every_other_task_leaves_what_it_is_for(cli, name, tmp_path, monkeypatch
 
 
 ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
-"""Experiments whose one proposer ``proposers`` runs as well."""
+"""Experiments whose only proposer is run by ``proposers`` as well."""
 
 
 @pytest.mark.parametrize(
@@ -179,13 +187,15 @@ def test_every_experiment_runs(cli, name, tmp_path):
         assert {"bare", "generate", "assisted", "assisted_same", "lookup"} <= set(summary["arms"])
     if name != "autoregressive":
         assert summary["speedup"]["mean"] > 0
-        tree = manifest["proposers"]["speculative"].get("tree")  # calibrated: none where none pays on this machine
+        tree = manifest["proposers"]["speculative"].get(
+            "tree"
+        )  # calibrated: no nodes if no tree is faster on this machine
         assert summary["nodes_per_step"] > 0 or name.startswith("ngram") or tree == "none"
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("tiny_zoo")
-def test_a_peer_that_cannot_sample_so_is_left_out_as_it_says(cli, tmp_path):
+def test_a_peer_that_does_not_support_the_sampling_is_skipped_with_a_message(cli, tmp_path):
     drawn = ["sampling=temperature_1", "sampling.top_k=5", "target.dtype=float64", "max_new_tokens=4", "warmup=0"]
     command = ["+experiment=peers", *drawn, "prompts.limit=1", "output_dir=here"]
     code, _, errors = cli(*command)
@@ -220,7 +230,7 @@ def test_composing_imports_nothing_heavy(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp_path):
+def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
     code, said, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
     assert code == 0, errors
     assert "Traceback" not in errors
@@ -231,12 +241,12 @@ def test_a_run_from_any_directory_leaves_its_files_where_out_says(cli, tiny, tmp
     assert manifest["weights_sha256"]["target"]
 
 
-def test_without_out_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
+def test_without_output_dir_a_run_has_a_directory_of_its_own(cli, tiny, tmp_path):
     assert cli(*tiny, "prompts.limit=1", "name=mine", "baseline=false")[0] == 0
     assert len(list(tmp_path.glob("outputs/mine/*/summary.json"))) == 1
 
 
-def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(cli, tiny, tmp_path):
+def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_others_alone(cli, tiny, tmp_path):
     code, _, errors = cli("--multirun", *tiny, "output_dir=swept", "prompts.limit=1", "proposer.depth=1,oops,2")
     assert code == 1
     assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in errors
@@ -247,36 +257,36 @@ def test_a_sweep_gives_each_job_a_directory_and_a_failing_job_spares_the_others(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["proposer.depth=abc"], "proposer.depth must be a whole number of 1 or more, not 'abc'"),
-        (["batch_size=1.5"], "batch_size must be a whole number of 1 or more, not 1.5"),
-        (["max_new_tokens=-3"], "max_new_tokens must be a whole number of 1 or more, not -3"),
-        (["sampling.temperature=hot"], "sampling.temperature must be a number, not 'hot'"),
-        (["sampling.top_p=2"], "sampling.top_p must lie in (0, 1], not 2"),
-        (["prompts.limit=some"], "prompts.limit must be a whole number of 1 or more, or null for all, not 'some'"),
-        (["prompts.path=nowhere.jsonl"], "prompts file nowhere.jsonl does not exist; set prompts.path"),
-        (["target.dtype=int8"], "unknown dtype 'int8'; choose one of bfloat16"),
-        (["target.device=tpu"], "unknown device 'tpu'; choose cpu, cuda or cuda:N"),
-        (["tracker=wandb", "tracker.mode=on"], "tracker.mode must be one of auto, online, offline, disabled"),
-        (["arms=3"], "arms must be a mapping of names to what is measured, such as {}, not 3"),
-        (["peers=3"], "peers must be a mapping of names to what is measured, such as {}, not 3"),
-        (["+peers.mine=3"], "peers.mine must be a mapping whose _target_ names what to build, not 3"),
-        (["+arms.mine={depth: 2}"], "arms.mine must be a mapping whose _target_ names what to build, not {'depth'"),
-        (["~proposer"], "proposer must be a mapping whose _target_ names what to build, not None"),
+        (["proposer.depth=abc"], "proposer.depth ... 'abc'"),
+        (["batch_size=1.5"], "batch_size ... 1.5"),
+        (["max_new_tokens=-3"], "max_new_tokens ... -3"),
+        (["sampling.temperature=hot"], "sampling.temperature ... 'hot'"),
+        (["sampling.top_p=2"], "sampling.top_p ... (0, 1] ... 2"),
+        (["prompts.limit=some"], "prompts.limit ... 'some'"),
+        (["prompts.path=nowhere.jsonl"], "nowhere.jsonl ... prompts.path"),
+        (["target.dtype=int8"], "'int8' ... bfloat16"),
+        (["target.device=tpu"], "'tpu' ... cpu, cuda or cuda:N"),
+        (["tracker=wandb", "tracker.mode=on"], "tracker.mode ... auto, online, offline, disabled"),
+        (["arms=3"], "arms ... mapping ... 3"),
+        (["peers=3"], "peers ... mapping ... 3"),
+        (["+peers.mine=3"], "peers.mine ... _target_ ... 3"),
+        (["+arms.mine={depth: 2}"], "arms.mine ... _target_ ... {'depth'"),
+        (["~proposer"], "proposer ... _target_ ... None"),
         (
             ["proposer=medusa", "proposer.path=/nowhere"],
-            "proposer.path=/nowhere: no Medusa heads at /nowhere: config.json is missing, as is the folder",
+            "proposer.path=/nowhere: ... config.json",
         ),
-        (["proposer=medusa", "proposer.path=3"], "proposer: path must name a folder of Medusa heads, not 3"),
+        (["proposer=medusa", "proposer.path=3"], "proposer: path ... 3"),
         (
             ["proposer=draft_tree", "proposer.drawn=iid"],
-            "at temperature 0 the draft distribution is one-hot, so siblings drawn",
+            "temperature 0 ... siblings drawn",
         ),
-        (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: there is no folder /nowhere"),
-        (["target.path=/nowhere"], "target.path=/nowhere: there is no folder /nowhere"),
-        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' supports drafts drawn gumbel; "),
+        (["proposer=draft_chain", "proposer.path=/nowhere"], "proposer.path=/nowhere: "),
+        (["target.path=/nowhere"], "target.path=/nowhere: "),
+        (["target.path=/nowhere", "verifier=gumbel"], "proposer: verifier 'gumbel' "),
         (
             ["target.path=/nowhere", "proposer=draft_chain", "+proposer@arms.tree=draft_tree", "verifier=kseq"],
-            "arms.tree: verifier 'kseq' supports drafts drawn iid; ",
+            "arms.tree: verifier 'kseq' ... iid",
         ),
     ],
 )
@@ -285,7 +295,7 @@ def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, sa
     code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert said in line
+    assert all(fact in line for fact in said.split(" ... "))
     assert "Traceback" not in errors
     assert not (tmp_path / "here").exists()
 
@@ -315,7 +325,7 @@ def test_a_truncated_weight_file_is_refused_by_its_name(cli, tmp_path, part, ove
 
 
 @pytest.mark.parametrize("without", [["~arms", "~peers"], ["arms=null", "peers=null"]])
-def test_no_further_arms_are_none(cli, tiny, without):
+def test_arms_may_be_null_or_empty(cli, tiny, without):
     assert cli(*tiny, "prompts.limit=1", *without)[0] == 0
 
 
@@ -337,15 +347,15 @@ def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("+batchsize=2", "there is no option batchsize; did you mean batch_size?"),
-        ("+qqq=2", "there is no option qqq; choose among arms, banned_strings, baseline, batch_size, constraint"),
-        ("~seed", "seed is missing: leave ~seed out, or give seed=..."),
+        ("+batchsize=2", "batchsize ... batch_size"),
+        ("+qqq=2", "qqq ... arms, banned_strings, baseline, batch_size, constraint"),
+        ("~seed", "seed ... ~seed"),
     ],
 )
 def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, option, said):
     code, _, errors = cli(*tiny, option)
     assert code == 1
-    assert f"spec_lab: {said}" in errors
+    assert all(fact in errors for fact in said.split(" ... "))
     assert "Traceback" not in errors
 
 
@@ -401,7 +411,7 @@ def test_the_known_options_are_those_of_the_default_config(cli):
     assert top_level_options() == set(OmegaConf.create(cli("--cfg", "job")[1]))
 
 
-def test_a_value_without_default_is_asked_for(cli, tiny):
+def test_a_value_without_default_is_required(cli, tiny):
     code, _, errors = cli("prompts=jsonl", "proposer=ngram")
     assert code == 1
     assert "spec_lab: prompts.path has no default: give prompts.path=... on the command line" in errors
@@ -422,41 +432,41 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("proposer=null", "proposer cannot be null: name a file of conf/proposer"),
-        ("sampling=null", "sampling cannot be null: name a file of conf/sampling"),
-        ("tracker=null", "tracker cannot be null: name a file of conf/tracker"),
-        ("proposer=3", "proposer=3 is not an option of conf/proposer; the options are "),
-        ("verifier=true", "verifier=true is not an option of conf/verifier; the options are cascade, "),
-        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
-        ("tracker=" + "x" * 5000, "is not an option of conf/tracker; the options are files, wandb"),
-        ("target=[[]]", "target=[] is not an option of conf/target; the options are zoo"),
-        ("sampling=[1,a,null]", "sampling=1 is not an option of conf/sampling; the options are greedy, "),
-        ("prompts=2024", "prompts=2024 is not an option of conf/prompts; the options are bundled, "),
-        ("name=ключ", "name=ключ is not readable"),
-        ("name='a/../b'", "name must be a text of 1 to 100 printable characters without '/'"),
-        ("name=" + "x" * 101, "name must be a text of 1 to 100 printable characters"),
-        ("name='..'", "name must hold a letter, not '..'"),
-        ("stop_strings=[" + "x" * 4097 + "]", "stop_strings[0] has 4097 bytes"),
-        ("stop_strings=[" + ",".join(["a"] * 257) + "]", "stop_strings holds 257 strings"),
-        ("banned_strings=[a," + "x" * 4097 + "]", "banned_strings[1] has 4097 bytes"),
-        ("output_dir=/dev/null", "cannot write to output_dir=/dev/null: /dev/null is not a directory"),
-        ("output_dir=null", "output_dir must name a directory"),
-        ("output_dir=", "output_dir must name a directory, not ''"),
-        ("~output_dir", "output_dir must name a directory"),
-        ("output_dir=/proc/foo", "cannot write to output_dir=/proc/foo: /proc "),
-        ("threads=100000", f"threads must be at most {4 * os.cpu_count()}, four for each core"),
+        ("proposer=null", "proposer ... null ... conf/proposer"),
+        ("sampling=null", "sampling ... null ... conf/sampling"),
+        ("tracker=null", "tracker ... null ... conf/tracker"),
+        ("proposer=3", "proposer=3 ... conf/proposer"),
+        ("verifier=true", "verifier=true ... conf/verifier ... cascade, "),
+        ("constraint=", "constraint=  ... conf/constraint ... choice, "),
+        ("tracker=" + "x" * 5000, "conf/tracker ... files, wandb"),
+        ("target=[[]]", "target=[] ... conf/target ... zoo"),
+        ("sampling=[1,a,null]", "sampling=1 ... conf/sampling ... greedy, "),
+        ("prompts=2024", "prompts=2024 ... conf/prompts ... bundled, "),
+        ("name=ключ", "name=ключ"),
+        ("name='a/../b'", "name ... 1 to 100 ... '/'"),
+        ("name=" + "x" * 101, "name ... 1 to 100"),
+        ("name='..'", "name ... '..'"),
+        ("stop_strings=[" + "x" * 4097 + "]", "stop_strings[0] ... 4097 bytes"),
+        ("stop_strings=[" + ",".join(["a"] * 257) + "]", "stop_strings ... 257 strings"),
+        ("banned_strings=[a," + "x" * 4097 + "]", "banned_strings[1] ... 4097 bytes"),
+        ("output_dir=/dev/null", "output_dir=/dev/null ... directory"),
+        ("output_dir=null", "output_dir ... directory"),
+        ("output_dir=", "output_dir ... ''"),
+        ("~output_dir", "output_dir ... directory"),
+        ("output_dir=/proc/foo", "output_dir=/proc/foo ... /proc "),
+        ("threads=100000", f"threads ... at most {4 * os.cpu_count()}"),
         (
             "verifier._target_=builtins.int",
-            "verifier._target_=builtins.int returns an object of type int without name, accepts, lossless, __call__",
+            "verifier ... int ... name",
         ),
-        ("sampling._target_=builtins.dict", "returns an object of type dict without temperature, top_k, "),
+        ("sampling._target_=builtins.dict", "sampling._target_=builtins.dict ... temperature, top_k, "),
     ],
 )
-def test_what_is_no_part_or_no_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
+def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert said in line
+    assert all(fact in line for fact in said.split(" ... "))
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 
@@ -471,7 +481,7 @@ def test_a_file_whose_name_is_a_number_is_chosen_in_quotes(cli, tmp_path):
     assert "path: here" in said
 
 
-def test_ctrl_c_while_loading_says_so(cli, tiny, monkeypatch):
+def test_ctrl_c_while_loading_is_reported(cli, tiny, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -491,7 +501,7 @@ def test_ctrl_c_keeps_finished_groups_and_leaves_with_130(tiny, tmp_path):
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     )
     first = tmp_path / "here" / "parts" / "requests-000000.parquet"
     deadline = time.monotonic() + 60

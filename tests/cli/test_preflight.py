@@ -1,4 +1,4 @@
-"""What a sweep may be asked for: Hydra's ways to name values, and what is refused before anything is written."""
+"""The values of a sweep: Hydra's ways to list them, and what is refused before anything is written."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from spec_lab.results import sweep
 
 @pytest.fixture
 def sweep_of(cli, monkeypatch, tmp_path):
-    """Sweep with runs that do nothing: (exit code, what was printed, the last option of each run)."""
+    """Run a sweep whose runs do nothing: (exit code, output, the last option of each run)."""
 
     def start(config, out, overrides=None):
         (out / "left").touch()
@@ -55,7 +55,7 @@ def test_no_workers_or_too_many_are_refused(sweep_of, tmp_path, jobs):
 @pytest.mark.parametrize(
     "sampler", ["{_target_: a.b}", "{_target_: builtins.dict}", "{_target_: optuna.samplers.TPESampler, seed: x}"]
 )
-def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
+def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_path, sampler):
     search = ["hydra/sweeper=search", "hydra.sweeper.objective=tau_pooled", f"hydra.sweeper.sampler={sampler}"]
     code, printed, _ = sweep_of("seed=range(0,3)", *search)
     assert code == 1
@@ -66,29 +66,29 @@ def test_a_sampler_that_is_none_is_refused_before_anything_is_written(sweep_of, 
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("verifier=glob(zzz*)", "verifier=glob(zzz*) has no values"),
-        ("seed=glob(*)", "seed=glob(*) has no values"),
-        ("seed=interval(1,3)", "an interval requires a search (hydra/sweeper=search)"),
+        ("verifier=glob(zzz*)", "verifier=glob(zzz*)"),
+        ("seed=glob(*)", "seed=glob(*)"),
+        ("seed=interval(1,3)", "interval ... hydra/sweeper=search"),
         ("seed=range(0,5,0)", "seed=range(0,5,0): "),
-        ("seed=range(0,1000000000000)", f"more than {preflight.MOST_RUNS} runs"),
+        ("seed=range(0,1000000000000)", f"{preflight.MOST_RUNS} runs"),
         ("verifier=choice(token,tokn)", "Could not find 'verifier/tokn'"),
-        ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size must be a whole number of 1 or more"),
-        ("verifier=5,6", "verifier=5 is not an option of conf/verifier; the options are cascade, "),
-        ("constraint=", "constraint= is not an option of conf/constraint; the options are choice, "),
-        ("constraint='',none", "constraint= is not an option of conf/constraint; the options are choice, "),
-        ("verifier=null,token", "verifier cannot be null: name a file of conf/verifier"),
-        ("name='a/b'", "name must be a text of 1 to 100 printable characters"),
-        ("hydra.sweep.subdir=x", "hydra.sweep.subdir cannot be set"),
+        ("hydra.sweeper.max_batch_size=0", "hydra.sweeper.max_batch_size ... 1 or more"),
+        ("verifier=5,6", "verifier=5 ... conf/verifier ... cascade, "),
+        ("constraint=", "constraint=  ... conf/constraint ... choice, "),
+        ("constraint='',none", "constraint=  ... conf/constraint ... choice, "),
+        ("verifier=null,token", "verifier ... null ... conf/verifier"),
+        ("name='a/b'", "name ... 1 to 100"),
+        ("hydra.sweep.subdir=x", "hydra.sweep.subdir"),
     ],
 )
 def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, said):
     code, printed, _ = sweep_of(option)
     assert code == 1
-    assert said in printed and "Traceback" not in printed
+    assert all(fact in printed for fact in said.split(" ... ")) and "Traceback" not in printed
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interpolation_that_leads_nowhere_is_named_with_its_option(flat_cli, tmp_path):
+def test_an_unresolved_interpolation_is_named_with_its_option(flat_cli, tmp_path):
     launcher = ["--multirun", "hydra/launcher=joblib", "hydra.launcher.n_jobs='${nothing}'", "seed=1,2"]
     for given, named in ((launcher, "hydra.launcher.n_jobs"), (["sampling='${nothing}'"], "sampling=${nothing}")):
         code, _, errors = flat_cli(*given, "output_dir=here")

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal before its first token."""
+"""Messages of a run on a terminal before its first token."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_each_message_replaces_the_one_before_and_none_stays(monkeypatch):
+def test_on_a_terminal_each_message_replaces_the_previous_one_and_none_remains(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     monkeypatch.setenv("COLUMNS", "30")
     with Status():
@@ -24,7 +24,7 @@ def test_on_a_terminal_each_message_replaces_the_one_before_and_none_stays(monke
     assert screen.getvalue() == f"{CLEAR}Loading {'x' * 17} ...{CLEAR}Self-check ...{CLEAR}"
 
 
-def test_a_warning_stays_on_the_screen(monkeypatch):
+def test_a_warning_remains_on_the_screen(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     with Status():
         LOG.info("Loading")
@@ -32,7 +32,7 @@ def test_a_warning_stays_on_the_screen(monkeypatch):
     assert screen.getvalue() == f"{CLEAR}Loading ...{CLEAR}busy\n{CLEAR}"
 
 
-def test_elsewhere_nothing_is_shown(monkeypatch):
+def test_without_a_terminal_nothing_is_shown(monkeypatch):
     monkeypatch.setattr(sys, "stderr", file := io.StringIO())
     with Status():
         LOG.info("Loading")

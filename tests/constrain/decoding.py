@@ -1,4 +1,4 @@
-"""Decoding imitated: states that stay alive over many steps, drafts below them, every mask beside a new matcher's."""
+"""Simulated decoding: states that live over many steps, drafts below them, every mask against a new matcher's."""
 
 from collections.abc import Callable, Sequence
 
@@ -33,7 +33,7 @@ NESTED_ARRAYS = {"type": "array", "items": {"type": "array", "items": {"type": "
 
 
 def likely(words: np.ndarray, spelled: list[bytes], rng: np.random.Generator) -> int:
-    """One of these tokens: drawn evenly they lead into long strings and white space, so structure goes first."""
+    """One of these tokens, with a preference for structure: uniform draws lead into long strings and white space."""
     if rng.random() < 0.5:
         structure = [word for word in words.tolist() if STRUCTURE & set(spelled[word].decode("utf-8", "replace"))]
         words = np.array(structure) if structure else words
@@ -42,7 +42,7 @@ def likely(words: np.ndarray, spelled: list[bytes], rng: np.random.Generator) ->
 
 
 def drafted(states: Sequence[ConstraintState], shape: Shape, rng: np.random.Generator, grammar: Grammar) -> np.ndarray:
-    """Tokens for a forest, one of ten not legal; ``states`` are only forked."""
+    """Tokens for a forest, one in ten illegal; ``states`` are only forked."""
     ends, at = list(grammar.tokens.ends), [state.fork() for state in states]
     token = np.zeros(shape.nodes, dtype=np.int64)
     for node, parent in enumerate(shape.parent.tolist()):
@@ -60,7 +60,7 @@ def drafted(states: Sequence[ConstraintState], shape: Shape, rng: np.random.Gene
 
 
 def by_new_states(grammar: Grammar, texts: Sequence[Sequence[int]], shape: Shape, token: np.ndarray) -> Masks:
-    """The masks of a forest, each by a new state of any engine that reads all that comes before it."""
+    """The masks of a forest, each from a new state that reads everything before it."""
     states = [after(grammar, text) for text in texts]
     bits = np.stack([state.mask() for state in states] + [np.zeros_like(states[0].mask())] * shape.nodes)
     legal = np.array([True] * len(texts) + [False] * shape.nodes)
@@ -80,23 +80,23 @@ def wrong_rows(
     masks: MasksOf | None = None,
     fresh_masks: Callable[..., Masks] = by_fresh_matchers,
 ) -> list[str]:
-    """The texts after which a draft's mask is not that of a new matcher that has only read these tokens.
+    """The texts after which a draft's mask differs from that of a new matcher that has read only these tokens.
 
     Args:
         grammar: with a source of its own.
         rng: random choices.
-        rows: compare at least so many.
-        steps: longest life of a state; in each step it drafts, and a part of a path is committed.
+        rows: least number of compared rows.
+        steps: most steps of a state; in each step it drafts, and part of a path is committed.
         masks: in place of the grammar's own.
-        fresh_masks: what they are compared with.
+        fresh_masks: the masks to compare with.
     """
     masks, spelled, ends = masks or grammar.masks, grammar.tokens.bytes, set(grammar.tokens.ends)
     seen, wrong = 0, []
     while seen < rows:
-        heads = int(rng.integers(1, 4))
-        states = [grammar.start(request()) for _ in range(heads)]
-        plain = [grammar.start(request()) for _ in range(heads)]  # these never draft
-        texts: list[list[int]] = [[] for _ in range(heads)]
+        roots = int(rng.integers(1, 4))
+        states = [grammar.start(request()) for _ in range(roots)]
+        plain = [grammar.start(request()) for _ in range(roots)]  # these never draft
+        texts: list[list[int]] = [[] for _ in range(roots)]
         for _ in range(steps):
             shape = wood(rng, len(states), 12 * len(states))
             token = drafted(plain, shape, rng, grammar)
@@ -107,22 +107,22 @@ def wrong_rows(
                 text = texts[int(shape.root[row])] + paths[row]
                 wrong.append(repr(b"".join(spelled[one] for one in text)))
             alive = []
-            for head in range(len(states)):
-                row = int(rng.choice(np.flatnonzero(fresh.legal & (shape.root == head))))
+            for root in range(len(states)):
+                row = int(rng.choice(np.flatnonzero(fresh.legal & (shape.root == root))))
                 words = np.setdiff1d(np.flatnonzero(unpack(fresh.bits[row], grammar.vocabulary)), list(ends))
                 if ends & set(paths[row]) or not len(words):
                     continue
                 committed = [*paths[row], likely(words, spelled, rng)]
                 try:
                     for one in committed:
-                        plain[head].advance(one)
-                        states[head].advance(one)
+                        plain[root].advance(one)
+                        states[root].advance(one)
                 except ConstraintError as error:
                     wrong.append(str(error))
                     continue
-                texts[head] += committed
-                alive.append(head)
+                texts[root] += committed
+                alive.append(root)
             if not alive:
                 break
-            states, plain, texts = ([some[head] for head in alive] for some in (states, plain, texts))
+            states, plain, texts = ([some[root] for root in alive] for some in (states, plain, texts))
     return wrong

@@ -1,4 +1,4 @@
-"""A world in which tokens can be taken back, and several sequences go on at once, with few outcomes."""
+"""A small world for backtracking and several sequences at once."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,11 +12,11 @@ V = 4
 
 @dataclass(frozen=True)
 class Narrow:
-    """A world that is still a small one when tokens are taken back or several sequences go on at once.
+    """A world that stays small with backtracking and several sequences at once.
 
     Args:
-        choices: the target only has the first so many of four tokens.
-        free: texts with fewer tokens have a draft that is not sure of itself.
+        choices: number of tokens, of four, to which the target gives mass.
+        free: texts with fewer tokens have a draft with several possible tokens.
     """
 
     choices: int = 4

@@ -1,4 +1,4 @@
-"""Vocabularies, forests of drafts and the plainest oracle for tests of grammars."""
+"""Vocabularies, forests of drafts and the simplest oracle for tests of grammars."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -40,7 +40,7 @@ def request(constraint: str = "", tokens: Sequence[int] = (1,), name: str = "one
 
 
 def allowed(state: ConstraintState) -> np.ndarray:
-    """The tokens that may come next."""
+    """The allowed tokens."""
     return np.flatnonzero(unpack(state.mask(), state.vocabulary))
 
 
@@ -64,16 +64,17 @@ def prefix(grammar: Grammar, rng: np.random.Generator, most: int) -> list[int]:
     return tokens
 
 
-def wood(rng: np.random.Generator, heads: int, most: int) -> Shape:
+def wood(rng: np.random.Generator, roots: int, most: int) -> Shape:
     """A random forest: chains, or trees whose nodes stand in any order."""
     if rng.random() < 0.4:
-        return forest(tuple(chain(int(length)) for length in rng.integers(0, most // heads + 2, heads)))
+        return forest(tuple(chain(int(length)) for length in rng.integers(0, most // roots + 2, roots)))
     count = int(rng.integers(0, most + 1))
-    return Shape(heads, np.array([rng.integers(0, heads + node) for node in range(count)], dtype=np.int64))
+    return Shape(roots, np.array([rng.integers(0, roots + node) for node in range(count)], dtype=np.int64))
 
 
 def drafted(states: Sequence[ConstraintState | None], shape: Shape, rng: np.random.Generator, size: int) -> np.ndarray:
-    """Tokens for a forest, most of them legal, some of them ends, repeated siblings, or of no vocabulary."""
+    """Tokens for a forest: mostly legal ones, some stop tokens, repeated siblings, and tokens outside the
+    vocabulary."""
     at: list[ConstraintState | None] = list(states)
     token = np.zeros(shape.nodes, dtype=np.int64)
     last: dict[int, int] = {}
@@ -97,7 +98,7 @@ def drafted(states: Sequence[ConstraintState | None], shape: Shape, rng: np.rand
 def by_fresh_matchers(
     grammar: Grammar, prefixes: Sequence[Sequence[int] | None], shape: Shape, token: np.ndarray
 ) -> Masks:
-    """The masks of a forest from bare matchers: for every row a new one, which reads all that comes before it."""
+    """The masks of a forest from bare matchers: for every row a new one, which reads everything before it."""
     vocabulary = grammar.tokens
     source = compiled(grammar.kind, grammar.source, grammar.schema_options)
     bits = np.zeros((shape.rows, width(vocabulary.size)), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Controllers that say what a script says, and the law that the Branch protocol gives them, by hand."""
+"""Scripted controllers, and the exact distribution of their output under the Branch protocol, by hand."""
 
 from collections import Counter
 from copy import deepcopy
@@ -10,11 +10,11 @@ from spec_lab.constrain.control import ANY, Branch, Event
 from spec_lab.tasks.certify.toy_models import code, logits
 from tests.constrain.narrow import V
 
-# The oracle: the protocol as its docstrings say it, token by token, in plain Python ----------------------------------
+# The oracle: the protocol as documented, token by token, in plain Python -------------------------------------------
 
 
 def oracle(world, make, most, stop=frozenset()):
-    """The law of what the autoregressive driver puts out: every sequence of the request with why it ended."""
+    """The output distribution of autoregressive decoding: every sequence of the request with its finish reason."""
 
     def step(controller, event, text, lineage, forks):
         try:
@@ -46,9 +46,11 @@ def oracle(world, make, most, stop=frozenset()):
     def sampled(branch, text):
         row = logits(world.probabilities(len(text))[0])[code(text, world.v)]
         row = {t: x for t, x in enumerate(row) if branch.allow == ANY or t in branch.allow}
-        law = {t: exp(x - max(row.values())) for t, x in row.items()}  # an impossible token is only very unlikely
+        weights = {
+            t: exp(x - max(row.values())) for t, x in row.items()
+        }  # impossible tokens have very small probabilities
         whole = {tokens[0]: tuple(tokens) for tokens in branch.ff}
-        return {whole.get(t, (t,)): p / sum(law.values()) for t, p in law.items() if p}
+        return {whole.get(t, (t,)): p / sum(weights.values()) for t, p in weights.items() if p}
 
     def append(controller, backtrack, tokens, number, text, lineage, forks):
         for place, token in enumerate(tokens, start=1):
@@ -70,7 +72,7 @@ def oracle(world, make, most, stop=frozenset()):
 
 @dataclass
 class Scripted:
-    """Says what ``script`` says, given all events so far."""
+    """Returns the actions of ``script``, a function of all events so far."""
 
     script: object
     events: tuple = ()
@@ -94,7 +96,7 @@ GO = [Branch()]
 
 
 def at(place, action, otherwise=GO):
-    """``action`` at the event of this number, ``otherwise``, which may be a script, at all others."""
+    """``action`` at this event, ``otherwise`` (an action or a script) at all others."""
 
     def script(events):
         if len(events) - 1 == place:
@@ -105,7 +107,7 @@ def at(place, action, otherwise=GO):
 
 
 def when(token, action, otherwise=GO):
-    """``action`` the first time that ``token`` came last; ``otherwise`` at all other times."""
+    """``action`` after the first ``token``; ``otherwise`` at all other events."""
 
     def script(events):
         ends = [bool(event.append) and event.append[-1] == token for event in events]
@@ -115,7 +117,7 @@ def when(token, action, otherwise=GO):
 
 
 def after(count, action):
-    """``action`` the first time that so many tokens are there."""
+    """``action`` once this many tokens are there."""
 
     def script(events):
         lengths = [len(text_after(events[: place + 1])) for place in range(len(events))]
@@ -130,7 +132,7 @@ def masks(events):
 
 
 def twice(events):
-    """The first time that 1 came last it goes; then, the first time that 0 did after another token, both."""
+    """Remove the first 1; then, at the first 0 after another token, remove both."""
     back = [event.backtrack for event in events]
     last = text_after(events)[-1:]
     if not any(back):
@@ -145,7 +147,7 @@ def nested(events):
 
 
 def three(events):
-    """Three ways at the start, each with a plan of its own."""
+    """Three branches at the start, each with a plan of its own."""
     if len(events) == 1:
         return [Branch(allow={0}), Branch(), Branch(allow=None, ff=((1, 0),))]
     return GO if events[1].branch < 2 else [Branch(allow={1})]

@@ -1,4 +1,4 @@
-"""The oracle engine in plain Python: it accepts what re and jsonschema accept, and masks as llguidance does."""
+"""The oracle engine in plain Python: it accepts what re and jsonschema accept, with llguidance's masks."""
 
 import json
 import random
@@ -55,7 +55,7 @@ def accepts(language: Language, text: str | bytes) -> bool:
     return language.accept in at
 
 
-# What llguidance takes for the same language, with its forcing switched off.
+# llguidance's source of the same language, without forced tokens.
 HEADER = '%llguidance {"no_forcing": true}\n'
 
 
@@ -76,7 +76,7 @@ def matcher(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
 
 
 def walk(vocabulary: Vocabulary, kind: str, source, walks: int, steps: int, seed: str) -> int:
-    """Walks at random and compares all masks on the way; returns how many."""
+    """Compare all masks along random walks; returns their number."""
     constraint = Automaton(kind, source, vocabulary)
     theirs = matcher(vocabulary, as_lark(kind, source))
     positions, choose = 0, random.Random(seed)
@@ -96,7 +96,7 @@ def walk(vocabulary: Vocabulary, kind: str, source, walks: int, steps: int, seed
             going = [token for token in allowed if token not in vocabulary.ends]
             if not going or (len(going) < len(allowed) and choose.random() < 0.1):
                 break
-            # half of the time towards short tokens, which keep to the narrow ways
+            # half of the time short tokens, which stay in the narrow parts of the language
             token = min(choose.sample(going, min(2, len(going))), key=lambda one: len(vocabulary.bytes[one]))
             state.advance(token)
             assert other.consume_token(token)
@@ -195,7 +195,7 @@ def test_masks_are_llguidances_on_the_bundled_vocabulary(kind, source):
 
 
 @pytest.mark.parametrize("pattern", ["abc", "\\d{4}-\\d{2}", '"(?:red|green)": the cat'])
-def test_where_llguidance_forces_a_token_it_is_among_those_allowed(pattern):
+def test_a_token_that_llguidance_forces_is_allowed(pattern):
     vocabulary, forced = bundled(), 0
     other = matcher(vocabulary, LLMatcher.grammar_from_regex(pattern))
     state, choose = automaton.regex(vocabulary, pattern).start(request()), random.Random(0)
@@ -253,7 +253,7 @@ def test_a_pattern_accepts_what_is_made_from_it(data, pattern):
 
 
 @given(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF))
-def test_a_range_of_characters_is_just_these_in_utf8(one, other, third):
+def test_a_range_of_characters_is_exactly_their_utf8(one, other, third):
     low, middle, high = sorted([one, other, third])
     assume(not any(0xD800 <= code < 0xE000 for code in (low, middle, high)))
     language = languages.regex(f"[\\U{low:08x}-\\U{high:08x}]")
@@ -326,20 +326,20 @@ def test_there_are_no_dead_ends(kind, source):
     reader = Automaton(kind, source, toy()).reader
     row = reader.language.row
     known, order = {reader.start}, [reader.start]
-    for at in islice(order, 150):  # which grows meanwhile
+    for at in islice(order, 150):  # which grows during the loop
         assert reader.mask(at).any()
         for to in row(at):
             if to is not None and to not in known:
                 known.add(to)
                 order.append(to)
-    if len(order) <= 150:  # all states there are: from each of them a text can end
+    if len(order) <= 150:  # all states: from each of them a text can end
         ending = {at for at in order if reader.language.accept in at}
         while more := {at for at in order if at not in ending and any(to in ending for to in row(at))}:
             ending |= more
         assert ending == known
 
 
-def test_what_cannot_be_completed_is_not_begun():
+def test_a_text_that_cannot_be_completed_is_not_begun():
     nothing = "[^\\x00-\\U0010ffff]"
     state = automaton.regex(toy(), f"a(?:x{nothing}|by?)|c{nothing}*").start(request())
     assert named(state) == {b"a", b"ab", b"c"}
@@ -348,11 +348,11 @@ def test_what_cannot_be_completed_is_not_begun():
 
 
 def named(state) -> set[bytes]:
-    """The bytes of the tokens that may come; those of the end are ''."""
+    """The bytes of the allowed tokens; those of the stop token are ''."""
     return {TOKENS[token] for token in np.flatnonzero(unpack(state.mask(), len(TOKENS)))}
 
 
-def test_texts_end_just_where_they_may_and_nothing_follows():
+def test_texts_end_exactly_where_allowed_and_nothing_follows():
     state = automaton.choice(toy(), ["b", "ba"]).start(request())
     assert named(state) == {b"b", b"ba"}
     state.advance(ord("b"))
@@ -368,7 +368,7 @@ def test_texts_end_just_where_they_may_and_nothing_follows():
     assert state.action() is None
 
 
-def test_only_ends_may_come_of_the_tokens_without_bytes():
+def test_of_the_tokens_without_bytes_only_stop_tokens_are_allowed():
     vocabulary = bundled()
     bare = {token for token, data in enumerate(vocabulary.bytes) if not data}
     assert bare > set(vocabulary.ends)
@@ -388,7 +388,7 @@ def test_forks_are_independent():
         state.mask()[0] = 1
 
 
-def test_it_serves_forests_by_forks():
+def test_masks_of_forests_are_made_by_forks():
     constraint = automaton.regex(toy(), "ab|ac")
     token = np.array([ord("a"), ord("c"), ord("a")])
     masks = masks_by_forking([constraint.start(request())], forest((chain(3),)), token, constraint.vocabulary)
@@ -401,7 +401,7 @@ def test_a_prompt_can_begin_the_text():
     constraint = automaton.json_schema(toy(), json.dumps(thing(x=NULL)), prompt=True)
     state = constraint.start(request([END, *b'{"x":']))
     assert named(state) == {b"n", b"nul", b"null"}
-    with pytest.raises(ConstraintError, match="request 'seven'.*cannot begin with its prompt"):
+    with pytest.raises(ConstraintError, match="request 'seven'.*prompt"):
         constraint.start(request(b"{x"))
     assert named(automaton.choice(toy(), ["b"]).start(request(b"a"))) == {b"b"}
 
@@ -416,7 +416,7 @@ def test_a_request_may_bring_its_own_source():
         constraint.start(request(constraint="(b"))
 
 
-def test_what_it_says_of_itself():
+def test_its_facts():
     constraint = automaton.lark(toy(), 'start: "a"')
     assert (constraint.name, constraint.vocabulary, constraint.has_actions) == ("lark", len(TOKENS), False)
     assert constraint.facts == {
@@ -429,7 +429,7 @@ REFUSED = [
     ("regex", "(?i)a", "character 0: look-arounds, flags"),
     ("regex", "(a)\\1", "character 3: the escape .1"),
     ("regex", "\\ba", "the escape .b"),
-    ("regex", "\\w+", "character 0: the escape .w is not supported; write"),
+    ("regex", "\\w+", "character 0: the escape .w "),
     ("regex", "\\p{L}", "the escape .p"),
     ("regex", "a\\", "character 1: the escape"),
     ("regex", "a^b", "anchors"),
@@ -446,44 +446,44 @@ REFUSED = [
     ("regex", "(a", "never closed"),
     ("regex", "a)", "never opened"),
     ("regex", "[ab", "never closed"),
-    ("regex", "[z-a]", "a range must go"),
-    ("regex", "[a-\\d]", "a range must go"),
+    ("regex", "[z-a]", "range"),
+    ("regex", "[a-\\d]", "range"),
     ("regex", "[[:alpha:]]", "nested classes"),
     ("regex", "[a&&b]", "set operations"),
-    ("regex", "\\x4", "wants 2 hexadecimal"),
+    ("regex", "\\x4", "2 hexadecimal"),
     ("regex", "\\ud800", "surrogate"),
     ("regex", "(" * 60 + ")" * 60, "deeper than 50"),
-    ("regex", "[^\\x00-\\U0010ffff]", "no text at all"),
-    ("regex", "((a{999}){999}){999}", "more than 50000 states"),
-    ("regex", "(){999999999}", "more than 50000 states"),
+    ("regex", "[^\\x00-\\U0010ffff]", "no text"),
+    ("regex", "((a{999}){999}){999}", "50000 states"),
+    ("regex", "(){999999999}", "50000 states"),
     ("choice", [], "a list of one text or more"),
     ("choice", ["a", True], "a list of one text or more"),
-    ("choice", "a|b", "choices, as one text, must be JSON"),
+    ("choice", "a|b", "choices.*JSON"),
     ("choice", ["\ud800"], "surrogate"),
-    ("json_schema", "{", "the schema must be JSON"),
-    ("json_schema", True, "at #: it must be an object"),
+    ("json_schema", "{", "schema .*JSON"),
+    ("json_schema", True, "at #: .*object"),
     ("json_schema", {}, "needs a type"),
-    ("json_schema", {"type": "integer", "minimum": 3}, "minimum is not supported"),
+    ("json_schema", {"type": "integer", "minimum": 3}, "minimum "),
     ("json_schema", {"type": "object", "properties": {"a": INTEGER}}, "additionalProperties false"),
     ("json_schema", thing(["b"], a=INTEGER), "requires 'b'"),
-    ("json_schema", thing(a={"type": "string", "format": "date"}), "at #/properties/a: format is not supported"),
+    ("json_schema", thing(a={"type": "string", "format": "date"}), "at #/properties/a: format "),
     ("json_schema", {"type": "array"}, "give items"),
     ("json_schema", {"type": "array", "items": INTEGER, "minItems": 3, "maxItems": 2}, "minItems is 3"),
-    ("json_schema", {"type": "string", "minLength": -1}, "minLength must be a whole number"),
+    ("json_schema", {"type": "string", "minLength": -1}, "minLength "),
     ("json_schema", {"type": "string", "pattern": "a", "maxLength": 1}, "together"),
     ("json_schema", {"type": "string", "pattern": "a(?=b)"}, "at #: the regular expression .* look-arounds"),
     ("json_schema", {"enum": []}, "a list of one or more"),
     ("json_schema", {"type": "string", "enum": ["a", 1]}, "1 is not of type string"),
     ("json_schema", {"const": 1e-9}, "only those from"),
     ("json_schema", {"oneOf": [INTEGER]}, "needs a type"),
-    ("json_schema", {"anyOf": [INTEGER], "type": "null"}, "type is not supported there"),
+    ("json_schema", {"anyOf": [INTEGER], "type": "null"}, "type .*there"),
     ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": thing([], a={"$ref": "#/$defs/a"})}}, "recursive"),
     ("json_schema", {"$ref": "other.json"}, "leads nowhere"),
     ("lark", 'start: "a" start | "b"', "recursive .start -> start"),
-    ("lark", "start: x\nx: y\ny: x", "line 3: the rules are recursive .x -> y -> x"),
-    ("lark", "start: x", "line 1: there is no rule x"),
+    ("lark", "start: x\nx: y\ny: x", "line 3: .*x -> y -> x"),
+    ("lark", "start: x", "line 1: .*rule x"),
     ("lark", 'x: "a"', "no rule start"),
-    ("lark", 'start: "a"\nstart: "b"', "line 2: the rule start is there already"),
+    ("lark", 'start: "a"\nstart: "b"', "line 2: .*rule start"),
     ("lark", '%ignore " "\nstart: "a"', "line 1: '%ignore"),
     ("lark", 'start: "a"i', "is not supported"),
     ("lark", "start: /a(?=b)/", "line 1: /a.*look-arounds"),
@@ -491,12 +491,12 @@ REFUSED = [
     ("lark", 'start: "a")', "was not expected"),
     ("lark", "start: *", "was not expected"),
     ("lark", 'start: "a"~3..2', "at least 3 and at most 2"),
-    ("lark", 'start "a"', "a rule 'name: ...' was expected"),
+    ("lark", 'start "a"', "'name: ...'"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "source", "why"), REFUSED)
-def test_refusals_say_what_and_where(kind, source, why):
+def test_errors_name_the_construct_and_its_place(kind, source, why):
     with pytest.raises(ValueError, match=why):
         getattr(languages, kind)(source)
 
@@ -504,31 +504,31 @@ def test_refusals_say_what_and_where(kind, source, why):
 def test_sources_may_be_left_to_requests_or_stand_in_files(tmp_path):
     constraint = automaton.regex(toy())
     assert named(constraint.start(request(constraint="b"))) == {b"b"}
-    with pytest.raises(ConstraintError, match="request 'seven' has no regex"):
+    with pytest.raises(ConstraintError, match="request 'seven' .*regex"):
         constraint.start(request())
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(NULL))
     assert named(automaton.json_schema(toy(), path=str(file)).start(request())) == {b"n", b"nul", b"null"}
-    with pytest.raises(ValueError, match="constraint.schema or constraint.path, not both"):
+    with pytest.raises(ValueError, match=r"constraint\.schema .*constraint\.path"):
         automaton.json_schema(toy(), "{}", path=str(file))
-    with pytest.raises(ValueError, match="constraint.path=.* cannot be read"):
+    with pytest.raises(ValueError, match=r"constraint\.path="):
         automaton.lark(toy(), path=str(tmp_path / "none"))
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match="whitespace_flexible must be false"):
+    with pytest.raises(ValueError, match="whitespace_flexible .*false"):
         automaton.json_schema(toy(), NULL, whitespace_flexible=True)
-    with pytest.raises(ValueError, match="constraint.prompt must be true or false"):
+    with pytest.raises(ValueError, match=r"constraint\.prompt "):
         automaton.regex(toy(), "a", prompt=1)
-    with pytest.raises(ValueError, match="constraint.kind must be one of regex, choice"):
+    with pytest.raises(ValueError, match=r"constraint\.kind .*regex, choice"):
         Automaton("peg", "a", toy())
-    with pytest.raises(ValueError, match="constraint.kept must be a whole number"):
+    with pytest.raises(ValueError, match=r"constraint\.kept "):
         Automaton("regex", "a", toy(), kept=0)
-    with pytest.raises(ValueError, match="more than 3 states"):
+    with pytest.raises(ValueError, match="3 states"):
         Automaton("regex", "abcd", toy(), states=3)
 
 
-def test_few_states_kept_change_no_mask():
+def test_a_small_state_cache_changes_no_mask():
     few, many = Automaton("regex", "[ab]*a[ab]{3}c", toy(), kept=40), automaton.regex(toy(), "[ab]*a[ab]{3}c")
     choose, state, other = random.Random(0), few.start(request()), many.start(request())
     for _ in range(60):
@@ -542,5 +542,5 @@ def test_few_states_kept_change_no_mask():
 
 def test_one_mask_that_needs_too_many_states_is_refused_by_name():
     state = Automaton("regex", "[ab]*a[ab]{3}c", toy(), kept=3).start(request())
-    with pytest.raises(ConstraintError, match="request 'seven': one mask of the constraint needs more than 3 states"):
+    with pytest.raises(ConstraintError, match="request 'seven': .*3 states"):
         state.mask()

@@ -1,4 +1,4 @@
-"""The Branch protocol: drafts change how fast a controller is followed, never the law."""
+"""The Branch protocol: drafts change the speed under a controller, never the output distribution."""
 
 from dataclasses import dataclass, field
 from itertools import product
@@ -41,21 +41,27 @@ def makes(script):
     return lambda request: Scripted(script)
 
 
-@pytest.mark.parametrize("number", range(len(SCRIPTS)), ids=[name for name, *_ in SCRIPTS])
-def test_the_output_has_the_law_of_the_protocol_with_and_without_drafts(number):
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=name, marks=[pytest.mark.nightly] if name == "three at the start" else [])
+        for number, (name, *_) in enumerate(SCRIPTS)
+    ],
+)
+def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts(number):
     _, script, world, tokens = SCRIPTS[number]
-    law = oracle(world, makes(script), tokens)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    wanted = oracle(world, makes(script), tokens)
+    assert sum(wanted.values()) == pytest.approx(1, abs=1e-12)
     plans = [("1x1", Null(), number), ("1x1", "iid", number), (*TREES[number % 3], 5 * number + 2)]
     for tree, drawn, way in plans:
         verifier, placement, fast_forward = WAYS[way % len(WAYS)]
         binding = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
         found = decoded(Instance(world, tree, tokens, applied=binding), drawn, verifier)
-        assert distance(found, law) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
+        assert distance(found, wanted) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
-def test_the_readable_truth_agrees(name):
+def test_the_readable_oracle_agrees(name):
     _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
     binding = AppliedConstraint(constraint(script))
     assert distance(truth(Instance(world, "1", tokens, applied=binding)), oracle(world, makes(script), tokens)) < 1e-12
@@ -64,29 +70,29 @@ def test_the_readable_truth_agrees(name):
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
-def test_lists_cost_no_choice_whoever_verifies(name, fast_forward, verifier):
+def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
     binding = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
-    law = oracle(FEW, makes(ALONE[name]), 3)
-    assert distance(decoded(Instance(FEW, "2x1", 3, applied=binding), "point", verifier), law) < 1e-12
+    wanted = oracle(FEW, makes(ALONE[name]), 3)
+    assert distance(decoded(Instance(FEW, "2x1", 3, applied=binding), "point", verifier), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point"])
 @pytest.mark.parametrize("name", ["takes back the token", "puts after what is sampled", "puts past the limit", "stops"])
 def test_a_stop_token_ends_the_sequence_within_a_list_as_well(name, drawn):
     stop = frozenset({2})
-    law = oracle(FEW, makes(ALONE[name]), 3, stop)
-    assert any(finish == "stop" for output in law for _, finish in output)
+    wanted = oracle(FEW, makes(ALONE[name]), 3, stop)
+    assert any(finish == "stop" for output in wanted for _, finish in output)
     found = decoded(Instance(FEW, "1x1", 3, stop, applied=AppliedConstraint(constraint(ALONE[name]))), drawn, Token())
-    assert distance(found, law) < 1e-12
+    assert distance(found, wanted) < 1e-12
 
 
-# The loop around it --------------------------------------------------------------------------------------------------
+# The decode loop -----------------------------------------------------------------------------------------------------
 
 WARM = Sampling(1.0)
 
 
 def play(target, script, proposer, prompts=(PROMPTS[0],), new=12, seed=0, **changes):
-    """A group under a scripted controller, decoded; what ``script`` is may depend on the request."""
+    """Decode a group under scripted controllers; the script may depend on the request."""
     bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script(r)), VOCABULARY, "scripted", **changes))
     wanted = [Request(number, f"p{number}", prompt, WARM, new) for number, prompt in enumerate(prompts)]
     return fixed_group(target, proposer, Token(), wanted, CounterDraws(seed), bound)
@@ -101,7 +107,7 @@ def target():
     return tiny_target()
 
 
-def test_forks_share_the_cells_of_their_past_and_nothing_moves(target):
+def test_forks_share_the_cells_of_their_past_and_no_cell_moves(target):
     cells = target.lm.cells
     group = play(target, lambda r: after(3, [Branch(), Branch(1), Branch()]), draft_model())
     before, shared = {}, 0
@@ -161,10 +167,10 @@ class Alone:
 
 
 @pytest.mark.parametrize("supports_drafts", [False, True])
-def test_a_controller_that_cannot_be_forked_has_the_same_law(target, supports_drafts):
+def test_a_controller_that_cannot_be_forked_has_the_same_distribution(target, supports_drafts):
     def decode(proposer):
         bound = AppliedConstraint(ControllerConstraint(lambda r: Alone(), V, supports_drafts=supports_drafts))
-        return decoded(Instance(FEW, "1x1", 3, applied=bound), proposer, Token())
+        return decoded(Instance(FEW, "1x1", 3, binding=bound), proposer, Token())
 
     assert distance(decode("iid"), decode(Null())) < 1e-12
 
@@ -188,7 +194,7 @@ def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
     assert "NotImplementedError: it holds a connection" in group.errors["p"]
 
 
-def test_the_committed_controller_sees_every_event_once_whatever_was_tried_on_forks(target):
+def test_the_committed_controller_sees_every_event_once_whatever_forks_saw(target):
     made = []
 
     def make(request):
@@ -227,7 +233,7 @@ BAD = {
 
 @pytest.mark.parametrize("proposer", [Null(), draft_model("2x1")], ids=["alone", "drafted"])
 @pytest.mark.parametrize("what", BAD)
-def test_a_controller_that_breaks_ends_its_own_request_by_name_and_no_other(target, what, proposer):
+def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target, what, proposer):
     script, message = BAD[what]
     new = 12 if "without end" in what else 8
     scripts = {"p0": after(2, [Branch(1)]), "p1": script, "p2": at(1, [Branch(), Branch()])}
@@ -243,7 +249,7 @@ def test_a_controller_that_breaks_ends_its_own_request_by_name_and_no_other(targ
     assert not target.lm.cells.references.any()
 
 
-def test_what_a_controller_raises_is_named_with_the_event(target):
+def test_an_error_of_a_controller_is_named_with_the_event(target):
     script = lambda events: GO if len(events) < 3 else 1 // 0  # noqa: E731
     group = play(target, lambda r: script, Null())
     list(group)
@@ -252,14 +258,14 @@ def test_what_a_controller_raises_is_named_with_the_event(target):
     assert "ZeroDivisionError" in error and "2 tokens emitted" in error
 
 
-def test_a_controller_that_cannot_be_made_is_named(target):
+def test_a_controller_that_cannot_be_constructed_is_named(target):
     bound = AppliedConstraint(ControllerConstraint(lambda request: {}[request.name], VOCABULARY, "absent"))
     group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert list(group) == [] and group.sequences[0].finish == "stuck"
     assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors["p"]
 
 
-def test_taking_back_without_end_is_ended(target):
+def test_endless_backtracking_is_ended(target):
     group = play(target, lambda r: lambda events: [Branch(int(len(events) > 1))], draft_model(), new=4)
     list(group)
     (one,) = group.sequences
@@ -291,11 +297,11 @@ def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
     [
         (dict(allow=None), "exactly one list"),
         (dict(allow=None, ff=((1,), (2,))), "exactly one list"),
-        (dict(ff=((1, 2), (1, 3))), "begin with the same token"),
+        (dict(ff=((1, 2), (1, 3))), "same token"),
         (dict(ff=((),)), "an empty list"),
         (dict(backtrack=-1), "backtrack -1"),
     ],
 )
-def test_a_branch_that_means_nothing_is_refused(fields, message):
+def test_an_invalid_branch_is_refused(fields, message):
     with pytest.raises(ConstraintError, match=message):
         Branch(**fields)

@@ -1,4 +1,5 @@
-"""Grammars: masks as plain states give them, whatever is drafted; texts that follow; errors that say what and where."""
+"""Grammars: masks equal those of plain states whatever is drafted; texts under the masks; errors name cause and
+place."""
 
 import itertools
 import json
@@ -67,10 +68,10 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads
     grammar, rng = GRAMMARS[name](threads), np.random.default_rng(7)
     size, rows, illegal = grammar.vocabulary, 0, 0
     for _ in range(18):
-        heads = int(rng.integers(1, 5))
-        begun = [None if rng.random() < 0.1 else prefix(grammar, rng, 8) for _ in range(heads)]
+        roots = int(rng.integers(1, 5))
+        begun = [None if rng.random() < 0.1 else prefix(grammar, rng, 8) for _ in range(roots)]
         states = [None if tokens is None else after(grammar, tokens) for tokens in begun]
-        shape = wood(rng, heads, 16)
+        shape = wood(rng, roots, 16)
         token = drafted(states, shape, rng, size)
         found = grammar.masks(states, shape, token)
         assert same(found, masks_by_forking(states, shape, token, size))
@@ -83,7 +84,7 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(name, threads
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_states_go_on_after_drafts_as_if_there_had_been_none(threads):
+def test_states_after_drafts_equal_states_without_drafts(threads):
     grammar, rng = json_schema(bundled(), json.dumps(PERSON), threads=threads), np.random.default_rng(3)
     tokens = list(prefix(grammar, rng, 30))
     state, alone = grammar.start(request()), grammar.start(request())
@@ -97,14 +98,14 @@ def test_states_go_on_after_drafts_as_if_there_had_been_none(threads):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("schema", [TREE, NESTED_ARRAYS], ids=["tree", "nested arrays"])
-def test_drafts_leave_no_trace_in_states_that_live_long(schema, threads):
+def test_drafts_leave_no_trace_in_long_lived_states(schema, threads):
     grammar = json_schema(bundled(), json.dumps(schema), threads=threads)
     assert wrong_rows(grammar, np.random.default_rng(0), 600) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("depth", range(6))
-def test_an_illegal_draft_token_is_rejected_with_all_after_it_and_disturbs_no_one(depth, threads):
+def test_an_illegal_draft_token_is_rejected_with_its_descendants_and_changes_no_other_request(depth, threads):
     patterns = ["(ab)*c", "[abc]*", "(a|b)+1", "ab*"]
     grammar = regex(toy(), threads=threads)
     legal = [[AB, AB, AB, AB, AB, AB], [C, C, A, B, AB, A], [A, B, A, B, AB, A], [A, B, B, B, B, B]]
@@ -130,19 +131,21 @@ def test_an_illegal_draft_token_is_rejected_with_all_after_it_and_disturbs_no_on
             assert np.array_equal(state.mask(), fresh.mask())
 
 
-# 2. What the engine does, and what becomes of it
+# 2. Engine behaviour and its consequences
 
 
-def test_an_end_after_the_match_takes_nothing_back():
+def test_a_stop_token_after_the_match_removes_nothing():
     matcher = engine(toy(), "(ab)*c")
     assert matcher.consume_tokens([AB, C]) and matcher.is_stopped()
-    assert matcher.consume_token(END) and matcher.rollback(1)  # the engine: this took C back, not the end
+    assert matcher.consume_token(END) and matcher.rollback(1)  # the engine removed C, not the stop token
     assert bare_mask(matcher, toy().size) == [A, AB, C]
 
     for threads in (1, 2):
         grammar = regex(toy(), "(ab)*c", threads=threads)
         states = [after(grammar, [AB]), after(grammar, [])]
-        shape = forest((Shape(1, np.array([0, 1, 1, 2, 0])), chain(4)))  # C, (end, end), end; AB beside; C end end A
+        shape = forest(
+            (Shape(1, np.array([0, 1, 1, 2, 0])), chain(4))
+        )  # C, (end, end), end; next to it AB; C end end A
         token = np.array([C, END, END, END, AB, C, END, END, A])
         found = grammar.masks(states, shape, token)
         assert same(found, by_fresh_matchers(grammar, [[AB], []], shape, token))
@@ -151,7 +154,7 @@ def test_an_end_after_the_match_takes_nothing_back():
         assert allowed(states[0]).tolist() == [A, AB, C]
 
 
-def test_after_the_end_of_a_text_only_the_end_comes():
+def test_after_the_end_of_a_text_only_stop_tokens_are_allowed():
     state = after(regex(toy(), "(ab)*"), [AB])
     assert allowed(state).tolist() == [END, A, AB]
     for _ in range(3):
@@ -159,14 +162,14 @@ def test_after_the_end_of_a_text_only_the_end_comes():
         assert allowed(state).tolist() == [END]
 
 
-def test_an_error_is_raised_where_the_engine_would_silently_let_the_text_end():
+def test_an_engine_s_error_is_raised_rather_than_ending_the_text():
     matcher = engine(toy(), "(ab)*c")
     assert not matcher.consume_token(ONE)
     assert bare_mask(matcher, toy().size) == [END]
 
     state = regex(toy(), "(ab)*c").start(request(name="seven"))
     for wrong in (lambda: state.advance(ONE), state.mask, state.mask):
-        with pytest.raises(ConstraintError, match="request 'seven': .*doesn't satisfy the grammar"):
+        with pytest.raises(ConstraintError, match="request 'seven': "):
             wrong()
 
 
@@ -183,7 +186,7 @@ def test_forced_tokens_are_canonical_and_other_spellings_illegal():
         assert not found.bits[7:].any() and found.forced[2:7].all()
 
 
-def test_a_matcher_that_cannot_take_tokens_back_dies_of_it():
+def test_a_matcher_that_cannot_roll_back_is_in_error_afterwards():
     matcher = LLMatcher(toy().engine, LLMatcher.grammar_from_lark(NO_ROLLBACK), log_level=0)
     assert matcher.consume_token(ONE) and not matcher.rollback(1)
     assert "rollback not supported" in matcher.get_error()
@@ -192,7 +195,7 @@ def test_a_matcher_that_cannot_take_tokens_back_dies_of_it():
 def test_the_engine_writes_past_the_rows_it_is_given_and_leaves_some_unwritten():
     rows = np.zeros((4, width(toy().size)), dtype=np.int32)
     fill_next_token_bitmask_par_with_draft_tokens(LLExecutor(1), [(engine(toy(), "[abc]*"), 1, [A, B])], rows[:2])
-    assert rows[2].any() and rows[3].any()  # which the call was not given
+    assert rows[2].any() and rows[3].any()  # rows outside of the call
     rows[:] = -1
     fill_next_token_bitmask_par_with_draft_tokens(LLExecutor(1), [(engine(toy(), "[abc]*"), 0, [A, ONE, B])], rows)
     assert (rows[:2] != -1).all() and (rows[2:] == -1).all()
@@ -207,7 +210,7 @@ def test_states_and_tokens_must_fit_the_shape():
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_empty_drafts_stand_beside_others(threads):
+def test_empty_drafts_and_others_share_a_batch(threads):
     with pytest.raises(ValueError, match="empty"):
         fill_next_token_bitmask_par_with_draft_tokens(
             LLExecutor(1), [(engine(toy(), "a"), 0, [])], np.zeros((1, width(toy().size)), dtype=np.int32)
@@ -222,7 +225,7 @@ def test_empty_drafts_stand_beside_others(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_one_state_may_stand_at_several_heads(threads):
+def test_one_state_may_be_the_root_of_several_trees(threads):
     matcher = engine(toy(), "[abc]*")
     with pytest.raises(RuntimeError, match="borrowed"):
         fill_next_token_bitmask_par_with_draft_tokens(
@@ -236,7 +239,7 @@ def test_one_state_may_stand_at_several_heads(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tokens_of_no_vocabulary_are_illegal(threads):
+def test_tokens_outside_the_vocabulary_are_illegal(threads):
     matcher = engine(toy(), "[abc]*")
     assert not matcher.consume_token(10**6) and "out of range" in matcher.get_error()
 
@@ -246,7 +249,7 @@ def test_tokens_of_no_vocabulary_are_illegal(threads):
         shape = forest((chain(2), chain(2), chain(1)))
         found = grammar.masks(states, shape, np.array([A, foreign, B, C, foreign]))
         assert found.legal.tolist() == [True] * 4 + [False, True, True, False]
-        with pytest.raises(ConstraintError, match=f"no token {foreign} in a vocabulary of {toy().size}"):
+        with pytest.raises(ConstraintError, match=f"token {foreign} .*{toy().size}"):
             after(grammar, []).advance(foreign)
     assert [allowed(state).tolist() for state in states[:2]] == [[END, A, B, AB, C]] * 2
 
@@ -263,12 +266,12 @@ def test_padding_is_never_allowed():
 
 
 def test_a_vocabulary_must_be_as_wide_as_its_engine():
-    with pytest.raises(ValueError, match="4100 tokens, its engine 4096"):
+    with pytest.raises(ValueError, match="4100 .*4096"):
         regex(Vocabulary(4100, (0,), bundled().engine), "a")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_dead_end_is_an_empty_mask_and_breaks_no_one(threads):
+def test_a_dead_end_is_an_empty_mask_and_changes_no_other_row(threads):
     grammar = regex(toy(), "(a|b)*(a[QR]|c)", threads=threads)
     dead = regex(toy(), "b(a(a[QR]|b)?|c[QR])", threads=threads)
     begun = [after(grammar, [A]), after(dead, [B]), after(dead, [B])]
@@ -287,7 +290,7 @@ def test_a_dead_end_is_an_empty_mask_and_breaks_no_one(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_draft_that_breaks_the_engine_breaks_neither_the_state_nor_the_others(threads):
+def test_an_engine_error_on_a_draft_affects_neither_the_state_nor_other_requests(threads):
     source = 'start: (s | "ab" | "a" s)+\ns: /(ab)*c/ | /a(ab)+c/'
     tight = lark(toy(), source, limits={"max_items_in_row": 1}, threads=threads)
     bad, good = tight.start(request(name="bad")), lark(toy(), source).start(request(name="good"))
@@ -333,7 +336,7 @@ SCHEMAS = [
 
 
 def walked(grammar: Grammar, rng: np.random.Generator, most: int = 120) -> str | None:
-    """A text drawn from the masks that is in a hurry to end; None if it does not."""
+    """A text drawn from the masks with a preference for stop tokens; None if it does not end."""
     state, tokens = grammar.start(request()), []
     closing = [token for token, text in enumerate(grammar.tokens.bytes) if re.search(rb'["\]}]', text)]
     for _ in range(most):
@@ -388,7 +391,7 @@ CHOICES = [
 ]
 
 
-def test_choices_are_taken_to_the_letter():
+def test_choices_are_literal():
     for choices in (CHOICES, ["", "a"], [""]):
         grammar, rng = choice(bundled(), choices), np.random.default_rng(2)
         assert {walked(grammar, rng) for _ in range(4 * len(choices))} <= set(choices)
@@ -425,7 +428,7 @@ def test_white_space_and_separators_are_options():
 
 
 @pytest.mark.parametrize("spelling", [[AB, C], [A, B, C]])
-def test_a_text_may_begin_with_the_prompt_however_it_is_spelled(spelling):
+def test_a_text_may_begin_with_the_prompt_in_any_tokenization(spelling):
     state = regex(toy(), "abcé1", prompt=True).start(request(tokens=spelling))
     assert allowed(state).tolist() == [E]
     fork = state.fork()
@@ -436,9 +439,7 @@ def test_a_text_may_begin_with_the_prompt_however_it_is_spelled(spelling):
 
 def test_a_prompt_that_does_not_follow_is_named_with_the_place():
     grammar = regex(toy(), "abc1*", prompt=True)
-    with pytest.raises(
-        ConstraintError, match="request 'six': its prompt leaves the grammar at token 2 of 4, at the end of 'abc2'"
-    ):
+    with pytest.raises(ConstraintError, match="request 'six': .*prompt .*token 2 of 4.*'abc2'"):
         grammar.start(request(tokens=[AB, C, TWO, ONE], name="six"))
     assert END in allowed(grammar.start(request(tokens=[AB, C])))
 
@@ -461,8 +462,8 @@ def test_a_bad_source_of_one_request_names_it():
     grammar = regex(toy(), limits={"source_characters": 10})
     for source, message in {
         "(a": "request 'one': its regex: .*unclosed group",
-        "": "request 'one' has no regex of its own",
-        "a" * 11: "request 'one': its regex: the source has 11 characters, the limit is 10",
+        "": "request 'one' .*regex",
+        "a" * 11: "request 'one': its regex: .*11 characters.* 10",
     }.items():
         with pytest.raises(ConstraintError, match=message):
             grammar.start(request(source))
@@ -490,38 +491,38 @@ def test_masks_are_not_to_be_written_to():
     [
         (lambda v: regex(v, "(a"), "constraint.regex: .*unclosed group"),
         (lambda v: regex(v, "(?=a)b"), "constraint.regex: .*look-ahead"),
-        (lambda v: regex(v, "a[^\\x00-\\x{10FFFF}]"), "constraint.regex: no text in the tokens of this vocabulary"),
-        (lambda v: regex(v, "a\ud800"), "constraint.regex: character 1 of the source is half of a surrogate"),
-        (lambda v: regex(v, 7), "constraint.pattern must be text, not 7"),
-        (lambda v: regex(v, "a" * 100_001), "100001 characters, the limit is 100000"),
-        (lambda v: regex(v, "a", prompt="no"), "constraint.prompt must be true or false"),
-        (lambda v: regex(v, "a", threads=0), "constraint.threads must be a whole number of 1 or more"),
-        (lambda v: regex(v, "a", threads=65), "constraint.threads must be at most 64, not 65"),
-        (lambda v: regex(v, "a", limits={"fuel": 1}), "a name in constraint.limits must be one of source_characters"),
-        (lambda v: regex(v, "a", limits={"step_lexer_fuel": 0}), "constraint.limits.step_lexer_fuel must be"),
+        (lambda v: regex(v, "a[^\\x00-\\x{10FFFF}]"), "constraint.regex: .*vocabulary"),
+        (lambda v: regex(v, "a\ud800"), "constraint.regex: character 1 .*surrogate"),
+        (lambda v: regex(v, 7), "constraint.pattern .*7"),
+        (lambda v: regex(v, "a" * 100_001), "100001 characters.* 100000"),
+        (lambda v: regex(v, "a", prompt="no"), "constraint.prompt "),
+        (lambda v: regex(v, "a", threads=0), "constraint.threads .*1 or more"),
+        (lambda v: regex(v, "a", threads=65), "constraint.threads .*64.* 65"),
+        (lambda v: regex(v, "a", limits={"fuel": 1}), "constraint.limits .*source_characters"),
+        (lambda v: regex(v, "a", limits={"step_lexer_fuel": 0}), "constraint.limits.step_lexer_fuel "),
         (lambda v: regex(v, "(ab)*", limits={"step_lexer_fuel": 1}), "constraint.regex: lexer error"),
         (lambda v: json_schema(v, '{"type": "strin"}'), "constraint.json_schema: Invalid type: strin"),
         (lambda v: json_schema(v, '{"type": "string",}'), "not JSON: .*line 1 column 19"),
-        (lambda v: json_schema(v, "[]"), "a JSON schema must be an object, true or false, not '\\[\\]'"),
+        (lambda v: json_schema(v, "[]"), "JSON schema .*'\\[\\]'"),
         (lambda v: json_schema(v, '{"contains": {}}'), 'Unimplemented keys: \\["contains"\\]'),
         (lambda v: json_schema(v, '{"$ref": "http://other"}'), "http://other"),
         (lambda v: json_schema(v, '{"$ref": "#"}'), "no text"),
         (lambda v: json_schema(v, "{}", whitespace_pattern="(("), "unclosed group"),
-        (lambda v: json_schema(v, "{}", path="x"), "give constraint.schema or constraint.path, not both"),
-        (lambda v: json_schema(v, path="nowhere.json"), "constraint.path=nowhere.json cannot be read: .*No such file"),
+        (lambda v: json_schema(v, "{}", path="x"), "constraint.schema .*constraint.path"),
+        (lambda v: json_schema(v, path="nowhere.json"), "constraint.path=nowhere.json .*No such file"),
         (lambda v: lark(v, "start: foo"), 'constraint.lark: .*unknown name: "foo"'),
         (lambda v: lark(v, "start: start"), "no text"),
-        (lambda v: lark(v, "x: x", path="x"), "give constraint.grammar or constraint.path, not both"),
-        (lambda v: choice(v, []), "choices must be a list of one or more strings"),
-        (lambda v: choice(v, ["a", "b", "a"]), "the choice 'a' occurs twice"),
-        (lambda v: choice(v, ["a", 1]), "choice 1 is 1, not a string: put it in quotes"),
-        (lambda v: choice(v, ["\ud800"]), "half of a surrogate"),
-        (lambda v: choice(v).start(request("a or b")), "request 'one': its choice: not JSON"),
-        (lambda v: choice(v).start(request('{"a": 1}')), "request 'one': its choice: choices must be a list"),
-        (lambda v: Grammar(v, "gbnf", "a"), "constraint.kind must be one of regex, json_schema, lark, choice"),
+        (lambda v: lark(v, "x: x", path="x"), "constraint.grammar .*constraint.path"),
+        (lambda v: choice(v, []), "choices .*list"),
+        (lambda v: choice(v, ["a", "b", "a"]), "choice 'a' .*twice"),
+        (lambda v: choice(v, ["a", 1]), "choice 1 "),
+        (lambda v: choice(v, ["\ud800"]), "surrogate"),
+        (lambda v: choice(v).start(request("a or b")), "request 'one': its choice: .*JSON"),
+        (lambda v: choice(v).start(request('{"a": 1}')), "request 'one': its choice: .*list"),
+        (lambda v: Grammar(v, "gbnf", "a"), "constraint.kind .*regex, json_schema, lark, choice"),
     ],
 )
-def test_what_does_not_compile_says_why(build, message):
+def test_a_source_that_does_not_compile_is_refused_with_the_reason(build, message):
     with pytest.raises(ValueError, match=message):
         build(bundled())
 
@@ -540,13 +541,13 @@ BEYOND = 2**53 + 1
         ({"enum": [{"a": [10**400]}]}, "#/enum"),
     ],
 )
-def test_numbers_that_the_engine_would_round_are_refused_by_place(schema, place):
+def test_numbers_that_the_engine_would_round_are_refused_with_their_place(schema, place):
     for kind in (json_schema, lambda v, source: json_schema(v).start(request(source))):
-        with pytest.raises(ValueError, match=f"at {place} of the schema would not be enforced exactly"):
+        with pytest.raises(ValueError, match=f"at {place} of the schema"):
             kind(bundled(), json.dumps(schema))
 
 
-def test_numbers_that_are_no_bounds_may_be_large():
+def test_numbers_that_are_not_bounds_may_be_large():
     schema = {"properties": {"maximum": {"type": "integer", "default": BEYOND}}, "examples": [{"maximum": BEYOND}]}
     assert accepts(json_schema(bundled(), json.dumps(schema)), json.dumps({"maximum": BEYOND}))
     assert accepts(json_schema(bundled(), json.dumps({"const": 2**60})), str(2**60))
@@ -569,13 +570,13 @@ def test_bounds_of_integers_are_enforced_up_to_the_largest_that_may_be_given():
 def test_the_schema_true_allows_all_json_and_false_nothing():
     everything = json_schema(bundled(), "true")
     assert accepts(everything, '[1, {"a": null}]') and not accepts(everything, "[1")
-    with pytest.raises(ValueError, match="constraint.json_schema: the schema false matches no text"):
+    with pytest.raises(ValueError, match=r"constraint\.json_schema: .*false"):
         json_schema(bundled(), "false")
-    with pytest.raises(ConstraintError, match="request 'one': .*false matches no text"):
+    with pytest.raises(ConstraintError, match="request 'one': .*false"):
         json_schema(bundled()).start(request("false"))
 
 
-def test_what_a_schema_asks_beyond_the_engine_may_be_ignored():
+def test_keywords_that_the_engine_does_not_support_may_be_ignored():
     assert allowed(after(json_schema(bundled(), '{"type": "null", "contains": {}}', lenient=True), [])).size
 
 
@@ -586,7 +587,7 @@ def test_schemas_and_grammars_come_from_files(tmp_path):
     rng = np.random.default_rng(0)
     assert json.loads(walked(json_schema(bundled(), path=str(tmp_path / "schema.json")), rng)) == "é"
     assert walked(lark(bundled(), path=str(tmp_path / "grammar.lark")), rng) == "é"
-    with pytest.raises(ValueError, match="constraint.path=.*latin.json .*not UTF-8"):
+    with pytest.raises(ValueError, match=r"constraint\.path=.*latin\.json .*UTF-8"):
         json_schema(bundled(), path=str(tmp_path / "latin.json"))
 
 
@@ -610,7 +611,7 @@ HOSTILE = {
 @pytest.mark.parametrize(
     ("kind", "source"), [(k, s) for k, all_of in HOSTILE.items() for s in all_of], ids=itertools.count()
 )
-def test_hostile_sources_end_soon_and_others_go_on(kind, source):
+def test_hostile_sources_fail_soon_and_other_requests_continue(kind, source):
     grammar = Grammar(bundled(), kind)
     start, said = time.perf_counter(), "request 'one'"
     try:
@@ -626,7 +627,7 @@ def test_hostile_sources_end_soon_and_others_go_on(kind, source):
     assert [bundled().bytes[token] for token in allowed(other)] == [b"x"]
 
 
-# 6. Records
+# 6. Facts
 
 
 def test_facts_keep_the_source_or_its_hash():

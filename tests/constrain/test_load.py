@@ -1,4 +1,4 @@
-"""Constraints as configs name them."""
+"""Loading constraints from configs."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def first(constraint, source: str = "") -> list[int]:
     return unpack(state.mask(), toy().size).nonzero()[0].tolist()
 
 
-def test_a_source_left_empty_is_each_requests_own():
+def test_without_a_source_each_request_has_its_own():
     for made, source in (
         (load.regex(toy()), "b+"),
         (load.choice(toy()), '["b", "ba"]'),
@@ -32,7 +32,7 @@ def test_a_source_left_empty_is_each_requests_own():
             made.start(Request(0, "r", (1,)))
 
 
-def test_a_requests_own_source_goes_before_the_constraints():
+def test_a_requests_own_source_overrides_the_constraint_s():
     made = load.regex(toy(), "a")
     assert first(made) == [A] and first(made, "b") == [B]
 
@@ -44,14 +44,14 @@ def test_a_schema_may_be_text_or_a_mapping():
 
 
 def test_unknown_engines_and_controllers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"constraint.engine must be one of llguidance, xgrammar"):
+    with pytest.raises(ValueError, match=r"constraint\.engine .*llguidance, xgrammar"):
         load.regex(toy(), "a", engine="outlines")
     for name in ("nowhere.make", "make", "json.nothing"):
         with pytest.raises(ValueError, match=f"constraint.make={name}"):
             load.controller(toy(), name)
 
 
-def test_text_options_join_what_binds():
+def test_text_options_are_combined_with_the_constraint():
     assert load.combine(None, None, PLACE) is None
     alone = load.combine(load.regex(toy(), "a+"), toy(), PLACE)
     assert isinstance(alone, AppliedConstraint) and alone.constraint.name == "regex"
@@ -69,7 +69,7 @@ def steered(vocabulary):
     return lambda request: None
 
 
-def test_text_options_that_could_not_hold_are_refused():
+def test_text_options_that_cannot_be_met_are_refused():
     for placement in ("draft", "none"):
         place = PLACE | dict(placement=placement, fast_forward=None)
         for option in (dict(healing=True), dict(banned=["a"]), dict(at_least=2)):
@@ -79,21 +79,21 @@ def test_text_options_that_could_not_hold_are_refused():
         load.combine(load.regex(toy(), "a+"), toy(), PLACE, healing=True)
 
 
-def test_forcing_follows_the_placement_where_nothing_else_is_said():
+def test_the_default_of_forcing_follows_the_placement():
     made = load.regex(toy(), "a+")
     for placement in ("target", "draft", "both", "none"):
         binding = AppliedConstraint(made, placement, fast_forward=None)
         assert binding.fast_forward is (placement in ("target", "both"))
 
 
-def test_options_that_an_engine_does_not_know_are_refused_by_name():
+def test_unknown_options_of_an_engine_are_refused_by_name():
     with pytest.raises(ValueError, match="constraint.nonsense .*constraint.engine=llguidance"):
         load.regex(toy(), "a", nonsense=1)
     with pytest.raises(ValueError, match="cannot be called with"):
         load.controller(toy(), "os.getcwd")
 
 
-def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(tmp_path):
+def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
     file, facts = tmp_path / "schema.json", []
     for most in (300, 301):
         file.write_text(json.dumps({"enum": [1], "description": "x" * most}))
@@ -101,9 +101,9 @@ def test_what_a_run_says_of_itself_changes_with_the_source_in_a_file(tmp_path):
     assert facts[0]["source_sha256"] != facts[1]["source_sha256"]
 
 
-def test_a_run_whose_prompts_bring_no_source_is_refused_at_the_door(tmp_path):
+def test_a_run_whose_prompts_have_no_source_is_refused_at_start_up(tmp_path):
     binding = AppliedConstraint(load.regex(toy()))
-    with pytest.raises(ValueError, match="constraint=regex has no source, and prompt 'p0' brings none"):
+    with pytest.raises(ValueError, match="constraint=regex .*'p0'"):
         replace(lab(), binding=binding).requests(settings(tmp_path))
 
 
@@ -115,8 +115,8 @@ def test_only_regular_files_of_a_bounded_size_are_read(kind, tmp_path, monkeypat
         with pytest.raises(ValueError, match=r"constraint\.path"):
             kind(toy(), path=path if path in (5, "") else str(path))
     with (tmp_path / "huge").open("wb") as stream:
-        stream.truncate(2**40)  # a hole
-    with pytest.raises(ValueError, match=r"constraint\.path=.*huge.*larger than 16777216 bytes"):
+        stream.truncate(2**40)  # a sparse file
+    with pytest.raises(ValueError, match=r"constraint\.path=.*huge.* 16777216 bytes"):
         kind(toy(), path=str(tmp_path / "huge"))
 
 
@@ -147,11 +147,11 @@ def test_a_prompt_may_bring_a_schema_of_lines():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schema": {}, "lines": "yes"}, "constraint.lines must be true or false"),
-        ({"schema": {}, "lines": True, "engine": "xgrammar"}, "constraint.lines=true requires constraint.engine="),
+        ({"schema": {}, "lines": "yes"}, "constraint.lines "),
+        ({"schema": {}, "lines": True, "engine": "xgrammar"}, "constraint.lines=true .*constraint.engine="),
         ({"schema": "{", "lines": True}, "constraint.json_schema: not JSON"),
         ({"schema": {"x-guidance": 3}, "lines": True}, "constraint.json_schema: x-guidance in a schema"),
-        ({"schema": {"maximum": 2**53 + 1}, "lines": True}, "constraint.json_schema: .* would not be enforced exactly"),
+        ({"schema": {"maximum": 2**53 + 1}, "lines": True}, "constraint.json_schema: .*exactly"),
     ],
 )
 def test_wrong_options_of_lines_are_refused(options, message):

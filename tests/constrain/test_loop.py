@@ -1,4 +1,4 @@
-"""The decode loop under constraints: the masked law, exactly."""
+"""The decode loop under constraints has exactly the masked distribution."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
-def test_the_output_has_the_masked_law(placement, fast_forward, verifier, tree, drawn, tokens):
+def test_the_output_has_the_masked_distribution(placement, fast_forward, verifier, tree, drawn, tokens):
     binding = AppliedConstraint(Table(uneven), placement, fast_forward=fast_forward)
     instance = Instance(WORLD, tree, tokens, applied=binding)
     assert distance(decoded(instance, drawn, verifier), truth(instance)) < 1e-12
@@ -33,7 +33,7 @@ def test_the_output_has_the_masked_law(placement, fast_forward, verifier, tree, 
 
 @dataclass
 class Fragile:
-    """Allows everything; cannot go on where a token comes twice in a row."""
+    """Allows everything; raises where a token comes twice in a row."""
 
     text: tuple[int, ...] = ()
 
@@ -54,7 +54,7 @@ class Fragile:
 
 @dataclass(frozen=True)
 class Breaks:
-    """Binds request 1 by what is fragile, and no other."""
+    """Constrains request 1 by the fragile state, and no other."""
 
     name: str = "breaks"
     vocabulary: int = VOCABULARY
@@ -66,7 +66,7 @@ class Breaks:
 
 @pytest.mark.parametrize("placement", ["target", "draft", "both", "none"])
 @pytest.mark.parametrize("async_masks", [False, True])
-def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, async_masks):
+def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_masks):
     target = tiny_target()
     requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=12) for number in range(3)]
 
@@ -79,7 +79,7 @@ def test_a_constraint_that_breaks_ends_its_own_request_and_no_other(placement, a
     group, _ = decode(requests, AppliedConstraint(Breaks(), placement, async_masks=async_masks))
     text = free.sequences[1].emitted
     twice = next(place for place in range(1, len(text)) if text[place] == text[place - 1])
-    if placement in ("draft", "none"):  # it only helps or observes: the output goes on without it
+    if placement in ("draft", "none"):  # a draft mask or an observer: the output continues without it
         assert [one.emitted for one in group.sequences] == [one.emitted for one in free.sequences]
         assert "came twice" in group.sequences[1].unwatched and not group.errors
         assert [one.unwatched for one in group.sequences[::2]] == ["", ""]
@@ -104,7 +104,7 @@ def test_a_row_that_allows_nothing_ends_its_request_by_name():
     assert "allows nothing here" in group.errors["r"]
 
 
-def test_what_is_only_observed_is_counted_and_not_changed():
+def test_an_observed_constraint_is_counted_and_changes_nothing():
     target = tiny_target()
     request = Request(0, "r", (1, 2), max_new_tokens=10)
     free = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0))
@@ -118,7 +118,7 @@ def test_what_is_only_observed_is_counted_and_not_changed():
         assert group.sequences[0].violated == 6 and not group.errors
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_invalid_options_are_refused():
     table = Table(uneven)
     for options, said in (
         (dict(placement="head"), "placement"),

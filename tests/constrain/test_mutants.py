@@ -1,4 +1,4 @@
-"""Faults that engines have had with constraints, put in on purpose: enumeration finds every one."""
+"""Faults that engines have had with constraints, injected: enumeration finds every one."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +20,7 @@ from spec_lab.verify import Token
 
 @contextmanager
 def masks_changed(change):
-    """Every forest's masks as ``change(masks, shape)`` has them; the constraints' fast ways are not used."""
+    """Replace every forest's masks by ``change(masks, shape)``; the constraints' fast paths are off."""
 
     def changed(constraint, states: list[ConstraintState | None], shape, token) -> Masks:
         return change(masks_by_forking(states, shape, token, constraint.vocabulary), shape)
@@ -30,7 +30,7 @@ def masks_changed(change):
 
 
 def leaves_are_free(masks, shape):
-    """The token after the accepted ones is drawn from the bare law: "trim the draft, then add a bonus"."""
+    """The bonus or recovered token is drawn without the mask: "trim the draft, then add a bonus"."""
     leaf = np.array([not len(children) for children in shape.children])
     return replace(masks, bits=np.where((leaf & masks.legal & ~masks.barrier)[:, None], full_mask(5), masks.bits))
 
@@ -42,7 +42,7 @@ def parents_mask(masks, shape):
 
 
 def barriers_are_not_seen(masks, shape):
-    """What an action would take back is built upon."""
+    """Nodes below a backtracking action are kept."""
     bits = np.where(masks.barrier[:, None], full_mask(5), masks.bits)
     return Masks(bits, masks.legal, np.zeros_like(masks.barrier))
 
@@ -61,7 +61,7 @@ def _one_less(sequence, count, remove=spec_lab.engine.commit.remove):
 
 
 def _never_a_b(self, shape, rows, token, call=DraftTreeMasks.__call__):
-    """The draft may not draw "b" anywhere, and anything else where nothing is left of that."""
+    """The draft may not draw "b"; where nothing else is left it may draw anything."""
     allowed = call(self, shape, rows, token)
     allowed[:, 1] = False
     return allowed
@@ -81,7 +81,7 @@ MUTANTS = {
 
 
 def found() -> list[str]:
-    """The instances whose law, or whose keys, are wrong."""
+    """The instances whose distribution, or whose keys, are wrong."""
     wrong = []
     for instance in constrained():
         try:
@@ -92,7 +92,7 @@ def found() -> list[str]:
     return wrong
 
 
-def test_without_a_fault_nothing_is_found():
+def test_without_a_fault_no_difference_is_found():
     assert found() == []
 
 
@@ -102,7 +102,7 @@ def test_every_fault_is_found(name):
         assert found()
 
 
-def test_what_the_draft_alone_does_wrong_changes_no_law():
-    """Masks on the draft are a help: however wrong they are, the output's law stays."""
+def test_faults_in_the_draft_alone_change_no_distribution():
+    """Masks on the draft are an aid: however wrong they are, the output distribution is the same."""
     with mock.patch.object(DraftTreeMasks, "__call__", _never_a_b):
         assert found() == []

@@ -24,7 +24,7 @@ def draft(target, tree: str = "1x1x1") -> DraftModel:
 
 
 class Listens:
-    """Allows all and remembers what it was told; a fork of it is itself."""
+    """Allows everything and records what it receives; its fork is itself."""
 
     def __init__(self) -> None:
         self.heard = []
@@ -38,7 +38,7 @@ class Listens:
 
 
 @pytest.mark.parametrize("placement", ["target", "both"])
-def test_a_controller_that_cannot_be_forked_hears_of_committed_tokens_only(placement):
+def test_a_controller_that_cannot_be_forked_receives_committed_tokens_only(placement):
     target = tiny_target()
     outputs = []
     for proposer in (Null(), draft(target), Repeat(3)):
@@ -85,7 +85,7 @@ class Doubles:
         return Doubles(self.steps)
 
 
-def test_whether_forks_are_too_many_does_not_depend_on_drafts(monkeypatch):
+def test_the_limit_on_forks_does_not_depend_on_drafts(monkeypatch):
     target = tiny_target()
     request = Request(0, "r", (1, 2), max_new_tokens=5)
     for most, broken in ((3, False), (2, True)):

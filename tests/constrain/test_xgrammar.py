@@ -1,4 +1,4 @@
-"""xgrammar behind the same interface: masks as plain states give them, the same languages, errors that say what."""
+"""xgrammar behind the same interface: masks equal those of plain states, the same languages, errors with the cause."""
 
 import json
 import random
@@ -45,7 +45,7 @@ def engine():
 
 
 def walk(constraint, choose: random.Random, most: int) -> bytes | None:
-    """A text written at random under the masks; None where it has not ended soon enough."""
+    """A random text under the masks; None if it has not ended soon enough."""
     state, text = constraint.start(request()), b""
     for place in range(most):
         words = allowed(state).tolist()
@@ -59,7 +59,7 @@ def walk(constraint, choose: random.Random, most: int) -> bytes | None:
 
 
 def accepts(constraint, text: str) -> bool:
-    """Whether a state takes a text, byte by byte or in longer tokens, and its end."""
+    """Whether a state accepts a text and its end, byte by byte or in longer tokens."""
     state, data, spelt = constraint.start(request()), text.encode(), constraint.tokens.bytes
     while data:
         fits = [token for token in allowed(state) if spelt[token] and data.startswith(spelt[token])]
@@ -79,8 +79,8 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(engine, make)
     constraint, rng = make(engine), np.random.default_rng(5)
     below = 0
     for _ in range(20):
-        heads = int(rng.integers(1, 4))
-        states = [None if rng.random() < 0.2 else constraint.start(request()) for _ in range(heads)]
+        roots = int(rng.integers(1, 4))
+        states = [None if rng.random() < 0.2 else constraint.start(request()) for _ in range(roots)]
         begun: list[list[int]] = [[] for _ in states]
         for state, tokens in zip(states, begun, strict=True):
             for _ in range(int(rng.integers(0, 6))):
@@ -88,17 +88,17 @@ def test_masks_of_forests_are_those_of_forks_and_of_fresh_matchers(engine, make)
                 if len(words):
                     tokens.append(int(rng.choice(words)))
                     state.advance(tokens[-1])
-        shape = wood(rng, heads, 10)
+        shape = wood(rng, roots, 10)
         token = drafted(states, shape, rng, constraint.vocabulary)
         found = constraint.masks(states, shape, token)
         assert same(found, masks_by_forking(states, shape, token, constraint.vocabulary))
         for row in np.flatnonzero(found.legal).tolist():
             if states[shape.root[row]] is not None:
-                path = [int(token[node - heads]) for node in shape.path(row)]
+                path = [int(token[node - roots]) for node in shape.path(row)]
                 fresh = after(constraint, [*begun[shape.root[row]], *path])
                 assert np.array_equal(found.bits[row], fresh.mask())
-                below += row >= heads
-        for state, tokens in zip(states, begun, strict=True):  # the states are left as they were
+                below += row >= roots
+        for state, tokens in zip(states, begun, strict=True):  # the states are not changed
             assert state is None or np.array_equal(state.fork().mask(), after(constraint, tokens).mask())
     assert below > 10
 
@@ -130,7 +130,7 @@ def test_tokens_beyond_the_vocabulary_are_illegal_in_drafts(engine):
     assert found.bits.any(-1).tolist() == found.legal.tolist()
 
 
-def test_what_is_bound_by_nothing_may_be_all_but_padding_and_what_has_ended_nothing(engine):
+def test_an_unconstrained_row_allows_all_but_padding_and_a_finished_one_nothing(engine):
     constraint, token = engine.regex(toy(), "a"), np.array([A, -1, len(TOKENS), A, END])
     ended = after(constraint, [A, END])
     shape = Shape(2, np.array([0, 0, 0, 3, 1]))
@@ -161,13 +161,13 @@ def test_padding_and_special_tokens_are_never_allowed(engine, padding):
                 break
 
 
-def test_only_ends_come_where_the_text_is_complete_and_nothing_after_them(engine):
+def test_a_complete_text_allows_only_stop_tokens_and_nothing_after_them(engine):
     state = engine.regex(toy(), "ab").start(request())
     state.advance(AB)
     assert np.array_equal(state.mask(), mask_of([END], len(TOKENS)))
     state.advance(END)
     assert state.ended and not state.mask().any() and not state.fork().mask().any()
-    with pytest.raises(ConstraintError, match="request 'one': token 1 is not allowed next"):
+    with pytest.raises(ConstraintError, match="request 'one': token 1 "):
         state.advance(A)
 
 
@@ -176,7 +176,7 @@ def test_a_token_that_the_mask_forbids_is_refused_by_name_and_changes_nothing(en
     state.advance(A)
     before = state.fork().mask()
     for token in (C, END, -1, len(TOKENS), 10**6):
-        with pytest.raises(ConstraintError, match=f"request 'two': token {token} is not allowed next"):
+        with pytest.raises(ConstraintError, match=f"request 'two': token {token} "):
             state.advance(token)
     assert np.array_equal(state.fork().mask(), before)
     assert state.action() is None
@@ -240,26 +240,26 @@ BYTES = toy().__class__.plain([bytes([byte]) for byte in range(256)] + [b"ab", "
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
-def test_a_regex_has_the_language_that_re_and_llguidance_give_it(engine, pattern):
+def test_a_regex_has_the_same_language_as_in_re_and_llguidance(engine, pattern):
     ours, theirs = engine.regex(BYTES, pattern), grammar.regex(BYTES, pattern)
     matches = {text for text in TEXTS if re.fullmatch(pattern, text)}
     assert {text for text in TEXTS if accepts(ours, text)} == matches
     assert {text for text in TEXTS if accepts(theirs, text)} == matches
 
 
-def test_the_regexes_above_tell_texts_apart():
+def test_the_regexes_above_accept_some_texts_and_refuse_others():
     found = [sum(bool(re.fullmatch(pattern, text)) for text in TEXTS) for pattern in REGEXES]
     assert sum(0 < count < len(TEXTS) for count in found) >= 20
 
 
 @pytest.mark.parametrize("pattern", [".", "[^a]", "[^-a]", "\\D", "\\W", "\\S"])
-def test_negated_characters_take_no_halves_of_surrogate_pairs(engine, pattern):
+def test_negated_characters_exclude_halves_of_surrogate_pairs(engine, pattern):
     after_ed = after(engine.regex(BYTES, pattern), [0xED])
     assert set(allowed(after_ed)) == set(range(0x80, 0xA0))  # U+D000 to U+D7FF
 
 
 @pytest.mark.parametrize("choices", [["yes", "no", "yesterday"], ["é", "日本", "日"], ["a", '"\n\\', "a b", "\x00^]"]])
-def test_a_choice_has_the_language_that_llguidance_gives_it(engine, choices):
+def test_a_choice_has_the_same_language_as_in_llguidance(engine, choices):
     ours, theirs = engine.choice(BYTES, choices), grammar.choice(BYTES, choices)
     texts = {*choices, *(one[:-1] for one in choices), *(one + "a" for one in choices), "yesyes"}
     assert {text for text in texts if accepts(ours, text)} == set(choices)
@@ -294,7 +294,7 @@ def test_texts_written_under_the_mask_fit_the_schema(engine, schema, flexible):
     texts = [text for text in (walk(constraint, choose, 60) for _ in range(15)) if text is not None]
     assert texts
     for text in texts:
-        value = json.loads(text.decode("utf-8", "surrogatepass"))  # halves of pairs: the engine takes them for text
+        value = json.loads(text.decode("utf-8", "surrogatepass"))  # halves of pairs: the engine treats them as text
         jsonschema.validate(value, schema)
 
 
@@ -314,28 +314,26 @@ def test_a_request_overrides_the_source_and_is_needed_where_there_is_none(engine
     assert set(allowed(constraint.start(request()))) == {A}
     assert set(allowed(constraint.start(request(constraint="b")))) == {B}
     for bare in (engine.regex(toy()), engine.choice(toy()), engine.json_schema(toy())):
-        with pytest.raises(ConstraintError, match=f"request 'one' has no {bare.kind} of its own"):
+        with pytest.raises(ConstraintError, match=f"request 'one' .*{bare.kind}"):
             bare.start(request())
     assert set(allowed(engine.choice(toy()).start(request(constraint='["c", "1"]')))) == {C, ONE}
 
 
-def test_the_text_may_begin_with_the_prompt_in_whatever_tokens(engine):
+def test_the_text_may_begin_with_the_prompt_in_any_tokenization(engine):
     constraint = engine.regex(toy(), "abab", prompt=True)
-    for prompt in ([AB], [A, B], [END, AB]):  # a token without bytes counts for nothing
+    for prompt in ([AB], [A, B], [END, AB]):  # a token without bytes is ignored
         assert set(allowed(constraint.start(request(tokens=prompt)))) == {A, AB}
-    with pytest.raises(
-        ConstraintError, match="request 'two': the constrained text cannot begin with its prompt, 'abb'"
-    ):
+    with pytest.raises(ConstraintError, match="request 'two': .*'abb'"):
         constraint.start(request(tokens=[AB, B], name="two"))
     assert set(allowed(engine.regex(toy(), "abab").start(request(tokens=[AB, B])))) == {A, AB}
 
 
-def test_a_schema_may_stand_in_a_file(engine, tmp_path):
+def test_a_schema_may_be_read_from_a_file(engine, tmp_path):
     (tmp_path / "one.json").write_text('{"const": 1}')
     assert set(allowed(engine.json_schema(toy(), path=str(tmp_path / "one.json")).start(request()))) == {ONE}
     with pytest.raises(ValueError, match="not both"):
         engine.json_schema(toy(), "true", path=str(tmp_path / "one.json"))
-    with pytest.raises(ValueError, match=r"constraint.path=.*two.json cannot be read"):
+    with pytest.raises(ValueError, match=r"constraint\.path=.*two\.json"):
         engine.json_schema(toy(), path=str(tmp_path / "two.json"))
 
 
@@ -378,9 +376,9 @@ def test_patterns_that_do_not_compile_or_would_be_misread_are_refused(engine, pa
     ("schema", "said"),
     [
         ("{", "not JSON"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "nested"),
         ("3", "Schema should be an object or bool"),
-        ("false", "cannot accept any value"),
+        ("false", "any value"),
         ('{"type": "integer", "minimum": 5, "maximum": 3}', "minimum greater than maximum"),
         ('{"not": {}}', "misread not at #"),
         ('{"type": "array", "items": {"type": "array", "uniqueItems": true}}', "misread uniqueItems at #/items"),
@@ -411,35 +409,35 @@ def test_a_lenient_schema_may_be_misread(engine):
 
 @pytest.mark.parametrize("choices", ['["a"', "[]", '{"a": 1}', "[1]", '"a"'])
 def test_choices_of_a_request_must_be_a_list_of_strings(engine, choices):
-    with pytest.raises(ConstraintError, match="request 'one': its choice: (not JSON|choices must be a list)"):
+    with pytest.raises(ConstraintError, match="request 'one': its choice: "):
         engine.choice(toy()).start(request(constraint=choices))
 
 
-def test_what_no_text_can_follow_is_refused(engine):
-    with pytest.raises(ValueError, match="constraint.regex: no text in the tokens of this vocabulary"):
+def test_a_source_that_no_text_satisfies_is_refused(engine):
+    with pytest.raises(ValueError, match=r"constraint\.regex: .*vocabulary"):
         engine.regex(toy(), "Q")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"prompt": "yes"}, "prompt must be true or false"), ({"threads": 0}, "threads must be a whole number")],
+    [({"prompt": "yes"}, "prompt "), ({"threads": 0}, "threads ")],
 )
 def test_options_out_of_range_are_named(engine, options, said):
     with pytest.raises(ValueError, match=f"constraint.{said}"):
         engine.regex(toy(), "a", **options)
-    with pytest.raises(ValueError, match="pattern must be text, not 3"):
+    with pytest.raises(ValueError, match="pattern .*3"):
         engine.regex(toy(), 3)
-    with pytest.raises(ValueError, match="constraint.strict must be true or false"):
+    with pytest.raises(ValueError, match=r"constraint\.strict "):
         engine.json_schema(toy(), "true", strict=1)
 
 
 def test_sources_that_are_too_long_are_refused(engine):
-    with pytest.raises(ValueError, match="100001 characters, the limit is 100000"):
+    with pytest.raises(ValueError, match="100001 characters.* 100000"):
         engine.regex(toy(), "a" * 100_001)
 
 
-def test_lark_goes_to_the_engines_that_read_it(engine):
-    with pytest.raises(ValueError, match="constraint.engine=xgrammar does not support Lark"):
+def test_lark_is_sent_to_the_engines_that_support_it(engine):
+    with pytest.raises(ValueError, match="constraint.engine=xgrammar .*Lark"):
         load.lark(toy(), 'start: "a"', engine="xgrammar")
 
 
@@ -450,7 +448,7 @@ def test_configs_reach_the_engine_by_its_name(engine):
     assert set(allowed(made.start(request()))) == {ONE}
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_without_the_package_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     monkeypatch.delitem(sys.modules, "spec_lab.constrain.engines.xgrammar", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'spec-lab\[xgrammar\]'"):

@@ -1,4 +1,4 @@
-"""Small constraints over a handful of tokens, and the plain way to say what is decoded under a constraint."""
+"""Small constraints over a few tokens, and the total variation between output distributions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from spec_lab.engine.request import Request
 
 @dataclass(frozen=True)
 class Table:
-    """After each text the tokens that ``allowed`` says: a constraint that is a function."""
+    """A constraint given by a function: the allowed tokens after each text."""
 
     allowed: Callable[[tuple[int, ...]], Sequence[int]]
     vocabulary: int = 4
@@ -41,15 +41,15 @@ class At:
 
 
 def uneven(text: tuple[int, ...]) -> list[int]:
-    """Allowed tokens of all kinds: one, two, three or all, depending on the text."""
+    """One, two, three or all tokens are allowed, depending on the text."""
     seed = sum((place + 2) * (token + 1) for place, token in enumerate(text)) + len(text)
     count = (1, 3, 2, 4, 3)[seed % 5]
     return [(seed + k * 3) % 4 for k in range(count)] if count < 4 else [0, 1, 2, 3]
 
 
-Law = Mapping[tuple, float]
+Distribution = Mapping[tuple, float]
 
 
-def distance(a: Law, b: Law) -> float:
+def distance(a: Distribution, b: Distribution) -> float:
     """Total variation."""
     return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})

@@ -16,15 +16,15 @@ PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "pu
 
 
 @st.composite
-def shapes(draw: st.DrawFn, heads: int = 4, most: int = 16) -> Shape:
-    """Any forest of up to ``heads`` trees, interleaved."""
-    count = draw(st.integers(1, heads))
+def shapes(draw: st.DrawFn, roots: int = 4, most: int = 16) -> Shape:
+    """Any forest of up to ``roots`` trees, interleaved."""
+    count = draw(st.integers(1, roots))
     parents = [draw(st.integers(0, count + node - 1)) for node in range(draw(st.integers(0, most)))]
     return Shape(count, np.array(parents, dtype=np.int64))
 
 
 def above(shape: Shape, row: int) -> list[int]:
-    """The rows from ``row`` up to its head, both included: the naive definition of everything derived."""
+    """The rows from ``row`` up to its root, both included: the naive definition of everything derived."""
     rows = [row]
     while rows[-1] >= shape.roots:
         rows.append(int(shape.parent[rows[-1] - shape.roots]))
@@ -37,7 +37,7 @@ def choices(shape: Shape) -> set[tuple[int, ...]]:
 
 
 @given(shapes())
-def test_all_that_is_derived_follows_from_the_parents(shape):
+def test_every_derived_property_follows_from_the_parents(shape):
     assert shape.rows == shape.roots + shape.nodes
     for row in range(shape.rows):
         line = above(shape, row)
@@ -57,7 +57,7 @@ def visited(shape: Shape, row: int) -> list[int]:
 
 
 @given(shapes())
-def test_what_verifiers_read_follows_from_the_parents(shape):
+def test_the_properties_that_verifiers_read_follow_from_the_parents(shape):
     for row in range(shape.rows):
         line = above(shape, row)
         assert shape.lineage[row].tolist() == line + [-1] * (shape.lineage.shape[1] - len(line))
@@ -98,17 +98,17 @@ def test_a_schedule_puts_nodes_into_steps_and_parts(shape, data):
 
 
 @given(shapes())
-def test_trees_part_the_rows(shape):
+def test_trees_partition_the_rows(shape):
     assert sorted(np.concatenate(shape.trees).tolist()) == list(range(shape.rows))
-    for head, rows in enumerate(shape.trees):
-        assert rows[0] == head and (shape.root[rows] == head).all() and (np.diff(rows) > 0).all()
+    for root, rows in enumerate(shape.trees):
+        assert rows[0] == root and (shape.root[rows] == root).all() and (np.diff(rows) > 0).all()
         assert shape.places[rows].tolist() == list(range(-1, len(rows) - 1))
-        assert shape.tree_depths[head].tolist() == [len(above(shape, row)) - 1 for row in rows]
-        assert shape.grid[head].tolist() == [*rows, *[-1] * (shape.grid.shape[1] - len(rows))]
+        assert shape.tree_depths[root].tolist() == [len(above(shape, row)) - 1 for row in rows]
+        assert shape.grid[root].tolist() == [*rows, *[-1] * (shape.grid.shape[1] - len(rows))]
 
 
 @given(shapes(), st.data())
-def test_keep_drops_what_hangs_below(shape, data):
+def test_keep_drops_descendants(shape, data):
     marked = np.array(data.draw(st.lists(st.booleans(), min_size=shape.rows, max_size=shape.rows)))
     before = marked.copy()
     smaller, kept = shape.keep(marked)
@@ -124,7 +124,7 @@ def test_keep_drops_what_hangs_below(shape, data):
         assert old[smaller.parent[node]] == shape.parent[kept[node]]
 
 
-@given(shapes(heads=1))
+@given(shapes(roots=1))
 def test_a_tree_holds_its_choices_breadth_first(shape):
     again = tree(tuple(choices(shape)))
     assert choices(again) == choices(shape)
@@ -134,13 +134,13 @@ def test_a_tree_holds_its_choices_breadth_first(shape):
         assert level == sorted(level)
 
 
-@given(st.lists(shapes(heads=1, most=6), min_size=1, max_size=4))
-def test_a_forest_sets_trees_side_by_side(trees):
+@given(st.lists(shapes(roots=1, most=6), min_size=1, max_size=4))
+def test_a_forest_concatenates_trees(trees):
     joined = forest(tuple(trees))
     assert joined.roots == len(trees) and joined.nodes == sum(one.nodes for one in trees)
     first = len(trees)
-    for head, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
-        assert rows.tolist() == [head, *range(first, first + one.nodes)]
+    for root, (one, rows) in enumerate(zip(trees, joined.trees, strict=True)):
+        assert rows.tolist() == [root, *range(first, first + one.nodes)]
         first += one.nodes
         assert joined.depth[rows].tolist() == one.depth.tolist()
         assert [joined.ranks(row) for row in rows] == [one.ranks(row) for row in range(one.rows)]
@@ -183,22 +183,22 @@ def test_levels_hold_every_node_below_its_parent_by_sibling_rank(shape):
 
 @pytest.mark.parametrize("parent", [[1], [0, 2], [-1], [0, 1, 3], [[0]]])
 def test_parents_must_come_first(parent):
-    with pytest.raises(ValueError, match="must be an earlier row"):
+    with pytest.raises(ValueError, match="earlier row"):
         Shape(1, np.array(parent, dtype=np.int64))
 
 
 @pytest.mark.parametrize(
     ("paths", "says"),
     [
-        (((0, 0),), r"\[0, 0\] has no parent \[0\]"),
-        (((1,),), r"\[1\] has no earlier sibling of rank 0"),
-        (((0,), (0, 0), (0, 2)), r"\[0, 2\] has no earlier sibling of rank 1"),
-        (((-1,),), "has no earlier sibling"),
-        (((0,), (0,)), "distinct and not empty"),
-        (((),), "distinct and not empty"),
+        (((0, 0),), r"\[0, 0\] .*parent \[0\]"),
+        (((1,),), r"\[1\] .*rank 0"),
+        (((0,), (0, 0), (0, 2)), r"\[0, 2\] .*rank 1"),
+        (((-1,),), "sibling"),
+        (((0,), (0,)), "distinct"),
+        (((),), "distinct"),
     ],
 )
-def test_choices_that_make_no_tree_are_refused(paths, says):
+def test_paths_that_form_no_tree_are_refused(paths, says):
     with pytest.raises(ValueError, match=says):
         tree(paths)
 
@@ -230,7 +230,7 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 @settings(max_examples=150)
 @given(drafts(), st.data())
-def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
+def test_cut_keeps_shallow_nodes_and_their_distributions(draft, data):
     shape = draft.shape
     depth = data.draw(st.lists(st.integers(0, 4), min_size=shape.roots, max_size=shape.roots))
     less = draft.cut(depth)
@@ -250,7 +250,7 @@ def test_cut_keeps_what_is_shallow_and_its_laws(draft, data):
 
 @settings(max_examples=150)
 @given(drafts(), st.data())
-def test_rows_that_are_only_computed_stay_where_what_is_above_them_stays(draft, data):
+def test_rows_that_are_only_computed_are_kept_with_their_parents(draft, data):
     shape, whole = draft.shape, draft.computed_shape
     assert whole.parent[: shape.nodes].tolist() == shape.parent.tolist()
     assert draft.computed_token[: shape.nodes].tolist() == draft.token.tolist()
@@ -276,7 +276,7 @@ def test_rows_that_are_only_computed_are_cut_by_depth_too(draft, data):
     assert less.nodes == (draft.computed_shape.depth <= np.array(depth)[draft.computed_shape.root]).sum() - less.roots
 
 
-def test_the_empty_draft_has_heads_and_no_nodes():
+def test_the_empty_draft_has_roots_and_no_nodes():
     draft = empty(3)
     assert draft.shape.roots == 3 and draft.shape.nodes == 0 and len(draft.token) == 0 and draft.q is None
     assert empty(0).shape.rows == 0
@@ -292,13 +292,13 @@ def test_the_null_proposer_drafts_the_same_forest_again_for_as_many_sequences():
 
 def test_a_draft_whose_parts_do_not_fit_is_refused():
     q, q_row, token = torch.full((1, 4), 0.25), np.array([0, -1]), torch.tensor([1])
-    with pytest.raises(ValueError, match="2 tokens for 1 nodes"):
+    with pytest.raises(ValueError, match="2 tokens .*1 nodes"):
         Draft(chain(1), torch.tensor([1, 2]))
-    for drawn, laws in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
-        with pytest.raises(ValueError, match="carries neither q nor q_row, any other both"):
-            Draft(chain(1), token, drawn, *laws)
+    for drawn, rows in (("point", (q, q_row)), ("iid", (None, None)), ("without", (q, None)), ("iid", (None, q_row))):
+        with pytest.raises(ValueError, match="q_row"):
+            Draft(chain(1), token, drawn, *rows)
     for drawn, noise in (("gumbel", None), ("iid", torch.zeros(1, 4))):
-        with pytest.raises(ValueError, match="carries the noise of its race, no other does"):
+        with pytest.raises(ValueError, match="noise"):
             Draft(chain(1), token, drawn, q, q_row, noise)
 
 

@@ -1,4 +1,4 @@
-"""Files are written whole, under names that nobody can foresee, and read without trust in what they hold."""
+"""Files are written atomically under unpredictable names, and read without trust in their content."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from spec_lab.core.files import Unreadable, expect, own_folder, read_json, read_
 # Writing
 
 
-def test_what_is_written_takes_the_place_of_the_file(tmp_path):
+def test_writing_replaces_the_file(tmp_path):
     file = tmp_path / "a.txt"
     write_text(file, "one")
     write_text(file, "two")
@@ -37,7 +37,7 @@ def test_a_symlink_is_replaced_and_not_followed(tmp_path):
     assert victim.read_text() == "mine" and file.read_text() == "page" and not file.is_symlink()
 
 
-def test_a_name_that_was_foreseen_is_not_written_through(tmp_path, monkeypatch):
+def test_a_planted_link_under_the_temporary_name_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     monkeypatch.setattr("spec_lab.core.files.secrets.token_hex", lambda _: "known")
@@ -47,7 +47,7 @@ def test_a_name_that_was_foreseen_is_not_written_through(tmp_path, monkeypatch):
     assert victim.read_text() == "mine" and not (tmp_path / "a.txt").exists()
 
 
-def test_an_error_leaves_what_was_there(tmp_path):
+def test_an_error_leaves_the_old_file(tmp_path):
     file = tmp_path / "a.json"
     write_json(file, {"a": 1})
 
@@ -72,13 +72,13 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path, number):
         with replacing(file):
             raise OSError(number, os.strerror(number))
 
-    with pytest.raises(OSError, match=r"free some space, then run the same command again .*a\.txt'") as found:
+    with pytest.raises(OSError, match=r"space.*a\.txt'") as found:
         full()
     assert found.value.errno == number and found.value.filename == str(file)
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_an_error_of_another_file_stays_as_it_is(tmp_path):
+def test_an_error_of_another_file_is_unchanged(tmp_path):
     def other() -> None:
         with replacing(tmp_path / "a.txt"):
             (tmp_path / "nowhere").read_text()
@@ -98,10 +98,10 @@ def test_a_folder_that_is_a_symlink_is_refused(tmp_path):
 # Reading
 
 
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+def test_a_file_that_is_not_regular_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
-    for name, why in (("pipe", "no regular file"), ("zero", "no regular file"), (".", "is a folder")):
+    for name, why in (("pipe", "regular file"), ("zero", "regular file"), (".", "folder")):
         with pytest.raises(Unreadable, match=why):
             read_text(tmp_path / name)
     with pytest.raises(FileNotFoundError):
@@ -112,10 +112,10 @@ def test_size_and_encoding_are_bounded(tmp_path):
     file = tmp_path / "a.txt"
     file.write_bytes(b"12345")
     assert read_text(file, most=5) == "12345"
-    with pytest.raises(Unreadable, match=r"a\.txt is not readable \(it is larger than 4 bytes\)"):
+    with pytest.raises(Unreadable, match=r"a\.txt .*4 bytes"):
         read_text(file, most=4)
     file.write_bytes(b"ab\xff")
-    with pytest.raises(Unreadable, match="not UTF-8: byte 2"):
+    with pytest.raises(Unreadable, match="UTF-8: byte 2"):
         read_text(file)
 
 
@@ -130,14 +130,14 @@ DEEP = files.MAX_DEPTH - 1
         '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a":' * 100_000, "\ufeff{}", "{}\0",
     ],
 )  # fmt: skip
-def test_what_no_run_writes_is_refused_by_name(tmp_path, text):
+def test_json_that_no_run_writes_is_refused_by_name(tmp_path, text):
     file = tmp_path / "a.json"
     file.write_text(text)
-    with pytest.raises(Unreadable, match=r"a\.json is not readable \(.+\)"):
+    with pytest.raises(Unreadable, match=r"a\.json .*\(.+\)"):
         read_json(file)
 
 
-def test_all_else_is_read(tmp_path):
+def test_all_other_json_is_read(tmp_path):
     file = tmp_path / "a.json"
     value = {"a": [1, -1.5e-9, None, True, "語\n\x1b"], "deep": json.loads("[" * DEEP + "]" * DEEP), "most": 2**63 - 1}
     write_json(file, value)
@@ -151,26 +151,26 @@ def test_all_else_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("value", "shape", "why"),
     [
-        (3, str, "x must be a text, not 3"),
-        (True, int, "x must be a whole number, not true"),
-        (1.5, (int, None), "x must be a whole number or null, not 1.5"),
-        ("a", (float, None), 'x must be a number or null, not "a"'),
-        ("banana", {"done", "failed"}, 'x must be one of done, failed, not "banana"'),
-        ([], {"done"}, r"x must be one of done, not \[\]"),
-        ({}, [str], "x must be a list, not {}"),
-        (["a", 1], [str], r"x\[1\] must be a text, not 1"),
-        ({"a": {}}, {"a": {"b": int}}, "x.a.b is missing"),
-        ({"a": 1}, {str: str}, "x.a must be a text, not 1"),
-        ({"a": 1}, {"?a": (None, [str])}, "x.a must be a list, not 1"),
+        (3, str, "^x .*text.* 3$"),
+        (True, int, "^x .*whole number.* true$"),
+        (1.5, (int, None), "^x .*whole number or null.* 1.5$"),
+        ("a", (float, None), '^x .*number or null.* "a"$'),
+        ("banana", {"done", "failed"}, '^x .*done, failed.* "banana"$'),
+        ([], {"done"}, r"^x .*done.* \[\]$"),
+        ({}, [str], "^x .*list.* {}$"),
+        (["a", 1], [str], r"^x\[1\] .*text.* 1$"),
+        ({"a": {}}, {"a": {"b": int}}, r"^x\.a\.b .*missing"),
+        ({"a": 1}, {str: str}, r"^x\.a .*text.* 1$"),
+        ({"a": 1}, {"?a": (None, [str])}, r"^x\.a .*list.* 1$"),
         ("a" * 100, int, r"\.\.\.$"),
     ],
 )
-def test_another_shape_is_named_with_its_place(value, shape, why):
+def test_a_wrong_type_is_named_with_its_place(value, shape, why):
     with pytest.raises(ValueError, match=why):
         expect(value, shape, "x")
 
 
-def test_what_fits_is_let_be():
+def test_the_right_types_are_accepted():
     shape = {"a": (float, None), "?b": {str: [int]}, "c": {"x", "y"}, "d": (None, {"?e": str}), "f": {}}
     expect({"a": 1, "c": "x", "d": None, "f": {"any": 1}, "more": 2}, shape, "")
     expect({"a": None, "b": {"q": [1]}, "c": "y", "d": {}, "f": {}}, shape, "")

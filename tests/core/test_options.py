@@ -17,9 +17,9 @@ HUGE = 10**5000
 
 def test_a_whole_number_may_have_an_upper_bound():
     assert whole("x", 3, most=3) == 3 and whole("x", HUGE) == HUGE
-    with pytest.raises(ValueError, match="x must be at most 3, or null, not 4"):
+    with pytest.raises(ValueError, match="x .*at most 3.* 4"):
         whole("x", 4, otherwise=", or null", most=3)
-    with pytest.raises(ValueError, match="x must be at most 3, not a number of 16610 bits"):
+    with pytest.raises(ValueError, match="x .*at most 3.* 16610 bits"):
         whole("x", HUGE, most=3)
 
 
@@ -29,7 +29,7 @@ def test_lists_of_texts_are_bounded():
         with pytest.raises(ValueError, match="^x has .* at most") as error:
             strings("x", value)
         assert len(str(error.value)) < 200
-    with pytest.raises(ValueError, match="^x must be a list of texts") as error:
+    with pytest.raises(ValueError, match="^x .*list") as error:
         strings("x", "a" * 10**6)
     assert len(str(error.value)) < 300
 
@@ -46,7 +46,7 @@ def test_the_nodes_of_a_step_are_bounded(tmp_path):
     wide = replace(made, proposer=Many())
     assert isinstance(wide, Lab)
     wide.arms(replace(settings(tmp_path), batch_size=MOST_NODES // Many.nodes))
-    with pytest.raises(ValueError, match="batch_size=17 with up to 1024 nodes each"):
+    with pytest.raises(ValueError, match="batch_size=17 .*1024 nodes"):
         wide.arms(replace(settings(tmp_path), batch_size=17))
 
 

@@ -1,7 +1,7 @@
-"""Greedy output under a constraint is the greedy output of the bundled model under its masks, token for token.
+"""Greedy output under a constraint equals the bundled model's greedy output under its masks, token for token.
 
-The truth is a bare loop over transformers' model in float64 that masks its logits. Every output that finished is
-judged by Python's ``re`` or by ``jsonschema``.
+The truth is a bare loop over transformers' model in float64 that masks its logits. Every finished output is checked by
+Python's ``re`` or by ``jsonschema``.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def vocabulary(target):
 
 @pytest.fixture(scope="module")
 def cases(target, vocabulary):
-    """By kind: the constraint, whose sources the requests bring, and the requests."""
+    """By kind: the constraint, whose sources are in the requests, and the requests."""
     compact = json_schema(vocabulary, whitespace_flexible=False)
     sources = {"regex": (regex(vocabulary), REGEXES), "json": (compact, [json.dumps(one) for one in SCHEMAS])}
     found = {}
@@ -97,7 +97,7 @@ def cases(target, vocabulary):
 
 @pytest.fixture(scope="module")
 def truths(target, cases):
-    """What a bare loop writes."""
+    """The output of a bare loop."""
     model = AutoModelForCausalLM.from_pretrained(ZOO / "target", dtype=torch.float64).eval()
     return {
         kind: [bare(model, constraint.start(request), request) for request in requests]
@@ -128,7 +128,7 @@ def decode(target, proposer, verifier, requests, binding) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["regex", "json"])
-def test_the_sources_are_many_and_most_outputs_finish(kind, cases, truths):
+def test_the_sources_vary_and_most_outputs_finish(kind, cases, truths):
     _, requests = cases[kind]
     assert len(requests) >= 20
     assert sum(out[-1] in one.stop for one, out in zip(requests, truths[kind], strict=True)) >= 18

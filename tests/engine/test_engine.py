@@ -64,7 +64,7 @@ def run(engine, requests=()):
 
 
 def alone(target, proposer, requests, verifier=None, applied=None):
-    """What each request gets in an engine of its own."""
+    """The output of each request in an engine of its own."""
     found = {}
     for one in requests:
         group = fixed_group(target, proposer, verifier or Token(), [one], CounterDraws(0), applied)
@@ -87,19 +87,20 @@ LIMITS = [
     Limits(1), Limits(2), Limits(3, 1), Limits(2, 3), Limits(None, 7), Limits(None, 1), Limits(None, None, TIGHT),
     Limits(3, 3, TIGHT), Limits(2, 7, TIGHT),
 ]  # fmt: skip
+SIMILAR = (Limits(2), Limits(None, 1), Limits(3, 3, TIGHT))
 
 
 def cases():
-    """All combinations but those in which Medusa at temperature 1 begins to draft elsewhere.
-
-    What it drafts depends on which positions were computed before the step, and so do the tokens that are sampled; only
+    """All combinations except those in which Medusa at temperature 1 starts to draft elsewhere. Its draft depends on
+    which positions were computed before the step, and so do the tokens that are sampled; only
     their distribution is the same.
     """
     for name in PROPOSERS:
         for kind, sampling in (("greedy", COLD), ("temperature_1", WARM)):
             for limits in LIMITS:
                 if name != "medusa" or sampling == COLD or {limits.max_prefill_tokens, limits.max_kv_tokens} == {None}:
-                    yield pytest.param(name, sampling, limits, id=f"{name}-{kind}-{called(limits)}")
+                    marks = [pytest.mark.nightly] if limits in SIMILAR else []
+                    yield pytest.param(name, sampling, limits, id=f"{name}-{kind}-{called(limits)}", marks=marks)
 
 
 def called(limits):
@@ -203,7 +204,7 @@ def test_an_aborted_waiting_request_leaves_nothing(target):
 
 
 def test_an_aborted_preempted_request_ends_like_a_live_one(target):
-    """With the last event of its text, too."""
+    """Also with the last event of its text."""
     requests, pieces = wanted(new=14), [bytes([97 + n % 26]) for n in range(VOCABULARY)]
     most = room_for(requests, 0, 2)
     engine = Engine(target, Null(), Token(), CounterDraws(0), None, pieces, True, Limits(max_kv_tokens=most))
@@ -287,11 +288,11 @@ def test_a_proposer_that_fails_is_named_and_everything_is_freed(target, failing)
     assert proposer.made == proposer.log.count("c")
 
 
-# What a proposer observes --------------------------------------------------------------------------------------------
+# Observations of a proposer ------------------------------------------------------------------------------------------
 
 
 class Seen:
-    """What one sequence's state has observed: a token and a hidden state for each position from 0."""
+    """Observations of one sequence's state: a token and a hidden state for each position from 0."""
 
     def __init__(self, tokens=(), hidden=()):
         self.tokens, self.hidden, self.closed = list(tokens), list(hidden), False
@@ -403,7 +404,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "temperature_1"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_committed_position_is_observed_once_with_its_hidden_state(target, memo, script, sampling, limits):
-    """In chunks, after removed tokens, in forks and after preemptions; and no request's tokens change."""
+    """In chunks, after backtracking, in forks and after preemptions; and no request's tokens change."""
     requests, applied = wanted(sampling), None
     if SCRIPTS[script] is not None:
         constraint = ControllerConstraint(lambda request: Scripted(SCRIPTS[script]), VOCABULARY, "scripted")
@@ -426,7 +427,7 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
     assert outputs(engine) == memo["observed", script, sampling]
 
 
-def test_hidden_states_that_nobody_requires_are_not_computed(target):
+def test_hidden_states_that_no_proposer_requires_are_not_computed(target):
     proposer = Guess(target, Requires())
     run(Engine(target, proposer, Token(), CounterDraws(0)), wanted())
     proposer.finished()
@@ -462,7 +463,7 @@ def test_required_logits_are_the_raw_ones_of_every_row(target, sampling):
 
 
 def test_a_proposer_without_a_draft_at_the_end_of_the_context_still_observes(target):
-    """A prompt that nearly fills the context: drafts are cut, positions are observed all the same."""
+    """A prompt that nearly fills the context: drafts are cut, positions are still observed."""
     prompt = tuple(np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT - 3).tolist())
     proposer = Guess(target)
     proposer.likeliest = lambda text: 5  # longer texts than the model has positions for

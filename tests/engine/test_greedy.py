@@ -77,7 +77,7 @@ def proposers(target):
 
 @pytest.fixture(scope="module")
 def requests(target):
-    """Three prompts of each workload, the ends of long ones."""
+    """Three prompts of each workload; of long ones the ends."""
     whole = requests_of(target, some_prompts(PROMPTS), GREEDY, NEW)
     return [replace(one, tokens=one.tokens[-LONGEST:]) for one in whole]
 
@@ -90,7 +90,7 @@ def truths(requests):
     return [tokens for tokens, _ in found]
 
 
-def test_every_pair_that_is_not_refused_is_compared(proposers):
+def test_every_compatible_pair_is_compared(proposers):
     assert {(name, verifier.name) for name, verifier in pairs(proposers)} == {
         (name, verifier) for name, fitting in EXPECTED.items() for verifier in fitting
     }

@@ -46,7 +46,7 @@ def started(lm, lengths=(3, 5)):
 
 
 def test_reading_a_tensor_of_this_device_raises():
-    """What the other tests rely on."""
+    """The other tests rely on this."""
     x = torch.ones(3, device="meta")
     for read in (x.cpu, x.sum().item, lambda: bool(x[0]), x.nonzero, lambda: x[x > 0], x.tolist):
         with pytest.raises((NotImplementedError, RuntimeError)):
@@ -73,7 +73,7 @@ def test_a_forward_reads_nothing_back(attention, layers, pending, shape):
 
 
 @ATTENTION
-def test_everything_that_run_reads_is_on_the_device_already(attention):
+def test_all_inputs_of_run_are_on_the_device(attention):
     """``run`` would otherwise wait for the host at each index that it uploads."""
     lm = meta_lm(attention)
     prepared = lm.prepare(started(lm), PENDING["prompts"], without_numbers(SHAPES["trees"]), [(lm.open(), [1, 2])])

@@ -1,4 +1,4 @@
-"""One step function: nobody else runs the target, or turns its logits into probabilities."""
+"""One step function: nothing else runs the target, or turns its logits into probabilities."""
 
 import ast
 from pathlib import Path
@@ -25,7 +25,7 @@ PROBABILITIES = {
     "propose/forced.py",
     "tasks/certify/worlds.py",  # what the outputs of steps are compared with: exact distributions of a table,
     "tasks/certify/constrained.py",
-    "tasks/certify/sampled.py",  # and those after plain forwards, which know no cells
+    "tasks/certify/sampled.py",  # and those of plain forwards without a KV cache
 }
 """Modules that may turn logits into probabilities."""
 
@@ -34,7 +34,7 @@ PLAIN = {"tasks/certify/sampled.py"}
 
 
 def called(source: str) -> set[str]:
-    """Every function and method that a module calls, as it is written there, without arguments."""
+    """Every function and method that a module calls, as written, without arguments."""
     return {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
 
 

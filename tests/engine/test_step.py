@@ -1,4 +1,4 @@
-"""Steps: any proposer gives the target's tokens, texts are cut where they should be, other requests do not matter."""
+"""Steps: every proposer emits the target's tokens, texts end where they should, other requests do not matter."""
 
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ NEW = 20
 
 @dataclass
 class Foretold(Lifecycle):
-    """Drafts the tokens that will come, some of them replaced at random; no other request changes its draft."""
+    """Drafts the future tokens, some of them replaced at random; other requests do not change its draft."""
 
     future: list[list[int]]  # of each request
     spoil: float = 0.3
@@ -87,7 +87,7 @@ def test_speculative_greedy_equals_autoregressive_greedy(target, truth, verifier
     assert len(steps) < NEW - 4
 
 
-def test_a_perfect_draft_is_accepted_whole(target, truth):
+def test_a_perfect_draft_is_fully_accepted(target, truth):
     _, steps = decode(target, Foretold(truth, spoil=0.0), requests())
     assert [len(c.path) for c in steps[0].committed] == [3, 3, 3]
     assert steps[0].expected.tolist() == [3.0, 3.0, 3.0]
@@ -107,7 +107,7 @@ def test_a_verifier_that_does_not_support_the_draft_is_refused_at_once(target, t
     class Sampled(Token):
         accepts = frozenset({"iid"})
 
-    refused = "verifier 'token' supports drafts drawn iid; proposer 'foretold' draws 'point'"
+    refused = "verifier 'token' .*iid; proposer 'foretold' .*'point'"
     with pytest.raises(ValueError, match=refused):
         fixed_group(target, Foretold(truth), Sampled(), requests(), CounterDraws(0))
 
@@ -159,8 +159,8 @@ def test_a_stop_token_ends_the_text_wherever_it_falls(target, truth, place):
         assert all(c.count() == c.count(kept=True) == len(c.path) + 1 for c in committed[:-1]), "only the last is cut"
 
 
-def test_a_stop_token_behind_the_limit_is_not_seen(target, truth):
-    """Both in one accepted path: the limit comes first, so it is the reason and the text ends there."""
+def test_a_stop_token_beyond_the_limit_is_ignored(target, truth):
+    """Both in one accepted path: the limit comes first, so it is the finish reason."""
     new = next(n for n in (1, 2, 3) if truth[0][n] not in truth[0][:n])
     group, _ = decode(target, Foretold(truth, 0.0), requests(new=new, stop=frozenset({truth[0][new]}))[:1])
     assert (group.sequences[0].finish, emitted(group)) == ("length", [truth[0][:new]])
@@ -180,7 +180,7 @@ def test_the_length_limit_cuts_inside_an_accepted_path(target, truth, new):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_full_context_is_a_named_finish(family):
-    """GPT-2 has no embedding beyond its context, so a draft that reached over it would fail."""
+    """GPT-2 has no embedding beyond its context, so a longer draft would fail."""
     target = tiny_target(family)
     prompt = tuple(int(t) for t in np.random.default_rng(0).integers(0, VOCABULARY, CONTEXT - 6))
     told = [plain_greedy(target.lm.model, prompt, 6)]
@@ -188,24 +188,24 @@ def test_a_full_context_is_a_named_finish(family):
         group, steps = decode(target, proposer, requests(new=50, prompts=(prompt,)))
         assert group.sequences[0].finish == "context"
         assert emitted(group) == told
-        if proposer.nodes:  # no node beyond the last position, and none less than there is room for
+        if proposer.nodes:  # as many nodes as there are positions left
             depths = [int(r.draft.shape.depth.max()) for r in steps]
             assert depths == [min(3, CONTEXT - r.context[0]) for r in steps]
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, -1, 10**6])
 def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(target, token):
-    with pytest.raises(ValueError, match=f"prompt 'p0' holds the token id {token}, but the target has {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"prompt 'p0' .*token id {token}.* {VOCABULARY}"):
         decode(target, Null(), requests(prompts=((1, token, 2),)))
 
 
 def test_a_prompt_that_fills_the_context_is_refused_by_name(target):
-    with pytest.raises(ValueError, match=rf"prompt 'p0' has {CONTEXT} tokens, .* room for {CONTEXT}\b"):
+    with pytest.raises(ValueError, match=rf"prompt 'p0' .*{CONTEXT} tokens.*\b{CONTEXT}\b"):
         fixed_group(target, Null(), Token(), requests(prompts=((1,) * CONTEXT,)), CounterDraws(0))
 
 
-def test_requests_that_ask_for_nothing_are_refused():
-    with pytest.raises(ValueError, match="prompt 'p0' is empty"):
+def test_requests_for_no_tokens_are_refused():
+    with pytest.raises(ValueError, match="prompt 'p0' .*empty"):
         requests(prompts=((),))
     with pytest.raises(ValueError, match=r"max_new_tokens .* \(got 0\)"):
         requests(new=0)
@@ -214,8 +214,8 @@ def test_requests_that_ask_for_nothing_are_refused():
 # Cells
 
 
-def test_between_steps_a_sequence_holds_the_cells_of_all_but_its_last_token(target, truth):
-    """Accepted nodes are not computed again, and rejected ones are given up at once."""
+def test_between_steps_a_sequence_has_cells_for_all_but_its_last_token(target, truth):
+    """Accepted nodes are not computed again, and cells of rejected ones are freed at once."""
     cells = target.lm.cells
     group = fixed_group(target, Foretold(truth, 0.5), Token(), requests(new=12), CounterDraws(0))
     for done in group:
@@ -226,7 +226,7 @@ def test_between_steps_a_sequence_holds_the_cells_of_all_but_its_last_token(targ
 
 
 @pytest.mark.parametrize("ending", ["finished", "abandoned", "failed"])
-def test_every_cell_comes_back(target, truth, ending):
+def test_every_cell_is_freed(target, truth, ending):
     class Failing(Foretold):
         def propose(self, batch):
             if batch.sequences[0].step == 2:
@@ -253,7 +253,7 @@ def test_every_cell_comes_back(target, truth, ending):
     assert target.lm.cells.spans == spans, "the next group lives where this one did"
 
 
-def test_a_group_that_cannot_open_gives_back_what_it_opened():
+def test_a_group_that_cannot_open_frees_what_it_opened():
     target = tiny_target()
     target.lm.cells.limit = 64
     long = tuple(range(1, 60))
@@ -266,7 +266,7 @@ def test_a_group_that_cannot_open_gives_back_what_it_opened():
 
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["cold", "warm"])
-def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attention, sampling):
+def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampling):
     target = tiny_target(attention=attention)
     healthy, _ = decode(target, Null(), requests(sampling)[::2])
     well = emitted(healthy)
@@ -280,7 +280,7 @@ def test_nan_logits_end_the_request_by_name_and_spare_the_others(truth, attentio
         assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
         assert emitted(group) == [well[0], [], well[1]]
         assert list(group.errors) == ["p1"]
-    else:  # under the dense mask one NaN reaches all that are computed with it
+    else:  # under the dense mask one NaN reaches the whole batch
         assert [s.finish for s in group.sequences] == ["nan"] * 3
         assert list(group.errors) == ["p0", "p1", "p2"]
     assert "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]

@@ -24,7 +24,7 @@ from spec_lab.tasks.certify.toy_models import PROMPT
 from tests.tiny import tiny_target
 
 V = 5
-SAMPLING = Sampling(1.0, top_k=2)  # two tokens have mass at every place, which bounds what there is to enumerate
+SAMPLING = Sampling(1.0, top_k=2)  # two tokens have mass at every position, which bounds the enumeration
 MATES = [Request(1000 + n, f"mate {n}", PROMPT[: 3 + 2 * n], Sampling(1.0), 2 + n, END) for n in range(3)]
 
 
@@ -52,7 +52,7 @@ class Plain:
 
 
 class Mixed:
-    """Enumerates the choices of request 0; those of all others follow from their keys."""
+    """Enumerates the choices of request 0; those of all others are fixed by their keys."""
 
     def __init__(self, enumerating: Any) -> None:
         self.enumerating, self.keyed = enumerating, CounterDraws(7)
@@ -74,7 +74,7 @@ def decoded(
     applied: AppliedConstraint | None = None,
     limits: Limits | None = None,
 ) -> tuple[dict, dict[str, int]]:
-    """The distribution of a request's outputs, and how much was drafted; with limits, beside mates.
+    """The distribution of a request's outputs, and the number of drafted nodes; with limits, in a batch with others.
 
     Without limits up to 256 copies of the request are decoded side by side, as one fixed group.
     """
@@ -95,7 +95,7 @@ def decoded(
         for one in engine.sequences:
             if one.request.id < 1000:
                 each[one.request.id].append((one.lineage, tuple(one.emitted), one.finish))
-        assert not target.lm.cells.references.any()  # everything was given back
+        assert not target.lm.cells.references.any()  # everything was freed
         return [tuple((text, finish) for _, text, finish in sorted(every)) for every in each]
 
     found: dict = {}

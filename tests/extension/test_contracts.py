@@ -1,4 +1,4 @@
-"""Proposers of another package that learn from the target while it runs: exact under everything the engine does."""
+"""Proposers of another package that learn from the target while it runs are exact under everything the engine does."""
 
 import importlib
 import sys
@@ -77,11 +77,17 @@ def constraints() -> dict[str, AppliedConstraint | None]:
     }
 
 
-MANY = {("feature_trees", "forks"), ("union", "forks")}  # some thousand outcomes
+MANY = {  # some thousand outcomes
+    ("feature_trees", "forks"), ("union", "forks"), ("feature_trees", "chunked prefill"), ("feature_trees", "preempted")
+}  # fmt: skip
+
+
+def case(proposer, other):
+    return pytest.param(proposer, other, marks=[pytest.mark.nightly] if (proposer, other) in MANY else [])
+
+
 CASES = [
-    pytest.param(proposer, constraint, marks=[pytest.mark.nightly] if (proposer, constraint) in MANY else [])
-    for proposer in PROPOSERS
-    for constraint in ("none", "grammar", "forks", "backtracking")
+    case(proposer, constraint) for proposer in PROPOSERS for constraint in ("none", "grammar", "forks", "backtracking")
 ]
 
 
@@ -95,7 +101,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union")  # there is more to enumerate
+SAMPLED = ("features", "feature_trees", "union")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),
@@ -104,16 +110,17 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_a_request_has_its_distribution_whatever_comes_and_goes_beside_it(proposer, limits):
+@pytest.mark.parametrize(
+    ("proposer", "limits"), [case(proposer, limits) for proposer in PROPOSERS for limits in LIMITS]
+)
+def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, limits):
     target, tokens = model(), 2 if proposer in SAMPLED else 3
     found, seen = decoded(target, PROPOSERS[proposer](target), Token(), tokens, None, LIMITS[limits])
     assert distance(found, wanted(target, tokens)) < EXACT
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-def test_rows_that_are_computed_only_are_observed_and_counted_apart():
+def test_computed_only_rows_are_observed_and_counted_separately():
     target = model()
     request = Request(0, "request", PROMPT, SAMPLING, 8, frozenset())
     engine = fixed_group(target, lookahead(target), Token(), [request], CounterDraws(0))
@@ -123,7 +130,7 @@ def test_rows_that_are_computed_only_are_observed_and_counted_apart():
 
 
 @pytest.mark.parametrize("verifier", [KSeq(), Gumbel()])
-def test_a_mixture_of_ways_of_drawing_is_refused_by_verifiers_that_do_not_support_it(verifier):
+def test_a_mixture_of_sampled_and_point_siblings_is_refused_by_verifiers_without_support(verifier):
     target = model()
     with pytest.raises(Misfit, match=rf"(?s){verifier.name}.*union"):
         fixed_group(target, union(target), verifier, [], CounterDraws(0))

@@ -1,6 +1,6 @@
 """Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must kill it.
 
-They are small patches of the real code or wrappers around it, and go through ``certify`` as an honest pair does.
+They are small patches of the real code or wrappers around it, and go through ``certify`` as a correct pair does.
 ``python -m tests.laws.mutants > experiments/exactness/mutants.md`` writes their table.
 """
 
@@ -41,7 +41,7 @@ from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
 from tests.laws import twin
-from tests.laws.tabular import Judge, paths_of
+from tests.laws.tabular import Verify, paths_of
 
 # Patches
 
@@ -57,15 +57,15 @@ def edited(what: Any, old: str, new: str, **others: Any) -> Any:
 
 @dataclass(frozen=True)
 class Broken:
-    """A law of one step that claims to be lossless."""
+    """A wrong verifier of one step that claims to be lossless."""
 
-    judge: Judge
+    verify: Verify
     name = "broken"
     accepts = EVERY_DRAW
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        return self.judge(draft, p)
+        return self.verify(draft, p)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Around:
 
 
 class Inverse:
-    """Draws by inverse law, as ``CounterDraws``, of which every outcome can be enumerated.
+    """Inverse transform sampling, as ``CounterDraws``, of which every outcome can be enumerated.
 
     What is known of a key's uniform is an interval; a later choice of the same key weighs what it has in common with
     that. As long as no key is used twice, these are the draws within.
@@ -141,7 +141,8 @@ class Inverse:
 
 @contextmanager
 def inverse() -> Iterator[None]:
-    """The exact layer draws by inverse law: a key used twice is no error but the same uniform, as when sampling."""
+    """Inverse transform sampling in the exact layer: a key used twice is no error but the same uniform, as when
+    sampling."""
     right = exact.side_by_side
     with mock.patch.object(
         exact, "side_by_side", lambda play, **more: right(lambda draws, count: play(Inverse(draws), count), **more)
@@ -172,10 +173,10 @@ def residual_without_the_rejected(draft: Draft, p: Tensor) -> Verdict:
     return Verdict(Token()(draft, p).stop, lambda rows: emit[rows])
 
 
-def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Judge:
+def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Verify:
     """A leaf emits from ``source(draft, p, its parents)``."""
 
-    def judge(draft: Draft, p: Tensor) -> Verdict:
+    def verify(draft: Draft, p: Tensor) -> Verdict:
         verdict, shape = Token()(draft, p), draft.shape
         leaf = np.bincount(shape.parent, minlength=shape.rows) == 0
 
@@ -185,26 +186,26 @@ def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Judge:
 
         return Verdict(verdict.stop, residual)
 
-    return judge
+    return verify
 
 
 def unscaled(draft: Draft, p: Tensor) -> Verdict:
     return Verdict(Traversal()(draft, p).stop, Token()(draft, p).residual)
 
 
-# What a draft says of itself
+# What a draft declares
 
 
-def previous_q(verifier: Verifier) -> Judge:
-    """Each position is judged with the q of the one before it; the first with its own."""
+def previous_q(verifier: Verifier) -> Verify:
+    """Each position is verified with the q of the previous one; the first with its own."""
 
-    def judge(draft: Draft, p: Tensor) -> Verdict:
+    def verify(draft: Draft, p: Tensor) -> Verdict:
         shape, q_row = draft.shape, draft.q_row.copy()
         inner = np.flatnonzero((shape.depth > 0) & (q_row >= 0))
         q_row[inner] = draft.q_row[shape.parent[inner - shape.roots]]
         return verifier(replace(draft, q_row=q_row), p)
 
-    return judge
+    return verify
 
 
 def other_temperature(draft: Draft, p: Tensor) -> Verdict:
@@ -212,7 +213,7 @@ def other_temperature(draft: Draft, p: Tensor) -> Verdict:
     return Token()(replace(draft, q=q / q.sum(-1, keepdim=True)), p)
 
 
-def swapped(verifier: Judge) -> Judge:
+def swapped(verifier: Verify) -> Verify:
     other: dict[Drawn, Drawn] = {"iid": "without", "without": "iid"}
     return lambda draft, p: verifier(replace(draft, drawn=other[draft.drawn]), p)
 
@@ -222,10 +223,10 @@ def twin_token(draft: Draft, p: Tensor) -> Verdict:
     return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
 
-def reranked(key: Literal["p", "q"]) -> Judge:
-    """The children of each head sorted by p or q before they are verified. Trees of depth 1."""
+def reranked(key: Literal["p", "q"]) -> Verify:
+    """The children of each root sorted by p or q before they are verified. Trees of depth 1."""
 
-    def judge(draft: Draft, p: Tensor) -> Verdict:
+    def verify(draft: Draft, p: Tensor) -> Verdict:
         parent = torch.from_numpy(draft.shape.parent)
         source = p if key == "p" else draft.q[torch.from_numpy(draft.q_row[: draft.shape.roots])]
         order = sorted(range(len(parent)), key=lambda c: (int(parent[c]), -float(source[parent[c], draft.token[c]])))
@@ -240,7 +241,7 @@ def reranked(key: Literal["p", "q"]) -> Judge:
         new[draft.shape.roots + np.array(order)] = draft.shape.roots + np.array(slots)
         return Verdict(verdict.stop[new], lambda rows: verdict.residual(new[rows]))
 
-    return judge
+    return verify
 
 
 @dataclass(frozen=True)
@@ -279,11 +280,11 @@ def choosy(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
 
 
 def dropped(draft: Draft, p: Tensor) -> Verdict:
-    """A token that q thinks unlikely is dropped, and the head emits a "bonus" from p. Chains of one."""
-    verdict, heads = Token()(draft, p), draft.shape.roots
-    unlikely = (draft.q[np.arange(heads), draft.token] < 0.3).numpy()
-    kept = np.where(unlikely, 0.0, verdict.stop[heads:])
-    stop = np.concatenate([np.where(unlikely, 1.0, verdict.stop[:heads]), kept])
+    """A token with small q is dropped, and the root emits a "bonus" from p. Chains of one."""
+    verdict, roots = Token()(draft, p), draft.shape.roots
+    unlikely = (draft.q[np.arange(roots), draft.token] < 0.3).numpy()
+    kept = np.where(unlikely, 0.0, verdict.stop[roots:])
+    stop = np.concatenate([np.where(unlikely, 1.0, verdict.stop[:roots]), kept])
     alone = torch.from_numpy(np.append(unlikely, unlikely))[:, None]
     return Verdict(stop, lambda rows: torch.where(alone[rows], p[rows], verdict.residual(rows)))
 
@@ -292,7 +293,7 @@ def dropped(draft: Draft, p: Tensor) -> Verdict:
 
 
 class Grammar(RandomToy):
-    """No token follows itself: p is the masked law. The draft knows no grammar."""
+    """No token follows itself: p is the masked distribution. The draft has no grammar."""
 
     def probabilities(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         p, q = super().probabilities(length)
@@ -301,7 +302,7 @@ class Grammar(RandomToy):
         return logits_to_probs(torch.from_numpy(logits(p)), [PLAIN], mask=legal).numpy(), q
 
     def unmasked(self, text: tuple[int, ...]) -> np.ndarray:
-        """The law ``[V]`` before the mask."""
+        """p ``[V]`` before the mask."""
         return super().probabilities(len(text))[0][code(text, self.v)]
 
 
@@ -315,13 +316,15 @@ def trimmed(batch: Batch, propose: Callable[[Batch], Draft]) -> Draft:
 
 @dataclass(frozen=True)
 class MaskedResidual(Broken):
-    """Accepts by the law before the mask; what is emitted is masked."""
+    """Accepts by p before the mask; the emitted token is masked."""
 
-    judge: Judge = Token()
+    verify: Verify = Token()
     world: Grammar = Grammar(11, plain=True)
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        verdict = self.judge(draft, torch.from_numpy(np.array([self.world.unmasked(path) for path in paths_of(draft)])))
+        verdict = self.verify(
+            draft, torch.from_numpy(np.array([self.world.unmasked(path) for path in paths_of(draft)]))
+        )
         return Verdict(verdict.stop, lambda rows: verdict.residual(rows) * (p[rows] > 0))
 
 
@@ -363,7 +366,7 @@ def standing_still() -> AbstractContextManager[Any]:
 
 
 def late_stop(first: int) -> AbstractContextManager[Any]:
-    """Stop tokens are looked for in ``emitted[first:]``, and nothing is cut behind them."""
+    """Stop tokens are searched in ``emitted[first:]``, and nothing is cut after them."""
     right = spec_lab.engine.commit._commit
 
     def late(sequence: Any, *rest: Any) -> Any:
@@ -380,9 +383,9 @@ def late_stop(first: int) -> AbstractContextManager[Any]:
 
 # The table
 
-Layer = Literal["law", "loop", "seam", "samples"]
-"""What kills a mutant: the enumerated law of one step; the enumerated loop; a key that is used twice; or a chi-square
-test of texts that the loop sampled."""
+Layer = Literal["step", "loop", "seam", "samples"]
+"""What kills a mutant: the enumerated distribution of one step; the enumerated loop; a key that is used twice; or a
+chi-square test of texts that the loop sampled."""
 
 TEXTS, ALPHA = 3000, 1e-6
 """Texts sampled, and the p-value that kills."""
@@ -403,17 +406,17 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Mutant:
-    """A broken variant, and its original, which the same check lets live.
+    """A broken variant, and its original, which passes the same check.
 
     Args:
         name: as the notes on verification list it.
         how: what is broken.
         layer: what kills it.
-        cases: each of them must.
-        verifier: decides; None for the original's.
+        cases: each of them must kill it.
+        verifier: the broken verifier; None for the original.
         original: verifier.
-        proposer: drafts; None for the reference, drawing as the case says.
-        patch: of code that is nobody's argument.
+        proposer: the broken proposer; None for the reference, drawing as in the case.
+        patch: of code that is no argument.
     """
 
     name: str
@@ -427,7 +430,7 @@ class Mutant:
 
 
 PINNED = RandomToy(11, plain=True)
-WIDE = RandomToy(6, support=4, plain=True)  # no zeros at all: any q can have drawn any token
+WIDE = RandomToy(6, support=4, plain=True)  # no zeros: every token has mass under q
 MASKED = Grammar(11, plain=True)
 NOISY = Instance(RandomToy(3, plain=True), "1", 3)
 
@@ -437,103 +440,105 @@ def one_step(tree: str, drawn: Drawn, tv: float, world: RandomToy = PINNED) -> C
 
 
 MUTANTS = [
-    Mutant("residual = p", "token emits from p after a rejection", "law", (one_step("1", "iid", 0.12),), Control()),
+    Mutant("residual = p", "token emits from p after a rejection", "step", (one_step("1", "iid", 0.12),), Control()),
     Mutant(
-        "residual = |p-q|", "token: abs in place of the positive part", "law", (one_step("1", "iid", 0.42),),
+        "residual = |p-q|", "token: abs in place of the positive part", "step", (one_step("1", "iid", 0.42),),
         RESIDUAL_IS_ABSOLUTE,
     ),
     Mutant(
-        "residual = p minus the rejected token", "token emits from p without the children", "law",
+        "residual = p minus the rejected token", "token emits from p without the children", "step",
         (one_step("1", "iid", 0.11),), Broken(residual_without_the_rejected),
     ),
     Mutant(
-        "q from the previous position", "token reads the q of the row above", "law",
+        "q from the previous position", "token reads the q of the row above", "step",
         (one_step("1x1", "iid", 0.142, WIDE),), Broken(previous_q(Token())),
     ),
     Mutant(
-        "q from the previous position", "traversal reads the q of the row above", "law",
+        "q from the previous position", "traversal reads the q of the row above", "step",
         (one_step("2x1", "without", 0.36, WIDE),), Broken(previous_q(Traversal())), Traversal(),
     ),
     Mutant(
-        "bonus from one position early, or from q", "a leaf emits from p of its parent", "law",
+        "bonus from one position early, or from q", "a leaf emits from p of its parent", "step",
         (one_step("1x1", "iid", 0.088),), Broken(bonus_from(lambda draft, p, rows: p[rows])),
     ),
     Mutant(
-        "bonus from one position early, or from q", "a leaf emits from q of its parent", "law",
+        "bonus from one position early, or from q", "a leaf emits from q of its parent", "step",
         (one_step("1x1", "iid", 0.076),), Broken(bonus_from(lambda draft, p, rows: draft.q[draft.q_row[rows]])),
     ),
     Mutant(
-        "block early break", "accepts up to the first test that fails", "law", (one_step("1x1", "iid", 0.023),),
+        "block early break", "accepts up to the first test that fails", "step", (one_step("1x1", "iid", 0.023),),
         Broken(early_break), Traversal(),
     ),
     Mutant(
-        "block unscaled residual", "(p - q)+ in place of (a p - q)+", "law",
+        "block unscaled residual", "(p - q)+ in place of (a p - q)+", "step",
         (one_step("1x1", "iid", 0.0015), one_step("2x1", "without", 0.0036)), Broken(unscaled), Traversal(),
     ),
     Mutant(
-        "block h_i = p_i", "a node's weight stays when it loses a child", "law",
+        "block h_i = p_i", "a node's weight stays when it loses a child", "step",
         (one_step("1x1", "iid", 0.022), one_step("2x2", "without", 0.069)), WEIGHT_STAYS, Traversal(),
     ),
     # which, as rejected siblings have no mass left, is also: q not renormalised after an earlier sibling
     Mutant(
-        "with/without replacement swapped", "token judges as iid what was drawn without", "law",
+        "with/without replacement swapped", "token verifies as iid what was drawn without", "step",
         (one_step("2", "without", 0.081), one_step("2", "without", 0.0566, WIDE)), Broken(swapped(Token())),
     ),
     Mutant(
-        "with/without replacement swapped", "traversal judges as iid what was drawn without", "law",
+        "with/without replacement swapped", "traversal verifies as iid what was drawn without", "step",
         (one_step("2x1", "without", 0.081), one_step("2x1", "without", 0.0566, WIDE)), Broken(swapped(Traversal())),
         Traversal(),
     ),
     Mutant(
-        "with/without replacement swapped", "token's twin judges as without what was drawn iid", "law",
+        "with/without replacement swapped", "token's twin verifies as without what was drawn iid", "step",
         (one_step("2", "iid", 0.042), one_step("2", "iid", 0.0798, WIDE)), Broken(swapped(twin_token)),
         Broken(twin_token),
     ),
     Mutant(
-        "siblings re-ranked", "sorted by q before they are judged", "law", (one_step("3", "iid", 0.19),),
+        "siblings re-ranked", "sorted by q before they are verified", "step", (one_step("3", "iid", 0.19),),
         Broken(reranked("q")),
     ),
     Mutant(
-        "siblings re-ranked", "sorted by p before they are judged", "law", (one_step("3", "without", 0.78),),
+        "siblings re-ranked", "sorted by p before they are verified", "step", (one_step("3", "without", 0.78),),
         Broken(reranked("p")),
     ),
     Mutant(
-        "top-k draft judged with softmax q", "drawn from the two likeliest", "law", (one_step("1x1", "iid", 0.119),),
+        "top-k draft verified with softmax q", "drawn from the two likeliest", "step", (one_step("1x1", "iid", 0.119),),
         proposer=truncated(2),
     ),
     Mutant(
-        "top-k draft judged with softmax q", "a greedy chain", "law", (one_step("1x1", "iid", 0.136),),
+        "top-k draft verified with softmax q", "a greedy chain", "step", (one_step("1x1", "iid", 0.136),),
         proposer=truncated(1),
     ),
     Mutant(
-        "top-k draft judged with softmax q", "siblings are the likeliest tokens", "law",
+        "top-k draft verified with softmax q", "siblings are the likeliest tokens", "step",
         (one_step("2", "without", 0.23),), proposer=truncated(1, "without"),
     ),
-    Mutant("q at another temperature", "judged with q at half the temperature", "law", (one_step("1", "iid", 0.074),),
-           Broken(other_temperature)),
     Mutant(
-        "sampled token dropped for its value", "where q is below 0.3; the head emits from p", "law",
+        "q at another temperature", "verified with q at half the temperature", "step", (one_step("1", "iid", 0.074),),
+        Broken(other_temperature),
+    ),
+    Mutant(
+        "sampled token dropped for its value", "where q is below 0.3; the root emits from p", "step",
         (one_step("1", "iid", 0.1),), Broken(dropped),
     ),
     Mutant(
-        "sampled token dropped for its value", "no node holds token 0", "law", (one_step("2x1", "iid", 0.124),),
+        "sampled token dropped for its value", "no node holds token 0", "step", (one_step("2x1", "iid", 0.124),),
         proposer=Around(choosy),
     ),
     Mutant(
-        "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "law",
+        "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "step",
         (one_step("1x1", "iid", 0.048, MASKED),),
         proposer=Around(trimmed),
     ),
     Mutant(
-        "mask on residual only", "accepts by the law before the mask", "law", (one_step("1x1", "iid", 0.0176, MASKED),),
+        "mask on residual only", "accepts by p before the mask", "step", (one_step("1x1", "iid", 0.0176, MASKED),),
         MaskedResidual(world=MASKED),
     ),
     Mutant(
-        "lenience 0.99", "accepts with p / (0.99 q)", "law",
+        "lenience 0.99", "accepts with p / (0.99 q)", "step",
         (one_step("1", "iid", 0.0014), one_step("2x1", "without", 0.0026)), Lenient(0.99), Lenient(1.0),
     ),
     Mutant(
-        "traversal a <- S", "in place of S / (S + 1 - a)", "law",
+        "traversal a <- S", "in place of S / (S + 1 - a)", "step",
         (one_step("1x1", "iid", 0.02), one_step("2x2", "without", 0.023)), WEIGHT_IS_S, Traversal(),
     ),
     Mutant(
@@ -575,7 +580,7 @@ MUTANTS = [
     Mutant("residual = p", "token emits from p after a rejection", "samples", (Case(JOINT, "iid", 0.0),), Control()),
     Mutant("lenience 0.9", "accepts with p / (0.9 q)", "samples", (Case(JOINT, "iid", 0.0),), Lenient(0.9)),
     Mutant(
-        "top-k draft judged with softmax q", "drawn from the two likeliest", "samples", (Case(JOINT, "iid", 0.0),),
+        "top-k draft verified with softmax q", "drawn from the two likeliest", "samples", (Case(JOINT, "iid", 0.0),),
         proposer=truncated(2),
     ),
     Mutant("noise reused across steps", "a round number that stands still", "samples", (Case(JOINT, "iid", 0.0),),
@@ -593,11 +598,11 @@ def identify(mutant: Mutant) -> str:
 
 
 class Kill(NamedTuple):
-    """What a check saw.
+    """The result of a check.
 
     Args:
         tv: total variation; of samples the p-value.
-        where: in words; None for nothing.
+        where: the difference in words; None if there is none.
     """
 
     tv: float
@@ -606,7 +611,7 @@ class Kill(NamedTuple):
 
 @cache
 def seen(mutant: Mutant) -> list[Kill]:
-    """What the mutant's layer sees of it, case by case."""
+    """The results of the mutant's layer, case by case."""
     verifier = mutant.verifier or mutant.original
     with mutant.patch():
         return [check(mutant.layer, one.instance, mutant.proposer or one.drawn, verifier) for one in mutant.cases]
@@ -614,7 +619,7 @@ def seen(mutant: Mutant) -> list[Kill]:
 
 @cache
 def original(layer: Layer, instance: Instance, drawn: Drawn, verifier: Verifier) -> Kill:
-    """What the same check sees where nothing is broken."""
+    """The result of the same check of the original."""
     return check(layer, instance, drawn, verifier)
 
 
@@ -631,16 +636,16 @@ def check(layer: Layer, instance: Instance, drafts: Proposer | Drawn, verifier: 
 
 
 def p_value(drafts: Proposer | Drawn, verifier: Verifier, instance: Instance = JOINT) -> float:
-    """Of sampled texts, if their law were the target's."""
-    texts, law = joint(drafts, verifier, TEXTS, seed=0, instance=instance, watched=False)
-    return chi_square(np.bincount(texts, minlength=len(law)), law).p_value
+    """The p-value of sampled texts under the target distribution."""
+    texts, p = joint(drafts, verifier, TEXTS, seed=0, instance=instance, watched=False)
+    return chi_square(np.bincount(texts, minlength=len(p)), p).p_value
 
 
 def table() -> str:
-    """``experiments/exactness/mutants.md``."""
+    """The text of ``experiments/exactness/mutants.md``."""
     lines = [
-        "Broken variants kept as negative controls, and what kills each: the enumerated *law* of one step, the",
-        "enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
+        "Broken variants kept as negative controls, and what kills each: the enumerated distribution of one *step*,",
+        "the enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
         "*samples*; `python -m tests.laws.mutants` writes this table.",
         "",
         "| mutant | how it is broken | killed by | TV | where |",
@@ -648,7 +653,7 @@ def table() -> str:
     ]
     for mutant in MUTANTS:
         kill = seen(mutant)[-1]
-        tv = f"{kill.tv:.2g}" if mutant.layer in ("law", "loop") else ""
+        tv = f"{kill.tv:.2g}" if mutant.layer in ("step", "loop") else ""
         cells = (mutant.name, mutant.how, mutant.layer, tv, kill.where or "survives")
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""Verifiers judged by themselves on tables: every draft of a tree side by side in one forest, nothing sampled.
+"""Verifiers tested on tables: every draft of a tree in one forest, nothing sampled.
 
 The drafting here is a twin of the draft model's, token by token in plain Python. ``spec_lab.tasks.certify`` enumerates
-the real one; its laws of outputs and its enumerating draws are used here.
+the real one; its output distributions and its enumerating draws are used here.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from spec_lab.tasks.certify.enumerate import explore
 from spec_lab.tasks.certify.toy_models import RandomToy, code
 from spec_lab.verify import Verdict
 
-Judge = Callable[[Draft, torch.Tensor], Verdict]
+Verify = Callable[[Draft, torch.Tensor], Verdict]
 """A verifier, or a broken one."""
 
 
 class World(RandomToy):
-    """A toy world that answers for single texts as well."""
+    """A toy world with the distributions after single texts."""
 
     def p(self, context: Sequence[int]) -> np.ndarray:
-        """The target's law after ``context``."""
+        """The target distribution after ``context``."""
         return self.probabilities(len(context))[0][code(context, self.v)]
 
     def q(self, context: Sequence[int]) -> np.ndarray:
-        """The draft's law after ``context``."""
+        """The draft distribution after ``context``."""
         return self.probabilities(len(context))[1][code(context, self.v)]
 
 
@@ -39,7 +39,7 @@ class World(RandomToy):
 
 
 def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, draws: Draws, who: Key) -> Draft:
-    """Draft a tree below ``context``, node by node. A node that cannot be drawn is left out, with all below it.
+    """Draft a tree below ``context``, node by node. A node that cannot be drawn is left out with its descendants.
 
     Point siblings are the likeliest tokens; without replacement, q's support can be exhausted.
     """
@@ -51,10 +51,10 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
         if above not in row:
             continue
         if above not in left:
-            law = world.q(context + paths[row[above]])
-            left[above] = np.argsort(-law, kind="stable").astype(float) if drawn == "point" else law.copy()
+            row_of_q = world.q(context + paths[row[above]])
+            left[above] = np.argsort(-row_of_q, kind="stable").astype(float) if drawn == "point" else row_of_q.copy()
             q_row[row[above]] = len(q)
-            q.append(law)
+            q.append(row_of_q)
         rank = int(tree.rank[number - 1])
         if drawn == "point":
             if rank >= world.v:
@@ -79,7 +79,7 @@ def propose(world: World, context: tuple[int, ...], tree: Shape, drawn: Drawn, d
 
 
 class Growing:
-    """A draft of one tree below the empty text while it is grown, node by node, by whatever its grower decides.
+    """A draft of one tree below the empty text that is grown node by node.
 
     Args:
         world: q of every text.
@@ -100,8 +100,7 @@ class Growing:
 
     def sample(self, above: int, way: Drawn, off: Sequence[int] = ()) -> int | None:
         """Draw a child ``iid`` or ``without`` replacement; returns its row, None where nothing is left to draw.
-
-        ``off``: tokens that q is to leave out, told with the first child that is drawn there.
+        ``off``: tokens that q leaves out, given with the first child that is drawn there.
         """
         if above not in self.q:
             q = self.world.q(self.paths[above]).copy()
@@ -125,7 +124,7 @@ class Growing:
         return len(self.paths) - 1
 
     def draft(self) -> Draft:
-        """What has grown."""
+        """The grown draft."""
         q_row = np.full(len(self.paths), -1)
         q_row[list(self.q)] = np.arange(len(self.q))
         return Draft(
@@ -138,7 +137,7 @@ class Growing:
 
 
 def paths_of(draft: Draft) -> list[tuple[int, ...]]:
-    """The tokens from the head down to each row."""
+    """The tokens from the root to each row."""
     paths: list[tuple[int, ...]] = [()] * draft.shape.roots
     for above, token in zip(draft.shape.parent.tolist(), draft.token.tolist(), strict=True):
         paths.append((*paths[above], token))
@@ -150,11 +149,11 @@ def target_of(world: World, context: tuple[int, ...], draft: Draft) -> torch.Ten
     return torch.from_numpy(np.array([world.p(context + path) for path in paths_of(draft)]))
 
 
-# Laws of outputs
+# Output distributions
 
 
-class Outputs(outputs.StepOutputs):
-    """The law of what one step puts out, beside the world's own law."""
+class Outputs(outputs.Outputs):
+    """The output distribution of one step, to compare with the world's own."""
 
     def __init__(self, world: World, longest: int) -> None:
         super().__init__(world.v, longest)
@@ -162,13 +161,13 @@ class Outputs(outputs.StepOutputs):
         self.accepted = self.expected = 0.0
 
     @classmethod
-    def of_forest(cls, world: World, judge: Judge, tree: Shape, drawn: Drawn) -> Outputs:
-        """Of one step: all possible drafts stand side by side in one forest, verified at once."""
-        return cls.of_drafts(world, judge, *every_draft(world, tree, drawn))
+    def of_forest(cls, world: World, verify: Verify, tree: Shape, drawn: Drawn) -> Outputs:
+        """Of one step: all possible drafts in one forest, verified at once."""
+        return cls.of_drafts(world, verify, *every_draft(world, tree, drawn))
 
     @classmethod
-    def of_grown(cls, world: World, judge: Judge, grow: Callable[[Growing], None]) -> Outputs:
-        """Of one step whose draft ``grow`` grows, nodes drawn in any ways."""
+    def of_grown(cls, world: World, verify: Verify, grow: Callable[[Growing], None]) -> Outputs:
+        """Of one step whose draft is grown by ``grow``."""
 
         def play(draws: Draws) -> Draft:
             growing = Growing(world, draws)
@@ -177,10 +176,10 @@ class Outputs(outputs.StepOutputs):
 
         cases = list(explore(play))
         drafts, probability = [draft for _, draft in cases], np.array([mass for mass, _ in cases])
-        return cls.of_drafts(world, judge, side_by_side(drafts), probability)
+        return cls.of_drafts(world, verify, side_by_side(drafts), probability)
 
     @classmethod
-    def of_drafts(cls, world: World, judge: Judge, draft: Draft, probability: np.ndarray) -> Outputs:
+    def of_drafts(cls, world: World, verify: Verify, draft: Draft, probability: np.ndarray) -> Outputs:
         """Of one step whose draft is one of the trees in ``draft``, each with its probability ``[B]``."""
         shape, v = draft.shape, world.v
         number = np.zeros(shape.rows, dtype=np.int64)
@@ -191,25 +190,26 @@ class Outputs(outputs.StepOutputs):
                 nodes = rows - shape.roots
                 number[rows] = number[shape.parent[nodes]] * v + draft.token.numpy()[nodes]
             p[rows] = world.probabilities(depth)[0][number[rows]]
-        verdict = judge(draft, torch.from_numpy(p))
+        verdict = verify(draft, torch.from_numpy(p))
         residual = verdict.residual(np.arange(shape.rows)).numpy()
         mass = residual.sum(-1)
         assert (mass[verdict.stop > 1e-14] > 0).all(), "a path can end where nothing can be emitted"
-        law = (probability[shape.root] * verdict.stop / np.where(mass > 0, mass, 1.0))[:, None] * residual
+        emitted = (probability[shape.root] * verdict.stop / np.where(mass > 0, mass, 1.0))[:, None] * residual
         found = cls(world, int(shape.depth.max()) + 1)
         for depth in range(int(shape.depth.max()) + 1):
             rows = np.flatnonzero(shape.depth == depth)
-            np.add.at(found.exactly[depth + 1].reshape(-1, v), number[rows], law[rows])
-        found.accepted = float((law.sum(-1) * shape.depth).sum())
+            np.add.at(found.exactly[depth + 1].reshape(-1, v), number[rows], emitted[rows])
+        found.accepted = float((emitted.sum(-1) * shape.depth).sum())
         found.expected = float(probability @ verdict.expected_accepted(shape))
         return found
 
     def tv(self, length: int | None = None) -> float:
-        """Distance to the target's law of ``length`` tokens; shorter outputs go on with exact target samples."""
+        """Distance to the target distribution of ``length`` tokens; shorter outputs are continued by exact target
+        samples."""
         return super().tv(self.laws, length)
 
     def first_failure(self, tolerance: float = outputs.EXACT) -> str | None:
-        """Where the output's law is not the target's, in words."""
+        """The first difference from the target distribution, in words."""
         return super().first_failure(self.laws, tolerance)
 
 
@@ -223,19 +223,19 @@ def every_draft(world: World, tree: Shape, drawn: Drawn) -> tuple[Draft, np.ndar
 
 def side_by_side(drafts: Sequence[Draft]) -> Draft:
     """Several one-tree drafts as one forest."""
-    heads = len(drafts)
-    parent, q_row = [], [np.full(heads, -1)]
+    roots = len(drafts)
+    parent, q_row = [], [np.full(roots, -1)]
     nodes = laws = 0
-    for head, draft in enumerate(drafts):
+    for root, draft in enumerate(drafts):
         above = draft.shape.parent
-        parent.append(np.where(above == 0, head, above - 1 + heads + nodes))
+        parent.append(np.where(above == 0, root, above - 1 + roots + nodes))
         if draft.q is not None:
             mine = np.where(draft.q_row >= 0, draft.q_row + laws, -1)
-            q_row[0][head] = mine[0]
+            q_row[0][root] = mine[0]
             q_row.append(mine[1:])
             laws += len(draft.q)
         nodes += draft.shape.nodes
-    shape = Shape(heads, np.concatenate(parent).astype(np.int64))
+    shape = Shape(roots, np.concatenate(parent).astype(np.int64))
     token = torch.cat([draft.token for draft in drafts])
     if drafts[0].q is None:
         return Draft(shape, token)

@@ -1,4 +1,4 @@
-"""Enumerated acceptance against formulas of the papers."""
+"""Enumerated acceptance equals the papers' formulas."""
 
 import itertools
 
@@ -15,12 +15,12 @@ EVERY_WORLD = pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.s
 
 
 class Constant(World):
-    """Laws that ignore the context."""
+    """Distributions that ignore the context."""
 
     pair = (np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3]))
 
-    def probabilities(self, length):
-        return tuple(np.tile(law, (self.v**length, 1)) for law in self.pair)
+    def laws(self, length):
+        return tuple(np.tile(row, (self.v**length, 1)) for row in self.pair)
 
 
 def accepted(world, verifier, shape, drawn="iid") -> float:
@@ -35,8 +35,8 @@ def paths(world, length):
 
 @EVERY_WORLD
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_chain_acceptance(world, length):
-    """Accepted tokens of a chain of ``length`` are a sum over depths of P(path to there is accepted)."""
+def test_the_expected_acceptance_of_a_chain_has_a_closed_form(world, length):
+    """Accepted tokens of a chain of ``length``: the sum over depths of P(path to that depth is accepted)."""
     token = block = match = 0.0
     for n in range(1, length + 1):
         for p, q in paths(world, n):
@@ -67,7 +67,7 @@ def test_expected_tokens_of_a_constant_acceptance():
         assert tokens == pytest.approx((1 - a ** (gamma + 1)) / (1 - a), abs=1e-12)
 
 
-def test_the_example_of_block_verification():
+def test_the_example_of_the_block_verification_paper():
     """2403.10444, section 3: 10/9 accepted tokens token by token, 11/9 as a block."""
     world = Constant(0, v=2)
     assert accepted(world, Token(), chain(2)) == pytest.approx(10 / 9, abs=1e-12)
@@ -113,7 +113,7 @@ def test_on_trees_traversal_accepts_more_over_all_worlds(name, drawn):
 
 
 def test_on_a_tree_token_can_accept_more():
-    """There is no such theorem on trees: a world in which top-down wins, by little, and both are exact."""
+    """There is no such theorem on trees: a world in which top-down accepts slightly more; both are exact."""
     world = World(119, v=5)
     traversal, token = (accepted(world, verifier, TREES["[1,2]"], "without") for verifier in (Traversal(), Token()))
     assert token - traversal == pytest.approx(3.799e-5, rel=1e-3)
@@ -129,13 +129,13 @@ def test_point_drafts_are_accepted_alike(name):
 class Same(World):
     """The draft is the target."""
 
-    def probabilities(self, length):
-        p, _ = super().probabilities(length)
+    def laws(self, length):
+        p, _ = super().laws(length)
         return p, p
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
-def test_a_chain_drawn_from_the_target_itself_is_accepted_whole(verifier, drawn):
+def test_a_chain_drawn_from_the_target_itself_is_fully_accepted(verifier, drawn):
     for length in (1, 2, 3):
         assert accepted(Same(3), verifier, chain(length), drawn) == pytest.approx(length, abs=1e-12)

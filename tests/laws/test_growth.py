@@ -22,7 +22,7 @@ def token_of(growing: Growing, row: int) -> int:
 
 
 def best_first(growing: Growing, ways=("without",) * 3, nodes: int = 3) -> None:
-    """The slot of largest estimated probability is filled next (DySpec, 2410.11744): below a node, or beside it."""
+    """The slot of largest estimated probability is filled next (DySpec, 2410.11744): a child or a further sibling."""
     slots = [(-1.0, 0)]
     while slots and len(growing.parent) < nodes:
         value, row = heapq.heappop(slots)
@@ -51,7 +51,7 @@ def one_more_after_a_token(growing: Growing, way="without") -> None:
 
 
 def deeper_where_unsure(growing: Growing) -> None:
-    """A chain that goes on only below tokens of little q, and forks below the others."""
+    """A chain that continues only below tokens of small q, and branches below the others."""
     row = growing.sample(0, "without")
     if growing.world.q(())[token_of(growing, row)] < 0.4:
         growing.sample(row, "iid")
@@ -72,7 +72,7 @@ def sibling_after_a_child(growing: Growing) -> None:
 
 
 def across_branches(growing: Growing) -> None:
-    """What is drawn below one sibling depends on what came below the other."""
+    """Nodes drawn below one sibling depend on those below the other."""
     first, second = growing.sample(0, "without"), growing.sample(0, "without")
     below = growing.sample(first, "iid")
     if second is not None and token_of(growing, below) == token_of(growing, second):
@@ -89,12 +89,12 @@ POLICIES = [
 @pytest.mark.parametrize("grow", POLICIES, ids=lambda grow: grow.__name__)
 @pytest.mark.parametrize("world", WORLDS[:4], ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("verifier", EXACT, ids=lambda v: v.name)
-def test_growth_that_follows_what_was_drawn_keeps_the_distribution(verifier, world, grow):
+def test_growth_that_depends_on_drawn_tokens_keeps_the_distribution(verifier, world, grow):
     require_lossless(Outputs.of_grown(world, verifier, grow))
 
 
 def test_best_first_trees_have_different_shapes():
-    """They are what the test is about."""
+    """The tests above depend on it."""
     shapes = set()
     for _, draft in explore(lambda draws: grown(World(6, support=4, plain=True), draws)):
         shapes.add(tuple(draft.shape.parent.tolist()))
@@ -124,8 +124,8 @@ def test_k_seq_is_exact_where_that_number_is_fixed():
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
-def test_a_node_dropped_for_its_value_is_seen(verifier):
-    """The control: growing is free, dropping is not."""
+def test_a_node_dropped_for_its_value_is_detected(verifier):
+    """Negative control: growth may depend on drawn tokens, dropping nodes may not."""
 
     def choosy(growing: Growing) -> None:
         row = growing.sample(0, "iid")

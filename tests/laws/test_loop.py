@@ -1,4 +1,4 @@
-"""The real loop has the target's law: every choice it makes is enumerated through ``Draws``. Broken loops do not."""
+"""The real loop has the target's distribution, by enumeration of all choices through ``Draws``; broken loops do not."""
 
 from collections import Counter
 
@@ -35,8 +35,8 @@ def draft():
     return tiny_model(seed=1, num_hidden_layers=1, vocab_size=V)
 
 
-def next_law(target, tokens, sampling):
-    """The law after ``tokens`` by a forward without cells."""
+def next_probabilities(target, tokens, sampling):
+    """The probabilities after ``tokens`` by a forward without a KV cache."""
     with torch.no_grad():
         logits = target.lm.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
     seen = torch.zeros(1, V, dtype=torch.bool)
@@ -45,22 +45,22 @@ def next_law(target, tokens, sampling):
 
 
 def truth(target, sampling, stop=frozenset()):
-    """The law of up to ``LENGTH`` tokens, the last of which may be a stop token, autoregressively."""
-    laws = {(): 1.0}
+    """The autoregressive distribution of up to ``LENGTH`` tokens, the last of which may be a stop token."""
+    masses = {(): 1.0}
     for _ in range(LENGTH):
-        ended = {path: mass for path, mass in laws.items() if stop.intersection(path)}
-        laws = ended | {
+        ended = {path: mass for path, mass in masses.items() if stop.intersection(path)}
+        masses = ended | {
             (*path, token): mass * p
-            for path, mass in laws.items()
+            for path, mass in masses.items()
             if path not in ended
-            for token, p in enumerate(next_law(target, [*PROMPT, *path], sampling))
+            for token, p in enumerate(next_probabilities(target, [*PROMPT, *path], sampling))
             if p > 0
         }
-    return laws
+    return masses
 
 
 def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), confidence=0.0):
-    """Total variation between the loop's output law, enumerated, and the target's."""
+    """Total variation between the loop's enumerated output distribution and the target's."""
     proposer = DraftModel(CausalLM(draft), 256, parse(tree), drawn, confidence=confidence)
 
     def once(draws):
@@ -83,13 +83,13 @@ def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), c
     [("1", "iid", Token()), ("2", "without", Token()), ("2", "iid", Traversal())],
     ids=["chain", "without", "iid"],
 )
-def test_the_loop_has_the_target_s_law(target, draft, tree, drawn, verifier, sampling):
+def test_the_loop_has_the_target_s_distribution(target, draft, tree, drawn, verifier, sampling):
     assert distance(target, draft, tree, drawn, verifier, sampling) < 1e-12
 
 
 @pytest.fixture(scope="module")
 def unsure(target, draft):
-    """A confidence that the draft has at some but not at all of its choices after the prompt."""
+    """A confidence that the draft has at some but not all of its choices after the prompt."""
     texts = [PROMPT, *((*PROMPT, token) for token in range(V))]
     with torch.no_grad():
         best = [draft(input_ids=torch.tensor([t]), use_cache=False).logits[0, -1].softmax(-1).max() for t in texts]
@@ -105,7 +105,7 @@ def unsure(target, draft):
         pytest.param("2x1", "iid", Token(), marks=pytest.mark.nightly),  # as long as all others together
     ],
 )
-def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, unsure, tree, drawn, verifier):
+def test_a_draft_that_stops_where_it_is_unsure_keeps_the_distribution(target, draft, unsure, tree, drawn, verifier):
     sizes = set()
 
     class Watched(type(verifier)):
@@ -113,19 +113,19 @@ def test_a_draft_that_stops_where_it_is_unsure_leaves_the_law(target, draft, uns
             sizes.add(forest.shape.nodes)
             return super().__call__(forest, p)
 
-    # What is drafted first is kept whatever the confidence; what follows depends on it.
+    # The first drafted token is kept whatever its confidence; further drafting depends on it.
     for confidence in (unsure, 1.0):
         assert distance(target, draft, tree, drawn, Watched(), PLAIN, confidence=confidence) < 1e-12
     assert len(sizes) > 1
 
 
 @pytest.mark.parametrize("tree", ["1", "1x1"])
-def test_a_stop_token_ends_the_text_and_leaves_its_law(target, draft, tree):
-    """Accepted with more behind it, as the residual or as the bonus."""
+def test_a_stop_token_ends_the_text_and_keeps_its_distribution(target, draft, tree):
+    """As an accepted token within the path, as the recovered token or as the bonus token."""
     assert distance(target, draft, tree, "iid", Token(), PLAIN, STOP) < 1e-12
 
 
-def test_a_loop_that_forgets_the_warps_is_seen(target, draft, monkeypatch):
+def test_a_loop_that_omits_the_warps_is_detected(target, draft, monkeypatch):
     right = spec_lab.engine.step.logits_to_probs
 
     def bare(logits, samplings, seen=None, mask=None, **more):

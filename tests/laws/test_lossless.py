@@ -1,4 +1,4 @@
-"""The output of draft and verifier together has the target's law: exactly, by enumeration."""
+"""The output of draft and verifier has exactly the target's distribution, by enumeration."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ WORLDS = [
     World(12, v=5),
     World(4, plain=True),
     World(2),  # the first p and q are disjoint: nothing is accepted
-    World(14),  # the first p and q are equal: the first token always is
+    World(14),  # the first p and q are equal: the first token is always accepted
 ]
 TREES = {
     "[1]": chain(1),
@@ -32,6 +32,7 @@ TREES = {
     "[3,1]": tree(((0,), (1,), (2,), (0, 0), (1, 0), (2, 0))),
     "ragged": tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))),
 }
+LARGEST = ("[2,2]", "[3,1]", "ragged")
 VERIFIERS = pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 DRAWN = pytest.mark.parametrize("drawn", ["iid", "without", "point"])
 
@@ -51,8 +52,8 @@ def require_lossless(outputs: Outputs) -> None:
             name,
             world,
             id=f"{name}-world{world.seed}",
-            # The largest tree takes longer than all others together: two kinds of worlds in the short run.
-            marks=[pytest.mark.nightly] if name == "ragged" and world.seed not in (1, 4) else [],
+            # The largest trees take longer than all others together: two kinds of worlds in the short run.
+            marks=[pytest.mark.nightly] if name in LARGEST and world.seed not in (1, 4) else [],
         )
         for name in TREES
         for world in WORLDS
@@ -60,14 +61,14 @@ def require_lossless(outputs: Outputs) -> None:
 )
 @DRAWN
 @VERIFIERS
-def test_one_step(world, name, drawn, verifier):
+def test_one_step_is_lossless(world, name, drawn, verifier):
     require_lossless(Outputs.of_forest(world, verifier, TREES[name], drawn))
 
 
 @pytest.mark.parametrize("name", ["[2]", "[1,1]", "[3]", "[2,1]"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 @VERIFIERS
-def test_one_step_with_wide_laws(name, drawn, verifier):
+def test_one_step_with_wide_distributions_is_lossless(name, drawn, verifier):
     """V = 5 and no zeros anywhere."""
     require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), verifier, TREES[name], drawn))
 
@@ -91,8 +92,8 @@ def test_worlds_hold_every_kind_of_context():
     assert (p.max(1) == 1).any() and (q.max(1) == 1).any() and ((p == 0) & (q > 0)).any()
 
 
-def test_an_exhausted_law_draws_no_more_siblings():
-    """Without replacement, three siblings of a law on two tokens are two, of a one-hot law one."""
+def test_an_exhausted_distribution_draws_no_more_siblings():
+    """Without replacement, a distribution over two tokens yields two of three siblings, a one-hot one yields one."""
     world = World(2, support=2, plain=True)
     draft, probability = every_draft(world, TREES["[3]"], "without")
     assert probability.sum() == pytest.approx(1)
@@ -107,10 +108,10 @@ def test_an_exhausted_law_draws_no_more_siblings():
     assert twice.token[0] == twice.token[1]
 
 
-def test_a_key_used_twice_is_noticed():
+def test_a_key_used_twice_is_detected():
     script, key = Script(), Key(0, 0, 0, Purpose.STOP)
     script.choose(np.ones(2), key)
-    with pytest.raises(Reused, match="is used for two choices"):
+    with pytest.raises(Reused, match="two choices"):
         script.choose(np.ones(2), key)
 
 

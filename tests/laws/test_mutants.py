@@ -1,4 +1,4 @@
-"""Broken verifiers, proposers, draws and loops, as found in public code: each is seen, its original is not."""
+"""Broken verifiers, proposers, draws and loops, as found in public code: each is detected, its original is not."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ NOTES = (
     "block h_i = p_i",
     "with/without replacement swapped",
     "siblings re-ranked",
-    "top-k draft judged with softmax q",
+    "top-k draft verified with softmax q",
     "recovery shares draft noise",
     "noise reused across steps",
     "grammar trim then bonus",
@@ -40,17 +40,17 @@ NOTES = (
 )
 """The mutants that the notes on verification list: the exact layer must kill each."""
 
-WORDS = {"law": "after [", "loop": "outputs ", "seam": "is used for two choices", "samples": "chi-square"}
+WORDS = {"step": "after [", "loop": "outputs ", "seam": "is used for two choices", "samples": "chi-square"}
 
 
 def test_the_list_of_the_notes_is_complete():
-    assert set(NOTES) <= {mutant.name for mutant in MUTANTS if mutant.layer in ("law", "loop")}
+    assert set(NOTES) <= {mutant.name for mutant in MUTANTS if mutant.layer in ("step", "loop")}
     assert len(NOTES) == 18
     assert len({identify(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=identify)
-def test_killed(mutant):
+def test_a_mutant_is_killed(mutant):
     for case, kill in zip(mutant.cases, mutants.seen(mutant), strict=True):
         assert kill.where is not None
         assert WORDS[mutant.layer] in kill.where
@@ -64,17 +64,17 @@ def test_the_committed_table_is_this_one():
     assert file.read_text() == mutants.table()
 
 
-ENOUGH = (*QUICK, LOOPS[4])  # what every run enumerates of its own pair, and a loop with a stop token
+ENOUGH = (*QUICK, LOOPS[4])  # the instances that every run enumerates of its own pair, and a loop with a stop token
 FREE = [
     mutant
     for mutant in MUTANTS
-    if mutant.layer in ("law", "loop") and not isinstance(mutant.cases[0].instance.toy, mutants.Grammar)
+    if mutant.layer in ("step", "loop") and not isinstance(mutant.cases[0].instance.world, mutants.Grammar)
 ]
 
 
 @pytest.mark.parametrize("mutant", FREE, ids=identify)
-def test_a_few_instances_see_all_that_need_no_grammar(mutant):
-    """As another law, or because the verifier is given what its own draft cannot have drawn."""
+def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
+    """By another distribution, or because the verifier receives a draft that cannot have been drawn."""
     drafts, verifier = mutant.proposer or mutant.cases[0].drawn, mutant.verifier or mutant.original
 
     def survives(instance: Instance) -> bool:
@@ -87,7 +87,7 @@ def test_a_few_instances_see_all_that_need_no_grammar(mutant):
         assert not all(survives(instance) for instance in ENOUGH)
 
 
-# What which layer cannot see
+# Blind spots of each layer
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_a_few_instances_see_all_that_need_no_grammar(mutant):
     [mutants.standing_still, lambda: mutants.shared(Purpose.STOP), lambda: mutants.shared(Purpose.EMIT)],
     ids=["reused across steps", "shared with the test", "shared with the residual"],
 )
-def test_a_single_step_s_law_is_blind_to_noise(patch):
-    """It says what each choice should be, not whether the choices are independent."""
+def test_a_single_step_s_distribution_is_blind_to_noise(patch):
+    """It checks the distribution of each choice, not whether the choices are independent."""
     with patch(), mutants.inverse():
         assert prove("iid", Token(), STEPS[:3]).failure is None
 
 
-def test_noise_reused_across_steps_leaves_each_step_s_law_and_the_first_token():
+def test_noise_reused_across_steps_keeps_each_step_s_distribution_and_the_first_token():
     with mutants.standing_still(), mutants.inverse():
         assert prove("iid", Token(), [Instance(PINNED, "1", tokens=1)]).failure is None
         assert prove("iid", Token(), [Instance(PINNED, "1", tokens=2)]).failure is not None
@@ -110,11 +110,11 @@ def test_noise_reused_across_steps_leaves_each_step_s_law_and_the_first_token():
 @pytest.mark.parametrize("weight", [WEIGHT_IS_S, WEIGHT_STAYS], ids=["a <- S", "a stays"])
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_wrong_weight_is_invisible_at_depth_one(weight, drawn):
-    """Why depth 2 is enumerated at all."""
+    """The reason to enumerate depth 2."""
     assert prove(drawn, weight, [Instance(PINNED, "3")]).failure is None
 
 
-def test_samples_do_not_see_a_lenience_of_0_99():
+def test_samples_do_not_detect_a_lenience_of_0_99():
     """The exact layer does, at a total variation of 0.0014."""
     assert mutants.p_value("iid", Lenient(0.99)) > ALPHA
 
@@ -122,9 +122,9 @@ def test_samples_do_not_see_a_lenience_of_0_99():
 @pytest.mark.parametrize(
     ("drafts", "verifier", "score"),
     [(mutants.truncated(2), Token(), "draft"), ("iid", Control(), "towards the draft")],
-    ids=["top-k draft judged with softmax q", "residual = p"],
+    ids=["top-k draft verified with softmax q", "residual = p"],
 )
-def test_a_score_sees_strong_mutants(drafts, verifier, score):
+def test_a_score_detects_strong_mutants(drafts, verifier, score):
     def bound(drafts, verifier):
         parts = toy_parts(JOINT, drafts, dtype=torch.float32)
         requests = [Request(number, f"{number}", PROMPT, PLAIN, JOINT.tokens) for number in range(500)]
@@ -133,27 +133,27 @@ def test_a_score_sees_strong_mutants(drafts, verifier, score):
     assert bound(drafts, verifier) < ALPHA < bound("iid", Token())
 
 
-# At the door
+# Refusals
 
 
 @pytest.mark.parametrize(
-    ("judge", "message"),
+    ("verify", "message"),
     [
-        (mutants.swapped(Token()), "siblings drawn without replacement repeat a token"),
-        (mutants.previous_q(Token()), "a token that its parent's q gives no mass"),
+        (mutants.swapped(Token()), "repeat"),
+        (mutants.previous_q(Token()), "parent.s q"),
     ],
     ids=["without for iid", "q from the previous position"],
 )
-def test_a_draft_that_cannot_have_been_drawn_is_refused(judge, message):
+def test_a_draft_that_cannot_have_been_drawn_is_refused(verify, message):
     with pytest.raises(ValueError, match=message):
-        prove("iid", mutants.Broken(judge), STEPS[6:8])
+        prove("iid", mutants.Broken(verify), STEPS[6:8])
 
 
-@pytest.mark.parametrize("law", [twin.token, twin.traversal, twin.match])
-def test_unbroken_twins_live(law):
-    def judge(draft, p):
-        stop, emit = law(draft, p.numpy())
+@pytest.mark.parametrize("verifier", [twin.token, twin.traversal, twin.match])
+def test_unbroken_twins_survive(verifier):
+    def verify(draft, p):
+        stop, emit = verifier(draft, p.numpy())
         return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
     for drawn in ("iid", "without", "point"):
-        assert Outputs.of_forest(World(11, plain=True), judge, TREES["[2,1]"], drawn).tv() < 1e-12
+        assert Outputs.of_forest(World(11, plain=True), verify, TREES["[2,1]"], drawn).tv() < 1e-12

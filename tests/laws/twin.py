@@ -1,4 +1,4 @@
-"""The papers' verifiers as they read, in NumPy, one tree and one node at a time: oracles of the vectorised laws.
+"""The papers' verifiers in NumPy, one tree and one node at a time: oracles of the vectorised ones.
 
 Each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]`` (rows sum to 1, or are all zero).
 """
@@ -9,12 +9,12 @@ import numpy as np
 
 from spec_lab.core.draft import WAYS, Draft
 
-Law = tuple[np.ndarray, np.ndarray]
+Ends = tuple[np.ndarray, np.ndarray]
 
 
-def norm(law: np.ndarray) -> np.ndarray:
-    """Renormalised; nothing stays nothing."""
-    return law / law.sum() if law.sum() > 0 else np.zeros_like(law)
+def norm(weights: np.ndarray) -> np.ndarray:
+    """Weights normalised; zeros stay zeros."""
+    return weights / weights.sum() if weights.sum() > 0 else np.zeros_like(weights)
 
 
 def drawn_from(draft: Draft) -> np.ndarray:
@@ -42,28 +42,28 @@ def ratio(p: float, q: float) -> float:
     return min(1.0, p / q) if q > 0 else float(p > 0)
 
 
-def widen(law: np.ndarray, vocabulary: int) -> np.ndarray:
+def widen(rows: np.ndarray, vocabulary: int) -> np.ndarray:
     """Point masses of small tokens, over the whole vocabulary."""
-    return np.pad(law, ((0, 0), (0, vocabulary - law.shape[1])))
+    return np.pad(rows, ((0, 0), (0, vocabulary - rows.shape[1])))
 
 
-def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Law:
+def token(draft: Draft, p: np.ndarray, lenience: float = 1.0) -> Ends:
     """Recursive rejection, top down; with a ``lenience`` below 1 lossy."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
 
     def visit(row: int, reach: float) -> None:
-        law = p[row]
+        residual = p[row]
         for child in shape.children[row] - shape.roots:
             x = tokens[child]
-            accept = ratio(law[x], lenience * q[child, x])
+            accept = ratio(residual[x], lenience * q[child, x])
             visit(child + shape.roots, reach * accept)
             reach *= 1 - accept
-            law = norm(np.maximum(law - lenience * q[child], 0))
-        stop[row], emit[row] = reach, law
+            residual = norm(np.maximum(residual - lenience * q[child], 0))
+        stop[row], emit[row] = reach, residual
 
-    for head in range(shape.roots):
-        visit(head, 1.0)
+    for root in range(shape.roots):
+        visit(root, 1.0)
     return stop, emit
 
 
@@ -72,36 +72,36 @@ def kept(a: float, s: float) -> float:
     return s / (s + 1 - a) if s + 1 - a > 0 else 1.0
 
 
-def traversal(draft: Draft, p: np.ndarray) -> Law:
+def traversal(draft: Draft, p: np.ndarray) -> Ends:
     """Traversal: follow first living children to a leaf, stop there or delete it."""
     shape, tokens, q = draft.shape, draft.token.tolist(), widen(drawn_from(draft), p.shape[1])
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
     living = [rows.tolist() for rows in shape.children]
-    law = [row.copy() for row in p]
-    for head in range(shape.roots):
-        a, reach = {head: 1.0}, 1.0
+    residual = [row.copy() for row in p]
+    for root in range(shape.roots):
+        a, reach = {root: 1.0}, 1.0
         while True:
-            row = head
+            row = root
             while living[row]:
                 child = living[row][0]
                 if child not in a:
                     x = tokens[child - shape.roots]
-                    a[child] = ratio(a[row] * law[row][x], q[child - shape.roots, x])
+                    a[child] = ratio(a[row] * residual[row][x], q[child - shape.roots, x])
                 row = child
-            stop[row], emit[row] = reach * a[row], norm(law[row])
+            stop[row], emit[row] = reach * a[row], norm(residual[row])
             reach *= 1 - a[row]
-            if row == head:
+            if row == root:
                 break
             m = int(shape.parent[row - shape.roots])
             living[m].pop(0)
-            left = np.maximum(a[m] * law[m] - q[row - shape.roots], 0)
+            left = np.maximum(a[m] * residual[m] - q[row - shape.roots], 0)
             s = left.sum()
-            law[m] = norm(left)
-            a[m] = 1.0 if m == head else kept(a[m], s)
+            residual[m] = norm(left)
+            a[m] = 1.0 if m == root else kept(a[m], s)
     return stop, emit
 
 
-def block(draft: Draft, p: np.ndarray) -> Law:
+def block(draft: Draft, p: np.ndarray) -> Ends:
     """Block verification of one chain: the accepted length is the last i with eta_i <= h_i."""
     tokens, q, gamma = draft.token.tolist(), drawn_from(draft), draft.shape.nodes
     weight, h, emit = 1.0, np.ones(gamma + 1), np.zeros_like(p)
@@ -116,7 +116,7 @@ def block(draft: Draft, p: np.ndarray) -> Law:
     return h * np.append(np.cumprod(1 - h[::-1])[::-1][1:], 1.0), emit
 
 
-def match(draft: Draft, p: np.ndarray) -> Law:
+def match(draft: Draft, p: np.ndarray) -> Ends:
     """The walk: y ~ p, descend if a child holds it."""
     shape, tokens = draft.shape, draft.token.tolist()
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
@@ -130,6 +130,6 @@ def match(draft: Draft, p: np.ndarray) -> Law:
         stop[row] = reach * (1 - sum(p[row, x] for x in first))
         emit[row] = norm(emit[row])
 
-    for head in range(shape.roots):
-        visit(head, 1.0)
+    for root in range(shape.roots):
+        visit(root, 1.0)
     return stop, emit

@@ -1,4 +1,4 @@
-"""Twins of the verifiers beyond token, traversal and match: as their papers read, one tree and one node at a time.
+"""Twins of the other verifiers: as in their papers, one tree and one node at a time.
 
 As in ``twin``: each takes a draft and p ``[R, V]`` and returns ``stop [R]`` and ``emit [R, V]``.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from spec_lab.core.draft import Draft
 from tests.laws import twin
-from tests.laws.twin import Law, norm, ratio
+from tests.laws.twin import Ends, norm, ratio
 
 # K-SEQ
 
@@ -38,7 +38,7 @@ def bisected(p: np.ndarray, q: np.ndarray, k: int) -> float:
     return high
 
 
-def kseq(draft: Draft, p: np.ndarray, rho_of: Callable[[np.ndarray, np.ndarray, int], float] = bisected) -> Law:
+def kseq(draft: Draft, p: np.ndarray, rho_of: Callable[[np.ndarray, np.ndarray, int], float] = bisected) -> Ends:
     """K-SEQ (2310.15141, algorithm 2), top down. ``rho_of``: in place of the least rho."""
     shape, tokens = draft.shape, draft.token.tolist()
     stop, emit = np.zeros(shape.rows), np.zeros_like(p)
@@ -58,8 +58,8 @@ def kseq(draft: Draft, p: np.ndarray, rho_of: Callable[[np.ndarray, np.ndarray, 
             emit[row] = norm(np.maximum(p[row] - np.minimum(q, p[row] / rho) * factor, 0))
         stop[row] = reach
 
-    for head in range(shape.roots):
-        visit(head, 1.0)
+    for root in range(shape.roots):
+        visit(root, 1.0)
     return stop, emit
 
 
@@ -78,15 +78,15 @@ def relaxed_accepts(p: np.ndarray, x: int, top: int, delta: float) -> bool:
     return bool(p[x] > 0 and likelier < top and p[x] >= p.max() - delta)
 
 
-def longest(draft: Draft, p: np.ndarray, accepts: Callable[[np.ndarray, int], bool]) -> Law:
+def longest(draft: Draft, p: np.ndarray, accepts: Callable[[np.ndarray, int], bool]) -> Ends:
     """The longest path of accepted tokens, the first of equals; p at its end."""
     shape, tokens = draft.shape, draft.token.tolist()
-    stop, emit = np.zeros(shape.rows), np.array([norm(law) for law in p])
-    for head, rows in enumerate(shape.trees):
-        best = head
+    stop, emit = np.zeros(shape.rows), np.array([norm(row) for row in p])
+    for root, rows in enumerate(shape.trees):
+        best = root
         for row in rows.tolist():
             path = shape.path(row)
-            above = [head, *path[:-1]]
+            above = [root, *path[:-1]]
             good = all(accepts(p[m], tokens[c - shape.roots]) for m, c in zip(above, path, strict=False))
             if good and len(path) > len(shape.path(best)):
                 best = row
@@ -94,12 +94,12 @@ def longest(draft: Draft, p: np.ndarray, accepts: Callable[[np.ndarray, int], bo
     return stop, emit
 
 
-def typical(draft: Draft, p: np.ndarray, epsilon: float, delta: float) -> Law:
-    return longest(draft, p, lambda law, x: typical_accepts(law, x, epsilon, delta))
+def typical(draft: Draft, p: np.ndarray, epsilon: float, delta: float) -> Ends:
+    return longest(draft, p, lambda row, x: typical_accepts(row, x, epsilon, delta))
 
 
-def relaxed(draft: Draft, p: np.ndarray, top: int, delta: float) -> Law:
-    return longest(draft, p, lambda law, x: relaxed_accepts(law, x, top, delta))
+def relaxed(draft: Draft, p: np.ndarray, top: int, delta: float) -> Ends:
+    return longest(draft, p, lambda row, x: relaxed_accepts(row, x, top, delta))
 
 
 # Cascades
@@ -123,5 +123,5 @@ def aim(draft: Draft, p: np.ndarray, alpha: float, rule: str) -> np.ndarray:
     return laws
 
 
-def cascade(draft: Draft, p: np.ndarray, alpha: float, rule: str) -> Law:
+def cascade(draft: Draft, p: np.ndarray, alpha: float, rule: str) -> Ends:
     return twin.token(draft, aim(draft, p, alpha, rule))

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: no code in them runs, nothing beside safetensors is loaded, and each is refused by name."""
+"""Hostile checkpoints: no code in them runs, only safetensors are loaded, and each is refused by name."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def sound(tmp_path_factory):
 
 @pytest.fixture
 def folder(sound, tmp_path):
-    """A copy of it, to be spoilt."""
+    """A copy of it, to be damaged."""
     return Path(shutil.copytree(sound, tmp_path / "hostile"))
 
 
@@ -64,7 +64,7 @@ def change(folder: Path, name: str = "config.json", **fields) -> None:
 
 
 class Bomb:
-    """Unpickled, it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -75,7 +75,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path):
-    """Plants a pickle; no test may find that the file which its unpickling makes is there."""
+    """Plants a pickle; after each test the file that unpickling would create must not exist."""
     mark = tmp_path / "unpickled"
 
     def plant(file: Path) -> Path:
@@ -86,7 +86,7 @@ def bomb(tmp_path):
     assert not mark.exists()
 
 
-def test_the_bomb_works(tmp_path):
+def test_the_test_s_pickle_would_run_code(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "made")))
     assert (tmp_path / "made").exists()
 
@@ -95,7 +95,7 @@ def test_the_bomb_works(tmp_path):
 
 
 def shard(folder: Path, name: str = "part.safetensors") -> dict:
-    """Make of the single weight file a shard that an index names; returns the index."""
+    """Turn the single weight file into a shard with an index; returns the index."""
     (folder / "model.safetensors").rename(folder / name)
     names = load_file(folder / name)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
@@ -156,7 +156,7 @@ def test_a_malformed_index_is_named(folder, content):
 def test_a_shard_that_is_missing_is_named(folder):
     shard(folder)
     (folder / "part.safetensors").unlink()
-    with pytest.raises(OSError, match=r"part\.safetensors is missing"):
+    with pytest.raises(OSError, match=r"part\.safetensors .*missing"):
         load(folder)
 
 
@@ -165,7 +165,7 @@ def test_a_tensor_in_two_shards_is_refused(folder):
     shutil.copy(folder / "part.safetensors", folder / "twin.safetensors")
     index["weight_map"]["model.norm.weight"] = "twin.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="is both in .*part.safetensors and in .*twin.safetensors"):
+    with pytest.raises(ValueError, match=r"part\.safetensors .*twin\.safetensors"):
         load(folder)
 
 
@@ -185,7 +185,7 @@ def test_pickles_are_never_opened(folder, bomb, name, alone):
 
 def test_a_pickle_called_safetensors_is_refused(folder, bomb):
     bomb(folder / "model.safetensors")
-    with pytest.raises(OSError, match=r"model\.safetensors is truncated or corrupt"):
+    with pytest.raises(OSError, match=r"model\.safetensors .*corrupt"):
         load(folder)
 
 
@@ -198,7 +198,7 @@ def test_an_adapter_is_refused(folder, bomb):
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "other.safetensors", "../x.safetensors.index.json"])
-def test_a_config_cannot_name_its_weights(folder, bomb, name):
+def test_weights_named_by_a_config_are_ignored(folder, bomb, name):
     if name.endswith(".bin"):
         bomb(folder / name)
     change(folder, transformers_weights=name)
@@ -206,7 +206,7 @@ def test_a_config_cannot_name_its_weights(folder, bomb, name):
         load(folder)
 
 
-def test_weights_may_be_links_to_files_and_nothing_else(folder, tmp_path):
+def test_weights_may_be_regular_files_or_links_to_them_only(folder, tmp_path):
     expected = logits(load(folder))
     (folder / "model.safetensors").rename(tmp_path / "blob")
     (folder / "model.safetensors").symlink_to(tmp_path / "blob")
@@ -222,11 +222,11 @@ def test_weights_may_be_links_to_files_and_nothing_else(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_pipe_or_a_device_never_makes_it_hang(folder, name):
+def test_a_pipe_or_a_device_is_refused_without_blocking(folder, name):
     for make in (os.mkfifo, lambda link: link.symlink_to("/dev/zero")):
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
-        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+        with pytest.raises(ValueError, match=f"{name} .*regular file"):
             load(folder)
 
 
@@ -253,7 +253,7 @@ def test_a_huge_file_is_not_read(folder, monkeypatch, name):
     hole(folder / name)
     monkeypatch.setattr(files, "read_json", lambda *_, **__: pytest.fail("a file was read"))
     monkeypatch.setattr(loading, "read_tokenizer", lambda *_: pytest.fail("the tokenizer was read"))
-    with pytest.raises(ValueError, match=f"{name} has 1099511627776 bytes"):
+    with pytest.raises(ValueError, match=f"{name} .*1099511627776 bytes"):
         load(folder)
 
 
@@ -280,7 +280,7 @@ def test_the_model_is_described_once(folder, monkeypatch):
 
 def test_layers_that_the_config_does_not_name_are_refused(folder):
     change(folder, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"do not fit its config\.json.*model\.layers\.1\."):
+    with pytest.raises(ValueError, match=r"config\.json.*model\.layers\.1\."):
         load(folder)
 
 
@@ -303,7 +303,7 @@ def test_tied_weights_may_be_stored_twice(tmp_path):
     load(folder)
 
 
-def test_drafts_and_peers_are_checked_alike(sound, folder, bomb):
+def test_drafts_and_peers_have_the_same_checks(sound, folder, bomb):
     target = load(sound)
     index = shard(folder)
     bomb(folder / "weights.bin")
@@ -356,7 +356,7 @@ def test_a_hub_name_with_shards_loads(cached, sound):
 
 @pytest.fixture
 def online(monkeypatch):
-    """A hub that can be reached, or not, in place of the real one; returns the files that are asked for."""
+    """Replace the hub by one that can be reached, or not; returns the requested files."""
     asked: list[str] = []
 
     def hub(error, *names):
@@ -382,7 +382,7 @@ DOWN = [LocalEntryNotFoundError("no connection"), httpx.ReadTimeout("too slow"),
 def test_a_file_that_cannot_be_fetched_is_not_taken_for_absent(cached, online, name, error):
     (cached / name).unlink(missing_ok=True)
     online(error, name)
-    with pytest.raises(OSError, match=f"{name} of some/one cannot be fetched from the hub .*{error}"):
+    with pytest.raises(OSError, match=f"{name} of some/one .*{error}"):
         load("some/one")
 
 
@@ -396,7 +396,7 @@ def test_a_shard_that_cannot_be_fetched_is_named(cached, online):
     shard(cached)
     (cached / "part.safetensors").unlink()
     online(LocalEntryNotFoundError("no connection"), "part.safetensors")
-    with pytest.raises(OSError, match=r"part\.safetensors of some/one cannot be fetched"):
+    with pytest.raises(OSError, match=r"part\.safetensors of some/one "):
         load("some/one")
 
 
@@ -423,19 +423,19 @@ def test_files_of_a_tokenizer_are_fetched_before_they_are_checked(cached, monkey
         load("some/one")
     hub(lambda file: hole(file) if file.name == "tokenizer.json" else None)
     monkeypatch.setattr(loading, "read_tokenizer", lambda *_: pytest.fail("the tokenizer was read"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json has \d+ bytes"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json .*\d+ bytes"):
         load("some/one")
 
 
 def test_a_hub_name_without_a_config_is_refused(monkeypatch):
     monkeypatch.setattr(loading, "cached_file", lambda *_: None)
-    with pytest.raises(OSError, match=r"some/one holds no config\.json"):
+    with pytest.raises(OSError, match=r"some/one .*config\.json"):
         load("some/one")
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./none", "gpt2"])
 def test_a_path_that_is_neither_a_folder_nor_a_hub_name_is_refused(name):
-    with pytest.raises(OSError, match=f"no folder {name}, and it is not a hub name"):
+    with pytest.raises(OSError, match=f"{name}.*hub name"):
         load(name)
 
 
@@ -444,7 +444,7 @@ def test_a_path_that_is_neither_a_folder_nor_a_hub_name_is_refused(name):
 
 @pytest.fixture
 def no_kernels(monkeypatch):
-    """Whatever asks transformers for a kernel of the hub, or for remote code, fails the test."""
+    """Requests for a kernel of the hub, or for remote code, fail the test."""
 
     def asked(*arguments, **_):
         pytest.fail(f"code was asked for: {arguments}")
@@ -510,7 +510,7 @@ def test_fields_of_a_nested_config_are_ignored_too(folder):
 def test_fields_that_need_another_loader_are_refused_by_name(folder, no_kernels, field, nested):
     value = {field: {"quant_method": "fp8", "patch_embeddings": True}}
     change(folder, **({"text_config": value} if nested else value))
-    with pytest.raises(ValueError, match=rf"config\.json: {field} is not supported"):
+    with pytest.raises(ValueError, match=rf"config\.json: {field} "):
         load(folder)
 
 
@@ -538,18 +538,19 @@ def test_a_tokenizer_brings_no_code(folder, no_kernels):
     assert load(folder).tokenizer.encode("ab") == [0, 1]
 
 
-# Junk --------------------------------------------------------------------------------------------------------------
+# Invalid values
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"hidden_size": 10**9}, "do not fit its config.json"),
-        ({"intermediate_size": 10**12}, "do not fit its config.json"),
-        ({"vocab_size": 10**9}, "do not fit its config.json"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must lie between 0 and 1024"),
-        ({"num_hidden_layers": 1000}, "num_hidden_layers is 1000, but the weight files hold 21 tensors"),
-        ({"num_hidden_layers": -3}, "num_hidden_layers must lie between"),
+        ({"hidden_size": 10**9}, r"config\.json"),
+        ({"intermediate_size": 10**12}, r"config\.json"),
+        ({"vocab_size": 10**9}, r"config\.json"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers .*0 and 1024"),
+        ({"num_hidden_layers": 1000}, "num_hidden_layers .*1000.* 21 tensors"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers .*between"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"num_hidden_layers": None}, "config.json"),
         ({"num_attention_heads": 0}, "config.json"),
@@ -560,11 +561,11 @@ def test_a_tokenizer_brings_no_code(folder, no_kernels):
         ({"hidden_size": "32"}, "hidden_size"),
         ({"hidden_size": 1.5}, "hidden_size"),
         ({"hidden_size": 10**400}, "config.json"),
-        ({"hidden_size": 10**30}, "hidden_size is 1000000.*too large"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number"),
-        ({"time_step_limit": [0.0, float("nan")]}, "time_step_limit must be a finite number"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta must be a finite"),
+        ({"hidden_size": 10**30}, "hidden_size .*1000000.*too large"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps .*finite"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps .*finite"),
+        ({"time_step_limit": [0.0, float("nan")]}, "time_step_limit .*finite"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}, "rope_theta .*finite"),
         ({"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}}, "bogus"),
         ({"rope_parameters": 5}, "rope_parameters"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
@@ -573,7 +574,7 @@ def test_a_tokenizer_brings_no_code(folder, no_kernels):
         ({"model_type": None}, "model_type"),
         ({"model_type": 7}, "model_type"),
         ({"model_type": "no_such_model"}, "no_such_model"),
-        ({"model_type": "vit"}, "describes no causal LM"),
+        ({"model_type": "vit"}, "causal LM"),
         ({"hidden_act": "no_such_function"}, "no_such_function"),
         ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"pad_token_id": 10**6}, "config.json"),
@@ -592,10 +593,10 @@ def test_a_tokenizer_without_a_longest_text_loads(folder):
     assert load(folder).tokenizer.encode("ab") == [0, 1]
 
 
-def test_an_infinite_time_step_is_no_reason_to_refuse(folder):
+def test_an_infinite_time_step_is_accepted(folder):
     fields = {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}
     (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(Unsupported, match="'mamba2' is not supported: it does not attend to all earlier tokens"):
+    with pytest.raises(Unsupported, match="'mamba2' "):
         load(folder)
 
 
@@ -603,7 +604,7 @@ def test_an_infinite_time_step_is_no_reason_to_refuse(folder):
     "content", ["", "null", "[]", "3", "{", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"]
 )
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_a_json_file_that_is_none_is_named(folder, name, content):
+def test_a_file_that_is_not_json_is_named(folder, name, content):
     (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         load(folder)
@@ -622,23 +623,23 @@ def test_a_model_with_tables_much_larger_than_its_weights_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("generation_config.json", 61, "eos_token_id 61 is not a token: the model has 61"),
-        ("generation_config.json", [61, 10**6], "eos_token_id 61 is not a token"),
-        ("generation_config.json", -1, "eos_token_id must be a token id"),
-        ("generation_config.json", "end", "eos_token_id must be a token id"),
-        ("generation_config.json", True, "eos_token_id must be a token id"),
+        ("generation_config.json", 61, "eos_token_id 61 .*61"),
+        ("generation_config.json", [61, 10**6], "eos_token_id 61 "),
+        ("generation_config.json", -1, "eos_token_id .*token id"),
+        ("generation_config.json", "end", "eos_token_id .*token id"),
+        ("generation_config.json", True, "eos_token_id .*token id"),
         ("config.json", 99, "eos_token_id 99"),
         ("config.json", "end", "eos_token_id"),
     ],
 )
-def test_an_end_that_is_no_token_is_named(folder, name, value, says):
+def test_a_stop_token_that_is_no_token_is_named(folder, name, value, says):
     (folder / "generation_config.json").unlink()
     change(folder, name, eos_token_id=value)
     with pytest.raises(ValueError, match=says):
         load(folder)
 
 
-def test_the_ends_are_those_of_the_generation_config(folder):
+def test_stop_tokens_are_those_of_the_generation_config(folder):
     change(folder, "generation_config.json", eos_token_id=[5, 7], max_length="junk", temperature=-3)
     assert load(folder).ends == {5, 7}
     (folder / "generation_config.json").unlink()
@@ -650,7 +651,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder):
     known = json.loads((folder / "tokenizer.json").read_text())
     known["model"]["vocab"]["é"] = 61
     (folder / "tokenizer.json").write_text(json.dumps(known))
-    with pytest.raises(ValueError, match="has the token 'é' with the id 61, but the model has 61 tokens"):
+    with pytest.raises(ValueError, match="'é' .*id 61.* 61 tokens"):
         load(folder)
 
 
@@ -674,18 +675,18 @@ def test_added_tokens_that_the_model_does_not_have_are_ignored_with_a_warning(fo
     (line,) = [record.message for record in caplog.records]
     assert "'<end>' with the id 62 (and 1 more), but the model has 61 tokens" in line
     request = Request(0, "p", tuple(target.tokenizer.encode("a<pad>")))
-    with pytest.raises(ValueError, match="holds the token id 61"):
+    with pytest.raises(ValueError, match="token id 61"):
         request.check_fits(target.context, target.vocabulary)
 
 
 def test_constraints_refuse_added_tokens_that_the_model_does_not_have(folder):
     added(folder, "<pad>")
     change(folder, "generation_config.json", eos_token_id=[5])
-    with pytest.raises(ValueError, match="'<pad>' with the id 61, but the model has 61 tokens.*remove the added"):
+    with pytest.raises(ValueError, match="'<pad>' .*id 61.* 61 tokens"):
         Vocabulary.of(load(folder))
 
 
-def test_an_end_that_the_model_does_not_have_is_ignored_beside_another_one(folder, caplog):
+def test_a_stop_token_that_the_model_does_not_have_is_ignored_if_there_is_another(folder, caplog):
     change(folder, "generation_config.json", eos_token_id=[3, 10**6])
     assert load(folder).ends == {3}
     (line,) = [record.message for record in caplog.records]
@@ -697,12 +698,12 @@ def test_an_end_that_the_model_does_not_have_is_ignored_beside_another_one(folde
 
 @pytest.fixture
 def heads(tmp_path):
-    """A target, and heads for it to be spoilt."""
+    """A target, and heads for it to be damaged."""
     folder = zoo(tmp_path / "zoo")
     return load(folder / "target"), folder / "medusa"
 
 
-def test_heads_with_tensors_that_they_do_not_use_are_refused(heads):
+def test_heads_with_unused_tensors_are_refused(heads):
     target, folder = heads
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"weight2": torch.ones(3)}, folder / "model.safetensors")
@@ -715,7 +716,7 @@ def test_heads_with_tensors_that_they_do_not_use_are_refused(heads):
     [{"num_heads": 10**9}, {"num_layers": 10**9}, {"trunk_size": 10**9}, {"num_heads": -1}, {"num_heads": 3.0},
      {"num_heads": "3"}, {"hidden_size": None}],
 )  # fmt: skip
-def test_sizes_of_heads_that_cannot_be_are_named(heads, fields):
+def test_impossible_sizes_of_heads_are_named(heads, fields):
     target, folder = heads
     change(folder, **fields)
     with pytest.raises(ValueError, match=r"config\.json|hidden size|trunk_in"):
@@ -731,8 +732,8 @@ def test_files_of_heads_are_regular(heads, name):
         Heads.read(str(folder), target)
 
 
-def test_transformers_is_given_no_path(folder, monkeypatch):
-    """Without one it opens no file by itself, whatever a later version looks for in a folder."""
+def test_transformers_receives_no_unchecked_path(folder, monkeypatch):
+    """Without a path it opens no files by itself, whatever later versions search for in a folder."""
     asked = []
     kind = type(AutoModelForCausalLM.from_config(tiny_model(dtype=torch.float32).config))
     right = kind.from_pretrained.__func__

@@ -1,4 +1,4 @@
-"""The target's embedding, final norm and LM head, against what transformers computes with its own modules."""
+"""The target's embedding, final norm and LM head compute what transformers' own modules compute."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SCALED = {"cohere", "granite"}
 
 
 def run(model: Any, services: TargetServices) -> tuple[torch.Tensor, Any]:
-    """What the final norm reads, and what transformers returns."""
+    """The final norm's input, and transformers' output."""
     read: list[torch.Tensor] = []
     hook = services._final_norm().register_forward_pre_hook(lambda _, given: read.append(given[0]))
     model.set_attn_implementation("sdpa")
@@ -53,5 +53,5 @@ def test_final_norm_and_lm_head_are_found_in_every_family(family):
 def test_a_model_without_a_known_final_norm_is_refused():
     model = tiny_model()
     del model.model.norm
-    with pytest.raises(Unsupported, match="'llama' has no final norm under a known name"):
+    with pytest.raises(Unsupported, match="'llama' .*final norm"):
         TargetServices(model).final_norm(torch.zeros(1, 32))

@@ -1,4 +1,4 @@
-"""Loading, and the names under which models are refused."""
+"""Loading targets, and refusals by name."""
 
 import json
 import shutil
@@ -40,39 +40,39 @@ def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, atten
 
 def test_the_context_can_be_shortened_not_lengthened(folder):
     assert Target.load(str(folder), dtype="float32", context=32).context == 32
-    with pytest.raises(ValueError, match=f"between 1 and the model's own {CONTEXT}, not 1000"):
+    with pytest.raises(ValueError, match=f"{CONTEXT}, not 1000"):
         Target.load(str(folder), dtype="float32", context=1000)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dtype": "float8"}, "unknown dtype 'float8'; choose one of bfloat16"),
-        ({"device": "gpu"}, "unknown device 'gpu'; choose cpu, cuda"),
-        ({"device": "meta"}, "'meta' is not supported; choose cpu, cuda"),
-        ({"chunk": "abc"}, "target.chunk must be a whole number of 1 or more, not 'abc'"),
-        ({"chunk": 0}, "target.chunk must be a whole number of 1 or more, not 0"),
-        ({"attention": "foo"}, "target.attention must be spans or dense, not 'foo'"),
-        ({"context": True}, "not True"),
-        ({"path": 5}, "path must name a folder"),
-        ({"path": "no/such/place/at/all"}, "there is no folder no/such/place/at/all"),
-        ({"path": "gpt2"}, "give a model of the hub as owner/name, e.g. openai-community/gpt2"),
-        ({"path": "./nowhere"}, "there is no folder ./nowhere"),
+        ({"dtype": "float8"}, "'float8'.* bfloat16"),
+        ({"device": "gpu"}, "'gpu'.* cpu, cuda"),
+        ({"device": "meta"}, "'meta'.* cpu, cuda"),
+        ({"chunk": "abc"}, "target.chunk .*1 or more.*'abc'"),
+        ({"chunk": 0}, "target.chunk .*1 or more.* 0"),
+        ({"attention": "foo"}, "target.attention .*spans or dense.*'foo'"),
+        ({"context": True}, "True"),
+        ({"path": 5}, "path .*folder"),
+        ({"path": "no/such/place/at/all"}, "folder no/such/place/at/all"),
+        ({"path": "gpt2"}, "owner/name, .*openai-community/gpt2"),
+        ({"path": "./nowhere"}, "folder ./nowhere"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(folder, change, says):
+def test_a_checkpoint_that_cannot_be_loaded_is_named(folder, change, says):
     with pytest.raises((ValueError, OSError), match=says):
         Target.load(**({"path": str(folder), "dtype": "float32"} | change))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_is_named(folder):
-    with pytest.raises(ValueError, match="no GPU; use device=cpu"):
+    with pytest.raises(ValueError, match="device=cpu"):
         Target.load(str(folder), device="cuda")
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path):
-    with pytest.raises(OSError, match="holds no config.json"):
+    with pytest.raises(OSError, match=r"config\.json"):
         Target.load(str(tmp_path))
 
 
@@ -103,12 +103,12 @@ def halve_a_tensor(file):
 @pytest.mark.parametrize(
     ("name", "damage", "error", "says"),
     [
-        ("model.safetensors", cut, OSError, "model.safetensors is truncated or corrupt .*: copy or download it again"),
-        ("model.safetensors", lambda file: file.write_text(""), OSError, "model.safetensors is truncated or corrupt"),
-        ("model.safetensors", rename_a_tensor, ValueError, "do not fit .*layers.1.mlp.up_proj.weight is missing"),
-        ("model.safetensors", halve_a_tensor, ValueError, r"layers.1.mlp.up_proj.weight is \[24, 32\], not \[48, 32\]"),
-        ("tokenizer.json", lambda file: file.write_text("{}"), ValueError, "the tokenizer of .* cannot be read"),
-        ("tokenizer.json", lambda file: file.unlink(), ValueError, "tokenizer.json is missing or corrupt"),
+        ("model.safetensors", cut, OSError, "model.safetensors .*corrupt"),
+        ("model.safetensors", lambda file: file.write_text(""), OSError, "model.safetensors .*corrupt"),
+        ("model.safetensors", rename_a_tensor, ValueError, "layers.1.mlp.up_proj.weight .*missing"),
+        ("model.safetensors", halve_a_tensor, ValueError, r"layers.1.mlp.up_proj.weight .*\[24, 32\].* \[48, 32\]"),
+        ("tokenizer.json", lambda file: file.write_text("{}"), ValueError, "tokenizer .*read"),
+        ("tokenizer.json", lambda file: file.unlink(), ValueError, "tokenizer.json "),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, damage, error, says):
@@ -142,13 +142,13 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(folder, tmp_path, name, d
         ("gemma2", {}, "sliding_attention"),
         ("mamba", {}, "does not attend"),
         ("gpt_neo", {}, "does not attend"),
-        ("xglm", {}, "supports neither attention"),
+        ("xglm", {}, "attention"),
         ("t5", {}, "encoder-decoder"),
     ],
 )  # fmt: skip
 def test_known_bad_kinds_are_refused_by_name_before_any_weight_is_read(family, settings, says):
     config = AutoConfig.for_model(family, **settings)
-    with pytest.raises(Unsupported, match=f"'{family}' is not supported: .*{says}"):
+    with pytest.raises(Unsupported, match=f"'{family}' .*{says}"):
         refuse_by_name(config)
 
 
@@ -163,7 +163,7 @@ def test_a_refusal_comes_through_load(folder, tmp_path):
 
 
 def test_the_self_check_measures_a_wrong_model():
-    """A layer that mixes neighbours in the pack is what a tree cannot bear."""
+    """A layer that mixes neighbours of the packed batch does not work with trees."""
     model = tiny_model()
     layer = model.model.layers[1].mlp
     right = layer.forward
@@ -172,7 +172,7 @@ def test_the_self_check_measures_a_wrong_model():
         self_check(model, "spans")
 
 
-def test_the_self_check_sees_a_rotation_that_depends_on_the_pack():
+def test_the_self_check_detects_a_rotation_that_depends_on_the_pack():
     model = tiny_model()
     rotary = model.model.rotary_emb
 
@@ -184,21 +184,21 @@ def test_the_self_check_sees_a_rotation_that_depends_on_the_pack():
             return rotary(x, position_ids * 2 if far else position_ids)
 
     model.model.rotary_emb = Switching()
-    with pytest.raises(Unsupported, match="decodes forests wrongly"):
+    with pytest.raises(Unsupported, match="forests"):
         self_check(model, "spans")
 
 
 @pytest.mark.parametrize("asked", ["softcap", "sliding_window", "s_aux"])
-def test_attention_that_is_more_than_softmax_is_refused(asked):
+def test_attention_other_than_softmax_is_refused(asked):
     model = tiny_model()
     attention = model.model.layers[0].self_attn
     right = attention.forward
     attention.forward = lambda *args, **more: right(*args, **more, **{asked: 8.0})
-    with pytest.raises(Unsupported, match=f"its attention uses {asked}"):
+    with pytest.raises(Unsupported, match=f"attention .*{asked}"):
         self_check(model, "spans")
 
 
-def test_a_model_with_attention_of_its_own_is_refused_at_load_too(folder, tmp_path):
+def test_a_model_with_custom_attention_is_refused_at_load_too(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tiny_model("gptj", dtype=torch.float32).save_pretrained(tmp_path)
@@ -207,7 +207,7 @@ def test_a_model_with_attention_of_its_own_is_refused_at_load_too(folder, tmp_pa
     assert Target.load(str(tmp_path), dtype="float32", attention="dense").self_check < 1e-3
 
 
-def test_a_model_with_attention_of_its_own_is_told_to_use_the_dense_mask():
+def test_the_error_for_a_model_with_custom_attention_names_the_dense_mask():
     with pytest.raises(Unsupported, match="target.attention=dense"):
         self_check(tiny_model("gptj"), "spans")
     assert self_check(tiny_model("gptj"), "dense") < 1e-6
@@ -231,14 +231,14 @@ def test_logits_that_cannot_be_compared_are_refused(spoil):
 
 
 @pytest.mark.parametrize("failure", [ValueError, ImportError, TypeError])
-def test_the_dense_mask_is_advised_once_and_spans_never(failure):
+def test_the_advice_to_use_the_dense_mask_comes_once(failure):
     model = tiny_model()
 
     def fails(*_, **__):
         raise failure("no way")
 
     model.model.layers[0].forward = fails
-    with pytest.raises(Unsupported, match="no way.*try target.attention=dense"):
+    with pytest.raises(Unsupported, match=r"no way.*target\.attention=dense"):
         self_check(model, "spans")
     with pytest.raises(Unsupported, match=r"no way\)$"):
         self_check(model, "dense")

@@ -1,4 +1,4 @@
-"""One target on several devices, or split over two ranks of torchrun: the same tokens as of one."""
+"""One target on several devices, or split over two ranks of torchrun, emits the same tokens as on one."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from tests.checkpoints import checkpoint, prompts
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 120  # seconds against hanging
+LIMIT = 120  # seconds: a limit for hanging commands
 EVERYWHERE = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
 
 
@@ -49,7 +49,7 @@ def here(tmp_path_factory):
 
 
 def torchrun(*command: str, cwd: Path) -> subprocess.Popen:
-    """Two ranks of a command, with everything they say in one pipe."""
+    """Start two ranks of a command, with all output in one pipe."""
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment = alone | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -60,7 +60,7 @@ def torchrun(*command: str, cwd: Path) -> subprocess.Popen:
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
-    """Its exit code and what it said; what hangs fails the test."""
+    """Its exit code and output; hanging fails the test."""
     try:
         said, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def run_of(here: Path, *more: str) -> list[str]:
 
 
 def texts(out: Path) -> pd.DataFrame:
-    """Who emitted what, by arm and request."""
+    """The emitted texts by arm and request."""
     rows = pd.read_parquet(out / "requests.parquet", columns=["arm", "request", "tokens", "finish"])
     rows["tokens"] = rows["tokens"].map(list)
     return rows.sort_values(["arm", "request"]).reset_index(drop=True)
@@ -95,7 +95,7 @@ needs_gloo = pytest.mark.skipif(torch.version.cuda is not None, reason="two rank
 
 @pytest.fixture(scope="module")
 def answers(here):
-    """What the first of two ranks found (``two_ranks``), how its command ended, and what it said."""
+    """The findings of the first of two ranks (``two_ranks``), and the exit code and output of the command."""
     if torch.version.cuda is not None:
         pytest.skip("TWO RANKS ARE NOT TESTED: they are compared on a CPU build of torch, and this one is for CUDA")
     code, said = ended(torchrun(str(ROOT / "tests" / "two_ranks.py"), str(here), cwd=ROOT))
@@ -105,7 +105,7 @@ def answers(here):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_two_ranks_share_a_model_and_give_its_logits(answers, here, family):
+def test_two_ranks_share_a_model_and_return_its_logits(answers, here, family):
     found = answers[family]
     assert found["error"] < 1e-10 and found["self_check"] < 1e-10
     assert found["kv_heads"] == [1, 2] and found["share_of_a_matrix"] == 0.5
@@ -116,15 +116,16 @@ def test_a_call_that_fails_on_every_rank_is_an_error_like_any_other(answers):
     assert "invalid data type" in answers["together"]
 
 
-def test_a_rank_lets_go_of_the_models_and_cells_that_the_first_one_has_dropped(answers):
+def test_a_rank_frees_the_models_and_cells_that_the_first_one_has_dropped(answers):
     assert answers["held"] == [{"layers": 0, "things": 0}] * 4
 
 
-def test_a_rank_that_fails_alone_ends_all_and_says_why(answers, here):
+def test_a_rank_that_fails_alone_ends_all_with_its_error(answers, here):
     assert answers["code"] == 1 and not (here / "went_on").exists()
     assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["said"]
 
 
+@pytest.mark.nightly  # the short run compares their logits
 @needs_gloo
 def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp_path):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
@@ -161,12 +162,12 @@ def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     assert not (tmp_path / "long" / "ended.json").exists() and (tmp_path / "long" / "requests.parquet").exists()
 
 
-def test_ranks_that_are_asked_for_nothing_end(tmp_path):
+def test_idle_ranks_end(tmp_path):
     code, said = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
     assert code == 0 and said.count("tensor_parallel: false") == 1
 
 
-# What cannot be ----------------------------------------------------------------------------------------------------
+# Refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_ranks_that_share_no_model_are_refused(here, as_if, cli, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_peers_are_refused_beside_ranks_before_anything_is_loaded(as_if, cli):
+def test_peers_are_refused_on_several_ranks_before_anything_is_loaded(as_if, cli):
     as_if(0, 2)
     code, _, errors = cli("+experiment=peers", "target.path=absent", "target.tensor_parallel=true", "output_dir=none")
     assert code == 1 and "peers run in one process: leave them out" in errors
@@ -199,23 +200,23 @@ def test_peers_are_refused_beside_ranks_before_anything_is_loaded(as_if, cli):
 def test_ranks_without_the_gpus_that_torch_is_built_for_are_refused(here, as_if, monkeypatch):
     as_if(0, 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match="built for CUDA and sees no GPU; use a CPU build"):
+    with pytest.raises(ValueError, match="CUDA .*no GPU"):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
 def test_a_rank_that_reads_other_weights_than_the_first_one_is_refused(here, as_if):
     as_if(1, 2)
-    with pytest.raises(OSError, match="other weights than on rank 0"):
+    with pytest.raises(OSError, match="weights .*rank 0"):
         loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "qwen3")))
     assert loading._read_weights(str(here / "llama"), "float64", sha256=weights_hash(str(here / "llama")))
 
 
-def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypatch):
+def test_after_an_interrupted_call_ranks_are_called_no_more(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     one = Link()
     with pytest.raises(KeyboardInterrupt), one._step():
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="the ranks have diverged since a call was interrupted"), one._step():
+    with pytest.raises(RuntimeError, match="interrupted"), one._step():
         pytest.fail("it went on")
 
 
@@ -229,7 +230,7 @@ def test_after_a_call_that_was_interrupted_ranks_are_asked_for_no_other(monkeypa
         ({}, None),
     ],
 )
-def test_a_report_says_where_the_target_was(target, says):
+def test_a_report_names_the_placement_of_the_target(target, says):
     assert device_text(target, ranks=2) == says
 
 
@@ -242,36 +243,36 @@ def test_ranks_are_led_by_one_process_only(here, as_if, cli):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"tensor_parallel": "yes"}, "target.tensor_parallel must be true or false, not 'yes'"),
-        ({"tensor_parallel": True}, "target.tensor_parallel requires torchrun"),
+        ({"tensor_parallel": "yes"}, "target.tensor_parallel .*'yes'"),
+        ({"tensor_parallel": True}, "target.tensor_parallel .*torchrun"),
         ({"tensor_parallel": True, "attention": "dense"}, "target.attention=dense"),
         (
             {"tensor_parallel": True, "device_map": "auto"},
-            "target.device_map and target.tensor_parallel both say where",
+            "target.device_map and target.tensor_parallel ",
         ),
-        ({"tensor_parallel": True, "device": "cpu"}, "target.device and target.tensor_parallel both say where"),
-        ({"device_map": "auto", "device": "cpu"}, "target.device and target.device_map both say where"),
-        ({"device_map": "sequential"}, "must be auto, balanced or a device for each module, not 'sequential'"),
-        ({"device_map": {}}, "must be auto, balanced or a device for each module, not {}"),
-        ({"device_map": {"": "disk"}}, "puts the model on disk"),
-        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "puts lm_head on meta"),
-        ({"device_map": {"lm_head": "gpu"}}, "target.device_map, lm_head: unknown device 'gpu'"),
-        ({"device_map": {"": None}}, "target.device_map, the whole model: unknown device None"),
-        ({"device_map": {"": 64}}, "device 64 .* this torch sees"),
+        ({"tensor_parallel": True, "device": "cpu"}, "target.device and target.tensor_parallel "),
+        ({"device_map": "auto", "device": "cpu"}, "target.device and target.device_map "),
+        ({"device_map": "sequential"}, "auto, balanced .*'sequential'"),
+        ({"device_map": {}}, "auto, balanced .*{}"),
+        ({"device_map": {"": "disk"}}, "disk"),
+        ({"device_map": {"": "cpu", "lm_head": "meta"}}, "lm_head .*meta"),
+        ({"device_map": {"lm_head": "gpu"}}, "target.device_map, lm_head: .*'gpu'"),
+        ({"device_map": {"": None}}, "target.device_map, .*: .*None"),
+        ({"device_map": {"": 64}}, "device 64 "),
         (
             {"device_map": {"": "cpu", "head": "cpu"}},
-            "names 'head', .* model, lm_head,",
+            "'head'.* model, lm_head,",
         ),
         ({"device_map": {"model": "cpu"}}, "no device for lm_head"),
         ({"device_map": dict.fromkeys(EVERYWHERE[:3] + EVERYWHERE[4:], "cpu")}, "no device for model.rotary_emb"),
     ],
 )
-def test_places_that_cannot_be_are_named(here, more, says):
+def test_impossible_placements_are_named(here, more, says):
     with pytest.raises(ValueError, match=says):
         Target.load(str(here / "llama"), dtype="float64", **more)
 
 
-def test_ranks_that_cannot_share_the_heads_are_refused(here, as_if):
+def test_a_number_of_ranks_that_does_not_divide_the_attention_heads_is_refused(here, as_if):
     as_if(0, 3)
     with pytest.raises(ValueError, match=r"4 heads \(num_attention_heads\) cannot .* 3 ranks"):
         Target.load(str(here / "llama"), tensor_parallel=True)
@@ -282,13 +283,13 @@ def test_ranks_that_cannot_share_the_heads_are_refused(here, as_if):
 
 def test_a_model_without_a_plan_is_refused_by_name(here, as_if):
     as_if(0, 2)
-    with pytest.raises(Unsupported, match="'gpt2' cannot be split: transformers has no tensor-parallel plan for it"):
+    with pytest.raises(Unsupported, match="'gpt2' .*tensor-parallel plan"):
         Target.load(str(here / "gpt2"), tensor_parallel=True)
 
 
 def test_only_the_first_rank_loads_a_target(here, as_if):
     as_if(1, 2)
-    with pytest.raises(ValueError, match="rank 1 cannot load a target"):
+    with pytest.raises(ValueError, match="rank 1 "):
         Target.load(str(here / "llama"), tensor_parallel=True)
 
 
@@ -298,23 +299,23 @@ def test_one_rank_has_the_whole_model(here, as_if):
     assert isinstance(target.lm.model.lm_head.weight, torch.nn.Parameter) and target.self_check < 1e-10
 
 
-def test_peers_are_refused_beside_a_model_that_is_split(as_if):
+def test_peers_are_refused_with_a_split_model(as_if):
     from spec_lab.tasks.peers import as_transformers_runs_it
 
     as_if(0, 2)
-    with pytest.raises(ValueError, match="peers run in one process"):
+    with pytest.raises(ValueError, match="peers "):
         as_transformers_runs_it(None)
 
 
-def test_a_run_on_one_rank_is_not_gone_on_with_on_two(as_if, tmp_path):
+def test_a_run_on_one_rank_is_not_resumed_on_two(as_if, tmp_path):
     given = ({}, 0, {}, "", ["baseline"], {})
     claim(tmp_path, manifest(*given))
     as_if(0, 2)
-    with pytest.raises(ValueError, match="another run .ranks: 1 there, 2 here"):
+    with pytest.raises(ValueError, match="ranks: 1 there, 2 here"):
         claim(tmp_path, manifest(*given))
 
 
-def test_a_run_begun_before_ranks_were_noted_was_on_one(tmp_path):
+def test_a_run_without_a_recorded_number_of_ranks_was_on_one(tmp_path):
     given = ({}, 0, {}, "", ["baseline"], {})
     older = manifest(*given)
     del older["ranks"]
@@ -364,17 +365,17 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
     assert devices == [{"cpu"}, {"meta"}] * 2
 
 
-def test_layers_that_no_gpu_has_room_for_are_refused():
+def test_layers_that_fit_no_gpu_are_refused():
     model = tiny_model()
     refuse_offloading(model)
     model.hf_device_map = {"model": 0, "lm_head": 1}
     refuse_offloading(model)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": "cpu", "lm_head": "disk"}
-    with pytest.raises(ValueError, match=r"no GPU for model.layers and 1 more modules \(they went to cpu\)"):
+    with pytest.raises(ValueError, match=r"model\.layers and 1 more .*cpu"):
         refuse_offloading(model)
 
 
 def test_a_device_map_without_accelerate_names_the_extra(here, monkeypatch):
     monkeypatch.setattr(placement, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"requires the package accelerate: pip install 'spec-lab\[large\]'"):
+    with pytest.raises(ValueError, match=r"accelerate: pip install 'spec-lab\[large\]'"):
         Target.load(str(here / "llama"), device_map="auto")

@@ -18,7 +18,7 @@ MOMENTS = 12
 """For each command."""
 
 LONGEST = 15.0
-"""Seconds: until then every command is at its work."""
+"""Seconds: by then every command is working."""
 
 COMMANDS = {
     "run": [],

@@ -1,7 +1,7 @@
-"""Random damage to a tiny checkpoint: it loads and decodes, or is refused by an error that says where, within bounds.
+"""Random damage to a tiny checkpoint: it loads and decodes, or an error names the place, within time and memory.
 
-Each input is tried in a process of its own (a fork) with a limit on its memory and its time. ``SPEC_LAB_FUZZ`` says how
-many inputs there are; the seed of a failing one is in the test's name and its folder is kept by pytest.
+Each input is tried in a process of its own (a fork) with a limit on its memory and its time. ``SPEC_LAB_FUZZ`` is the
+number of inputs; the seed of a failing one is in the test's name and its folder is kept by pytest.
 """
 
 import json
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.nightly
 INPUTS = int(os.environ.get("SPEC_LAB_FUZZ", "400"))
 PER_TEST = 20
 SECONDS = 60
-MEMORY = 2 * 2**30  # beyond what the process holds before
+MEMORY = 2 * 2**30  # beyond the process's size before
 
 JUNK = [
     None, True, False, 0, 1, -1, 2, 3, 7, 61, 62, 10**9, -(10**9), 2**31, 2**63, 2**64, 10**30, 10**400, 0.5, 1e308,
@@ -77,7 +77,7 @@ def places(value, path=()):
 
 
 def changed(random: Random, value):
-    """A JSON value with something in it replaced, removed or added."""
+    """A JSON value with a part replaced, removed or added."""
     path = random.choice(list(places(value)))
     if not path:
         if isinstance(value, dict) and random.random() < 0.9:
@@ -136,7 +136,7 @@ def damaged_tensors(random: Random, content: bytes) -> bytes:
 
 
 def damage(random: Random, folder: Path) -> str:
-    """Spoil one file of a checkpoint, or two; returns which."""
+    """Damage one or two files of a checkpoint; returns their names."""
     names = sorted(file.name for file in folder.iterdir())
     spoilt = []
     for _ in range(random.choice([1, 1, 1, 2])):
@@ -168,7 +168,7 @@ def damage(random: Random, folder: Path) -> str:
 
 
 def guarded(action) -> str:
-    """Run an action in a fork with bounds: "" if it goes well or is refused as it should be; else what went wrong."""
+    """Run an action in a fork with limits: "" if it succeeds or is refused properly; otherwise the fault."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -192,7 +192,7 @@ def guarded(action) -> str:
 
 
 def tried(load, folder: Path, fields: str) -> str:
-    """Load and decode; "" for success or for an error that names the folder or what is in it."""
+    """Load and decode; "" for success or for an error that names the folder or a part of it."""
     try:
         load(folder)
     except (ValueError, OSError) as error:
@@ -211,10 +211,10 @@ def decode(target: Target, proposer) -> None:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
-    """Everything that is loaded, sound, and the target that goes with it."""
+    """Undamaged checkpoints of every kind, and their target."""
     folder = zoo(tmp_path_factory.mktemp("zoo"))
     target = Target.load(str(folder / "target"), dtype="float32")
-    decode(target, Null())  # so that a fork need not import anything
+    decode(target, Null())  # so that forks need not import anything
     DraftModel.load(target, str(folder / "draft"), depth=2)
     Medusa.load(target, str(folder / "medusa"), tree="likeliest")
     return folder, target

@@ -1,4 +1,4 @@
-"""Every option of the command line with junk values: it works, or one message names the option; nothing is left.
+"""Every option of the command line with invalid values: it works, or one message names the option; no files are left.
 
 Each option gets a few of the values, chosen by a fixed seed, so that the suite ends within about five minutes.
 ``SPEC_LAB_FUZZ=26`` tries every value with every option.
@@ -24,13 +24,13 @@ JUNK = [
     "'a b'", "/nowhere/at/all", "/dev/null", "[]", "[1,a,null]", "[[]]", "{}", "{a: {b: [1]}}", "ключ-語-🎉",
     "'\\u0000'", "'${nothing}'", "'${oc.env:NOT_SET_ANYWHERE}'", "x" * 5000,
 ]  # fmt: skip
-"""Wrong kinds, bounds and beyond, nothing, nested, text that no file name or terminal likes, interpolations."""
+"""Wrong types, bounds and beyond, empty and nested values, unsafe text for file names and terminals, interpolations."""
 
 VALUES = int(os.environ.get("SPEC_LAB_FUZZ", "5"))
 """How many values each option gets."""
 
 SECONDS = 20
-"""Most that one command may take."""
+"""Time limit of one command."""
 
 GROUPS = {
     "target": ["zoo"],
@@ -45,11 +45,11 @@ GROUPS = {
 
 GIVEN = {"regex": ['constraint.pattern="a+"'], "json_schema": ["constraint.schema={type: integer}"],
          "choice": ['constraint.choices=["a","b"]'], "wandb": ["tracker.mode=disabled"]}  # fmt: skip
-"""What an option needs."""
+"""Further options that an option requires."""
 
 
 def leaves(group: str = "", name: str = "") -> list[tuple[str, str, str]]:
-    """Each option that a file of a config group states, or the default config where none is named."""
+    """Each option of a file of a config group, or of the default config if none is named."""
     if not group:
         return [(key, "", "") for key in sorted(top_level_options())]
     config = OmegaConf.load(Path(conf(), group, f"{name}.yaml"))
@@ -62,7 +62,7 @@ SWEPT = ["hydra.launcher.n_jobs", "hydra.sweeper.n_trials", "hydra.sweeper.n_job
 
 
 def sample(values: list[str], option: str) -> list[str]:
-    """``VALUES`` of the values, other ones for each option."""
+    """A sample of the values, a different one for each option."""
     return random.Random(option).sample(values, min(VALUES, len(values)))
 
 
@@ -81,7 +81,7 @@ def tiny(tmp_path_factory):
 
 
 class Slow(BaseException):
-    """A command that takes too long."""
+    """A command exceeded the time limit."""
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def limited() -> Iterator[None]:
 
 
 def faults(cli, place, option: str, base: list[str], junk: list[str]) -> list[str]:
-    """What is wrong with how each value is answered."""
+    """The faults in the handling of each value."""
     found = []
     there = {one.name for one in place.iterdir()}
     for value in junk:
@@ -133,7 +133,7 @@ def faults(cli, place, option: str, base: list[str], junk: list[str]) -> list[st
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("option", "group", "name"), OPTIONS, ids=[f"{name}:{one}" for one, _, name in OPTIONS])
-def test_junk_is_answered_in_one_line_that_names_the_option(junk_cli, tiny, tmp_path, option, group, name):
+def test_invalid_values_are_refused_in_one_line_that_names_the_option(junk_cli, tiny, tmp_path, option, group, name):
     folder, short = tiny
     base = [one for one in short if not one.startswith("output_dir=") and one.split("=")[0] != group]
     base += ["output_dir=here"] * (option != "output_dir") + (
@@ -151,7 +151,7 @@ def test_junk_is_answered_in_one_line_that_names_the_option(junk_cli, tiny, tmp_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("option", SWEPT)
-def test_junk_in_options_of_a_sweep_is_answered_in_one_line(junk_cli, tiny, tmp_path, option):
+def test_invalid_values_of_a_sweep_are_refused_in_one_line(junk_cli, tiny, tmp_path, option):
     _, short = tiny
     kind = (
         ["hydra/launcher=joblib"]

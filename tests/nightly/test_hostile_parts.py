@@ -1,4 +1,4 @@
-"""Every option of every part, with junk and values at its bounds: it works and does not hang, or an error names it."""
+"""Every option of every part, with invalid values and its bounds: it works and does not hang, or an error names it."""
 
 import faulthandler
 import random
@@ -39,13 +39,13 @@ PATTERNS = ["a", "a+", "(a|b)*", "(", "[", "a{1000}", "(a{30}){30}", "(a*)*", "\
 
 
 class Option(NamedTuple):
-    """A part's constructor with one option of it left open.
+    """A part's constructor with one open option.
 
     Args:
-        name: as an error calls it, or several such names.
+        name: the option's name in errors, or several such names.
         make: of the option's value: the part.
         use: decodes with the part.
-        values: beside those that every option gets.
+        values: in addition to those that every option gets.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Option(NamedTuple):
 def decoded(
     proposer: Any = None, verifier: Any = None, sampling: Sampling | None = None, constraint: Any = None
 ) -> None:
-    """Decode three requests with a tiny model, and hold that none of them ends for NaN."""
+    """Decode three requests with a tiny model; none of them may end because of NaN."""
     target = tiny_target(vocab_size=len(TOKENS))
     wanted = [
         Request(

@@ -1,4 +1,4 @@
-"""Folders of runs from elsewhere: whatever their files hold, commands say what is wrong and touch nothing outside."""
+"""Untrusted run folders: whatever their files hold, commands name the fault and touch nothing outside."""
 
 import io
 import json
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nightly
 
 SEEDS = int(os.environ.get("SPEC_LAB_FUZZ", "150"))
 SECONDS = 120
-"""More than any command takes: a file that blocks takes for ever."""
+"""Seconds, more than any command needs: a file that blocks would block for ever."""
 
 VALUES = [
     None, True, 0, -1, 2**62, 10**30, 1.5, -1e300, float("nan"), float("inf"), "", "banana", "../../canary", "/etc",
@@ -35,7 +35,7 @@ TEXTS = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 200_000, b'{"a":' * 100_
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """A finished sweep of two runs, with a run that is not finished and one that waits."""
+    """A sweep of two finished runs, an unfinished one and a pending one."""
     folder = tmp_path_factory.mktemp("originals")
     texts = checkpoints.TEXTS[:2]
     some = [one for one in checkpoints.short_runs(folder, texts) if not one.startswith(("baseline=", "output_dir="))]
@@ -66,7 +66,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def places(value, above=()):
-    """Every place in a tree."""
+    """Every path of a tree."""
     yield above
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
@@ -130,7 +130,7 @@ def spoil_table(file: Path, dice: random.Random) -> None:
 
 
 def replace_by(file: Path, canary: Path, dice: random.Random) -> None:
-    """Something else under a file's name, or under one that is written."""
+    """Something else under a file's name, or under one that commands write."""
     kind = dice.randrange(7)
     if kind < 4:
         file.unlink()
@@ -160,7 +160,7 @@ def spoil(folder: Path, canary: Path, dice: random.Random) -> None:
     else:
         try:
             (spoil_json if file.suffix == ".json" else spoil_table)(file, dice)
-        except (ValueError, OSError, LookupError, TypeError):  # it was spoilt before
+        except (ValueError, OSError, LookupError, TypeError):  # it was damaged before
             spoil_bytes(file, dice)
 
 
@@ -169,7 +169,7 @@ def state_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def carry_out(*arguments: str) -> tuple[int, str]:
-    """Exit code and all that was printed."""
+    """Exit code and output."""
     said = io.StringIO()
 
     def late(*_):
@@ -187,7 +187,7 @@ def carry_out(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_commands_say_what_is_wrong_and_touch_nothing_outside(originals, tmp_path, monkeypatch, seed):
+def test_commands_name_the_fault_and_touch_nothing_outside(originals, tmp_path, monkeypatch, seed):
     dice = random.Random(seed)
     canary = tmp_path / "canary"
     (canary / "folder").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Many processes at one run's folder, which take the lock, leave and remove its file: never two are inside."""
+"""Many processes lock and unlock one run's folder and remove the lock file: at most one holds it at a time."""
 
 import os
 import time
@@ -15,7 +15,7 @@ PROCESSES, SECONDS = 8, 15.0
 
 
 def take_turns(folder: Path, seconds: float, found) -> None:
-    """How often the lock was held, and how often somebody else was inside as well."""
+    """How often the lock was held, and how often another process held it at the same time."""
     times = both = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -34,7 +34,7 @@ def take_turns(folder: Path, seconds: float, found) -> None:
     found.put((times, both))
 
 
-def test_no_two_processes_are_at_one_run(tmp_path):
+def test_no_two_processes_hold_one_run(tmp_path):
     context = get_context("spawn")
     found = context.Queue()
     processes = [context.Process(target=take_turns, args=(tmp_path, SECONDS, found)) for _ in range(PROCESSES)]

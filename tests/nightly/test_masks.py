@@ -1,8 +1,8 @@
 """Every mask of a draft equals that of a new matcher that has only read the row's tokens: 100,000 rows and more.
 
-An earlier fuzz made new states for each draft and drew tokens evenly, which leads into strings and white space. Done
-so, 12,000 rows of a walk that rolls back (``by_rollback``) show no wrong mask; states that live over many steps show
-11, tokens that open and close structure 12, both 52.
+Of 12,000 rows of a walk that rolls back (``by_rollback``) no mask is wrong with new states for each draft and tokens
+drawn evenly, which leads into strings and white space; with states that live over many steps 11 are, with tokens that
+open and close structure 12, with both 52.
 """
 
 import json
@@ -57,7 +57,7 @@ SOURCES = {
 
 
 def by_rollback(states, shape, token):
-    """The masks of a forest by a depth-first walk that rolls back: what the engine cannot be trusted with."""
+    """The masks of a forest by a depth-first walk that rolls back, which is unreliable in the engine."""
     size = states[0].vocabulary
     bits, legal = np.zeros((shape.rows, width(size)), dtype=np.uint32), np.zeros(shape.rows, dtype=bool)
 
@@ -67,15 +67,15 @@ def by_rollback(states, shape, token):
         for child in shape.children[row].tolist():
             drafted = int(token[child - shape.roots])
             if allows(bits[row], drafted):
-                ends = drafted == 0  # to take back an end is another matter: a copy follows it
+                ends = drafted == 0  # rolling back a stop token differs: a copy follows it
                 below = matcher.deep_copy() if ends else matcher
                 if below.consume_token(drafted):
                     visit(below, child)
                     if not ends:
                         below.rollback(1)
 
-    for head, state in enumerate(states):
-        visit(state.matcher, head)
+    for root, state in enumerate(states):
+        visit(state.matcher, root)
     return Masks(bits & full_mask(size), legal, np.zeros(shape.rows, dtype=bool))
 
 
@@ -88,7 +88,7 @@ def test_masks_of_drafts_are_those_of_new_matchers(name, threads):
 
 
 @pytest.mark.parametrize("name", ["linked list", "tree", "nested arrays"])
-def test_the_fuzz_finds_masks_that_rolling_back_has_spoilt(name):
+def test_the_fuzz_finds_masks_that_rollback_has_corrupted(name):
     kind, source, options = SOURCES[name]
     grammar = kind(bundled(), source, **options)
     assert wrong_rows(grammar, np.random.default_rng(0), ROWS, masks=by_rollback) != []

@@ -1,4 +1,4 @@
-"""xgrammar walks trees inside, and rolls back there: every mask of a draft beside a new matcher's, 50,000 rows."""
+"""xgrammar walks trees internally with rollback: every mask of a draft equals a new matcher's, 50,000 rows."""
 
 import json
 

@@ -1,7 +1,7 @@
 """A grammar engine in plain Python, the oracle of the package's engines: a language as an automaton over bytes.
 
-It reads a subset of regular expressions, choices, JSON schemas and Lark grammars. It never forces a token: a token may
-come next if its bytes can still be completed to a text of the language, however else they may be split into tokens.
+It reads a subset of regular expressions, choices, JSON schemas and Lark grammars. It never forces a token: a token is
+allowed if its bytes can be completed to a text of the language, in any tokenization.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class _Full(Exception):
 class Reader:
     """A language made deterministic as far as it is read, and the masks of a vocabulary in it.
 
-    Everything kept can be worked out again. When ``limit`` states are kept they are forgotten, so that whether one text
-    can go on never depends on what else has been read.
+    Everything kept can be computed again. When ``limit`` states are kept they are dropped, so that whether a text can
+    continue never depends on what else has been read.
 
     Args:
         language: what is read.
-        vocabulary: what it is read in.
-        trie: that of the vocabulary.
+        vocabulary: its tokens.
+        trie: of the vocabulary.
         limit: most states kept.
     """
 
@@ -74,7 +74,7 @@ class Reader:
         self.sets: dict[Set, Set] = {}  # so that equal states are one object
 
     def run(self, at: Set, data: bytes) -> Set | None:
-        """The state after these bytes; None where no text goes on so."""
+        """The state after these bytes; None where no text continues so."""
         for byte in data:
             to = (self.rows.get(at) or self.language.row(at))[byte]
             if to is None:
@@ -83,7 +83,7 @@ class Reader:
         return at
 
     def mask(self, at: Set) -> np.ndarray:  # [W]
-        """The tokens that may come next.
+        """The allowed tokens.
 
         Raises:
             _Full: this mask alone needs more states than may be kept.
@@ -145,7 +145,7 @@ class Walked:
         return Walked(self.reader, self.at, self.request, self.ended)
 
     def advance(self, token: int) -> None:
-        """``token``, which the mask allows, comes next.
+        """Append ``token``, which the mask allows.
 
         Raises:
             ConstraintError: the mask does not allow it.
@@ -159,7 +159,7 @@ class Walked:
         self.at, self.ended = to or self.at, ends
 
     def mask(self) -> np.ndarray:  # [W]
-        """What may come next; not to be written to. Nothing after the end, and nothing where no token fits.
+        """The allowed tokens, read-only: none after the end, and none where no token fits.
 
         Raises:
             ConstraintError: the mask needs more states than may be kept.
@@ -170,12 +170,12 @@ class Walked:
             raise ConstraintError(f"request '{self.request}': {error}") from None
 
     def action(self) -> None:
-        """None: a language only says what may come."""
+        """None: a language only masks."""
         return None
 
 
 class Automaton:
-    """Binds requests to the texts of a language. See ``Constraint``.
+    """Constrains requests to the texts of a language. See ``Constraint``.
 
     Args:
         kind: "regex", "choice", "json_schema" or "lark": how sources are read.
@@ -186,7 +186,7 @@ class Automaton:
         kept: most states kept of each made deterministic.
 
     Raises:
-        ValueError: an option of the wrong type or range, or a source that is not in the subset; says why.
+        ValueError: an option of the wrong type or range, or a source that is not in the subset, with the reason.
     """
 
     has_actions = False
@@ -204,7 +204,7 @@ class Automaton:
         self.trie = Trie(tokens.bytes)
         self.source = source or None
         self.reader = self._reader(source) if source else None
-        self.own: WeakValueDictionary[str, Reader] = WeakValueDictionary()  # of sources of requests that live
+        self.own: WeakValueDictionary[str, Reader] = WeakValueDictionary()  # of sources of live requests
 
     def start(self, request: Request) -> Walked:
         """See ``Constraint``."""
@@ -226,7 +226,7 @@ class Automaton:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record should keep."""
+        """Facts for the manifest."""
         size = None if self.reader is None else self.reader.language.size
         return {
             "engine": "automaton",
@@ -249,16 +249,16 @@ KINDS: dict[str, Callable[[Any, int], Language]] = {
 
 
 def regex(vocabulary: Vocabulary, pattern: str | None = None, prompt: bool = False) -> Automaton:
-    """Texts that match a whole pattern; ``languages.regex`` says which. Without one each request brings its own.
+    """Texts that match a whole pattern; see ``languages.regex``. Without one each request brings its own.
 
     Raises:
-        ValueError: the pattern is not in the subset; says why.
+        ValueError: the pattern is not in the subset, with the reason.
     """
     return Automaton("regex", pattern, vocabulary, prompt)
 
 
 def choice(vocabulary: Vocabulary, choices: str | Sequence[str] | None = None, prompt: bool = False) -> Automaton:
-    """Just these texts; as one string, a JSON list of them. Without any each request brings its own.
+    """Exactly these texts; as one string, a JSON list of them. Without any each request brings its own.
 
     Raises:
         ValueError: no texts, or too many.
@@ -273,10 +273,10 @@ def json_schema(
     prompt: bool = False,
     whitespace_flexible: bool = False,
 ) -> Automaton:
-    """JSON texts without whitespace that satisfy a schema, or the one in a file; ``languages.json_schema`` says which.
+    """JSON texts without whitespace that satisfy a schema, or the one in a file; see ``languages.json_schema``.
 
     Raises:
-        ValueError: the schema is not in the subset; whitespace is asked for; says which and why.
+        ValueError: the schema is not in the subset; whitespace is requested; with the reason.
     """
     if whitespace_flexible:
         raise ValueError("constraint.whitespace_flexible must be false: the automaton knows no whitespace")
@@ -289,6 +289,6 @@ def lark(
     """Texts of a grammar whose rules are not recursive, or of the one in a file; ``languages.lark`` says which.
 
     Raises:
-        ValueError: the grammar is not in the subset; says why.
+        ValueError: the grammar is not in the subset, with the reason.
     """
     return Automaton("lark", read_source("grammar", grammar or None, path), vocabulary, prompt)

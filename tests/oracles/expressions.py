@@ -79,7 +79,7 @@ def among(characters: Iterable[str]) -> Ranges:
 
 
 def text(string: str) -> Sequence:
-    """Just this string.
+    """Exactly this string.
 
     Raises:
         ValueError: it holds a surrogate, which no bytes can spell.
@@ -91,7 +91,7 @@ def text(string: str) -> Sequence:
 
 ANY = Characters(SCALARS)
 WORD = union([(48, 57), (65, 90), (95, 95), (97, 122)])
-# White_Space of Unicode. Python's \s has four control characters more (1C to 1F), llguidance's has not.
+# White_Space of Unicode. Python's \s has four more control characters (1C to 1F), llguidance's does not.
 SPACE = union(
     [(9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)]
     + [(0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)]
@@ -110,7 +110,7 @@ HEX = {"x": 2, "u": 4, "U": 8}
 
 
 def parse(pattern: str, search: bool = False, ascii_only: bool = False) -> Expression:
-    r"""The tree of a regular expression that binds the whole text.
+    r"""The tree of a regular expression that must match the whole text.
 
     Literals, ``.`` (all but a newline), classes, ``( )`` and ``(?: )``, ``|``, greedy ``* + ? {m} {m,} {m,n}``, and the
     escapes ``\d \D \s \S`` (Unicode's, as llguidance's), ``\n \r \t \f \v \a \xHH \uHHHH \UHHHHHHHH`` and those of
@@ -119,11 +119,11 @@ def parse(pattern: str, search: bool = False, ascii_only: bool = False) -> Expre
 
     Args:
         pattern: the regular expression.
-        search: it need only occur in the text, unless ``^`` and ``$`` bind it to the ends: as in JSON schemas.
+        search: it need only occur in the text, unless anchored by ``^`` and ``$``: as in JSON schemas.
         ascii_only: ``\d`` and ``\w`` are those of ASCII: as in JSON schemas.
 
     Raises:
-        ValueError: no regular expression of this syntax; says what is wrong, and where.
+        ValueError: no regular expression of this syntax, with cause and place.
     """
     return _Reader(pattern, search, ascii_only).whole()
 

@@ -1,4 +1,4 @@
-"""Languages by what a user writes: a regular expression, a choice, a JSON schema, a grammar.
+"""Languages by source: a regular expression, a choice, a JSON schema, a grammar.
 
 Each is a bounded subset of what llguidance reads, with the same texts in it; the rest is refused by name.
 """
@@ -17,7 +17,7 @@ from tests.oracles.schemas import expression_of
 
 
 def regex(pattern: str, limit: int = STATES) -> Language:
-    """The texts that match the whole pattern; ``expressions.parse`` says what a pattern may hold.
+    """The texts that match the whole pattern; ``expressions.parse`` documents the syntax.
 
     Raises:
         ValueError: not in the subset, too large, or without a match.
@@ -26,7 +26,7 @@ def regex(pattern: str, limit: int = STATES) -> Language:
 
 
 def choice(choices: str | Sequence[str], limit: int = STATES) -> Language:
-    """Just these texts.
+    """Exactly these texts.
 
     Args:
         choices: the texts, or a JSON list of them.
@@ -47,7 +47,7 @@ def json_schema(schema: str | Mapping[str, Any], limit: int = STATES) -> Languag
     ``type`` (also a list): "null", "boolean", "integer", "number"; "string" with ``pattern`` or ``minLength`` and
     ``maxLength``; "array" with ``items``, ``minItems`` and ``maxItems``; "object" with ``properties``, ``required`` and
     ``additionalProperties`` false. ``enum``, ``const``, ``anyOf``, and ``$ref`` into the schema itself, not recursive.
-    Notes such as ``title`` count for nothing. As in llguidance, properties come in the schema's order, numbers may have
+    Annotations such as ``title`` are ignored. As in llguidance, properties come in the schema's order, numbers may have
     any length, and a string escapes what it must and nothing else.
 
     Args:
@@ -66,9 +66,9 @@ def lark(grammar: str, limit: int = STATES) -> Language:
     In rules and terminals: strings, ``/regexes/``, names, ``|``, ``( )``, ``[ ]`` (optional), ``* + ?``, ``~n``,
     ``~n..m``, ``{n}``, ``{n,}``, ``{n,m}``, and comments behind ``//`` and ``#``.
 
-    llguidance takes strings, regexes and terminals greedily: in ``start: /a*/ "ab"`` all the a's go to the first, so
-    that "aab" is not in its language. Here a text is in the language if it can be read in any way. The two agree where
-    no string, regex or terminal that has ended could also go on with what may follow.
+    llguidance matches strings, regexes and terminals greedily: in ``start: /a*/ "ab"`` all the a's go to the first, so
+    that "aab" is not in its language. Here a text is in the language if any parse exists. The two agree where no ended
+    string, regex or terminal could also continue with what may follow.
 
     Raises:
         ValueError: not in the subset, too large, or without a text.

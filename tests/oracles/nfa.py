@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.oracles.expressions import Characters, Either, Expression, Ranges, Repeat, Sequence
 
 STATES = 50_000
-"""Most states of an automaton, unless the caller says otherwise."""
+"""Most states of an automaton, unless the caller sets another limit."""
 
 
 class Edge(NamedTuple):
@@ -73,7 +73,7 @@ class Language:
         return frozenset(state for state in seen if self.edges[state] or state == self.accept)
 
     def row(self, states: frozenset[int]) -> list[frozenset[int] | None]:  # [256]
-        """Where each byte leads from a closed set of states; None: nowhere."""
+        """The successor of a closed set of states for each byte; None: none."""
         edges = [edge for state in states for edge in self.edges[state]]
         cuts = sorted({edge.low for edge in edges} | {edge.high + 1 for edge in edges})
         row: list[frozenset[int] | None] = [None] * 256
@@ -108,7 +108,7 @@ class _Builder:
         return len(self.edges) - 1
 
     def add(self, expression: Expression, start: int) -> int:
-        """Read the expression from ``start``; where it ends."""
+        """Read the expression from ``start``; returns the state in which it ends."""
         if isinstance(expression, Characters):
             return self.characters(expression.ranges, start)
         if isinstance(expression, Sequence):
@@ -133,7 +133,7 @@ class _Builder:
 
     def characters(self, ranges: Ranges, start: int) -> int:
         end = self.new()
-        after: dict[tuple[tuple[int, int], ...], int] = {(): end}  # so that all ways share their common endings
+        after: dict[tuple[tuple[int, int], ...], int] = {(): end}  # so that all alternatives share their common endings
         for way in (way for low, high in ranges for way in utf8(low, high)):
             for place in range(len(way) - 1, 0, -1):
                 if way[place:] not in after:

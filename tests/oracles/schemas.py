@@ -45,16 +45,16 @@ CODES = {"0": range(16), "1": range(16, 32), "7": range(127, 128)}
 
 
 def expression_of(schema: Any) -> Expression:
-    """What satisfies a schema; ``languages.json_schema`` says what it may hold.
+    """The texts that satisfy a schema; ``languages.json_schema`` documents the subset.
 
     Raises:
-        ValueError: not in the subset; says what is wrong, and where.
+        ValueError: not in the subset, with cause and place.
     """
     return _Schemas(schema).translate(schema, "#")
 
 
 def spelled(expression: Expression) -> Expression:
-    """What an expression matches, as it is spelled inside a JSON string."""
+    """The texts of an expression as spelled inside a JSON string."""
     if isinstance(expression, Characters):
         return _character(expression.ranges)
     if isinstance(expression, Repeat):
@@ -77,7 +77,7 @@ def _between(opening: str, inside: Expression, closing: str) -> Expression:
 
 
 def _joined(parts: list[Expression]) -> Expression:
-    """The parts with a comma between each two."""
+    """The parts, separated by commas."""
     return Sequence(tuple(part for one in parts for part in (text(","), one))[1:])
 
 

@@ -1,4 +1,4 @@
-"""A tiny target, and what it says greedily."""
+"""A tiny target, and its greedy output."""
 
 import pytest
 

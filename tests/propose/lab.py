@@ -1,4 +1,4 @@
-"""What tests of decoding and proposing share: decoding with tiny models, and draws that remember."""
+"""Shared by tests of decoding and proposing: decoding with tiny models, and recording draws."""
 
 from dataclasses import dataclass, field
 
@@ -45,13 +45,13 @@ def plain_greedy(model, prompt, count):
 
 
 def plain_logits(model, tokens):
-    """Logits after ``tokens``, by a forward that knows nothing of cells."""
+    """Logits after ``tokens``, by a forward without a KV cache."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
-def plain_law(model, tokens, sampling):
-    """The law after ``tokens``, all of which a repetition penalty has seen."""
+def plain_probabilities(model, tokens, sampling):
+    """The probabilities after ``tokens``, all of which are in a repetition penalty's history."""
     logits = plain_logits(model, tokens)[None]
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     seen[0, tokens] = True
@@ -64,7 +64,7 @@ def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm
 
 
 def batch_of(target, wanted, proposer, draws=None):
-    """A batch without an engine, whose proposer is driven by hand."""
+    """A batch without an engine, for a proposer that is driven by hand."""
     sequences = [
         SequenceState(request, target.lm.open(), list(request.tokens), state=proposer.init(request))
         for request in wanted
@@ -73,7 +73,7 @@ def batch_of(target, wanted, proposer, draws=None):
 
 
 def fork_of(sequence, proposer, tokens=None, number=1):
-    """A fork of a sequence whose proposer is driven by hand."""
+    """A fork of a sequence, for a proposer that is driven by hand."""
     own = list(sequence.tokens if tokens is None else tokens)
     return SequenceState(
         sequence.request, sequence.kv.fork(), own, lineage=(number,), state=proposer.fork(sequence.state)
@@ -81,7 +81,7 @@ def fork_of(sequence, proposer, tokens=None, number=1):
 
 
 def observations(sequences, output, starts):
-    """What a step tells a proposer where every sequence only computed its pending tokens."""
+    """The observations after a step in which every sequence only computed its pending tokens."""
     return [
         Observation(one, start, one.tokens[start:], hidden)
         for one, hidden, start in zip(sequences, output.pending, starts, strict=True)
@@ -100,8 +100,8 @@ def path_tokens(draft, row):
 def expanded(draft, sequences):
     """Each row that has children: the row, its sequence, the text that ends with it, its children's tokens."""
     shape = draft.shape
-    for head, sequence in enumerate(sequences):
-        for row in shape.trees[head].tolist():
+    for root, sequence in enumerate(sequences):
+        for row in shape.trees[root].tolist():
             if len(shape.children[row]):
                 children = draft.token[shape.children[row] - shape.roots].tolist()
                 yield row, sequence, sequence.tokens + path_tokens(draft, row), children
@@ -109,7 +109,7 @@ def expanded(draft, sequences):
 
 @dataclass
 class Recording:
-    """Counter draws that remember every pick."""
+    """Counter draws that record every pick."""
 
     seed: int = 0
     picks: list = field(default_factory=list)  # (weights [V], key, index)

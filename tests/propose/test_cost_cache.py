@@ -1,4 +1,4 @@
-"""Measured step costs between runs: what is read, what is measured again, and what is only a warning."""
+"""The cache of measured step costs: reads, new measurements, and warnings."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ UNDER = {"processor": "fast", "threads": 1, "versions": {"torch": "2"}}
 
 
 class Timer:
-    """Measures, and counts how often."""
+    """Measures, and counts the measurements."""
 
     def __init__(self, costs=COSTS):
         self.costs, self.calls = costs, 0
@@ -81,7 +81,7 @@ def test_old_costs_are_measured_again(cache, timer):
     assert timer.calls == 3, "a date in the future is not believed"
 
 
-def test_costs_are_measured_again_when_asked_for(cache, timer):
+def test_costs_are_measured_again_on_request(cache, timer):
     cache.costs(UNDER, SIZES, timer)
     later = replace(cache, clock=lambda: NOON + timedelta(hours=1))
     assert not later.costs(UNDER, SIZES, timer, again=True).cached
@@ -147,7 +147,7 @@ def test_a_damaged_entry_is_measured_again_with_a_warning(cache, timer, caplog, 
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_an_entry_that_is_no_file_is_measured_again(cache, timer, caplog, kind):
+def test_an_entry_that_is_not_a_file_is_measured_again(cache, timer, caplog, kind):
     cache.costs(UNDER, SIZES, timer)
     file = files(cache)[0]
     file.unlink()
@@ -298,7 +298,7 @@ def changed(target, name):
         ("temperature", {"accuracy": replace(ACCURACY, temperature=1.0)}),
     ],
 )
-def test_what_changes_the_costs_is_measured_by_itself(chosen, name, options):
+def test_each_condition_that_changes_the_costs_is_measured_separately(chosen, name, options):
     target, timer = tiny_target(), of_load(0.0)
     chosen(target, timer)
     chosen(changed(target, name), timer, **options)

@@ -1,4 +1,4 @@
-"""A draft model: the laws it states, the tokens it leads to, cells that follow any history, and refusals."""
+"""A draft model: its stated distributions, its tokens, its cells after any history, and refusals."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ from tests.propose.lab import (
     expanded,
     fork_of,
     path_tokens,
-    plain_law,
     plain_logits,
+    plain_probabilities,
     requests,
 )
 from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
@@ -39,7 +39,7 @@ KINDS = [("1x1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), (TREE, "point"), 
 
 
 @pytest.mark.parametrize(("tree", "drawn"), KINDS)
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, tree, drawn):
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, tree, drawn):
     proposer = draft_model(tree, drawn)
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
@@ -91,9 +91,9 @@ def test_the_draft_s_context_bounds_its_trees(target, truth):
     assert emitted(group) == truth
     deepest = {}
     for one in steps:
-        for head, context in enumerate(one.context):
+        for root, context in enumerate(one.context):
             deepest[context] = max(
-                deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[head]].max())
+                deepest.get(context, 0), int(one.draft.shape.depth[one.draft.shape.trees[root]].max())
             )
     # At temperature 0 the tree is a chain of 3; computed nodes stay within position 15.
     assert all(depth == max(0, min(3, 17 - context)) for context, depth in deepest.items())
@@ -102,20 +102,21 @@ def test_the_draft_s_context_bounds_its_trees(target, truth):
     assert [s.finish for s in group.sequences] == ["context"]
 
 
-# Laws --------------------------------------------------------------------------------------------------------------
+# Distributions -----------------------------------------------------------------------------------------------------
 
 
-def check_laws(draft, batch, model, draws):
-    """Every stated law is a plain forward's over that path, and every token was drawn from it as declared."""
+def check_distributions(draft, batch, model, draws):
+    """Check that every stated q is a plain forward's over that path, and that every token was drawn from it as
+    declared."""
     shape = draft.shape
     keys = [key for _, key, _ in draws.picks]
     assert len(set(keys)) == len(keys) == shape.nodes  # one draw each, keys all different
     taken = iter(sorted(draws.picks, key=lambda pick: pick[1]))
     for row, sequence, text, _ in expanded(draft, batch.sequences):
-        plain = plain_law(model, text, sequence.request.sampling)
+        plain = plain_probabilities(model, text, sequence.request.sampling)
         torch.testing.assert_close(draft.q[draft.q_row[row]], plain, atol=1e-9, rtol=0)
     assert len(draft.q) == len(np.unique(shape.parent))
-    # Draws come head by head in order of number, which is breadth first: nodes in row order.
+    # Draws come tree by tree in order of number, which is breadth first: nodes in row order.
     earlier = {}
     for row in sorted(range(shape.roots, shape.rows), key=lambda r: (shape.root[r], r)):
         weights, key, token = next(taken)
@@ -135,12 +136,12 @@ def check_laws(draft, batch, model, draws):
     "sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5), COLD]
 )
 @pytest.mark.parametrize(("tree", "drawn"), [("1x1x1", "iid"), (TREE, "iid"), (TREE, "without"), ("4x2", "without")])
-def test_stated_laws_are_the_laws_drawn_from(target, tree, drawn, sampling):
+def test_stated_distributions_are_those_drawn_from(target, tree, drawn, sampling):
     proposer, draws = draft_model(tree, drawn), Recording()
     wanted = [replace(one, sampling=sampling) for one in requests()[:2]] + [replace(requests()[2], sampling=WARM)]
     batch = batch_of(target, wanted, proposer, draws)
     draft = proposer.propose(batch)
-    check_laws(draft, batch, proposer.lm.model, draws)
+    check_distributions(draft, batch, proposer.lm.model, draws)
     for sequence in batch.sequences:
         proposer.close(sequence.state)
 
@@ -159,7 +160,7 @@ def test_siblings_beyond_the_support_are_left_out(target):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 3.0])
-def test_point_takes_the_likeliest(target, penalty):
+def test_point_drafts_the_likeliest(target, penalty):
     sampling = Sampling(0.5, top_k=1, repetition_penalty=penalty)
     proposer = draft_model(TREE, "point")
     batch = batch_of(target, requests(sampling), proposer)
@@ -176,7 +177,8 @@ def test_point_takes_the_likeliest(target, penalty):
 
 
 def test_accepted_nodes_are_found_again(target):
-    """After a step only what was not drafted is computed: the accepted last level and the token after it."""
+    """After a step only tokens that were no computed nodes are computed: the accepted last level and the token after
+    it."""
     proposer = draft_model(TREE, "point", seed=0, num_hidden_layers=2)
     lengths = []
     forward = proposer.lm.forward
@@ -196,7 +198,7 @@ def small():
 
 @st.composite
 def histories(draw):
-    """What may happen to a sequence between two proposals."""
+    """Any change of a sequence between two proposals."""
     kinds = st.sampled_from(["accept", "accept", "rewind", "replace", "force", "fork"])
     return draw(st.lists(st.tuples(kinds, st.integers(0, 6), st.integers(0, VOCABULARY - 1)), max_size=7))
 
@@ -204,13 +206,13 @@ def histories(draw):
 @pytest.mark.parametrize(("tree", "drawn"), [(TREE, "iid"), (TREE, "point"), ("1x1x1", "without")])
 @given(history=histories())
 @settings(max_examples=10)
-def test_any_history_keeps_the_laws_right(target, small, tree, drawn, history):
+def test_distributions_are_right_after_any_history(target, small, tree, drawn, history):
     proposer = draft_model(tree, drawn, lm=CausalLM(small))
     batch = batch_of(target, requests(WARM)[:1], proposer)
     for step, (what, number, token) in enumerate([("accept", 0, 0), *history]):
         draft = proposer.propose(batch)
         for row, _, text, children in expanded(draft, batch.sequences):
-            plain = plain_law(proposer.lm.model, text, WARM)
+            plain = plain_probabilities(proposer.lm.model, text, WARM)
             if drawn == "point":
                 assert children == plain.topk(len(children)).indices.tolist()
             else:
@@ -298,7 +300,7 @@ def test_nan_logits_end_their_own_request_only(target, truth, bad, drawn, temper
     assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
     assert list(group.errors) == ["p1"]
     assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors["p1"]
-    again, _ = decode(target, proposer, requests()[::2])  # in the poisoned span
+    again, _ = decode(target, proposer, requests()[::2])  # in the cells with NaN
     assert emitted(again) == [truth[0], truth[2]]
 
 
@@ -339,17 +341,17 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "give one of proposer.depth"),
-        ({"depth": 2, "tree": "2x2"}, "give one of proposer.depth"),
-        ({"depth": "abc"}, "proposer.depth must be a whole number of 1 or more, not 'abc'"),
-        ({"depth": 2, "confidence": 2}, "proposer.confidence must be a number between 0 and 1, not 2"),
-        ({"depth": 2, "confidence": True}, "proposer.confidence must be a number between 0 and 1, not True"),
+        ({}, r"proposer\.depth"),
+        ({"depth": 2, "tree": "2x2"}, r"proposer\.depth"),
+        ({"depth": "abc"}, "proposer.depth .*1 or more.*'abc'"),
+        ({"depth": 2, "confidence": 2}, "proposer.confidence .* 2"),
+        ({"depth": 2, "confidence": True}, "proposer.confidence .* True"),
         ({"depth": 0}, "proposer.depth"),
-        ({"tree": "2,2"}, "a tree is written as"),
-        ({"depth": 2, "drawn": "topk"}, "proposer.drawn must be one of iid, without, point, gumbel, not 'topk'"),
+        ({"tree": "2,2"}, "written as"),
+        ({"depth": 2, "drawn": "topk"}, "proposer.drawn .*iid, without, point, gumbel.*'topk'"),
         ({"depth": 2, "temperature": -1}, "proposer.temperature"),
         ({"depth": 2, "temperature": "hot"}, "proposer.temperature"),
-        ({"tree": "99"}, f"a tree 99 wide does not fit a vocabulary of {VOCABULARY}"),
+        ({"tree": "99"}, f"99 wide .* {VOCABULARY}"),
     ],
 )
 def test_wrong_options_are_named(spoken, tmp_path_factory, options, named):
@@ -367,14 +369,12 @@ def test_other_tokenizers_are_refused(spoken, tmp_path):
     ):
         DraftModel.load(spoken, saved(tmp_path / "swapped", other), depth=2)
     fewer = saved(tmp_path / "fewer", WORDS[:-1])
-    with pytest.raises(
-        ValueError, match=f"{VOCABULARY} tokens in the target's, {VOCABULARY - 1} in the draft's, 1 ids"
-    ):
+    with pytest.raises(ValueError, match=f"{VOCABULARY} .*{VOCABULARY - 1} .*1 ids"):
         DraftModel.load(spoken, fewer, depth=2)
-    with pytest.raises(ValueError, match="splits text otherwise"):
+    with pytest.raises(ValueError, match="splits"):
         DraftModel.load(spoken, saved(tmp_path / "split", split="WhitespaceSplit"), depth=2)
     wider = saved(tmp_path / "wider", vocab_size=64)
-    with pytest.raises(ValueError, match=f"gives logits for 64 tokens, the target tiny-llama for {VOCABULARY}"):
+    with pytest.raises(ValueError, match=f"64 tokens.*tiny-llama.* {VOCABULARY}"):
         DraftModel.load(spoken, wider, depth=2)
     with pytest.raises(OSError, match=r"no config\.json"):
         DraftModel.load(spoken, str(tmp_path), depth=2)
@@ -383,7 +383,7 @@ def test_other_tokenizers_are_refused(spoken, tmp_path):
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
     cold, warm = Sampling(0.0), Sampling(1.0)
-    with pytest.raises(ValueError, match=rf"siblings drawn {drawn} shrink the tree to a chain: set proposer\.drawn=p"):
+    with pytest.raises(ValueError, match=rf"drawn {drawn} .*proposer\.drawn=p"):
         draft_model("2x1", drawn).check(cold)
     draft_model("2x1", drawn).check(warm)
     draft_model("2x1", drawn, temperature=1.0).check(cold)
@@ -396,8 +396,8 @@ def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
 def sureness(proposer, sequences, draft):
     """The likeliest token's probability at every row that could have children, by row."""
     found = {}
-    for head, sequence in enumerate(sequences):
-        for row in draft.shape.trees[head].tolist():
+    for root, sequence in enumerate(sequences):
+        for row in draft.shape.trees[root].tolist():
             if draft.shape.depth[row] < 3:
                 text = [*sequence.tokens, *path_tokens(draft, row)]
                 found[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())
@@ -405,7 +405,7 @@ def sureness(proposer, sequences, draft):
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point", "without"])
-def test_what_is_drafted_where_the_draft_is_unsure_ends_its_path(target, drawn):
+def test_an_unsure_token_ends_its_path(target, drawn):
     proposer = draft_model("2x2x1", drawn)
     batch = batch_of(target, requests(WARM), proposer)
     whole = proposer.propose(batch)

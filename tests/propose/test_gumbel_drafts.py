@@ -1,4 +1,4 @@
-"""Drafts raced over noise that the verifier shares: what they carry, that no noise serves twice, what is put out."""
+"""Gumbel drafts, whose noise the verifier shares: their fields, no noise used twice, the output distribution."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.propose.lab import (
     emitted,
     expanded,
     path_tokens,
-    plain_law,
     plain_logits,
+    plain_probabilities,
     requests,
 )
 from tests.tiny import VOCABULARY, tiny_model
@@ -38,7 +38,7 @@ CHAIN = "1x1x1x1"
 
 @dataclass
 class Watched:
-    """Counter draws that remember every key and all noise."""
+    """Counter draws that record every key and all noise."""
 
     seed: int = 0
     keys: list[Key] = field(default_factory=list)
@@ -66,7 +66,7 @@ def proposed(target, tree=TREE, sampling=WARM, draws=None, prompts=PROMPTS, prop
     return proposer.propose(batch), batch, proposer
 
 
-# What a draft carries ----------------------------------------------------------------------------------------------
+# Fields of a draft -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sampling", [WARM, Sampling(0.7, top_k=3), Sampling(1.2, top_p=0.6, repetition_penalty=1.5)])
@@ -81,7 +81,9 @@ def test_siblings_are_the_best_of_their_parent_s_race(target, tree, sampling):
     assert (np.delete(draft.q_row, parents) == -1).all()
     for row, sequence, text, children in expanded(draft, batch.sequences):
         q, noise = draft.q[draft.q_row[row]], draft.noise[draft.q_row[row]]
-        torch.testing.assert_close(q, plain_law(proposer.lm.model, text, sequence.request.sampling), atol=1e-9, rtol=0)
+        torch.testing.assert_close(
+            q, plain_probabilities(proposer.lm.model, text, sequence.request.sampling), atol=1e-9, rtol=0
+        )
         order = (q.log() + noise).argsort(descending=True).tolist()
         assert children == order[: len(children)] and (q[children] > 0).all()
     assert draws.keys == list(draws.noise) and draws.repeats == 0  # one race each, and nothing else is drawn
@@ -97,7 +99,7 @@ SUPPORTS = {"cold": COLD, "two": Sampling(1.0, top_k=2), "all": WARM}
 
 
 def test_places_in_the_whole_tree_key_the_noise(target):
-    """The head's is -1. Nodes left out for want of support, or for the context, change no other node's noise."""
+    """The root's is -1. Nodes left out because of the support or the context change no other node's noise."""
     draws = Watched()
     proposed(target, "2x2x1", Sampling(1.0, top_k=1), draws)
     # nodes by place: 0 1 | 2 3, 4 5 | 6 ..; of a support of one there are 0, 2 and 6
@@ -110,7 +112,7 @@ def test_places_in_the_whole_tree_key_the_noise(target):
     assert all((whole.noise[key] == noise).all() for key, noise in cut.noise.items())
 
 
-def test_noise_does_not_depend_on_batch_mates(target):
+def test_noise_does_not_depend_on_the_batch(target):
     together, batch, _ = proposed(target)
     rows = [row for row, *_ in expanded(together, batch.sequences)]
     noise = together.noise[together.q_row[rows]]
@@ -123,13 +125,13 @@ def test_noise_does_not_depend_on_batch_mates(target):
     assert torch.equal(noise, torch.stack(alone))
 
 
-def test_nothing_drafted_still_says_how(target):
+def test_an_empty_draft_declares_how_it_is_drawn(target):
     draft, _, _ = proposed(target, proposer=draft_model(TREE, "gumbel", context=2))
     assert (draft.drawn, draft.shape.nodes) == ("gumbel", 0)
     assert draft.noise.shape == draft.q.shape == (0, VOCABULARY) and draft.noise.dtype == torch.float64
 
 
-def test_what_is_drafted_has_the_draft_s_law(target):
+def test_the_drafted_tokens_have_the_draft_s_distribution(target):
     sampling = Sampling(1.0, top_k=8)
     proposer, tokens = draft_model("1", "gumbel"), []
     batch = batch_of(target, requests(sampling, prompts=PROMPTS[1:2] * 100), proposer)
@@ -138,19 +140,19 @@ def test_what_is_drafted_has_the_draft_s_law(target):
             sequence.step = number
         draft = proposer.propose(batch)
         tokens.append(draft.token.numpy())
-    law = draft.q[0].numpy()
-    assert (law > 0).sum() == 8
-    assert agrees(np.concatenate(tokens), law)
-    assert not agrees(np.concatenate(tokens), (law > 0) / 8)
+    distribution = draft.q[0].numpy()
+    assert (distribution > 0).sum() == 8
+    assert agrees(np.concatenate(tokens), distribution)
+    assert not agrees(np.concatenate(tokens), (distribution > 0) / 8)
 
 
-def agrees(tokens: np.ndarray, law: np.ndarray) -> bool:
-    """Whether tokens may well have the law: Pearson's test at 1e-6, rare ones as one; none of mass zero."""
-    counts, expected = np.bincount(tokens, minlength=len(law)), len(tokens) * law
+def agrees(tokens: np.ndarray, distribution: np.ndarray) -> bool:
+    """Whether tokens fit the distribution: Pearson's test at 1e-6 with rare ones pooled; none of mass zero."""
+    counts, expected = np.bincount(tokens, minlength=len(distribution)), len(tokens) * distribution
     rare = expected < 10
     cells = [(np.append(x[~rare], x[rare].sum())) for x in (counts, expected)]
     some = cells[1] > 0
-    return counts[law == 0].sum() == 0 and stats.chisquare(cells[0][some], cells[1][some]).pvalue > 1e-6
+    return counts[distribution == 0].sum() == 0 and stats.chisquare(cells[0][some], cells[1][some]).pvalue > 1e-6
 
 
 # Decoding ----------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def agrees(tokens: np.ndarray, law: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("verifier", [Gumbel(), Match()], ids=["gumbel", "match"])
 @pytest.mark.parametrize(("tree", "temperature"), [(CHAIN, None), (CHAIN, 1.5), (TREE, 1.5)])
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, tree, temperature):
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, tree, temperature):
     proposer = draft_model(tree, "gumbel", temperature)
     group, _ = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
@@ -185,8 +187,8 @@ def test_a_batch_decodes_as_its_requests_alone_and_in_any_order(target, tree, sa
     assert together == emitted(decode(target, proposer, wanted[::-1], Gumbel())[0])
 
 
-def test_its_steps_are_recorded_as_given_the_noise(target):
-    """Nothing is left to chance, so what is expected is what was accepted."""
+def test_steps_are_recorded_conditional_on_the_noise(target):
+    """Nothing is random, so the expected number is the accepted number."""
     _, steps = decode(target, draft_model(TREE, "gumbel"), requests(WARM), Gumbel())
     rows = [row for one in steps for row in one.slim().rows()]
     assert len(rows) > 20 and {row["expected_kind"] for row in rows} == {"noise"}
@@ -197,12 +199,12 @@ def test_its_steps_are_recorded_as_given_the_noise(target):
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
-def test_a_test_by_p_over_q_is_refused_before_anything_runs(target, verifier):
-    with pytest.raises(ValueError, match=f"verifier '{verifier.name}' supports drafts drawn iid, point, without"):
+def test_rejection_sampling_is_refused_before_anything_runs(target, verifier):
+    with pytest.raises(ValueError, match=f"'{verifier.name}' .*iid, point, without"):
         fixed_group(target, draft_model(CHAIN, "gumbel"), verifier, requests(WARM), CounterDraws(0))
 
 
-# No noise serves twice ---------------------------------------------------------------------------------------------
+# No noise is used twice --------------------------------------------------------------------------------------------
 
 
 def watched(target, tree) -> Watched:
@@ -238,7 +240,7 @@ def test_rows_of_a_tree_that_share_a_key_are_caught(target, monkeypatch):
     assert watched(target, CHAIN).repeats > 0
 
 
-# The law of what is put out, on the real path ----------------------------------------------------------------------
+# The output distribution of the real loop --------------------------------------------------------------------------
 
 THREE = Sampling(1.0, top_k=3)
 COPIES = 2400
@@ -256,25 +258,25 @@ def outputs(target) -> np.ndarray:
     return np.array(codes)
 
 
-def test_the_joint_law_of_three_tokens_is_the_target_s(target):
-    law = np.zeros(VOCABULARY**3)
+def test_the_joint_distribution_of_three_tokens_is_the_target_s(target):
+    distribution = np.zeros(VOCABULARY**3)
     for a, p_a in some(target, PROMPTS[1]):
         for b, p_b in some(target, (*PROMPTS[1], a)):
             for c, p_c in some(target, (*PROMPTS[1], a, b)):
-                law[(a * VOCABULARY + b) * VOCABULARY + c] = p_a * p_b * p_c
-    assert agrees(outputs(target), law)
+                distribution[(a * VOCABULARY + b) * VOCABULARY + c] = p_a * p_b * p_c
+    assert agrees(outputs(target), distribution)
 
 
 def some(target, text):
     """The tokens that may follow, with their probabilities."""
-    law = plain_law(target.lm.model, list(text), THREE)
-    return [(token, float(law[token])) for token in law.nonzero()[:, 0].tolist()]
+    distribution = plain_probabilities(target.lm.model, list(text), THREE)
+    return [(token, float(distribution[token])) for token in distribution.nonzero()[:, 0].tolist()]
 
 
 # Early stops and bad input -----------------------------------------------------------------------------------------
 
 
-def test_a_confident_draft_ends_paths_by_its_law_alone_and_keeps_rows_aligned(target):
+def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_aligned(target):
     draft, batch, proposer = proposed(target, "2x2x1")
     sure = {}
     for row, _, text, _ in expanded(draft, batch.sequences):
@@ -286,7 +288,7 @@ def test_a_confident_draft_ends_paths_by_its_law_alone_and_keeps_rows_aligned(ta
     assert len(fewer.noise) == len(draws.noise) == len(np.unique(fewer.shape.parent))
     for row, _, text, children in expanded(fewer, batch.sequences):
         q, noise = fewer.q[fewer.q_row[row]], fewer.noise[fewer.q_row[row]]
-        torch.testing.assert_close(q, plain_law(proposer.lm.model, text, WARM), atol=1e-9, rtol=0)
+        torch.testing.assert_close(q, plain_probabilities(proposer.lm.model, text, WARM), atol=1e-9, rtol=0)
         assert children == (q.log() + noise).topk(len(children)).indices.tolist()
         same = next(
             r for r in draft.shape.trees[fewer.shape.root[row]] if path_tokens(draft, r) == path_tokens(fewer, row)
@@ -298,7 +300,7 @@ def test_a_confident_draft_ends_paths_by_its_law_alone_and_keeps_rows_aligned(ta
 
 
 def test_a_tree_is_refused_at_temperature_0_and_a_chain_is_not():
-    with pytest.raises(ValueError, match=r"siblings drawn gumbel shrink the tree to a chain: set proposer\.drawn=p"):
+    with pytest.raises(ValueError, match=r"drawn gumbel .*proposer\.drawn=p"):
         draft_model("2x1", "gumbel").check(COLD)
     draft_model("2x1", "gumbel").check(WARM)
     draft_model("2x1", "gumbel", temperature=1.0).check(COLD)
@@ -315,7 +317,7 @@ def test_nan_logits_end_their_own_request_only(target, truth):
 
 
 def test_single_precision_drafts_race_in_double(target):
-    """Scores a hair apart, far below what single precision tells apart, keep their order."""
+    """Scores that differ by far less than single precision resolves keep their order."""
     lm = CausalLM(tiny_model(seed=1, num_hidden_layers=1, dtype=torch.float32))
     q = proposed(target, "3", prompts=PROMPTS[:1], proposer=draft_model("3", "gumbel", lm=lm))[0].q
     assert q.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Medusa: which head fills which node, exact tokens, calibration, named trees and refusals."""
+"""Medusa: the head of each node, exact tokens, calibration, named trees and refusals."""
 
 import json
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_heads_equal_the_plain_formula(target, layers, trunk):
 
 @pytest.mark.parametrize("verifier", [None, Traversal()])
 @pytest.mark.parametrize("trunk", [False, True])
-def test_greedy_drafting_gives_the_target_s_tokens(target, truth, verifier, trunk):
+def test_greedy_drafting_emits_the_target_s_tokens(target, truth, verifier, trunk):
     proposer = Medusa(heads_of(target, trunk=trunk), TREE)
     group, steps = decode(target, proposer, requests(), verifier)
     assert emitted(group) == truth
@@ -104,7 +104,8 @@ def test_a_batch_decodes_as_its_requests_alone(target, sampling):
 
 
 def test_nodes_hold_their_heads_tokens(target):
-    """Also below several pending tokens, which no head has seen, and beside a prompt that is not yet computed."""
+    """Also below several pending tokens, which no head has read, and in a batch with a prompt that is not yet
+    computed."""
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=(*PROMPTS, PROMPTS[0])), proposer)
     fresh = batch.sequences.pop()
@@ -139,8 +140,8 @@ def test_a_fork_drafts_like_its_origin(target):
     assert len(token[0]) and torch.equal(token[0], token[1])
 
 
-def test_after_removed_tokens_the_heads_read_the_state_of_the_last_one_left(target):
-    """In a fork, too, which removes tokens of its own."""
+def test_after_a_rewind_the_heads_read_the_state_of_the_last_kept_token(target):
+    """Also in a fork that removes tokens of its own."""
     proposer = Medusa(heads_of(target), TREE)
     batch = batch_of(target, requests(prompts=PROMPTS[:1]), proposer)
     one = batch.sequences[0]
@@ -159,7 +160,7 @@ def test_after_removed_tokens_the_heads_read_the_state_of_the_last_one_left(targ
 
 
 def computed(target, proposer, batch):
-    """Compute the pending tokens of all sequences, and tell the proposer."""
+    """Compute the pending tokens of all sequences, and let the proposer observe them."""
     target.lm.capture(proposer.requires.hidden)
     starts = [len(one.kv) for one in batch.sequences]
     pending = [one.pending for one in batch.sequences]
@@ -225,7 +226,7 @@ def test_accuracies_are_measured_on_text_of_the_temperature():
     assert sampled.paths != greedy.paths
 
 
-def test_accuracy_survives_its_file(tmp_path):
+def test_accuracy_is_the_same_after_saving_and_loading(tmp_path):
     found = Accuracy.of(np.random.default_rng(0).integers(0, 4, (500, 3)), 3)
     found.write(tmp_path, rare=1, text="held-out code")
     again = Accuracy.read(tmp_path)
@@ -272,7 +273,7 @@ def test_the_tree_weighs_tokens_against_measured_seconds(target, calibrated, per
     assert found.expected_speedup == pytest.approx(rates[best])
 
 
-def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypatch, caplog):
+def test_nothing_is_drafted_where_no_tree_is_faster(target, truth, tmp_path, monkeypatch, caplog):
     dear = {n: 1.0 + 9 * n for n in (0, 1, 2)}
     monkeypatch.setattr(calibration, "time_steps", lambda *_: costs_of(dear))
     folder = saved(tmp_path)
@@ -280,14 +281,14 @@ def test_where_no_tree_pays_nothing_is_drafted(target, truth, tmp_path, monkeypa
     proposer = Medusa.load(target, str(folder), batch_size=3)
     assert "nothing will be drafted" in caplog.text
     assert (proposer.nodes, proposer.requires.hidden, proposer.facts["tree"]) == (0, (), "none")
-    assert Medusa.load(target, str(folder), tree="none").nodes == 0  # how an interrupted run goes on
+    assert Medusa.load(target, str(folder), tree="none").nodes == 0  # as an interrupted run is resumed
     group, steps = decode(target, proposer, requests())
     assert emitted(group) == truth
     assert not any(one.draft.shape.nodes for one in steps)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, monkeypatch, calibrated):
+def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monkeypatch, calibrated):
     target = tiny_target()
     drafting, plain, seen = partial(Medusa, heads_of(target)), target.lm.prepare, []
 
@@ -318,7 +319,7 @@ def test_whole_steps_are_timed_in_turns_and_leave_nothing_behind(batch_size, mon
     assert target.lm._hook is None
 
 
-def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeypatch, calibrated):
+def test_a_tree_that_is_slower_than_none_is_not_chosen(target, monkeypatch, calibrated):
     def timed(target, proposers, tokens, *_):  # one node gains a hundredth, more lose one
         return costs_of({size: tokens[size] / {0: 1.0, 1: 1.01}.get(size, 0.995) for size in proposers})
 
@@ -327,7 +328,7 @@ def test_a_larger_tree_is_not_taken_where_it_is_slower_than_none(target, monkeyp
     assert found.choices == ((0,),)
 
 
-def test_a_timing_that_errs_does_not_decide():
+def test_a_noisy_timing_does_not_decide():
     true = {size: 1.5 + 0.05 * size for size in (1, 2, 3, 4, 6, 8, 10, 12)}
     timed = {0: 1.0} | true | {2: 0.8, 8: 4.0}
     assert calibration.smoothed(timed) == pytest.approx({0: 1.0} | true)
@@ -369,7 +370,7 @@ def test_a_trunk_is_read(target, truth, tmp_path):
     assert emitted(decode(target, proposer, requests())[0]) == truth
 
 
-def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp_path, monkeypatch):
+def test_loaded_heads_use_a_named_tree_or_the_calibrated_one(target, truth, tmp_path, monkeypatch):
     folder = saved(tmp_path)
     named = Medusa.load(target, str(folder), tree="3x2")
     assert (named.nodes, len(named.heads), named.calibration, len(named.sha256)) == (9, 2, None, 64)
@@ -388,7 +389,7 @@ def test_loaded_heads_take_a_named_tree_or_the_calibrated_one(target, truth, tmp
 
 
 @pytest.mark.parametrize("max_depth", [1, 2, 3, 4, 9])
-def test_the_likeliest_and_the_calibrated_tree_are_at_most_as_deep_as_said(target, tmp_path, monkeypatch, max_depth):
+def test_the_likeliest_and_the_calibrated_tree_respect_the_depth_limit(target, tmp_path, monkeypatch, max_depth):
     folder = saved(tmp_path)
     Accuracy([[0.5, 0.1]] * 4, {}).write(folder)
     free = lambda target, proposers, *_: costs_of(dict.fromkeys(proposers, 1.0))  # noqa: E731
@@ -439,20 +440,20 @@ def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, 
 
 
 def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
-    with pytest.raises(OSError, match=r"config\.json is missing"):
+    with pytest.raises(OSError, match=r"config\.json .*missing"):
         Medusa.load(target, str(tmp_path / "nowhere"), tree="2")
     folder = saved(tmp_path / "heads")
-    with pytest.raises(OSError, match=r"give proposer\.tree=.* calibration\.json is missing"):
+    with pytest.raises(OSError, match=r"proposer\.tree=.*calibration\.json"):
         Medusa.load(target, str(folder))
     for text in ("{", "[]", '{"accuracy": []}', '{"accuracy": [[2]]}', '{"paths": {}}', '{"accuracy": [["x"]]}'):
         (folder / "calibration.json").write_text(text)
         with pytest.raises(ValueError, match=r"calibration\.json"):
             Medusa.load(target, str(folder))
     (folder / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"model\.safetensors "):
         Medusa.load(target, str(folder), tree="2")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(OSError, match=r"model\.safetensors is missing"):
+    with pytest.raises(OSError, match=r"model\.safetensors .*missing"):
         Medusa.load(target, str(folder), tree="2")
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not readable"):

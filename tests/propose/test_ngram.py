@@ -53,9 +53,9 @@ def drafted(proposer, *texts):
     return proposer.propose(batch(proposer, *texts))
 
 
-def paths_of(draft, head=0):
+def paths_of(draft, root=0):
     token = draft.token.tolist()
-    rows = draft.shape.trees[head][1:]
+    rows = draft.shape.trees[root][1:]
     return [tuple(token[row - draft.shape.roots] for row in draft.shape.path(int(row))) for row in rows]
 
 
@@ -74,7 +74,7 @@ def test_index_follows_growth_and_rewinds(tokens, edits, shortest, more):
 
 
 @given(TOKENS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 2))
-def test_a_chain_reads_on_from_the_first_match(tokens, depth, shortest, more):
+def test_a_chain_continues_from_the_first_match(tokens, depth, shortest, more):
     draft = drafted(Ngram(depth, shortest + more, shortest), tokens)
     first = next(naive_matches(tokens, shortest + more, shortest), None)
     assert draft.token.tolist() == ([] if first is None else naive_continuation(tokens, first, depth))
@@ -97,7 +97,7 @@ def test_longer_matches_come_first_then_recent_ones():
     assert paths_of(drafted(NgramTree(3, 1, 3, 1), text)) == [(9,), (8,), (7,)]
 
 
-def test_reading_goes_on_in_the_draft():
+def test_matching_continues_within_the_draft():
     assert continuation([5, 1, 2, 1, 2], 3, 5) == [1, 2, 1, 2, 1]
 
 
@@ -105,13 +105,13 @@ def test_a_batch_is_drafted_as_its_sequences_alone():
     texts = ([1, 2, 1, 2], [4, 5, 6], [7, 7, 7, 8, 7])
     for proposer in (Ngram(3, 2, 1), NgramTree(4, 3, 2, 1)):
         draft = drafted(proposer, *texts)
-        for head, text in enumerate(texts):
-            assert paths_of(draft, head) == paths_of(drafted(proposer, text))
+        for root, text in enumerate(texts):
+            assert paths_of(draft, root) == paths_of(drafted(proposer, text))
 
 
 @pytest.mark.parametrize("proposer", [Ngram(2, 2, 1), NgramTree(6, 3, 2, 1)], ids=lambda one: one.name)
 def test_a_fork_drafts_from_an_index_of_its_own(proposer):
-    """Which begins as its origin's; what either looks up later changes neither the other's index nor its draft."""
+    """It begins as a copy of its origin's; later lookups of one change neither the other's index nor its draft."""
     asked = batch(proposer, [1, 2, 3, 1, 2])
     (one,) = asked.sequences
     proposer.propose(asked)
@@ -132,7 +132,7 @@ def test_a_fork_drafts_from_an_index_of_its_own(proposer):
         (Ngram.load, {"depth": "abc"}, "proposer.depth.*'abc'"),
         (Ngram.load, {"depth": 0}, "proposer.depth"),
         (Ngram.load, {"min_ngram": True}, "proposer.min_ngram"),
-        (Ngram.load, {"max_ngram": 1, "min_ngram": 2}, "proposer.min_ngram is 2, larger"),
+        (Ngram.load, {"max_ngram": 1, "min_ngram": 2}, "proposer.min_ngram .*2"),
         (NgramTree.load, {"nodes": 2.5}, "proposer.nodes"),
         (NgramTree.load, {"depth": None}, "proposer.depth"),
     ],

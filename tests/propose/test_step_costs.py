@@ -1,4 +1,4 @@
-"""How steps are timed: in which order, what counts, and when a measurement is trusted. No test reads a clock."""
+"""How steps are timed: their order, what counts, and when a measurement is trusted. No test reads a clock."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def timed(machine, tokens=TOKENS, **options):
     return measure(machine, tokens, **{"seconds": 0.0, "usage": lambda: IDLE} | options)
 
 
-def test_sizes_take_turns_in_both_directions():
+def test_sizes_alternate_in_both_directions():
     machine = Machine()
     found = timed(machine)
     rising = list(TRUE)
@@ -61,7 +61,7 @@ def test_an_unsteady_measurement_is_extended_and_then_not_trusted():
     assert found.steps == BLOCKS * PASSES * (VISIT - 1), "bounded"
 
 
-def test_it_becomes_steady_once_the_load_is_gone():
+def test_a_measurement_becomes_steady_when_the_load_ends():
     loud = (WARM_UP + PASSES) * len(TRUE)
     found = timed(Machine(lambda visit: 0.005 * ((visit - 1) // len(TRUE) % 2) if visit <= loud else 0.0))
     assert found.steady
@@ -69,7 +69,7 @@ def test_it_becomes_steady_once_the_load_is_gone():
     assert found.steps == 2 * PASSES * (VISIT - 1)
 
 
-def test_a_slow_machine_is_not_timed_for_ever():
+def test_timing_on_a_slow_machine_is_bounded():
     slow = Machine(lambda visit: 20.0 * (visit - 1 + visit % 5))
     found = timed(slow, seconds=3.0)
     assert found.steps == 2 * (VISIT - 1)
@@ -90,7 +90,7 @@ def test_the_time_limit_covers_the_warm_up(step, timed_sizes):
         ({0: 0.01, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, True),
         ({0: 0.01, 1: 0.02, 2: 0.90, 4: 0.0, 8: 0.03}, True),  # one size: the line over all sizes does not follow it
         ({0: 0.01, 1: 0.30, 2: 0.90, 4: 0.0, 8: 0.03}, False),
-        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # what drafting nothing costs is not smoothed
+        ({0: 0.40, 1: 0.02, 2: 0.01, 4: 0.0, 8: 0.03}, False),  # the cost of drafting nothing is not smoothed
     ],
 )
 def test_spreads_decide_whether_costs_are_trusted(spread, steady):

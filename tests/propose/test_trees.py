@@ -1,4 +1,4 @@
-"""Trees: how they are written, and how they grow: as Sequoia's recurrence says, which equals brute force."""
+"""Trees: their notation, and their growth by Sequoia's recurrence, which equals brute force."""
 
 from itertools import product
 
@@ -20,7 +20,8 @@ from spec_lab.propose.trees import (
 )
 
 ACCEPTANCE = [0.62, 0.11, 0.06, 0.024, 0.02, 0.015, 0.012, 0.006, 0.0045, 0.003, 0.0, 0.003, 0.0015, 0.0, 0.0015]
-"""Made up: a long tail by rank as measured ones have, with zeros and ranks that are likelier than the one before."""
+"""Synthetic: a long tail by rank as measured ones have, with zeros and ranks that are likelier than the previous
+one."""
 
 
 def all_trees(nodes, depth, ranks):
@@ -49,7 +50,7 @@ def sequoia(accuracy, nodes):
 
     Args:
         accuracy: one list of p_b per depth; its length bounds the tree's depth.
-        nodes: largest size, the head not counted.
+        nodes: largest size, without the root.
 
     Returns:
         tokens ``[nodes + 1]``: expected tokens of the best tree of 0, 1, .. nodes nodes (-inf: there is none of
@@ -105,12 +106,12 @@ def test_widths_and_paths_are_read_and_written():
         ("", "widths"),
         ("0x2", "widths"),
         ("0 -1", "widths"),
-        ("0 0.1", r"\[0, 1\] has no earlier sibling"),
-        ("0 1.0", r"\[1, 0\] has no parent"),
+        ("0 0.1", r"\[0, 1\] .*sibling"),
+        ("0 1.0", r"\[1, 0\] .*parent"),
         ("0 0", "distinct"),
     ],
 )
-def test_what_is_no_tree_is_refused(text, said):
+def test_an_invalid_tree_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
         parse(text)
 
@@ -143,7 +144,7 @@ def test_recurrence_equals_brute_force(accuracy):
 
 
 @given(ACCURACY)
-def test_growth_is_the_recurrence_where_ranks_fall(accuracy):
+def test_growth_equals_the_recurrence_where_ranks_decrease(accuracy):
     accuracy = [sorted(row, reverse=True) + [0.0] * (3 - len(row)) for row in accuracy]
     tokens, _ = sequoia(accuracy, 8)
     grown = grow(by_rank(accuracy), 8, len(accuracy), 3)
@@ -153,7 +154,7 @@ def test_growth_is_the_recurrence_where_ranks_fall(accuracy):
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_growth_is_the_best_tree_for_values_of_whole_paths_where_they_fall(seed):
+def test_growth_finds_the_best_tree_for_decreasing_values_of_paths(seed):
     def value(path):
         parents = (path[:depth] for depth in range(len(path)))
         shares = [sorted(np.random.default_rng([seed, *parent]).dirichlet(np.ones(4)))[::-1] for parent in parents]
@@ -182,7 +183,7 @@ def test_a_long_tailed_acceptance_vector():
 
 
 @pytest.mark.parametrize("value", [0.0, True, None, [0, 1], ["0", "1"], [[0.5]]])
-def test_what_yaml_reads_as_something_else_asks_for_quotes(value):
+def test_a_value_that_yaml_misreads_requires_quotes(value):
     with pytest.raises(ValueError, match=r"not .*: quote it, \"proposer.tree='0.0'\""):
         parse(value)
 
@@ -194,8 +195,8 @@ def test_what_yaml_reads_as_something_else_asks_for_quotes(value):
         " ".join(".".join("0" * depth) for depth in range(1, 258)), " ".join(map(str, range(1025))),
     ],
 )  # fmt: skip
-def test_trees_that_no_machine_could_verify_are_refused_at_once(text):
-    with pytest.raises(ValueError, match=r"proposer\.tree (has|is) .*at most (1024|256) are possible"):
+def test_trees_too_large_to_verify_are_refused_at_once(text):
+    with pytest.raises(ValueError, match=r"proposer\.tree .*at most (1024|256) "):
         parse(text)
 
 

@@ -27,7 +27,7 @@ def keyed(tmp_path_factory):
 
 @pytest.fixture
 def command(quick_cli, keyed, monkeypatch):
-    """Run the command line with these overrides and more; returns what it printed."""
+    """Run the command line with these overrides and more; returns its output."""
     folder, options = keyed
     monkeypatch.setenv("WHERE", str(folder))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the processes of joblib
@@ -40,7 +40,7 @@ def command(quick_cli, keyed, monkeypatch):
 
 
 def assert_nowhere(place: Path, said: str) -> None:
-    """No secret is in what was printed, in any file's name, or in any file."""
+    """Check that no secret is in the output, in any file's name, or in any file."""
     for secret in (CANARY, NESTED, HIDDEN):
         assert secret not in said
         for file in place.rglob("*"):
@@ -187,7 +187,7 @@ def test_a_secret_that_is_read_from_a_variable_is_left_as_it_is(monkeypatch, opt
 
 
 @pytest.mark.parametrize("text", ["db://${oc.env:U}:hunter2@h/b", "db://u:hunter2${oc.env:P}@h/b"])
-def test_a_password_beside_an_interpolation_is_refused_by_name(monkeypatch, text):
+def test_a_password_next_to_an_interpolation_is_refused_by_name(monkeypatch, text):
     monkeypatch.setattr("os.environ", {})
     with pytest.raises(InvalidSecret, match=r"hydra\.sweeper\.storage") as error:
         moved([f"hydra.sweeper.storage='{text}'"])
@@ -271,7 +271,7 @@ def test_a_run_notices_that_an_environment_variable_has_another_value(quick_cli,
 @pytest.mark.parametrize(
     "key", ["openai_key", "WANDB_API_KEY", "private_key_pem", "github_pat", "bearer", "cookies", "sshKey", "hf_token"]
 )
-def test_what_services_call_their_secrets_is_a_secret(key):
+def test_the_services_names_of_secrets_are_secrets(key):
     assert without_secrets({"a": {key: "canary"}}) == {"a": {key: BLANK}}
 
 

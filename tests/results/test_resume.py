@@ -1,4 +1,4 @@
-"""Ctrl-C and the same command again: a run with calibrated trees goes on with the trees it began with."""
+"""Ctrl-C and the same command again: a run with calibrated trees is resumed with the same trees."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def zoo(tmp_path):
 
 @pytest.fixture
 def command(zoo, tmp_path, monkeypatch):
-    """Run two groups of Medusa, and of Medusa beside it, into ``tmp_path / "here"``: the exit code."""
+    """Run two groups of two Medusa arms into ``tmp_path / "here"``; returns the exit code."""
     medusa = f"path={zoo / 'medusa'}"
     arguments = [
         f"target.path={zoo / 'target'}", "target.dtype=float64", "prompts=jsonl", "prompts.limit=2",
@@ -44,7 +44,7 @@ def command(zoo, tmp_path, monkeypatch):
 
 
 def calibrating(monkeypatch, *trees: str) -> None:
-    """Let calibrations choose these trees, one after the other."""
+    """Make calibrations choose these trees, one after the other."""
     left = [parse(tree) for tree in trees]
 
     def chosen(*given, **named):
@@ -72,7 +72,7 @@ def interrupted(command, monkeypatch, tmp_path):
     return tmp_path / "here"
 
 
-def test_it_goes_on_with_the_trees_it_began_with(command, interrupted, monkeypatch, capsys):
+def test_a_run_is_resumed_with_the_trees_it_began_with(command, interrupted, monkeypatch, capsys):
     before = json.loads((interrupted / "manifest.json").read_text())
     calibrating(monkeypatch)  # none is left: calibrating again would fail
     assert command() == 0, capsys.readouterr().err
@@ -86,20 +86,20 @@ def test_it_goes_on_with_the_trees_it_began_with(command, interrupted, monkeypat
         assert set(zip(steps["nodes"], steps["depth"], strict=True)) == {drafted}
 
 
-def test_other_accuracies_of_the_heads_make_another_run(command, interrupted, zoo, capsys):
+def test_other_accuracies_of_the_heads_identify_another_run(command, interrupted, zoo, capsys):
     (zoo / "medusa" / "calibration.json").write_text(json.dumps({"accuracy": [[0.9, 0.1]] * 3}))
     assert command() == 1
     assert "already holds another run (weights_sha256.proposer: " in capsys.readouterr().err
 
 
-def test_another_commit_makes_another_run(command, interrupted, monkeypatch, capsys):
+def test_another_commit_is_another_run(command, interrupted, monkeypatch, capsys):
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "later")
     assert command() == 1
     said = capsys.readouterr().err
     assert "already holds another run (commit: " in said and "'later' here); choose another output_dir=DIR" in said
 
 
-def test_it_is_resumed_whatever_cache_of_costs_it_now_names(command, interrupted, monkeypatch, capsys):
+def test_a_run_is_resumed_with_any_cache_of_costs(command, interrupted, monkeypatch, capsys):
     calibrating(monkeypatch)  # nothing is calibrated again
     assert command("proposer.recalibrate=true", "arms.other.cache=elsewhere") == 0, capsys.readouterr().err
     assert metrics.load(interrupted).requests["group"].unique().tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""A run knows the code of parts that come from other packages: edited code is another run."""
+"""The code of parts from other packages identifies a run: edited code is another run."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "extension" / "package" / "toy_plugin"
 
 @pytest.fixture
 def anew(monkeypatch):
-    """As in a new process: nothing of these packages is imported, and no hash is known."""
+    """Restore the state of a new process: nothing of these packages is imported, and no hash is cached."""
 
     def forget(*packages: str) -> None:
         importlib.invalidate_caches()
@@ -88,9 +88,7 @@ def test_a_run_is_resumed_with_the_same_code(quick_cli, interrupted, arguments, 
     assert list(known) == ["toy_plugin"] and len(known["toy_plugin"]["sha256"]) == 64
 
 
-def test_a_sweep_s_run_that_is_done_with_other_code_is_not_taken_for_the_same(
-    quick_cli, plugin, arguments, tmp_path, anew
-):
+def test_a_finished_run_of_other_code_is_not_skipped(quick_cli, plugin, arguments, tmp_path, anew):
     assert quick_cli("--multirun", *arguments, "seed=1")[0] == 0
     anew("toy_plugin")
     code, _, errors = quick_cli("--multirun", *arguments, "seed=1")
@@ -102,7 +100,7 @@ def test_a_sweep_s_run_that_is_done_with_other_code_is_not_taken_for_the_same(
     assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["done"]
 
 
-def test_files_that_options_of_such_parts_name_are_known_by_their_contents(tmp_path):
+def test_files_named_by_options_are_identified_by_content(tmp_path):
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "model.bin").write_bytes(b"1")
@@ -116,14 +114,14 @@ def test_files_that_options_of_such_parts_name_are_known_by_their_contents(tmp_p
 
 
 @pytest.mark.parametrize("option", ["path", "weights", "model_path", "checkpoint_dir", "vocab_file", "prompts_path"])
-def test_options_that_name_what_a_part_reads_are_known(tmp_path, option):
+def test_options_that_name_input_files_are_recognized(tmp_path, option):
     (tmp_path / "file").write_text("1")
     part = {"_target_": "elsewhere.Part", "more": {option: str(tmp_path / "file")}}
     assert sources.data({"verifier": part}, ProcessCache()).keys() == {f"verifier.more.{option}"}
 
 
 @pytest.mark.parametrize("option", ["log_path", "cache_path", "output_path", "model_cache_path", "weights_log"])
-def test_options_that_name_where_a_part_may_write_are_not(tmp_path, option):
+def test_options_that_name_output_files_are_not(tmp_path, option):
     (tmp_path / "file").write_text("1")
     part = {"_target_": "elsewhere.Part", option: str(tmp_path / "file")}
     assert not sources.data({"verifier": part}, ProcessCache())
@@ -152,7 +150,7 @@ def test_folders_of_too_many_files_are_left_out(tmp_path, monkeypatch):
     assert not sources.data(config, ProcessCache())
 
 
-def test_the_function_that_makes_a_controller_is_known(anew, tmp_path, monkeypatch):
+def test_the_source_of_a_controller_s_function_is_recorded(anew, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "lone_module.py"
     file.write_text("def make(vocabulary): ...\n")
@@ -165,33 +163,33 @@ def test_the_function_that_makes_a_controller_is_known(anew, tmp_path, monkeypat
     assert sources.code(config, (), ProcessCache())["lone_module"]["sha256"] != before["lone_module"]["sha256"]
 
 
-def test_objects_tell_the_package_that_they_come_from(anew):
+def test_the_package_of_an_object_is_recorded(anew):
     assert sources.code({}, [Path(), 3, None], ProcessCache()) == {}
     assert sources.code({}, [pytest.approx(1)], ProcessCache()).keys() == {"_pytest"}
     assert sources.code({}, [Loop], ProcessCache()) == {}
 
 
-def test_distributions_are_known_by_version():
+def test_installed_packages_are_identified_by_version():
     import numpy
 
     assert sources.source("numpy", ProcessCache())["versions"]["numpy"] == numpy.__version__
 
 
-def test_a_package_too_large_is_known_by_its_version_alone(anew, monkeypatch):
+def test_a_package_too_large_to_hash_is_identified_by_version(anew, monkeypatch):
     anew()
     monkeypatch.setattr(sources, "MAX_SOURCES", (3, 10))
     found = sources.source("pytest", ProcessCache())
     assert found["sha256"] is None and found["versions"]
 
 
-def test_an_edit_after_the_first_look_does_not_change_what_a_process_records(plugin):
+def test_an_edit_after_the_first_read_does_not_change_the_recorded_source(plugin):
     cache = ProcessCache()
     before = sources.source("toy_plugin", cache)
     edit(plugin)
     assert sources.source("toy_plugin", cache) == before != sources.source("toy_plugin", ProcessCache())
 
 
-def test_without_a_commit_this_package_s_own_source_is_known(monkeypatch):
+def test_without_a_commit_the_package_s_own_source_is_recorded(monkeypatch):
     from tests.results.test_manifest import facts
 
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: None)

@@ -1,4 +1,4 @@
-"""Rows: what the columns say about a decoded group, and what of them survives."""
+"""Rows of a decoded group: their columns, and how they are stored."""
 
 import pandas as pd
 import pyarrow as pa
@@ -32,7 +32,7 @@ def test_columns_are_those_of_the_schema(decoded):
     assert set(steps[0]) == set(schema.STEPS)
 
 
-def test_steps_tell_the_whole_output(decoded):
+def test_steps_contain_the_whole_output(decoded):
     requests, done, _, steps = decoded
     for request, outcome in zip(requests, done.outcomes, strict=True):
         own = [step for step in steps if step["request"] == request.id]
@@ -54,7 +54,7 @@ def test_steps_tell_the_whole_output(decoded):
         assert outcome.prefill_tokens == own[0]["emitted_kept"]
 
 
-def test_cuts_show_in_the_last_step_only(decoded):
+def test_truncation_appears_in_the_last_step_only(decoded):
     _, _, _, steps = decoded
     for step in steps:
         whole = step["emitted"] == step["emitted_kept"] and step["accepted"] == step["accepted_kept"]
@@ -109,7 +109,7 @@ def test_slim_steps_keep_no_draft_distributions(decoded):
 
 
 def rows(group: int, tag: str = "") -> tuple[list, list, list]:
-    """One row a table, with only what storing looks at."""
+    """One row per table, with only the columns that storing reads."""
 
     def row(name: str) -> dict:
         empty = {pa.string(): tag, pa.int64(): 0, pa.float64(): 0.0, pa.bool_(): False}
@@ -160,7 +160,7 @@ def test_a_group_without_its_requests_never_finished(tmp_path):
     assert load(tmp_path).rounds["group"].tolist() == [0]
 
 
-def test_nothing_there_is_empty_tables(tmp_path):
+def test_a_folder_without_parts_is_empty_tables(tmp_path):
     tables = load(tmp_path / "nowhere")
     assert len(tables.rounds) == len(tables.steps) == len(tables.requests) == 0
     assert list(tables.steps.columns) == list(schema.STEPS)
@@ -208,7 +208,7 @@ def test_an_optional_column_may_hold_nulls_and_a_required_one_may_not(tmp_path):
 
 def test_a_broken_file_is_named(tmp_path):
     (tmp_path / "steps.parquet").write_bytes(b"not parquet")
-    with pytest.raises(ValueError, match=r"steps\.parquet is not a readable table"):
+    with pytest.raises(ValueError, match=r"steps\.parquet "):
         load(tmp_path)
 
 

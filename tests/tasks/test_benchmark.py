@@ -32,13 +32,13 @@ def quiet() -> Console:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """(directory, what was printed) of one finished run."""
+    """(directory, output) of one finished run."""
     out, console = tmp_path_factory.mktemp("run") / "out", quiet()
     assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
     return out, console.file.getvalue()
 
 
-def test_it_leaves_every_file(done):
+def test_a_run_writes_every_file(done):
     out, _ = done
     names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     tables = {f"{name}.parquet" for name in ("rounds", "steps", "requests")}
@@ -46,7 +46,7 @@ def test_it_leaves_every_file(done):
     assert names == tables | drawn | {"summary.json", "manifest.json"}
 
 
-def test_both_arms_decode_every_prompt_in_turn(done):
+def test_arms_alternate_on_every_prompt(done):
     requests = metrics.load(done[0]).requests
     assert sorted(requests["arm"].unique()) == ["baseline", "speculative"]
     for _, arm in requests.groupby("arm"):
@@ -56,7 +56,7 @@ def test_both_arms_decode_every_prompt_in_turn(done):
     assert first.tolist() == ["speculative", "baseline", "speculative"]
 
 
-def test_rows_say_how_much_text_each_token_settles(done):
+def test_rows_count_the_text_each_token_releases(done):
     for one in metrics.load(done[0]).requests.itertuples():
         assert len(one.ends) == len(one.tokens) == len(one.text) and list(one.ends) == list(range(1, len(one.text) + 1))
 
@@ -85,7 +85,7 @@ def test_greedy_arms_agree(done):
     assert (tables.requests["prefill_tokens"] + tables.requests["decode_tokens"] == 12).all()
 
 
-def test_the_summary_holds_what_the_design_names(done):
+def test_the_summary_has_the_design_s_keys(done):
     summary = json.loads((done[0] / "summary.json").read_text())
     assert {
         "experiment", "proposer", "verifier", "constraint", "lossless", "certified", "requests", "tokens", "steps",
@@ -102,7 +102,7 @@ def test_the_summary_holds_what_the_design_names(done):
 
 
 def certified(tmp_path, **parts):
-    """What a run says of its arms' certificates, and what was printed, on one line."""
+    """The certificates of a run's arms, and its output joined into one line."""
     console = quiet()
     assert run(lab(texts=TEXTS[:2], temperature=1.0, **parts), settings(tmp_path), CONFIG, console) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -117,19 +117,19 @@ def test_a_run_certifies_its_own_pairs(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
 
 
-def test_a_lossy_verifier_is_called_so_and_not_certified(tmp_path):
+def test_a_lossy_verifier_is_named_and_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
     assert found == {"speculative": None, "baseline": "quick"}
     assert "lossy: draft_model; verifier 'lenient'" in printed
 
 
-def test_a_false_claim_is_printed_with_the_place_where_it_fails_and_the_run_is_kept(tmp_path):
+def test_a_false_claim_is_reported_with_its_counterexample_and_the_run_is_kept(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Claims())
     assert found == {"speculative": None, "baseline": "quick"}
     assert "NOT lossless: draft_model; verifier 'mine'" in printed and ": after [] token " in printed
 
 
-def test_what_cannot_be_enumerated_is_left_open(tmp_path):
+def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1", "gumbel"), verifier=Gumbel())
     assert found == {"speculative": None, "baseline": "quick"}
     assert "not certified: draft_model;" in printed and "Gumbel noise cannot be enumerated" in printed
@@ -150,7 +150,7 @@ def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
     )
 
 
-def test_the_manifest_says_what_ran_and_hides_secrets(done):
+def test_the_manifest_records_the_run_and_hides_secrets(done):
     manifest = json.loads((done[0] / "manifest.json").read_text())
     assert manifest["config"]["tracker"]["api_key"] == "***"
     assert manifest["config"]["max_new_tokens"] == 12
@@ -174,7 +174,7 @@ def test_time_inside_and_outside_the_phases_adds_up(done):
         assert metrics.decode_seconds(tables.rounds, arm) == pytest.approx(groups.sum())
 
 
-def test_a_run_goes_on_where_it_was_interrupted(done, tmp_path, capsys):
+def test_an_interrupted_run_is_resumed(done, tmp_path, capsys):
     """Ctrl-C in the second group keeps the first; the same run then decodes only the others."""
     plain, decoded = Loop.decode, []
 
@@ -224,7 +224,7 @@ def test_warm_up_decodes_a_little_with_every_arm_and_leaves_no_rows(tmp_path, mo
 
 def test_a_killed_run_keeps_its_finished_groups(tmp_path, monkeypatch):
     class Killed(BaseException):
-        """Nothing catches it, as nothing catches a kill."""
+        """Not caught, like a kill."""
 
     class Dying(Loop):
         def decode(self, requests):
@@ -302,16 +302,16 @@ def test_a_run_that_fails_in_its_first_group_keeps_the_tree_it_chose(tmp_path):
 
 def test_another_run_in_the_same_directory_is_refused(done):
     out, _ = done
-    with pytest.raises(ValueError, match=r"another run \(config.max_new_tokens: 12 there, 13 here\); choose another"):
+    with pytest.raises(ValueError, match=r"config\.max_new_tokens: 12 there, 13 here"):
         run(lab(), settings(out), CONFIG | {"max_new_tokens": 13}, quiet())
-    with pytest.raises(ValueError, match=r"already holds another run \(prompts_sha256: "):
+    with pytest.raises(ValueError, match=r"\(prompts_sha256: "):
         run(lab(texts=("other",)), settings(out), CONFIG, quiet())
-    with pytest.raises(ValueError, match=r"already holds another run \(arms: "):
+    with pytest.raises(ValueError, match=r"\(arms: "):
         run(lab(), settings(out, baseline=False), CONFIG, quiet())
 
 
 def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
-    """As a tree calibrated by timing may, where it is not taken from the manifest."""
+    """As a tree calibrated by timing may be if it is not read from the manifest."""
 
     class Calibrated(Repeat):
         def __init__(self, depth: int) -> None:
@@ -322,7 +322,7 @@ def test_a_proposer_that_has_chosen_another_tree_since_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"proposers.speculative.tree: '0 0.0' there, '0 0.0 0.0.0' here"):
         run(lab(proposer=Calibrated(3)), settings(tmp_path), CONFIG, quiet())
     again = Calibrated(2)
-    again.facts["seconds"] = 7  # a measurement that comes out differently makes no other run
+    again.facts["seconds"] = 7  # a different measurement does not identify another run
     assert run(lab(proposer=again), settings(tmp_path), CONFIG, quiet()) == 0
 
 
@@ -355,7 +355,7 @@ def test_the_baseline_can_be_left_out(tmp_path):
     assert summary["speedup"]["mean"] is summary["baseline_tokens_per_second"] is None
 
 
-def test_proposers_beside_are_arms_of_their_own(tmp_path):
+def test_further_proposers_are_arms_of_their_own(tmp_path):
     assert run(lab(more_proposers={"longer": Repeat(4)}), settings(tmp_path), CONFIG, quiet()) == 0
     tables = metrics.load(tmp_path)
     assert metrics.arms(tables) == ["speculative", "longer", "baseline"]
@@ -375,7 +375,7 @@ def test_three_arms_rotate_and_every_second_rotation_runs_backwards(tmp_path):
 
 def test_every_arm_names_its_own_proposer_and_verifier_and_the_summary_the_main_ones(tmp_path):
     class Other:
-        """A peer: it only says what came out."""
+        """A peer, which only returns its output."""
 
         def decode(self, requests):
             return Decoded([], Loop(parts.target, Null(), Match(), 0).decode(requests).outcomes)
@@ -417,7 +417,7 @@ def test_a_request_with_nan_logits_is_named_and_the_others_finish(tmp_path, caps
     assert len(json.loads((tmp_path / "summary.json").read_text())["errors"]) == 2
 
 
-def test_a_group_with_a_broken_request_is_left_out_of_speeds_and_the_table_says_so(tmp_path):
+def test_a_group_with_a_failed_request_is_left_out_of_speeds_with_a_note_in_the_table(tmp_path):
     one = lab()
     seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
     assert run(one, settings(tmp_path / "plain", baseline=False), CONFIG, quiet()) == 0
@@ -443,18 +443,18 @@ def test_the_largest_seed_decodes(tmp_path):
 
 
 def test_a_prompt_longer_than_the_context_is_named_before_anything_runs(tmp_path):
-    with pytest.raises(ValueError, match="prompt 'p1' has 300 tokens and the context holds 256"):
+    with pytest.raises(ValueError, match="prompt 'p1' .*300 tokens .*256"):
         run(lab(texts=("x", "y" * 300)), settings(tmp_path / "out"), CONFIG, quiet())
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
+def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
     picky = SimpleNamespace(name="picky", accepts=frozenset({"iid"}), lossless=True)
     with pytest.raises(ValueError, match="proposer 'repeat' draws 'point'"):
         run(lab(verifier=picky), settings(tmp_path / "out"), CONFIG, quiet())
-    with pytest.raises(ValueError, match="two arms are called 'baseline'"):
+    with pytest.raises(ValueError, match="'baseline'"):
         run(lab(more_proposers={"baseline": Repeat()}), settings(tmp_path / "out"), CONFIG, quiet())
-    with pytest.raises(ValueError, match="one prompt at a time; set batch_size=1, not 2"):
+    with pytest.raises(ValueError, match="batch_size=1, not 2"):
         run(lab(peers={"greedy": None}), settings(tmp_path / "out"), CONFIG, quiet())
     assert not (tmp_path / "out").exists()
 
@@ -462,15 +462,15 @@ def test_parts_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"batch_size": 1.5}, "batch_size must be a whole number of 1 or more, not 1.5"),
-        ({"batch_size": 0}, "batch_size must be"),
-        ({"max_new_tokens": "many"}, "max_new_tokens must be a whole number of 1 or more, not 'many'"),
-        ({"warmup": -1}, "warmup must be a whole number of 0 or more"),
-        ({"seed": None}, "seed must be"),
-        ({"seed": 2**63}, r"seed must be below 2\*\*63, not 9223372036854775808"),
-        ({"threads": 0}, "threads must be a whole number of 1 or more"),
-        ({"baseline": "maybe"}, "baseline must be true or false"),
-        ({"name": ""}, "name must be"),
+        ({"batch_size": 1.5}, "batch_size .*1 or more.* 1.5"),
+        ({"batch_size": 0}, "batch_size "),
+        ({"max_new_tokens": "many"}, "max_new_tokens .*1 or more.*'many'"),
+        ({"warmup": -1}, "warmup .*0 or more"),
+        ({"seed": None}, "seed "),
+        ({"seed": 2**63}, r"seed .*2\*\*63.* 9223372036854775808"),
+        ({"threads": 0}, "threads .*1 or more"),
+        ({"baseline": "maybe"}, "baseline "),
+        ({"name": ""}, "name "),
     ],
 )
 def test_wrong_types_are_refused_by_name(tmp_path, change, said):
@@ -478,7 +478,7 @@ def test_wrong_types_are_refused_by_name(tmp_path, change, said):
         settings(tmp_path, **change)
 
 
-def test_a_pair_is_enumerated_once_in_a_process_and_another_one_anew(tmp_path, monkeypatch):
+def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
     seen = []
 
     def counted(proposer, verifier, constrained):

@@ -1,4 +1,4 @@
-"""What rounds cost: what is timed of whom, what follows from it by hand-made numbers, and the study."""
+"""Costs of steps: timing, predictions by hand-made numbers, and the study."""
 
 import importlib
 import io
@@ -46,7 +46,7 @@ def arms_of(target, **proposers):
     return {name: Loop(target, one, Token(), seed=0) for name, one in proposers.items()}
 
 
-def test_a_fixed_tree_has_two_children_a_row_and_as_many_nodes_as_asked():
+def test_a_fixed_tree_has_two_children_per_row_and_the_requested_nodes():
     assert bush(5).parent.tolist() == [0, 0, 1, 1, 2]
     assert bush(64).nodes == 64 and bush(64).depth.max() == 6
     target = tiny_target()
@@ -63,7 +63,7 @@ def test_texts_are_the_prompts_joined_and_repeated_each_from_a_place_of_its_own(
     assert not one.stop and (one.id, two.id) == (0, 1)
 
 
-def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
+def test_every_arm_is_timed_from_the_same_state_and_all_cells_are_freed():
     target = tiny_target()
     drafting, places = draft_model("1x1", "iid"), []
 
@@ -83,16 +83,16 @@ def test_every_arm_is_timed_from_the_same_place_and_all_cells_are_given_back():
         assert cells.references.sum() == 0
 
 
-def test_the_parts_of_a_round_are_no_longer_than_the_round():
+def test_the_phases_of_a_step_are_no_longer_than_the_step():
     target = tiny_target()
     rows = time_arms(arms_of(target, none=Null()), texts(target, PROMPTS, Sampling(), 1, 8), 0, 1)
     (row,) = rows
     assert set(row) == set(COST)
-    assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one round, so medians are its values
+    assert 0 < sum(row[part] for part in PARTS) <= row["whole"] * 1.001  # of one step, so medians are its values
     assert row["target_forward"] <= row["target"]
 
 
-def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatch):
+def test_nan_logits_are_refused_and_all_cells_are_freed(monkeypatch):
     target, drafting = tiny_target(), draft_model("1x1", "iid")
     plain, calls = type(target.lm).run, []
 
@@ -105,13 +105,13 @@ def test_logits_that_are_nan_are_refused_and_all_cells_are_given_back(monkeypatc
 
     monkeypatch.setattr(type(target.lm), "run", breaking)
     arms = arms_of(target, draft=drafting, none=Null())
-    with pytest.raises(ValueError, match="costs cannot be measured"):
+    with pytest.raises(ValueError, match="costs"):
         time_arms(arms, texts(target, PROMPTS, Sampling(), 2, 8), 0, 2)
     for cells in (target.lm.cells, drafting.lm.cells):
         assert cells.references.sum() == 0
 
 
-def test_a_proposer_that_the_verifier_cannot_judge_is_refused():
+def test_a_proposer_that_the_verifier_does_not_support_is_refused():
     target = tiny_target()
     arms = {"draft": Loop(target, draft_model("1x1", "gumbel"), Token(), seed=0)}
     with pytest.raises(ValueError, match="draws 'gumbel'"):
@@ -150,7 +150,7 @@ def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
     assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
 
 
-def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 
     def watched(arms, requests, turn, rounds):
@@ -169,13 +169,13 @@ def test_a_stopped_measurement_goes_on_where_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"contexts": [8, 250]}, "task.contexts must be at most 232, not 250"),
-        ({"batches": []}, "task.batches must be a list"),
-        ({"nodes": [-1]}, "task.nodes must be a whole number of 0 or more"),
+        ({"contexts": [8, 250]}, "task.contexts .*232.* 250"),
+        ({"batches": []}, "task.batches .*list"),
+        ({"nodes": [-1]}, "task.nodes .*0 or more"),
         ({"turns": 0}, "task.turns"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+def test_invalid_options_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         measure(lab(), settings(tmp_path), {}, quiet(), **(SMALL | options))
     assert not list(tmp_path.iterdir())
@@ -194,7 +194,7 @@ def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
     assert seen == [[4, 4, 4, 3, 1]]
 
 
-def test_the_room_holds_every_node_accepted_in_every_round():
+def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
     target = tiny_target()
     arms = arms_of(target, four=Repeat(4), none=Null())
     assert room(arms, rounds=2) == 5 * 5  # warming up, two timed, one that ends the second; then a draft
@@ -238,9 +238,9 @@ def test_costs_are_linear_between_what_was_measured_and_refused_beyond():
     assert float(cost.nodes(nodes=2, batch=1, context=50)) == pytest.approx(17e-3)
     assert cost.nodes(nodes=[0, 4], batch=2, context=0) == pytest.approx([10e-3, 18e-3])
     assert float(cost.round("draft", 3, 1.5, 10)) == pytest.approx(5e-3 + 10e-3 + 4.5e-3 + 1e-3)
-    with pytest.raises(ValueError, match="for context from 0 to 100, not from 50 to 101"):
+    with pytest.raises(ValueError, match="context .*0 to 100.* 50 to 101"):
         cost.nodes(nodes=0, batch=1, context=[50, 101])
-    with pytest.raises(ValueError, match="arm 'medusa' were not measured; measured arms are draft, baseline"):
+    with pytest.raises(ValueError, match="arm 'medusa' .*draft, baseline"):
         cost.round("medusa", 0, 1, 0)
 
 
@@ -251,7 +251,7 @@ def test_a_speed_up_is_tau_times_the_ratio_of_seconds():
     assert predict(cost, "baseline", tau=1.0, nodes=0, batch=2, context=40) == pytest.approx(1.0)
 
 
-def test_where_verifying_is_free_it_is_the_theorem_of_leviathan_et_al():
+def test_where_verifying_is_free_the_prediction_is_the_theorem_of_leviathan_et_al():
     """(1 - a^(g + 1)) / ((1 - a) (g c + 1)), for g drafted tokens that are each accepted with probability a."""
     a, g, c, forward = 0.7, 4, 0.05, 8e-3
     flat = Grid({"nodes": (0.0, 8.0)} | PLACES, np.full((2, 2, 2), forward))
@@ -262,8 +262,8 @@ def test_where_verifying_is_free_it_is_the_theorem_of_leviathan_et_al():
 
 
 def run_by_hand() -> Tables:
-    """One group of two prompts. The draft: a prefill, two rounds of both, then one of the second alone, of whose three
-    expected tokens one is cut. The baseline: three rounds of both.
+    """One group of two prompts. The draft: a prefill, two steps of both, then one of the second alone, of whose three
+    expected tokens one is cut. The baseline: three steps of both.
     """
     usual = dict(group=0, prefill=False, finish="", expected_emitted=1.0, emitted=1, emitted_kept=1, nodes=0)
     steps = []
@@ -288,7 +288,7 @@ def run_by_hand() -> Tables:
     return Tables(pd.DataFrame(), pd.DataFrame(steps), pd.DataFrame(requests))
 
 
-def test_a_run_is_predicted_round_by_round_by_who_is_live_and_how_long():
+def test_a_run_is_predicted_step_by_step_from_live_requests_and_their_lengths():
     tokens = 4 * 2.5 + (3.0 - 1)
     drafted = (5 + 10 + 8 + 1) + (5 + 10 + 8 + 2) + (5 + 10 + 4 + 3)
     plain = (1 + 10 + 1) + (1 + 10 + 2) + (1 + 10 + 3)
@@ -302,11 +302,11 @@ def test_the_run_s_own_seconds_do_not_matter():
     slower = replace(run, requests=run.requests.assign(decode_seconds=run.requests["decode_seconds"] * times))
     assert predicted_speedups(by_hand(), slower, "draft").equals(predicted_speedups(by_hand(), run, "draft"))
     (before,), (after,) = (predicted_and_measured(by_hand(), one, "draft")["measured"] for one in (run, slower))
-    assert after == pytest.approx(before / 7)  # so the test would see a prediction that looks at them
+    assert after == pytest.approx(before / 7)  # so the test would detect a prediction that reads them
 
 
 def test_what_is_predicted_and_what_is_measured_are_the_same_groups():
-    """Of three groups one ended with its prefill, and of one no step is there to predict from."""
+    """Of three groups one ended with its prefill, and one has no step to predict from."""
     one = run_by_hand()
     three = [[table.assign(group=number) for table in (one.steps, one.requests)] for number in range(3)]
     three[1][1] = three[1][1].assign(decode_seconds=0.0)
@@ -340,6 +340,7 @@ def no_models(*given, **options):
     raise AssertionError("a model is loaded")
 
 
+@pytest.mark.nightly
 def test_the_study_compares_every_method_with_its_prediction_and_reads_it_again(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text((STUDY / "README.md").read_text())
     arguments = [
@@ -378,11 +379,11 @@ def test_methods_are_sorted_by_family_and_size():
 
 
 def test_reading_where_nothing_was_measured_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no run-TEMPERATURE-BATCH; measure first"):
+    with pytest.raises(ValueError, match="run-TEMPERATURE-BATCH"):
         study().main(["--read", f"{tmp_path}", "--folder", f"{tmp_path}"])
 
 
-def test_a_prediction_is_surely_within_only_if_its_whole_interval_is():
+def test_a_prediction_is_within_a_bound_only_if_its_whole_interval_is():
     rows = [
         {"method": name, "predicted_over_measured_low": low, "predicted_over_measured_high": high, "error": mean - 1}
         | {"within": study().within(mean, mean), "surely_within": study().within(low, high)}

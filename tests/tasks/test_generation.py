@@ -1,4 +1,4 @@
-"""Generation as a call and on the terminal: events add up to the text, and every token says where it came from."""
+"""Generation as a call and on the terminal: events add up to the text, and every token has an origin."""
 
 import io
 import subprocess
@@ -62,7 +62,7 @@ def bundled() -> Target:
 
 
 def hear(prompts, target, **options):
-    """Everything said, by prompt and branch."""
+    """All events by prompt and branch."""
     usual = dict(proposer=Repeat(3), max_new_tokens=24, vocabulary=VOCABULARY)
     heard = defaultdict(list)
     for said in spec_lab.generate(prompts, target, **usual | options):
@@ -71,7 +71,7 @@ def hear(prompts, target, **options):
 
 
 def tell(said):
-    """The text and the tokens of one branch, what was withdrawn taken off."""
+    """The text and the tokens of one branch, without what was withdrawn."""
     text, tokens = "", []
     for one in said:
         if isinstance(one.event, Withdrawn):
@@ -92,7 +92,7 @@ def ids(tokens):
 
 
 def check(said, stop=(), healed=b""):
-    """The branch's text is that of its tokens up to the stop; returns it and its tokens."""
+    """Check that the branch's text is that of its tokens up to the stop; returns both."""
     text, tokens = tell(said)
     assert text == plain(PIECES, ids(tokens), Rules(frozenset({END}), tuple(stop)), healed)
     assert {token.origin for token in tokens} <= set(ORIGINS)
@@ -103,7 +103,7 @@ def check(said, stop=(), healed=b""):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_are_those_of_the_tokens_and_tokens_say_where_they_came_from(target, temperature):
+def test_texts_are_those_of_the_tokens_and_tokens_have_an_origin(target, temperature):
     heard = hear(["the cat", "ababab", "a"], target, sampling=Sampling(temperature))
     assert sorted(heard) == [(0, ()), (1, ()), (2, ())]
     told = [check(said) for said in heard.values()]
@@ -131,8 +131,8 @@ def test_a_log_probability_is_that_of_the_plain_forward(target):
     _, tokens = check(hear("the cat", target)[0, ()])
     prompt = Bytes().encode("the cat")
     logits = target.lm.model(torch.tensor([prompt + ids(tokens)])).logits[0, len(prompt) - 1 : -1]
-    laws = logits.log_softmax(-1)
-    expected = [float(laws[place, token.id]) for place, token in enumerate(tokens)]
+    rows = logits.log_softmax(-1)
+    expected = [float(rows[place, token.id]) for place, token in enumerate(tokens)]
     torch.testing.assert_close([token.logprob for token in tokens], expected, rtol=0, atol=1e-6)
 
 
@@ -149,7 +149,7 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(target):
     assert ids(fewer) == ids(tokens)[: len(fewer)] and len(said[-1].tokens) == finish.tokens > 0
 
 
-def test_a_banned_string_is_never_said_and_nothing_is_withdrawn(target):
+def test_a_banned_string_is_never_streamed_and_nothing_is_withdrawn(target):
     text, _ = check(hear("the cat", target)[0, ()])
     ban = next(letter for letter in text if letter.isascii())
     for proposer in (None, Repeat(3)):
@@ -159,7 +159,7 @@ def test_a_banned_string_is_never_said_and_nothing_is_withdrawn(target):
         assert not any(isinstance(one.event, Withdrawn) for one in said)
 
 
-def test_an_end_waits_for_min_new_tokens(target):
+def test_stop_tokens_are_masked_up_to_min_new_tokens(target):
     model = target.lm.model
     keen = replace(target, tokenizer=Bytes())
     bias = torch.zeros(len(PIECES), dtype=torch.float64)
@@ -173,14 +173,14 @@ def test_an_end_waits_for_min_new_tokens(target):
     assert len(tokens) == 6 and ids(tokens).index(END) == 5
 
 
-def test_healed_bytes_come_again_and_are_no_text(target):
+def test_healed_bytes_are_repeated_and_not_streamed(target):
     said = hear("the ca", target, token_healing=True)[0, ()]
     text, tokens = check(said, healed=b"a")
     assert PIECES[tokens[0].id].startswith(b"a")
     assert text.encode() == b"".join(PIECES[token.id] for token in tokens)[1:] or "�" in text
 
 
-def test_forced_tokens_say_so(target):
+def test_forced_tokens_are_marked(target):
     bound = regex(VOCABULARY, "(ab|ac)thethe[0-9]+;")
     for binding in (bound, AppliedConstraint(bound, fast_forward=False)):
         text, tokens = check(hear("the cat", target, constraint=binding)[0, ()])
@@ -190,7 +190,7 @@ def test_forced_tokens_say_so(target):
 
 
 class Forking:
-    """After three tokens takes two back and forks in two; one fork takes everything back and writes something else."""
+    """After three tokens removes two and forks; one fork removes everything and writes something else."""
 
     def __init__(self, step: int = 0, branch: int = 0) -> None:
         self.count, self.branch = step, branch
@@ -209,7 +209,7 @@ class Forking:
 
 
 @pytest.mark.parametrize("proposer", [None, Repeat(3)])
-def test_every_fork_tells_the_whole_of_its_text(target, proposer):
+def test_every_fork_streams_its_whole_text(target, proposer):
     binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
     heard = hear(["the cat", "ababab"], target, proposer=proposer, constraint=binding, max_new_tokens=10)
     assert sorted(heard) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
@@ -224,7 +224,7 @@ def test_every_fork_tells_the_whole_of_its_text(target, proposer):
     assert target.lm.cells.references.sum() == 0
 
 
-def test_a_branch_that_is_not_kept_says_so_last(target):
+def test_the_last_event_of_a_dropped_branch_is_its_end(target):
     controlled = ControllerConstraint(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
     heard = hear("the cat", target, constraint=controlled)
     check(heard[0, ()])
@@ -233,7 +233,7 @@ def test_a_branch_that_is_not_kept_says_so_last(target):
     assert isinstance(heard[0, (0, 1)][-1].event, Finish)
 
 
-def test_what_breaks_says_so_and_spares_the_others(target):
+def test_an_error_ends_only_its_request_and_is_named(target):
     class Broken(Forking):
         def step(self, event):
             self.count += 1
@@ -249,7 +249,7 @@ def test_what_breaks_says_so_and_spares_the_others(target):
     assert heard[1, ()][-1].error == ""
 
 
-def test_closing_early_gives_every_cell_back(target):
+def test_closing_early_frees_every_cell(target):
     saying = spec_lab.generate(["the cat", "ab"], target, Repeat(3), vocabulary=VOCABULARY)
     next(saying)
     assert target.lm.cells.references.sum() > 0
@@ -260,23 +260,23 @@ def test_closing_early_gives_every_cell_back(target):
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ([], {}, "prompts holds none"),
-        (3, {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
-        (["a", 3], {}, "prompts must be a text, a Prompt, or a list of these, not 3"),
-        ("", {}, "prompt 'prompt 0' has no tokens"),
-        ([Prompt("x", "a"), Prompt("x", "b")], {}, "two prompts have the same name"),
-        ("a", {"max_new_tokens": 0}, "max_new_tokens must be a whole number of 1 or more"),
-        ("a", {"stop_strings": "x"}, "stop_strings must be a list of texts"),
-        ("a" * 300, {}, "the context holds 256"),
-        ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "the bytes of each of the 61 tokens"),
+        ([], {}, "prompts "),
+        (3, {}, "prompts .*Prompt.* 3"),
+        (["a", 3], {}, "prompts .*Prompt.* 3"),
+        ("", {}, "'prompt 0' .*no tokens"),
+        ([Prompt("x", "a"), Prompt("x", "b")], {}, "same name"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens .*1 or more"),
+        ("a", {"stop_strings": "x"}, "stop_strings .*list"),
+        ("a" * 300, {}, "context .*256"),
+        ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "bytes .*61 tokens"),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_call(target, prompts, options, said):
+def test_invalid_arguments_are_refused_at_the_call(target, prompts, options, said):
     with pytest.raises(ValueError, match=said):
         spec_lab.generate(prompts, target, **{"vocabulary": VOCABULARY} | options)
 
 
-def test_what_came_and_went_between_two_looks_is_not_said():
+def test_a_branch_that_comes_and_goes_within_a_step_is_not_streamed():
     first, second = Text("ab", 1, (0.0,)), Text("c", 2, (0.0, 0.0))
     assert net([first, second, Withdrawn("c", 2)]) == [first]
     assert net([second, Withdrawn("abc", 3), Held("x"), Held("")]) == [Withdrawn("ab", 1), Held("")]
@@ -292,7 +292,7 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def show(target, tmp_path, prompt="the cat", terminal=False, **parts):
-    """(exit code, what was printed, the line of figures)."""
+    """(exit code, output, the line of figures)."""
     console = Console(file=io.StringIO(), force_terminal=terminal, color_system="truecolor" if terminal else None)
     errors = Console(file=io.StringIO(), width=200)
     usual = dict(proposer=Repeat(3), verifier=Token(), sampling=Sampling(), prompts=[], tracker=Files(), pieces=PIECES)
@@ -349,7 +349,7 @@ def test_forks_follow_under_headings(target, tmp_path, terminal):
         "42",
     ],
 )
-def test_a_prompt_means_what_it_says(text):
+def test_a_prompt_with_special_characters_is_literal(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
 
@@ -377,7 +377,7 @@ def test_options_other_than_the_prompt_are_left_to_hydra():
         (["stop_strings=[turn]", "banned_strings=[a]"], None, {"stop_strings": ("turn",), "banned_strings": ("a",)}),
     ],
 )
-def test_the_command_line_prints_the_text_and_leaves_nothing_behind(cli, tmp_path, bundled, options, pattern, same):
+def test_the_command_line_prints_the_text_and_writes_no_files(cli, tmp_path, bundled, options, pattern, same):
     few = ["target.dtype=float32", "proposer=ngram", "max_new_tokens=12"]
     code, said, errors = cli("+experiment=stream", *few, f"task.prompt={PROMPT}", *options)
     assert code == 0, errors
@@ -395,7 +395,7 @@ def test_the_command_line_prints_the_text_and_leaves_nothing_behind(cli, tmp_pat
         (["task=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
     ],
 )
-def test_the_task_asks_for_its_prompt(cli, tmp_path, options, said):
+def test_the_task_requires_a_prompt(cli, tmp_path, options, said):
     code, _, errors = cli(*options)
     assert code == 1 and f"spec_lab: {said}" in errors
     assert not list(tmp_path.iterdir())

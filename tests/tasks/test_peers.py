@@ -1,4 +1,4 @@
-"""transformers' generation beside the project's loop, on the same tiny checkpoint in float64."""
+"""transformers' generation and the project's loop on the same tiny checkpoint in float64."""
 
 import json
 import math
@@ -88,11 +88,11 @@ def test_a_stop_token_stops_a_peer(folder, name):
 def test_a_token_id_that_the_target_does_not_have_is_refused_by_name(folder, name):
     lab = build(folder, Sampling())
     (request,) = lab.requests(settings(folder))[:1]
-    with pytest.raises(ValueError, match="holds the token id 61, but the target has 61 tokens"):
+    with pytest.raises(ValueError, match="token id 61.* 61 tokens"):
         lab.peers[name].decode([replace(request, tokens=(1, 61))])
 
 
-def test_tables_without_rounds_have_no_phases(folder, tmp_path):
+def test_without_a_rounds_table_there_are_no_phases(folder, tmp_path):
     lab = build(folder, Sampling())
     alone = Lab(lab.target, lab.proposer, lab.verifier, lab.sampling, lab.prompts[:1], lab.tracker, peers=lab.peers)
     assert run(alone, settings(tmp_path, batch_size=1, max_new_tokens=8), {}) == 0
@@ -134,7 +134,7 @@ def rounds(folder, arm, lab, monkeypatch):
     return rows[1:]
 
 
-def test_as_many_tokens_are_drafted_as_asked_for(folder, monkeypatch):
+def test_the_requested_number_of_tokens_is_drafted(folder, monkeypatch):
     lab = build(folder, Sampling())
     assert set(rounds(folder, lab.peers["greedy"], lab, monkeypatch)) == {1}
     constant = rounds(folder, lab.peers["assisted_same"], lab, monkeypatch)
@@ -144,31 +144,31 @@ def test_as_many_tokens_are_drafted_as_asked_for(folder, monkeypatch):
     assert free.num_assistant_tokens is None and free.assistant_confidence_threshold is None
     sure = Generate.assisted(lab.target, Sampling(), 0, str(folder / "draft"), tokens=4, confidence=1)
     assert set(rounds(folder, sure, lab, monkeypatch)) == {1 + 1}, "no token of a tiny draft is that likely"
-    with pytest.raises(ValueError, match="confidence must be a number between 0 and 1, not 3"):
+    with pytest.raises(ValueError, match="confidence .*between 0 and 1.* 3"):
         Generate.assisted(lab.target, Sampling(), 0, str(folder / "draft"), tokens=4, confidence=3)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "four", True])
 def test_drafts_are_counted_in_whole_tokens(folder, wrong):
     target = Target.load(str(folder / "target"), dtype="float64")
-    with pytest.raises(ValueError, match="tokens must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="tokens .*1 or more"):
         Generate.assisted(target, Sampling(), 0, str(folder / "draft"), tokens=wrong)
-    with pytest.raises(ValueError, match="tokens must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="tokens .*1 or more"):
         Generate.lookup(target, Sampling(), 0, tokens=wrong)
-    with pytest.raises(ValueError, match="max_ngram must be a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="max_ngram .*1 or more"):
         Generate.lookup(target, Sampling(), 0, max_ngram=wrong)
 
 
 def test_drafts_have_an_upper_bound(folder):
     target = Target.load(str(folder / "target"), dtype="float64")
-    with pytest.raises(ValueError, match="tokens must be at most 1024, not 1025"):
+    with pytest.raises(ValueError, match="tokens .*1024.* 1025"):
         Generate.lookup(target, Sampling(), 0, tokens=1025)
-    with pytest.raises(ValueError, match="max_ngram must be at most 64, not 65"):
+    with pytest.raises(ValueError, match="max_ngram .*64.* 65"):
         Generate.lookup(target, Sampling(), 0, max_ngram=65)
 
 
 def test_a_draft_with_other_tokens_is_refused(folder, tmp_path):
     checkpoints.checkpoint(tmp_path / "other", vocab_size=70)
     target = Target.load(str(folder / "target"), dtype="float64")
-    with pytest.raises(ValueError, match="gives logits for 70 tokens"):
+    with pytest.raises(ValueError, match="70 tokens"):
         Generate.assisted(target, Sampling(), 0, str(tmp_path / "other"))

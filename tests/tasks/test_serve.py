@@ -33,11 +33,11 @@ PROMPTS = ((3, 14, 15), (2, 7), (31, 41, 5, 9, 2, 6, 5, 35, 8), (8,), (1, 2, 3, 
 
 @dataclass
 class Time:
-    """A clock that moves by ``step`` seconds in each step of an engine, and while somebody sleeps."""
+    """A clock that advances by ``step`` seconds in each step of an engine, and during sleeps."""
 
     monkeypatch: pytest.MonkeyPatch
     step: float = 1.0
-    oversleep: float = 1.0  # share of the time asked for
+    oversleep: float = 1.0  # share of the requested time
     now: float = 100.0
     slept: list = field(default_factory=list)
     infos: list = field(default_factory=list)
@@ -85,7 +85,7 @@ def columns(rows, *names):
     return [tuple(row[name] for name in names) for row in rows]
 
 
-def test_a_request_alone_takes_one_step_for_each_token(time, plain):
+def test_a_request_alone_needs_one_step_per_token(time, plain):
     (row,) = time.serve(plain, requests([4]), [0.0])
     assert row == {
         "request": 10, "prompt_tokens": 3, "arrival": 0.0, "steps": 4, "admitted": 0.0, "first_token": 1.0, "end": 4.0,
@@ -108,13 +108,13 @@ def test_a_request_that_arrives_while_others_decode_joins_the_next_step(time, pl
     assert [len(info.sequences) for info in time.infos] == [1, 1, 2, 2, 1]
 
 
-def test_where_nothing_is_left_to_decode_it_sleeps_until_the_next_arrival(time, plain):
+def test_an_idle_loop_sleeps_until_the_next_arrival(time, plain):
     rows = time.serve(plain, requests([2, 1]), [0.5, 10.0])
     assert time.slept == [0.5, 7.5]
     assert columns(rows, "admitted", "end") == [(0.5, 2.5), (10.0, 11.0)]
 
 
-def test_a_sleep_that_ends_early_is_taken_up_again(monkeypatch, plain):
+def test_a_sleep_that_ends_early_is_continued(monkeypatch, plain):
     time = Time(monkeypatch, oversleep=0.5)
     (row,) = time.serve(plain, requests([1]), [8.0])
     assert row["arrival"] == 8 and row["admitted"] >= 8 - 1e-9
@@ -122,7 +122,7 @@ def test_a_sleep_that_ends_early_is_taken_up_again(monkeypatch, plain):
 
 
 def test_a_request_is_admitted_when_its_prompt_begins_to_be_computed(time, plain):
-    """Nine tokens in chunks of four: two steps without a token, beside the decoding of the first request."""
+    """Nine tokens in chunks of four: two steps without a token, while the first request decodes."""
     own = [Request(0, "short", (1, 2), COLD, 5), Request(1, "long", PROMPTS[2], COLD, 2)]
     rows = time.serve(plain, own, [0.0, 0.5], Limits(max_prefill_tokens=4))
     assert columns(rows, "admitted", "first_token", "end", "steps") == [(0, 1, 5, 5), (1, 4, 5, 2)]
@@ -166,7 +166,7 @@ def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
     assert not target.lm.cells.references.any()
 
 
-def test_an_engine_that_fails_gives_its_cells_back(time, plain, monkeypatch):
+def test_an_engine_that_fails_frees_its_cells(time, plain, monkeypatch):
     step = Engine.step
 
     def failing(engine):
@@ -215,7 +215,7 @@ def test_a_trace_that_cannot_be_used_is_refused_by_its_option(tmp_path, content)
         arrival_times("file", 3, 1.0, str(file), 0)
 
 
-def test_a_trace_that_is_not_there_is_refused_by_its_option(tmp_path):
+def test_a_missing_trace_is_refused_by_its_option(tmp_path):
     with pytest.raises(OSError, match=r"task\.trace.*missing"):
         arrival_times("file", 3, 1.0, str(tmp_path / "missing"), 0)
     with pytest.raises(ValueError, match=r"task\.trace.*folder"):
@@ -234,7 +234,7 @@ def frame(*rows):
 
 
 def test_throughput_latencies_and_goodput_by_hand():
-    """Two segments: seconds from the first arrival to the last token, summed; the segments' own waiting is no time."""
+    """Two segments: seconds from the first arrival to the last token, summed; time between segments does not count."""
     found = summarise(
         frame(
             ("a", 0, 0.0, 0.5, 1.0, 3.0, 5), ("a", 0, 1.0, 1.0, 3.0, 4.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.0, 1),
@@ -277,7 +277,7 @@ def test_the_speed_up_is_a_ratio_of_sums_over_the_last_arm_paired_by_segments():
     assert doubled["draft"]["speedup"] == pytest.approx(speedup)
 
 
-def test_pairs_that_speed_up_alike_leave_no_doubt_however_long_their_segments():
+def test_equal_speed_ups_have_an_interval_of_no_width_whatever_their_segments():
     found = summarise(
         pair([(10.0, 9), (1.0, 9), (4.0, 9)], [(5.0, 9), (0.5, 9), (2.0, 9)]), ["draft", "baseline"], 1, 1
     )
@@ -308,7 +308,7 @@ def run(out, console=None, parts=None, changes=None, **options):
     return serve(parts or lab(), own, {}, console or quiet(), **({"segment": 2} | options))
 
 
-def test_every_arm_serves_every_request_once_and_takes_turns_in_going_first(tmp_path):
+def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_path):
     console = quiet()
     assert run(tmp_path / "out", console, requests=7) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
@@ -396,7 +396,7 @@ def test_warming_up_leaves_no_rows(tmp_path):
     ],
     ids=str,
 )
-def test_options_that_make_no_sense_are_refused_before_anything_is_written(tmp_path, options, named):
+def test_invalid_options_are_refused_before_anything_is_written(tmp_path, options, named):
     with pytest.raises(ValueError, match=named):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

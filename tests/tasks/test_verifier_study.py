@@ -27,7 +27,7 @@ from spec_lab.verify import Gumbel, KSeq, Lenient, Match, Token, Traversal
 from spec_lab.verify.transport import transport_bound
 from tests import checkpoints
 from tests.labs import Repeat, lab, settings
-from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_law
+from tests.propose.lab import decode, draft_model, emitted, path_tokens, plain_probabilities
 
 ONES = {"token": Token(), "traversal": Traversal(), "match": Match(), "kseq": KSeq(), "gumbel": Gumbel()}
 TIMES = ["propose", "target", "target_forward", "probabilities", "verify"]
@@ -102,7 +102,9 @@ def test_probabilities_equal_a_plain_forward_over_the_recorded_prefix(sampling):
         shape = step.draft.shape
         for row in range(shape.rows):
             tokens = text[: step.position] + path_tokens(step.draft, row)
-            assert torch.allclose(step.p[row], plain_law(one.target.lm.model, tokens, sampling), rtol=0, atol=1e-9)
+            assert torch.allclose(
+                step.p[row], plain_probabilities(one.target.lm.model, tokens, sampling), rtol=0, atol=1e-9
+            )
     assert held(one) == 0
 
 

@@ -1,4 +1,4 @@
-"""Text out of tokens: released once and for good, cut where it must be, never with a banned string."""
+"""The detokenizer: text is released once, cut at stop strings, and never contains a banned string."""
 
 import codecs
 import math
@@ -53,13 +53,13 @@ def said(pieces, tokens=None, healed=b"", **rules):
 
 @few
 @given(pieces_of())
-def test_text_is_what_decoding_all_bytes_at_once_gives(pieces):
+def test_text_equals_decoding_all_bytes_at_once(pieces):
     assert said(pieces) == (b"".join(pieces).decode("utf-8", "replace"), Finish("done"))
 
 
 @few
 @given(pieces_of())
-def test_without_strings_only_an_unfinished_character_waits(pieces):
+def test_without_stop_strings_only_an_unfinished_character_is_held_back(pieces):
     stream, decoder = Stream(pieces, Rules()), codecs.getincrementaldecoder("utf-8")("replace")
     text = ""
     for token, piece in enumerate(pieces):
@@ -73,7 +73,7 @@ def test_without_strings_only_an_unfinished_character_waits(pieces):
 @example([b"ab", b"cd"], ("abcd", "bc"), 0, None, set())
 @example([b"abc", b"d"], ("abcd", "bc"), 0, None, set())
 @example([b"\xe2", b"a", b"b"], ("ab",), 0, None, set())
-def test_a_stream_says_what_the_plain_way_says(pieces, stops, least, most, stop_tokens):
+def test_a_stream_equals_the_plain_oracle(pieces, stops, least, most, stop_tokens):
     stop_tokens = frozenset(token for token in stop_tokens if token < len(pieces))
     rules = Rules(stop_tokens, stops, (), least, most)
     stream = Stream(pieces, rules)
@@ -89,7 +89,7 @@ def test_a_stream_says_what_the_plain_way_says(pieces, stops, least, most, stop_
 
 @few
 @given(pieces_of(), pieces_of(), pieces_of(), strings)
-def test_what_is_released_stays_whatever_comes(past, one, other, stops):
+def test_released_text_never_changes(past, one, other, stops):
     pieces, rules, stream = [*past, *one, *other], Rules(stop_strings=stops), None
     begun = range(len(past))
     for future in (range(len(past), len(past) + len(one)), range(len(past) + len(one), len(pieces)), ()):
@@ -102,7 +102,7 @@ def test_what_is_released_stays_whatever_comes(past, one, other, stops):
 
 @few
 @given(pieces_of(), strings)
-def test_only_a_beginning_of_a_stop_string_is_held(pieces, stops):
+def test_only_a_prefix_of_a_stop_string_is_held_back(pieces, stops):
     stream, held = Stream(pieces, Rules(stop_strings=stops)), ""
     for token in range(len(pieces)):
         events = [] if stream.finished else stream.push(token)
@@ -145,7 +145,7 @@ def test_the_events_of_a_stop_string_across_tokens():
         (("abcd", "bc"), [b"xab", b"c", b"d"], "x", "abcd"),  # begins first though complete later
         (("abcd", "bc"), [b"xab", b"c", b"e"], "xa", "bc"),
         (("abcd", "b", "bcx"), [b"xab", b"cx"], "xa", "b"),  # the shortest of those that begin together
-        (("abcd", "bc"), [b"xab", b"c"], "xa", "bc"),  # the end came while it waited
+        (("abcd", "bc"), [b"xab", b"c"], "xa", "bc"),  # the end came while it was held back
         (("€",), [b"\xe2", b"\x82", b"\xac"], "", "€"),
         (("stop",), [b"stop"], "", "stop"),
         (("b",), [b"\xe2\x82", b"b"], "\ufffd", "b"),
@@ -156,12 +156,12 @@ def test_the_text_is_cut_where_the_first_stop_string_begins(stops, pieces, text,
     assert (cut, finish.reason, finish.text) == (text, "stop_string", which)
 
 
-def test_a_stop_string_with_the_replacement_sign_means_a_genuine_one():
+def test_a_stop_string_with_the_replacement_character_matches_a_genuine_one():
     assert said([b"a\xffb"], stop_strings=("\ufffd",)) == ("a\ufffdb", Finish("done"))
     assert said(["a\ufffdb".encode()], stop_strings=("\ufffd",))[0] == "a"
 
 
-def test_a_genuine_replacement_sign_is_not_held():
+def test_a_genuine_replacement_character_is_not_held_back():
     assert Stream(["\ufffd".encode()], Rules()).push(0, -1.0) == [Text("\ufffd", 1, (-1.0,))]
 
 
@@ -207,25 +207,25 @@ def test_a_stop_string_begun_within_min_tokens_and_completed_after_them_counts()
     assert said([b"xa", b"b"], stop_strings=("ab",), min_tokens=2)[0] == "xab"
 
 
-def test_max_tokens_ends_the_text_with_all_that_was_held():
+def test_max_tokens_ends_the_text_and_releases_the_held_back_text():
     stream = Stream([b"a"], Rules(stop_strings=("aab",), max_tokens=2))
     assert stream.push(0, -1.0) == [Held("a")]
     assert stream.push(0, -2.0) == [Text("aa", 2, (-1.0, -2.0)), Held(""), Finish("length")]
 
 
-def test_a_banned_string_is_taken_back_to_the_token_it_began_in():
+def test_a_banned_string_is_removed_from_the_token_it_began_in():
     stream = Stream([b"xa", b"b", b"c", b"y"], Rules(banned_strings=("abc",)))
     assert stream.push(3, 0.0) == [Text("y", 1, (0.0,))]
-    assert stream.push(0) == [Held("xa")]  # x waits with its token
+    assert stream.push(0) == [Held("xa")]  # x is held back with its token
     assert stream.push(1) == [Held("xab")]
     assert stream.push(2) == [Rewind(3, 0), Held("")]
     assert (stream.tokens, stream.bans) == ([3], {0})
-    with pytest.raises(ValueError, match="token 0 is banned after 1 tokens"):
+    with pytest.raises(ValueError, match="token 0 .*banned after 1 "):
         stream.push(0)
     assert stream.push(1, -1.0) == [Text("b", 1, (-1.0,))] and stream.bans == frozenset()
 
 
-def test_bans_of_a_place_add_up_and_are_forgotten_before_it():
+def test_bans_of_a_position_accumulate_and_are_forgotten_before_it():
     stream = Stream([b"a", b"b", b"c", b"d"], Rules(banned_strings=("b", "c", "da")))
     stream.push(3)
     assert stream.push(1) == [Rewind(1, 1)] and stream.push(2) == [Rewind(1, 2)]
@@ -247,7 +247,7 @@ def test_bans_of_a_place_add_up_and_are_forgotten_before_it():
         ("bc", "abc", [b"abc"], "stop"),
     ],
 )
-def test_of_a_stop_and_a_banned_string_the_first_complete_decides(stop, banned, pieces, last):
+def test_the_first_complete_of_a_stop_and_a_banned_string_decides(stop, banned, pieces, last):
     stream, events = Stream(pieces, Rules(stop_strings=(stop,), banned_strings=(banned,))), []
     for token in range(len(pieces)):
         if not any(isinstance(event, Rewind) for event in events):
@@ -269,7 +269,7 @@ bans = st.lists(st.text(st.sampled_from("ab€"), min_size=1, max_size=3), min_s
 
 @few
 @given(bans, strings, st.integers(0, 2**32))
-def test_a_driver_that_obeys_never_shows_a_banned_string(banned, stops, seed):
+def test_a_driver_that_rewinds_never_shows_a_banned_string(banned, stops, seed):
     wish, tokens, events = random.Random(seed), [], []
     rules = Rules(frozenset({10}), stops, banned, max_tokens=25)
     stream = Stream(VOCABULARY, rules)
@@ -317,7 +317,7 @@ def test_a_watcher_finds_the_first_complete_string_and_its_first_token(banned, t
         assert watcher.place.count == len(kept) == fork.place.count - 1
 
 
-def test_a_watcher_knows_whether_a_string_has_begun():
+def test_a_watcher_reports_whether_a_string_has_begun():
     watcher, begun = Watcher([b"xa", b"b", b"y"], Strings(("abc",))), []
     for token in (2, 0, 1, 2):
         watcher.push(token)
@@ -325,7 +325,7 @@ def test_a_watcher_knows_whether_a_string_has_begun():
     assert begun == [False, True, True, False]
 
 
-def test_text_waits_while_the_token_that_freed_it_may_be_taken_back():
+def test_text_is_held_back_while_its_token_may_be_removed():
     stream = Stream([b"a", b"ba", b"c"], Rules(banned_strings=("aa",)))
     assert stream.push(0) == [Held("a")]
     assert stream.push(1) == [Held("aba")]  # without the second token the first may yet be banned
@@ -384,7 +384,7 @@ def test_after_rewinds_and_forks_a_stream_is_as_if_only_the_kept_tokens_had_come
         assert stream.text == fresh.text == plain(pieces, stream.tokens, rules, healed)
 
 
-def test_what_the_driver_takes_back_is_withdrawn_and_held_again():
+def test_removed_tokens_withdraw_their_text():
     stream = Stream([b"xa", b"c", b"b"], Rules(stop_strings=("ab",)))
     assert stream.push(0, -1.0) == [Text("x", 0, ()), Held("a")]
     assert stream.push(1, -2.0) == [Text("ac", 2, (-1.0, -2.0)), Held("")]
@@ -399,7 +399,7 @@ def test_a_token_without_text_is_withdrawn_too():
     assert stream.rewind(1) == [Withdrawn("", 1)] and stream.rewind(0) == []
 
 
-def test_forks_go_their_own_ways():
+def test_forks_are_independent():
     stream = Stream([b"a", b"b", b"c"], Rules(stop_strings=("abb",), banned_strings=("ac",)))
     stream.push(0)
     stream.push(1)
@@ -432,7 +432,7 @@ def test_logits_are_masked_before_the_sampler_sees_them():
 
 def test_a_sampler_that_ignores_the_mask_is_refused():
     stream = Stream([b"a", b""], Rules(frozenset({1}), min_tokens=1))
-    with pytest.raises(ValueError, match="token 1, which is masked"):
+    with pytest.raises(ValueError, match="token 1.*masked"):
         stream.push_logits(torch.zeros(2), lambda row: 1)
     with pytest.raises(ValueError, match=r"logits must be \[2\]"):
         stream.push_logits(torch.zeros(1, 2), lambda row: 0)
@@ -453,12 +453,12 @@ def test_healed_bytes_are_repeated_and_dropped(pieces, stops, size):
 def test_healing_drops_the_repeated_bytes_and_refuses_others():
     stream = Stream([b"he", b"llo", b"lp", b"x"], Rules(stop_strings=("hello",)), b"hel")
     assert stream.push(0, -1.0) == [Text("", 1, (-1.0,))]
-    with pytest.raises(ValueError, match=r"token 3 b'x' after 1 tokens does not repeat the healed bytes b'l'"):
+    with pytest.raises(ValueError, match=r"token 3 b'x' after 1 .*b'l'"):
         stream.push(3)
     assert stream.push(1, -2.0) == [Text("lo", 1, (-2.0,))]
 
 
-def test_a_banned_string_in_the_token_that_heals_takes_it_back():
+def test_a_banned_string_in_the_healing_token_removes_it():
     stream = Stream([b"a", b"ab", b"c"], Rules(banned_strings=("b",)), b"a")
     assert stream.push(1) == [Rewind(1, 1)]
     stream.push(0)
@@ -466,7 +466,7 @@ def test_a_banned_string_in_the_token_that_heals_takes_it_back():
     assert stream.text == "c"
 
 
-def test_a_finished_stream_takes_nothing_more():
+def test_a_finished_stream_refuses_further_tokens():
     stream = Stream([b"a"], Rules())
     stream.end("done")
     for action in (
@@ -481,17 +481,17 @@ def test_a_finished_stream_takes_nothing_more():
 
 @pytest.mark.parametrize("token", [-1, 2])
 def test_a_token_that_does_not_exist_is_refused(token):
-    with pytest.raises(ValueError, match="there are 2 pieces"):
+    with pytest.raises(ValueError, match="2 pieces"):
         Stream([b"a", b"b"], Rules()).push(token)
-    with pytest.raises(ValueError, match="there are 2 pieces"):
+    with pytest.raises(ValueError, match="2 pieces"):
         Stream([b"a", b"b"], Rules(frozenset({token})))
 
 
-def test_more_tokens_than_came_cannot_be_taken_back():
+def test_more_tokens_than_received_cannot_be_removed():
     stream = Stream([b"a"], Rules())
     stream.push(0)
     for count in (2, -1):
-        with pytest.raises(ValueError, match=f"cannot remove {count} tokens of 1"):
+        with pytest.raises(ValueError, match=f"{count} tokens of 1"):
             stream.rewind(count)
     assert stream.text == "a"
 
@@ -499,19 +499,19 @@ def test_more_tokens_than_came_cannot_be_taken_back():
 @pytest.mark.parametrize(
     ("rules", "why"),
     [
-        ({"stop_strings": ("a", "")}, r"stop_strings\[1\] is empty"),
-        ({"banned_strings": ("",)}, r"banned_strings\[0\] is empty"),
-        ({"stop_strings": "ab"}, "put it in a list"),
-        ({"stop_strings": ("\ud800",)}, "lone surrogate"),
-        ({"stop_strings": ("a",) * 257}, "the maximum is 256"),
-        ({"stop_strings": ("€" * 1366,)}, "4098 bytes; the maximum is 4096"),
-        ({"banned_strings": ("a" * 4096,) * 17}, "the maximum is 65536"),
+        ({"stop_strings": ("a", "")}, r"stop_strings\[1\] .*empty"),
+        ({"banned_strings": ("",)}, r"banned_strings\[0\] .*empty"),
+        ({"stop_strings": "ab"}, "stop_strings .*list"),
+        ({"stop_strings": ("\ud800",)}, "surrogate"),
+        ({"stop_strings": ("a",) * 257}, "maximum .*256"),
+        ({"stop_strings": ("€" * 1366,)}, "4098 bytes.* 4096"),
+        ({"banned_strings": ("a" * 4096,) * 17}, "maximum .*65536"),
         ({"min_tokens": -1}, "0 or more"),
-        ({"max_tokens": 0}, "at least min_tokens and 1"),
+        ({"max_tokens": 0}, "min_tokens"),
         ({"min_tokens": 3, "max_tokens": 2}, "max_tokens"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused_by_name(rules, why):
+def test_invalid_rules_are_refused_by_name(rules, why):
     with pytest.raises(ValueError, match=why):
         Rules(**rules)
 

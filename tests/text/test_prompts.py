@@ -1,4 +1,4 @@
-"""Prompts: what is read, and how everything else is refused."""
+"""Prompts: supported files, and refusals."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_jsonl_reads_every_field_and_fills_in_what_is_missing(tmp_path):
     assert [p.name for p in text.jsonl(path, limit=2)] == ["a", "prompts-3"]
 
 
-def test_null_is_as_good_as_absent(tmp_path):
+def test_null_means_absent(tmp_path):
     path = write(tmp_path, '{"id": null, "prompt": "x", "workload": null, "source": null}')
     assert text.jsonl(path) == [text.Prompt("prompts-1", "x", "", "")]
     path = write(tmp_path, '\n{"question_id": null, "category": null, "turns": ["x"]}\n{"turns": ["y"]}')
@@ -47,32 +47,32 @@ def test_limit_leaves_later_lines_unread(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no prompts"),
-        ("\n \n", "holds no prompts"),
-        ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: not a JSON object"),
-        ("[1]", "prompts.jsonl:1: a JSON list, not an object"),
-        ('{"id": "a"}', "prompts.jsonl:1: the field 'prompt' (or 'text') is missing; it has 'id'"),
-        ('\n{"prompt": " "}', "prompts.jsonl:2: 'prompt' (or 'text') is empty"),
-        ('{"prompt": 3}', "must be text, not int"),
+        ("", "no prompts"),
+        ("\n \n", "no prompts"),
+        ('{"prompt": "x"}\n{"prompt": ', "prompts.jsonl:2: ... JSON"),
+        ("[1]", "prompts.jsonl:1: ... list ... object"),
+        ('{"id": "a"}', "prompts.jsonl:1: ... 'prompt' ... 'id'"),
+        ('\n{"prompt": " "}', "prompts.jsonl:2: ... 'prompt' ... empty"),
+        ('{"prompt": 3}', "'prompt' ... int"),
         (
             '{"id": 1, "prompt": "x"}\n\n{"id": "1", "prompt": "y"}',
-            "prompts.jsonl:3: the id '1' is also that of line 1",
+            "prompts.jsonl:3: ... id '1' ... line 1",
         ),
         (
             '{"id": "prompts-2", "prompt": "x"}\n{"prompt": "y"}',
-            "prompts.jsonl:2: the id 'prompts-2' is also that of line 1",
+            "prompts.jsonl:2: ... id 'prompts-2' ... line 1",
         ),
-        (b'{"prompt": "\xff"}', "prompts.jsonl:1: not UTF-8"),
+        (b'{"prompt": "\xff"}', "prompts.jsonl:1: ... UTF-8"),
     ],
 )
 def test_bad_files_are_refused_with_file_and_line(tmp_path, content, said):
     with pytest.raises(ValueError, match=".") as caught:
         text.jsonl(write(tmp_path, content))
-    assert said in str(caught.value)
+    assert all(fact in str(caught.value) for fact in said.split(" ... "))
 
 
 def test_missing_file_and_bad_limit_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist; set prompts.path"):
+    with pytest.raises(FileNotFoundError, match=r"prompts\.path"):
         text.jsonl(str(tmp_path / "none.jsonl"))
     with pytest.raises(FileNotFoundError, match="is a directory"):
         text.jsonl(str(tmp_path))
@@ -81,12 +81,12 @@ def test_missing_file_and_bad_limit_are_refused(tmp_path):
             text.jsonl(write(tmp_path, '{"prompt": "x"}'), limit=limit)
 
 
-def test_spec_bench_takes_the_first_turn(tmp_path):
+def test_spec_bench_uses_the_first_turn_of_a_conversation(tmp_path):
     path = write(tmp_path, json.dumps({"question_id": 81, "category": "writing", "turns": ["one", "two"]}))
     assert text.spec_bench(path) == [text.Prompt("81", "one", "writing", "Spec-Bench")]
-    with pytest.raises(ValueError, match=r"prompts.jsonl:1: 'turns' must be a list"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*'turns'"):
         text.spec_bench(write(tmp_path, '{"prompt": "x"}'))
-    with pytest.raises(ValueError, match=r"the first of 'turns' is empty"):
+    with pytest.raises(ValueError, match=r"'turns' is empty"):
         text.spec_bench(write(tmp_path, '{"turns": [""]}'))
 
 
@@ -100,7 +100,7 @@ def test_a_file_in_spec_benchs_format_reads():
 
 
 class Letters:
-    """A tokenizer with one token a letter."""
+    """A tokenizer with one token per letter."""
 
     def encode(self, words: str) -> list[int]:
         return [ord(letter) for letter in words]
@@ -108,9 +108,9 @@ class Letters:
 
 def test_encode_names_the_prompt_that_does_not_fit():
     assert text.encode([text.Prompt("a", "xyz")], Letters(), context=4) == [(120, 121, 122)]
-    with pytest.raises(ValueError, match=r"prompt 'a' has 4 tokens and the context holds 4"):
+    with pytest.raises(ValueError, match=r"prompt 'a' .*4 tokens .*context"):
         text.encode([text.Prompt("a", "wxyz")], Letters(), context=4)
-    with pytest.raises(ValueError, match=r"prompt 'b' has no tokens"):
+    with pytest.raises(ValueError, match=r"prompt 'b' .*no tokens"):
         text.encode([text.Prompt("b", "")], Letters(), context=4)
 
 
@@ -125,11 +125,11 @@ def test_half_a_character_is_refused_with_file_and_line(tmp_path, field):
     path = write(
         tmp_path, json.dumps({"prompt": "a \U0001f600"}) + "\n" + json.dumps({"prompt": "b", field: "c \ud83d"})
     )
-    with pytest.raises(ValueError, match=rf":2: '{field}'.* holds \\ud83d, half of a surrogate pair and no character"):
+    with pytest.raises(ValueError, match=rf":2: '{field}'.* \\ud83d"):
         text.jsonl(path)
 
 
-def test_the_prompts_of_a_folder_are_mixed_and_the_same_each_time(tmp_path):
+def test_the_prompts_of_a_folder_are_interleaved_deterministically(tmp_path):
     for kind in ("a", "b"):
         lines = [json.dumps({"id": f"p{number}", "prompt": f"{kind} {number}"}) for number in range(6)]
         (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines))
@@ -141,7 +141,7 @@ def test_the_prompts_of_a_folder_are_mixed_and_the_same_each_time(tmp_path):
 
 
 def test_a_folder_without_prompts_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no .jsonl file; set prompts.path"):
+    with pytest.raises(FileNotFoundError, match=r"no \.jsonl file.*prompts\.path"):
         text.mixed(str(tmp_path))
 
 
@@ -184,9 +184,9 @@ def test_a_nul_is_a_character(tmp_path):
 def test_a_prompt_has_a_bounded_length(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "MAX_CHARACTERS", 10)
     assert text.jsonl(write(tmp_path, '{"prompt": "0123456789"}'))
-    with pytest.raises(ValueError, match=r"prompts.jsonl:1: .*has 11 characters, more than the 10"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*11 characters.*\b10\b"):
         text.jsonl(write(tmp_path, '{"prompt": "0123456789x"}'))
-    with pytest.raises(ValueError, match="prompt 'a': its text has 11 characters"):
+    with pytest.raises(ValueError, match="prompt 'a': .*11 characters"):
         text.encode([text.Prompt("a", "0123456789x")], Letters(), context=100)
 
 
@@ -195,14 +195,14 @@ def test_100_million_characters_never_reach_the_tokenizer():
         def encode(self, words):
             pytest.fail("asked to encode")
 
-    with pytest.raises(ValueError, match="prompt 'a': its text has 100000000 characters"):
+    with pytest.raises(ValueError, match="prompt 'a': .*100000000 characters"):
         text.encode([text.Prompt("a", "x" * 10**8)], Untouched(), context=100)
 
 
 def test_only_text_that_is_unicode_is_encoded():
-    with pytest.raises(ValueError, match=r"prompt 'a': its text holds \\ud800"):
+    with pytest.raises(ValueError, match=r"prompt 'a': .*\\ud800"):
         text.encode([text.Prompt("a", "x\ud800")], Letters(), context=100)
-    with pytest.raises(ValueError, match="prompt 'a': its text must be text, not int"):
+    with pytest.raises(ValueError, match="prompt 'a': .*int"):
         text.encode([text.Prompt("a", 5)], Letters(), context=100)
 
 
@@ -210,10 +210,10 @@ def test_lines_and_files_have_a_bounded_length(tmp_path, monkeypatch):
     path = write(tmp_path, '{"prompt": "x"}\n{"prompt": "' + "y" * 100 + '"}\n')
     monkeypatch.setattr(text, "MAX_LINE", 50)
     assert len(text.jsonl(path, limit=1)) == 1
-    with pytest.raises(ValueError, match=r"prompts.jsonl:2: the line is longer than 50 bytes"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .*50 bytes"):
         text.jsonl(path)
     monkeypatch.setattr(text, "MAX_FILE", 100)
-    with pytest.raises(ValueError, match=r"prompts.jsonl has 131 bytes, more than 100"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl .*131 bytes.*\b100\b"):
         text.jsonl(path)
 
 
@@ -223,10 +223,10 @@ def test_a_huge_file_without_a_line_break_is_refused(tmp_path, monkeypatch):
         os.truncate(path, size)
         return path
 
-    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: the line is longer than 67108864 bytes"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*67108864 bytes"):
         text.jsonl(hole(2**30))
     monkeypatch.setattr(text, "open", lambda *_: pytest.fail("it was opened"), raising=False)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl has 1099511627776 bytes"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl .*1099511627776 bytes"):
         text.jsonl(hole(2**40))
 
 
@@ -234,7 +234,7 @@ def test_a_huge_file_without_a_line_break_is_refused(tmp_path, monkeypatch):
 def test_pipes_and_devices_are_refused_unread(tmp_path, read):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (tmp_path / "pipe.jsonl", "/dev/zero"):
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="regular file"):
             read(str(path))
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="regular file"):
         text.mixed(str(tmp_path))

@@ -21,14 +21,14 @@ def test_blocked_attention_is_causal_attention(length):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 130])
-def test_cross_entropies(rows):
+def test_the_chunked_cross_entropy_equals_torch_s(rows):
     torch.manual_seed(0)
     logits = torch.randn(rows, 50, requires_grad=True)
     target = torch.randint(0, 50, (rows,))
-    law = torch.randn(rows, 50).softmax(-1)
+    probabilities = torch.randn(rows, 50).softmax(-1)
     for ours, theirs in (
         (kernels.cross_entropy(logits, target), cross_entropy(logits, target)),
-        (fast.soft_cross_entropy(logits, law), cross_entropy(logits, law)),
+        (fast.soft_cross_entropy(logits, probabilities), cross_entropy(logits, probabilities)),
     ):
         torch.testing.assert_close(ours, theirs)
         torch.testing.assert_close(*(torch.autograd.grad(3 * loss, logits)[0] for loss in (ours, theirs)))

@@ -1,4 +1,4 @@
-"""Speculative cascades are exact against the law they aim at, and lossy against the target's."""
+"""Speculative cascades are exact for their own distribution pi, and lossy for the target's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ DRAWN = pytest.mark.parametrize("drawn", ["iid", "without"])
 
 
 def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
-    """The law wanted after every text, by length: pi wherever a tree of some depth is expanded, p at its leaves."""
-    laws = [list(zip(*world.probabilities(length), strict=True)) for length in range(depth)]
+    """The expected distribution after every text, by length: pi at expanded nodes of a tree, p at its leaves."""
+    laws = [list(zip(*world.laws(length), strict=True)) for length in range(depth)]
     pi = [np.array([twin_zoo.pi(p, q, verifier.alpha, verifier.rule) for p, q in pairs]) for pairs in laws]
-    return [*pi, world.probabilities(depth)[0]]
+    return [*pi, world.laws(depth)[0]]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("name", ["[1]", "[1,1]", "[1,1,1]", "[2]", "[2,2]"])
 @DRAWN
 @EACH
-def test_it_is_exact_against_its_aim(verifier, drawn, name, world):
+def test_cascade_is_exact_against_its_own_target_distribution(verifier, drawn, name, world):
     shape: Shape = TREES[name]
     outputs = Outputs.of_forest(world, verifier, shape, drawn)
     outputs.laws = aimed_at(world, verifier, int(shape.depth.max()))
@@ -40,7 +40,7 @@ def test_it_is_exact_against_its_aim(verifier, drawn, name, world):
 @pytest.mark.parametrize("name", ["[1]", "[1,1]", "[2,2]"])
 @DRAWN
 @EACH
-def test_it_is_lossy_against_the_target_and_accepts_more(verifier, drawn, name):
+def test_cascade_is_lossy_against_the_target_and_accepts_more(verifier, drawn, name):
     world = World(27, plain=True)
     outputs = Outputs.of_forest(world, verifier, TREES[name], drawn)
     assert outputs.tv() > 0.01 and outputs.first_failure() is not None
@@ -65,16 +65,16 @@ Q = np.array([0.4, 0.2, 0.4])  # TV(p, q) = 0.2
         ("opt", 0.45, True),  # cheaper than diff: 0.4 < 0.5 - 0.09
     ],
 )
-def test_each_rule_defers_as_its_table_says(rule, alpha, defers):
+def test_each_rule_defers_as_in_the_table(rule, alpha, defers):
     draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
     aim = Cascade(alpha, rule).aim(draft, torch.tensor(np.array([P, P])))
-    assert aim.tolist() == [(P if defers else Q).tolist(), P.tolist()]  # the leaf knows no q
+    assert aim.tolist() == [(P if defers else Q).tolist(), P.tolist()]  # a leaf has no q
 
 
 @EACH
 @settings(max_examples=150)
 @given(case=drafts(("iid", "without")))
-def test_its_aim_is_that_of_the_paper(verifier, case):
+def test_the_distribution_of_cascade_is_the_paper_s(verifier, case):
     draft, p = case
     aim = verifier.aim(draft, p).numpy()
     np.testing.assert_allclose(aim, twin_zoo.aim(draft, p.numpy(), verifier.alpha, verifier.rule), rtol=0, atol=1e-15)
@@ -82,8 +82,8 @@ def test_its_aim_is_that_of_the_paper(verifier, case):
     assert (aim[p.numpy() == 0] == 0).all(), "a token that the target forbids"
 
 
-def test_a_draft_that_never_defers_is_accepted_whole():
-    """Also in single precision, where its laws sum to a little more than 1."""
+def test_a_draft_that_never_defers_is_fully_accepted():
+    """Also in single precision, where distributions sum to slightly more than 1."""
     q = torch.softmax(torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)), -1) * (1 + 1e-6)
     p = torch.softmax(torch.randn(7, 5000, generator=torch.Generator().manual_seed(1)), -1)
     shape, q_row = TREES["[2,2]"], np.array([0, 1, 2, -1, -1, -1, -1])
@@ -95,8 +95,8 @@ def test_a_draft_that_never_defers_is_accepted_whole():
     assert Cascade(1.0, "chow")(draft, p).expected_accepted(shape).tolist() == [2.0]
 
 
-def test_a_constraint_binds_the_draft_too():
-    """Token 0 is illegal: its node's row is dead. Never deferring, pi is what is left of q."""
+def test_a_constraint_masks_the_draft_distribution_too():
+    """Token 0 is illegal: its node's row is dead. Without deferral pi is q over the legal tokens."""
     p = torch.tensor([[0.0, 0.7, 0.3], [0.0, 0.0, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
     q = torch.tensor([[0.5, 0.2, 0.3]], dtype=torch.float64)
     verifier = Cascade(1.0, "chow")
@@ -105,24 +105,24 @@ def test_a_constraint_binds_the_draft_too():
     assert verifier(draft, p).stop[1] == 0
 
 
-def test_the_target_s_law_is_left_as_it_was():
+def test_the_target_probabilities_are_not_changed():
     p = torch.tensor(np.array([P, P]))
     draft = Draft(chain(1), torch.tensor([0]), "iid", torch.tensor(Q[None]), np.array([0, -1]))
     Cascade(1.0, "chow")(draft, p)
     assert p.tolist() == [P.tolist(), P.tolist()]
 
 
-def test_it_says_that_it_is_lossy():
+def test_cascade_declares_that_it_is_lossy():
     assert Cascade.name == "cascade" and not Cascade().lossless and Cascade.accepts == {"iid", "without"}
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1, float("nan"), True, "0.1", None])
 def test_alpha_must_lie_between_0_and_1(alpha):
-    with pytest.raises(ValueError, match="verifier.alpha must be a number between 0 and 1"):
+    with pytest.raises(ValueError, match=r"verifier\.alpha "):
         Cascade(alpha=alpha)
 
 
 @pytest.mark.parametrize("rule", ["Chow", "", None, "token"])
-def test_a_rule_that_is_not_known_is_refused(rule):
-    with pytest.raises(ValueError, match="verifier.rule must be one of chow, diff, opt"):
+def test_an_unknown_rule_is_refused(rule):
+    with pytest.raises(ValueError, match=r"verifier\.rule .*chow, diff, opt"):
         Cascade(rule=rule)

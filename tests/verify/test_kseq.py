@@ -1,4 +1,4 @@
-"""K-SEQ is lossless, with the least rho that is; what it accepts follows the paper."""
+"""K-SEQ is lossless with the least possible rho; its acceptance is the paper's."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.verify import KSeq, Token, Verdict, kseq
 from spec_lab.verify.kseq import least_rho
 from tests.laws import twin_zoo
-from tests.laws.tabular import Judge, Outputs, World
+from tests.laws.tabular import Outputs, Verify, World
 from tests.laws.test_closed_forms import WORLDS as MORE_WORLDS
 from tests.laws.test_closed_forms import Same
 from tests.laws.test_lossless import TREES, WORLDS, require_lossless
 from tests.laws.twin_zoo import beta, bisected, one_of
-from tests.verify.test_twins import drafts, joint, random_law
+from tests.verify.test_twins import drafts, joint, random_distribution
 
 KINDS = ["generic", "peaked", "zeros", "one-hot"]
 
 
 def siblings(p: np.ndarray, q: np.ndarray, k: int, dtype=torch.float64) -> tuple[Draft, torch.Tensor]:
-    """One head with k children that hold q's likeliest token, all rows with the law p."""
+    """One root with k children that hold q's likeliest token, all rows with distribution p."""
     token = torch.full((k,), int(q.argmax()))
     draft = Draft(tree(tuple((rank,) for rank in range(k))), token, "iid", torch.tensor(q[None], dtype=dtype), FIRST[k])
     return draft, torch.tensor(np.tile(p, (k + 1, 1)), dtype=dtype)
@@ -39,10 +39,12 @@ def rho_of(p: np.ndarray, q: np.ndarray, k: int) -> float:
 
 
 @st.composite
-def laws(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     v = draw(st.integers(3, 8))
-    return random_law(rng, v, draw(st.sampled_from(KINDS))), random_law(rng, v, draw(st.sampled_from(KINDS)))
+    return random_distribution(rng, v, draw(st.sampled_from(KINDS))), random_distribution(
+        rng, v, draw(st.sampled_from(KINDS))
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")
@@ -52,18 +54,18 @@ def test_one_step_is_lossless(world, name):
 
 
 @pytest.mark.parametrize("name", ["[2]", "[3]", "[2,1]"])
-def test_one_step_with_wide_laws_is_lossless(name):
+def test_one_step_with_wide_distributions_is_lossless(name):
     require_lossless(Outputs.of_forest(World(5, v=5, support=5, plain=True), KSeq(), TREES[name], "iid"))
 
 
-def with_rho_times(factor: float) -> Judge:
+def with_rho_times(factor: float) -> Verify:
     """The twin with another rho: a control of the enumeration."""
 
-    def judge(draft: Draft, p: torch.Tensor) -> Verdict:
+    def verify(draft: Draft, p: torch.Tensor) -> Verdict:
         stop, emit = twin_zoo.kseq(draft, p.numpy(), lambda *case: factor * bisected(*case))
         return Verdict(stop, lambda rows: torch.from_numpy(emit[rows]))
 
-    return judge
+    return verify
 
 
 def test_a_larger_rho_is_lossless_but_accepts_less_and_a_smaller_is_lossy():
@@ -74,7 +76,7 @@ def test_a_larger_rho_is_lossless_but_accepts_less_and_a_smaller_is_lossy():
 
 
 @settings(max_examples=300)
-@given(pair=laws(), k=st.integers(2, 12))
+@given(pair=pairs(), k=st.integers(2, 12))
 def test_rho_is_safe_and_the_least_that_is(pair, k):
     p, q = pair
     rho = rho_of(p, q, k)
@@ -88,9 +90,9 @@ def test_rho_is_safe_and_the_least_that_is(pair, k):
 
 @settings(max_examples=150)
 @given(case=drafts(("iid",)))
-def test_with_the_same_rho_the_law_is_the_paper_s_to_the_last_digits(case):
+def test_with_the_same_rho_the_distribution_is_the_paper_s_to_rounding(case):
     draft, p = case
-    rho = iter(least_rho(draft, p)[[row for head in range(draft.shape.roots) for row in top_down(draft, head)]])
+    rho = iter(least_rho(draft, p)[[row for root in range(draft.shape.roots) for row in top_down(draft, root)]])
     stop, emit = twin_zoo.kseq(draft, p.numpy(), lambda *_: next(rho))
     verdict = KSeq()(draft, p)
     np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)
@@ -105,7 +107,7 @@ def top_down(draft: Draft, row: int) -> list[int]:
 
 @settings(max_examples=100)
 @given(case=drafts(("iid",), chains=True))
-def test_on_chains_it_is_token(case):
+def test_on_chains_k_seq_equals_token(case):
     draft, p = case
     assert (least_rho(draft, p) == [1.0] * draft.shape.nodes + [0.0]).all()
     mine, other = KSeq()(draft, p), Token()(draft, p)
@@ -125,7 +127,7 @@ def test_rows_may_have_different_numbers_of_children():
 
 
 @pytest.mark.parametrize("k", [2, 3, 30])
-def test_at_the_edges_rho_is_known(k):
+def test_rho_has_its_closed_form_at_the_edges(k):
     ends, uniform = np.eye(3), np.full(3, 1 / 3)
     assert rho_of(uniform, uniform, k) == 1.0  # p = q: one draft is enough
     assert rho_of(ends[0], ends[1], k) == k  # nothing can be accepted
@@ -139,7 +141,7 @@ def test_at_the_edges_rho_is_known(k):
 
 @pytest.mark.parametrize("world", MORE_WORLDS, ids=lambda w: f"world{w.seed}")
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_siblings_are_accepted_as_the_paper_says(world, k):
+def test_siblings_are_accepted_with_the_paper_s_probability(world, k):
     """On one level 1 - (1 - beta)^k, which is at least 1 - 1/e of what optimal transport accepts, and at most that."""
     p, q = world.p(()), world.q(())
     accepted = Outputs.of_forest(world, KSeq(), tree(tuple((rank,) for rank in range(k))), "iid").accepted
@@ -150,8 +152,8 @@ def test_siblings_are_accepted_as_the_paper_says(world, k):
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_on_one_level_it_accepts_at_least_what_token_does(k):
-    """Seen wherever it was looked for; here over random worlds, in some of them strictly."""
+def test_on_one_level_k_seq_accepts_at_least_what_token_does(k):
+    """An observation, not a theorem; over random worlds, in some of them strictly."""
     shape = tree(tuple((rank,) for rank in range(k)))
     gains = [
         Outputs.of_forest(world, KSeq(), shape, "iid").accepted
@@ -162,7 +164,7 @@ def test_on_one_level_it_accepts_at_least_what_token_does(k):
 
 
 @pytest.mark.parametrize("name", ["[2]", "[2,2]"])
-def test_drafts_from_the_target_itself_are_accepted_whole(name):
+def test_drafts_from_the_target_itself_are_fully_accepted(name):
     outputs = Outputs.of_forest(Same(3), KSeq(), TREES[name], "iid")
     assert outputs.accepted == pytest.approx(TREES[name].depth.max(), abs=1e-12)
 
@@ -180,8 +182,8 @@ def wide(noise: float) -> tuple[Draft, torch.Tensor]:
     return Draft(shape, token, "iid", q, q_row), torch.softmax(logits, -1)
 
 
-def test_in_single_precision_the_target_s_own_drafts_are_accepted_whole():
-    """Its laws do not quite sum to 1; that must not cost acceptance."""
+def test_in_single_precision_the_target_s_own_drafts_are_fully_accepted():
+    """Its distributions do not sum to exactly 1; that must not cost acceptance."""
     draft, p = wide(0.0)
     assert KSeq()(draft, p).expected_accepted(draft.shape).tolist() == [2.0, 2.0, 2.0]
 
@@ -198,13 +200,13 @@ def test_in_single_precision_rho_is_safe_to_its_last_digits(noise):
     draft, p = wide(noise)
     rho = least_rho(draft, p)
     for row in np.unique(draft.shape.parent):
-        laws = p[row].double().numpy(), draft.q[draft.q_row[row]].double().numpy()
-        laws = laws[0] / laws[0].sum(), laws[1] / laws[1].sum()
-        assert one_of(2, beta(rho[row], *laws)) <= rho[row] * (1 + 1e-6)
-        assert rho[row] == pytest.approx(bisected(*laws, 2), abs=1e-3)
+        pair = p[row].double().numpy(), draft.q[draft.q_row[row]].double().numpy()
+        pair = pair[0] / pair[0].sum(), pair[1] / pair[1].sum()
+        assert one_of(2, beta(rho[row], *pair)) <= rho[row] * (1 + 1e-6)
+        assert rho[row] == pytest.approx(bisected(*pair, 2), abs=1e-3)
 
 
-def test_rejected_drafts_emit_what_the_target_has_too_much_of():
+def test_rejected_drafts_emit_from_the_residual():
     """k = 2, p = (0, 1), q = (3/4, 1/4): rho = 1.75, token 1 is always accepted, token 0 never; then 1 is emitted."""
     draft, p = siblings(np.array([0.0, 1.0]), np.array([0.75, 0.25]), 2)
     verdict = KSeq()(draft, p)
@@ -213,5 +215,5 @@ def test_rejected_drafts_emit_what_the_target_has_too_much_of():
     assert verdict.residual(np.array([0])).tolist() == [[0.0, pytest.approx(0.5625)]]
 
 
-def test_it_judges_independent_siblings_only():
+def test_k_seq_supports_independent_siblings_only():
     assert KSeq.name == "kseq" and KSeq.lossless and KSeq.accepts == {"iid"}

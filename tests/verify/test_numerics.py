@@ -51,11 +51,11 @@ SHAPE = forest((chain(3), tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))))
 EXPANDED = np.unique(SHAPE.parent)
 
 
-# Laws to judge. Each gives p [R, V] and q [E, V], float32.
+# Inputs. Each function returns p [R, V] and q [E, V], float32.
 
 
 def pair_of_logits(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's and the draft's logits; where both have the same row they are akin."""
+    """The target's and the draft's logits; those of the same row are similar."""
     generator = torch.Generator().manual_seed(width)
     x = 3 * torch.randn(SHAPE.rows, width, generator=generator)
     y = x[EXPANDED] + 0.7 * torch.randn(len(EXPANDED), width, generator=generator)
@@ -77,7 +77,7 @@ def half(width: int) -> tuple[Tensor, Tensor]:
 
 
 def forbidden(width: int) -> tuple[Tensor, Tensor]:
-    """-inf logits of a third of the tokens, in target and draft not of the same."""
+    """-inf logits of a third of the tokens, of different ones in target and draft."""
     x, y = pair_of_logits(width, torch.bfloat16)
     x[:, ::3], y[:, 1::3] = -torch.inf, -torch.inf
     return warm(x), warm(y)
@@ -98,7 +98,7 @@ def close(width: int) -> tuple[Tensor, Tensor]:
 
 
 def denormal(width: int) -> tuple[Tensor, Tensor]:
-    """Half the tokens have masses of about 1e-40, and not the same half."""
+    """Half of the tokens have masses of about 1e-40, a different half in target and draft."""
     p, q = single(width)
     p[:, ::2] *= 1e-38
     q[:, ::2] *= 1e-38
@@ -109,7 +109,7 @@ def denormal(width: int) -> tuple[Tensor, Tensor]:
 
 
 def cold(width: int) -> tuple[Tensor, Tensor]:
-    """Drafts so peaked that a second sibling is drawn from 1e-20 to 1e-45 of the law."""
+    """Drafts so peaked that a second sibling is drawn from 1e-20 to 1e-45 of the mass."""
     x, y = pair_of_logits(width, torch.float32)
     q, top = logits_to_probs(y, [Sampling()]), y.topk(3).indices
     for row in range(len(q)):
@@ -120,7 +120,7 @@ def cold(width: int) -> tuple[Tensor, Tensor]:
 
 
 def one_hot_target(width: int) -> tuple[Tensor, Tensor]:
-    """All of p on a token that the draft gives nothing."""
+    """All of p on a token without mass under q."""
     q = single(width)[1]
     q[:, 7] = 0.0
     p = torch.zeros(SHAPE.rows, width)
@@ -141,7 +141,7 @@ CASES = {
 
 @lru_cache(maxsize=8)
 def drafted(case: str, width: int, drawn: str) -> tuple[Draft, Tensor]:
-    """A draft drawn from q as it says, nodes beyond the support left out, and p of its rows."""
+    """A draft drawn from q as declared, without nodes beyond the support, and p of its rows."""
     p, q = CASES[case](width)
     rng, q_row = np.random.default_rng(0), np.full(SHAPE.rows, -1)
     q_row[EXPANDED] = np.arange(len(EXPANDED))
@@ -232,7 +232,7 @@ DIRECT = [
     ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""),
 )
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_in_single_precision_is_the_paper_s_in_double(verifier, direct, drawn, case):
+def test_a_step_in_single_precision_equals_the_paper_s_in_double(verifier, direct, drawn, case):
     draft, p = drafted(case, 50, drawn)
     stop, emit = direct(in_double(draft), p.double().numpy())
     apart = 0.5 * np.abs(joint(draft, verifier(draft, p)) - stop[:, None] * emit).sum(-1)
@@ -241,15 +241,15 @@ def test_a_step_in_single_precision_is_the_paper_s_in_double(verifier, direct, d
 
 @EACH
 @WIDTHS
-def test_a_target_that_is_certain_of_what_was_not_drafted_says_it(verifier, drawn, width):
+def test_a_target_certain_of_an_undrafted_token_emits_it(verifier, drawn, width):
     draft, p = drafted("one_hot_target", width, drawn)
-    heads, verdict = np.arange(draft.shape.roots), verifier(draft, p)
-    if isinstance(verifier, Cascade):  # its own law need not be p
+    roots, verdict = np.arange(draft.shape.roots), verifier(draft, p)
+    if isinstance(verifier, Cascade):  # its own distribution need not be p
         return
-    assert verdict.stop[heads].tolist() == [1.0, 1.0]
-    token = choose(verdict, draft.shape, p, CounterDraws(0), [(h, 0, 0) for h in heads]).token
+    assert verdict.stop[roots].tolist() == [1.0, 1.0]
+    token = choose(verdict, draft.shape, p, CounterDraws(0), [(h, 0, 0) for h in roots]).token
     assert token.tolist() == [7, 7]
-    residual = verdict.residual(heads)
+    residual = verdict.residual(roots)
     assert (residual[:, 7] > 0).all() and (residual.sum(-1) == residual[:, 7]).all()
 
 
@@ -257,7 +257,7 @@ def test_a_target_that_is_certain_of_what_was_not_drafted_says_it(verifier, draw
 @WIDTHS
 @pytest.mark.parametrize("case", ["equal", "close"])
 def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, case):
-    if verifier.name == "match":  # blind to q
+    if verifier.name == "match":  # it ignores q
         return
     draft, p = drafted(case, width, drawn)
     ends = np.setdiff1d(np.arange(draft.shape.rows), EXPANDED)
@@ -270,8 +270,8 @@ def test_a_draft_that_is_nearly_the_target_is_accepted(verifier, drawn, width, c
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rest", [1e-20, 1e-31, 1e-36, 1e-40, 1e-44])
 @pytest.mark.parametrize("first", [0.0, 0.1])
-def test_what_a_peaked_draft_leaves_to_a_second_sibling_counts_as_a_whole_law(verifier, dtype, rest, first):
-    """Given the first, the second is certain: rejected it may not be emitted, however little mass q had for it."""
+def test_the_renormalized_rest_of_a_peaked_draft_is_a_distribution(verifier, dtype, rest, first):
+    """Given the first, the second is certain: if rejected, it may not be emitted, however small its q was."""
     q = torch.tensor([[1.0, rest, 0.0, 0.0]], dtype=dtype)
     p = torch.tensor([[first, 0.2, 0.3, 0.5 - first]], dtype=dtype).expand(3, 4)
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
@@ -299,7 +299,7 @@ def test_what_a_peaked_draft_leaves_to_a_second_sibling_counts_as_a_whole_law(ve
         ([-torch.inf, torch.nan, -torch.inf], False),
     ],
 )
-def test_minus_infinity_is_no_mass_and_anything_else_is_broken(dtype, row, well):
+def test_minus_infinity_is_no_mass_and_other_non_finite_logits_are_errors(dtype, row, well):
     logits = torch.tensor([[0.0, 1.0, 2.0], row, [-torch.inf, 0.0, 1.0]], dtype=dtype)
     kept = logits.clone()
     broken = finite_(logits)
@@ -326,7 +326,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("alive", [1, 20])
-def test_a_law_with_minus_infinities_is_the_law_of_the_rest(sampling, dtype, alive):
+def test_minus_infinities_leave_the_distribution_of_the_rest(sampling, dtype, alive):
     generator = torch.Generator().manual_seed(alive)
     some = (3 * torch.randn(4, alive, generator=generator)).to(dtype)
     seen = torch.rand(4, 60, generator=generator) < 0.5
@@ -342,7 +342,7 @@ def test_a_law_with_minus_infinities_is_the_law_of_the_rest(sampling, dtype, ali
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_mask_that_allows_only_tokens_without_mass_leaves_a_dead_row(sampling):
-    """Not one with an illegal token, as the arg max of nothing would be."""
+    """None of them illegal, as the arg max of an empty row would be."""
     logits = torch.tensor([[1.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf]])
     mask = torch.tensor([[False, True, True], [False, True, True]])
     got = logits_to_probs(logits, [sampling], seen=torch.zeros(2, 3, dtype=torch.bool), mask=mask)
@@ -364,7 +364,7 @@ BANNED = tuple(range(40, VOCABULARY))
 
 
 def without_banned(module, _inputs, output):
-    """What a model with a padded vocabulary gives."""
+    """The logits of a model with a padded vocabulary."""
     output = output.clone()
     output[..., list(BANNED)] = -torch.inf
     return output
@@ -380,7 +380,7 @@ PADDED = (tuple(t % 40 for t in PROMPTS[0]), tuple(t % 40 for t in PROMPTS[1]))
 
 
 def padded(name: str, target):
-    """A proposer whose logits hold -inf too."""
+    """A proposer whose logits also contain -inf."""
     if name == "none":
         return Null()
     if name == "medusa":
@@ -411,7 +411,7 @@ def test_a_model_with_a_padded_vocabulary_decodes(name, sampling):
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "only -inf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_without_a_law_name_the_request_and_the_step(poison, temperature):
+def test_unusable_logits_are_reported_with_request_and_step(poison, temperature):
     target, calls = tiny_target(), []
     healthy, _ = decode(target, Null(), requests(Sampling(temperature), 8))
 
@@ -431,7 +431,7 @@ def test_logits_without_a_law_name_the_request_and_the_step(poison, temperature)
     assert group.errors == {"p1": said}
 
 
-def test_heads_whose_logits_are_nan_draft_badly_and_no_more():
+def test_medusa_heads_with_nan_logits_change_no_output():
     target = tiny_target()
     truth = [plain_greedy(target.lm.model, prompt, 12) for prompt in PROMPTS]
     heads = Heads.random(target, 2, trunk=False)
@@ -444,19 +444,19 @@ def test_heads_whose_logits_are_nan_draft_badly_and_no_more():
 
 
 @pytest.mark.parametrize(("verifier", "drawn"), PAIRS, ids=[f"{v.name}-{drawn}" for v, drawn in PAIRS])
-def test_in_double_precision_no_residual_is_empty(verifier, drawn):
+def test_no_residual_is_empty_in_double_precision(verifier, drawn):
     target = tiny_target()
     proposer = draft_model("2x2x1", drawn, temperature=1.5)
     _, rounds = decode(target, proposer, requests(Sampling(1.0), 16), verifier)
     steps = [step for step in writer.rows_of(rounds, 0, "speculative")[1] if step["nodes"]]
     assert steps and not any(step["empty_residual"] for step in steps)
-    own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything is accepted, or all but everything
+    own = draft_model("2x2x1", drawn, lm=tiny_target().lm)  # p = q: everything or almost everything is accepted
     _, rounds = decode(target, own, requests(Sampling(1.0), 16), verifier)
     assert not any(one.empty.any() for one in rounds)
 
 
 class Last:
-    """Draws that stop at the head whenever that is possible at all."""
+    """Draws that stop at the root whenever that has any probability."""
 
     def __init__(self) -> None:
         self.usual = CounterDraws(0)
@@ -469,7 +469,7 @@ class Last:
 
 
 class Support(Lifecycle):
-    """Drafts all that p allows: its top ten, which rounding may let weigh less than 1."""
+    """Drafts the whole support of p, its top ten, whose float32 sum may be below 1."""
 
     name, drawn, nodes = "support", "point", 10
 

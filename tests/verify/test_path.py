@@ -1,4 +1,4 @@
-"""Typical and relaxed acceptance: which tokens pass, which path is taken, and what that costs."""
+"""Typical and relaxed acceptance: accepted tokens, the chosen path, and the distance from the target."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SHAPE = tree(((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 1, 0)))
 @pytest.mark.parametrize(
     ("passes", "end"),
     [
-        ([], ()),  # none: the head
-        ([(0,), (2,)], (0,)),  # of equals the first
+        ([], ()),  # none: the root
+        ([(0,), (2,)], (0,)),  # ties go to the first
         ([(0,), (1,), (1, 1)], (1, 1)),  # the deepest
         ([(0,), (0, 0), (1,), (1, 0), (1, 1), (1, 1, 0)], (1, 1, 0)),
         ([(1,), (1, 0), (1, 1), (1, 0, 0), (1, 1, 0)], (1, 0, 0)),
-        ([(0,), (1, 0), (1, 0, 0)], (0,)),  # nothing counts below a token that fails
+        ([(0,), (1, 0), (1, 0, 0)], (0,)),  # nothing below a rejected token counts
     ],
 )
-def test_the_longest_path_from_the_head_wins_and_of_equals_the_first(passes, end):
+def test_the_longest_path_from_the_root_is_accepted_and_of_equals_the_first(passes, end):
     marks = np.array([SHAPE.ranks(row) in passes for row in range(1, SHAPE.rows)])
     (row,) = ends(SHAPE, marks)
     assert SHAPE.ranks(int(row)) == end
@@ -46,15 +46,15 @@ def test_each_tree_has_a_path_of_its_own():
 
 # Which tokens
 
-LAW = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
+P = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0], dtype=torch.float64)
 ENTROPY = -sum(mass * np.log(mass) for mass in (0.5, 0.3, 0.15, 0.05))
 
 
-def accepted(verifier, law=LAW) -> list[int]:
-    """The tokens that pass as the only draft."""
-    tokens = range(len(law))
+def accepted(verifier, p=P) -> list[int]:
+    """The tokens that are accepted as the only draft."""
+    tokens = range(len(p))
     drafts = Draft(forest((chain(1),) * len(tokens)), torch.tensor(list(tokens)))
-    stop = verifier(drafts, law.expand(2 * len(tokens), -1)).stop
+    stop = verifier(drafts, p.expand(2 * len(tokens), -1)).stop
     assert stop.tolist() == [*(1 - stop[len(tokens) :]), *stop[len(tokens) :]]
     return np.flatnonzero(stop[len(tokens) :]).tolist()
 
@@ -75,7 +75,7 @@ def accepted(verifier, law=LAW) -> list[int]:
 def test_typical_compares_with_epsilon_or_with_the_entropy_s_bound(epsilon, delta, tokens):
     assert accepted(Typical(epsilon, delta)) == tokens
     bound = min(epsilon, delta * np.exp(-ENTROPY))
-    assert tokens == [x for x in range(5) if LAW[x] > bound]
+    assert tokens == [x for x in range(5) if P[x] > bound]
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_typical_compares_with_epsilon_or_with_the_entropy_s_bound(epsilon, delt
         (9, 1.0, [0, 1, 2, 3]),  # never a token without mass; more than there are is all
     ],
 )
-def test_relaxed_takes_the_likeliest_that_are_not_too_far_below(top, delta, tokens):
-    assert accepted(Relaxed(top, delta), LAW + torch.tensor([0, 1e-12, 0, 0, 0])) == tokens
+def test_relaxed_accepts_the_likeliest_within_delta(top, delta, tokens):
+    assert accepted(Relaxed(top, delta), P + torch.tensor([0, 1e-12, 0, 0, 0])) == tokens
 
 
 def test_relaxed_counts_equals_of_the_last_among_the_likeliest():
     assert accepted(Relaxed(2, 1.0), torch.tensor([0.2, 0.4, 0.2, 0.2])) == [0, 1, 2, 3]
 
 
-# What it costs
+# Distance from the target
 
 
 class Three(Constant):
@@ -105,8 +105,8 @@ class Three(Constant):
 
 
 @pytest.mark.parametrize("verifier", [Typical(0.25, 0.9), Relaxed(2, 0.25)], ids=lambda v: v.name)
-def test_the_price_in_a_small_case(verifier):
-    """Tokens 0 and 1 pass. Half of the drafts do, and the rest are emitted from p: (1/2, 2/5, 1/10)."""
+def test_the_distance_to_the_target_in_a_small_case(verifier):
+    """Tokens 0 and 1 are accepted: half of the drafts; the rest are emitted from p: (1/2, 2/5, 1/10)."""
     outputs = Outputs.of_forest(Three(0, v=3), verifier, chain(1), "iid")
     first = outputs.exactly[1] + outputs.exactly[2].reshape(3, 3).sum(1)
     assert first == pytest.approx([0.5, 0.4, 0.1], abs=1e-15)
@@ -126,7 +126,7 @@ def test_they_are_lossy(verifier, name, drawn):
 
 @BOTH
 def test_at_temperature_zero_they_are_greedy_verification(verifier):
-    """What is drafted of the arg max is accepted, and nothing else."""
+    """Drafted arg maxes are accepted, and nothing else."""
     random = np.random.default_rng(0)
     for _ in range(30):
         draft = Draft(SHAPE, torch.from_numpy((random.integers(0, 3, SHAPE.rows)[SHAPE.parent] + SHAPE.rank) % 3))
@@ -145,7 +145,7 @@ def test_the_token_after_the_path_comes_from_the_target(verifier):
 
 @BOTH
 def test_the_noise_of_a_race_does_not_matter(verifier):
-    """They look at tokens and at p alone."""
+    """They read tokens and p only."""
     q, q_row = torch.full((1, 3), 1 / 3), np.array([0, -1])
     p = torch.tensor([[0.6, 0.3, 0.1], [0.1, 0.2, 0.7]])
     raced = Draft(chain(1), torch.tensor([0]), "gumbel", q, q_row, torch.zeros(1, 3, dtype=torch.float64))
@@ -155,7 +155,7 @@ def test_the_noise_of_a_race_does_not_matter(verifier):
 # Options
 
 
-def test_they_say_that_they_are_lossy():
+def test_threshold_verifiers_declare_that_they_are_lossy():
     assert (Typical.name, Relaxed.name) == ("typical", "relaxed")
     for verifier in (Typical(), Relaxed()):
         assert not verifier.lossless and verifier.accepts == {"iid", "without", "point", "gumbel"}
@@ -164,17 +164,17 @@ def test_they_say_that_they_are_lossy():
 @pytest.mark.parametrize("option", ["epsilon", "delta"])
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), True, "0.3", None])
 def test_thresholds_of_typical_lie_between_0_and_1(option, value):
-    with pytest.raises(ValueError, match=f"verifier.{option} must be a number between 0 and 1"):
+    with pytest.raises(ValueError, match=f"verifier.{option} "):
         Typical(**{option: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_relaxed_needs_a_whole_number_of_tokens(value):
-    with pytest.raises(ValueError, match="verifier.top must be a whole number"):
+    with pytest.raises(ValueError, match=r"verifier\.top "):
         Relaxed(top=value)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), True, None])
 def test_relaxed_needs_a_difference_between_0_and_1(value):
-    with pytest.raises(ValueError, match="verifier.delta must be a number between 0 and 1"):
+    with pytest.raises(ValueError, match=r"verifier\.delta "):
         Relaxed(delta=value)

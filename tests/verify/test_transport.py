@@ -22,7 +22,7 @@ KINDS = ["generic", "peaked", "zeros", "equal", "disjoint", "one-hot p", "one-ho
 
 
 def pair(rng: np.random.Generator, v: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Laws p and q ``[V]`` of a kind."""
+    """Distributions p and q ``[V]`` of a kind."""
     p, q = (rng.dirichlet(np.full(v, 0.2 if kind == "peaked" else 1.0)) + 1e-12 for _ in range(2))
     if kind == "zeros":
         p[rng.permutation(v)[: rng.integers(0, v)]] = 0.0
@@ -44,21 +44,21 @@ def bound(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
 
 
 def drafts(q: np.ndarray, count: int, drawn: str) -> dict[tuple[int, ...], float]:
-    """The probability of each ordered draft. Sums of what is left, not 1 less what is gone."""
+    """The probability of each ordered draft, by sums over remaining tokens rather than 1 minus removed mass."""
     support = np.flatnonzero(q).tolist()
     if drawn == "iid":
         return {d: float(np.prod(q[list(d)])) for d in itertools.product(support, repeat=count)}
-    law = {}
+    found = {}
     for d in itertools.permutations(support, min(count, len(support))):
         probability = 1.0
         for place, token in enumerate(d):
             probability *= q[token] / q[[i for i in support if i not in d[:place]]].sum()
-        law[d] = float(probability)
-    return law
+        found[d] = float(probability)
+    return found
 
 
 def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
-    """Max P(token in draft) over joint laws of the draft (as a set) and the token with the right marginals."""
+    """Max P(token in draft) over joint distributions of the draft (as a set) and the token with the right marginals."""
     sets: dict[frozenset[int], float] = {}
     for draft, probability in drafts(q, count, drawn).items():
         sets[frozenset(draft)] = sets.get(frozenset(draft), 0.0) + probability
@@ -74,9 +74,9 @@ def programme(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
 
 def over_all_sets(p: np.ndarray, q: np.ndarray, count: int, drawn: str) -> float:
     """1 - max over all sets H of P(all drafts in H) - p(H)."""
-    law = drafts(q, count, drawn)
+    found = drafts(q, count, drawn)
     sets = [set(h) for n in range(len(p) + 1) for h in itertools.combinations(range(len(p)), n)]
-    return 1 - max(sum(w for d, w in law.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
+    return 1 - max(sum(w for d, w in found.items() if h.issuperset(d)) - p[list(h)].sum() for h in sets)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +108,7 @@ def test_one_sibling_reaches_one_minus_tv_and_more_siblings_more(seed, kind, dra
     assert bounds[1] == pytest.approx(1 - 0.5 * np.abs(p - q).sum(), abs=1e-12)
     assert (np.diff(bounds) >= -1e-12).all()
     assert min(bounds) >= 0 and max(bounds) <= 1  # also where sums round
-    assert bounds[-1] <= p[q > 0].sum() + 1e-12  # what is never drafted is never accepted
+    assert bounds[-1] <= p[q > 0].sum() + 1e-12  # tokens that are never drafted are never accepted
     if drawn != "iid" and (q > 0).sum() <= 6:
         assert bounds[6] == pytest.approx(p[q > 0].sum(), abs=1e-12)  # all of the support is drafted
 
@@ -123,7 +123,7 @@ def test_siblings_without_replacement_can_do_more_than_iid_ones(seed, kind, coun
 @pytest.mark.parametrize("spread", [0, 2, 40, 80])
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_draws_without_replacement_against_fractions(count, spread):
-    """Exact rational sums over all ordered draws. Spread 40: q(0) = 1 - 1e-17; what is left decides the next draw."""
+    """Exact rational sums over all ordered draws. Spread 40: q(0) = 1 - 1e-17; the small rest decides the next draw."""
     rng = np.random.default_rng([count, spread])
     for _ in range(3):
         q = np.exp(-rng.uniform(0, 1, 6) * spread)
@@ -147,7 +147,7 @@ def fraction_inside(q: np.ndarray, inside: range, count: int) -> Fraction:
 
 
 @pytest.mark.parametrize(("count", "error"), [(3, 1e-12), (5, 1e-12), (8, 1e-12), (12, 1e-12), (40, 1e-6)])
-def test_even_laws_have_a_closed_form(count, error):
+def test_uniform_distributions_have_a_closed_form(count, error):
     """Of V equal tokens all draws lie among the first j with probability C(j, n) / C(V, n)."""
     v = 1000
     inside = all_inside(np.full((1, v), 1 / v), count)[0]
@@ -164,20 +164,20 @@ def test_a_draft_that_cannot_be_drawn_again(drawn):
     q = np.array([1.0, 2e-30, 1e-30])
     # without: the second is token 1 or 2 at odds 2 : 1, which is p's; the first of the three is always there
     assert bound(p, q, 2, drawn) == pytest.approx(1.0 if drawn == "without" else 0.1, abs=1e-12)
-    q = np.array([1.0, 5e-324, 0.0])  # as good as none
+    q = np.array([1.0, 5e-324, 0.0])  # practically no mass
     assert bound(p, q, 2, drawn) == pytest.approx(0.1, abs=1e-15)
 
 
 @pytest.mark.parametrize("rare", [1e-10, 1e-100, 1e-289])
 def test_rare_tokens_are_drafted_all_the_same(rare):
-    """Three of four tokens without replacement: the likely one and, of the others, any two alike."""
+    """Three of four tokens without replacement: the likely one and any two of the others, equally often."""
     assert bound(np.full(4, 0.25), np.array([1.0, rare, rare, rare]), 3, "without") == pytest.approx(1.0, abs=1e-9)
     assert bound(np.eye(4)[1], np.array([1.0, rare, rare, rare]), 3, "without") == pytest.approx(2 / 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("drawn", WAYS)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_rows_do_not_matter_to_each_other(drawn, count):
+def test_rows_are_independent(drawn, count):
     """Supports of all sizes, dead rows and rows without a draft, float32: row by row or at once."""
     rng = np.random.default_rng(3)
     pairs = [pair(rng, 6, kind) for kind in KINDS for _ in range(60)]
@@ -191,26 +191,26 @@ def test_rows_do_not_matter_to_each_other(drawn, count):
 
 
 @pytest.mark.parametrize("drawn", WAYS)
-def test_laws_are_taken_as_summing_to_one(drawn):
-    """As those of single precision almost do."""
+def test_distributions_are_normalized(drawn):
+    """Single-precision ones sum to 1 only approximately."""
     p, q = pair(np.random.default_rng(0), 6, "generic")
     for scale in (0.5, 3.0):
         assert bound(scale * p, q, 2, drawn) == pytest.approx(bound(p, q, 2, drawn), abs=1e-14)
         assert bound(p, scale * q, 2, drawn) == pytest.approx(bound(p, q, 2, drawn), abs=1e-14)
 
 
-def test_what_does_not_fit_is_refused():
-    law = torch.full((2, 4), 0.25)
+def test_mismatched_shapes_are_refused():
+    uniform = torch.full((2, 4), 0.25)
     with pytest.raises(ValueError, match="point"):
-        transport_bound(law, law, 2, "point")
+        transport_bound(uniform, uniform, 2, "point")
     with pytest.raises(ValueError, match="shapes"):
-        transport_bound(law, law[:1], 2, "iid")
+        transport_bound(uniform, uniform[:1], 2, "iid")
     with pytest.raises(ValueError, match="siblings"):
-        transport_bound(law, law, -1, "iid")
+        transport_bound(uniform, uniform, -1, "iid")
     for wrong in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="negative"):
-            transport_bound(law, torch.full((2, 4), wrong), 2, "iid")
-    assert transport_bound(law[:0], law[:0], 2, "without").shape == (0,)
+            transport_bound(uniform, torch.full((2, 4), wrong), 2, "iid")
+    assert transport_bound(uniform[:0], uniform[:0], 2, "without").shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_no_verifier_exceeds_it(drawn, width, world):
 
 
 @pytest.mark.parametrize("drawn", WAYS)
-def test_what_recursive_rejection_leaves_to_gain(drawn):
-    """The bound is no empty one: over random pairs two siblings come within 10 % of it, and do not reach it."""
+def test_recursive_rejection_is_below_the_optimum(drawn):
+    """The bound is not vacuous: over random pairs two siblings come within 10 % of it, and do not reach it."""
     worlds = [World(seed, v=5, support=5, plain=True) for seed in range(40, 60)]
     most = sum(bound(world.p(()), world.q(()), 2, drawn) for world in worlds)
     accepted = sum(Outputs.of_forest(world, Token(), tree(((0,), (1,))), drawn).accepted for world in worlds)

@@ -19,19 +19,19 @@ PAIRS = [(Token(), twin.token), (Traversal(), twin.traversal), (Match(), twin.ma
 BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[one.name for one, _ in PAIRS])
 
 
-def random_law(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
-    """A law ``[V]``: generic, peaked, with zeros, or one-hot."""
-    law = rng.dirichlet(np.full(v, 0.1 if kind == "peaked" else 1.0)) + 1e-12
+def random_distribution(rng: np.random.Generator, v: int, kind: str) -> np.ndarray:
+    """A distribution ``[V]``: generic, peaked, with zeros, or one-hot."""
+    distribution = rng.dirichlet(np.full(v, 0.1 if kind == "peaked" else 1.0)) + 1e-12
     if kind == "zeros":
-        law[rng.permutation(v)[: rng.integers(1, v - 1)]] = 0.0
+        distribution[rng.permutation(v)[: rng.integers(1, v - 1)]] = 0.0
     if kind == "one-hot":
-        law = np.eye(v)[rng.integers(v)]
-    return law / law.sum()
+        distribution = np.eye(v)[rng.integers(v)]
+    return distribution / distribution.sum()
 
 
 @st.composite
 def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point", "mixed"), chains: bool = False):
-    """A random forest, drawn as it says, with target probabilities: ``(draft, p [R, V])`` in float64.
+    """A random forest, drawn as declared, with target probabilities: ``(draft, p [R, V])`` in float64.
 
     Includes p = q, disjoint supports, zeros, one-hot distributions, illegal nodes (no mass at the parent, dead rows)
     and, drawn iid or point, siblings that repeat a token. ``mixed``: each node is drawn in a way of its own.
@@ -39,45 +39,45 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     how = draw(st.sampled_from(drawn))
     v = draw(st.integers(3, 6))
-    heads = 1 if chains else draw(st.integers(1, 3))
+    roots = 1 if chains else draw(st.integers(1, 3))
     kinds = st.sampled_from(["generic", "peaked", "zeros", "one-hot"])
     parent, tokens, ways, q, p = [], [], [], [], []
     siblings: dict[int, list[int]] = {}
 
-    def laws() -> None:
-        q.append(random_law(rng, v, draw(kinds)))
+    def add() -> None:
+        q.append(random_distribution(rng, v, draw(kinds)))
         relation = draw(st.sampled_from(["free", "free", "free", "equal", "disjoint"]))
-        law = q[-1].copy() if relation == "equal" else random_law(rng, v, draw(kinds))
+        distribution = q[-1].copy() if relation == "equal" else random_distribution(rng, v, draw(kinds))
         if relation == "disjoint" and (q[-1] == 0).any():
-            law = np.where(q[-1] == 0, law + 1e-3, 0.0)
-            law /= law.sum()
-        p.append(law)
+            distribution = np.where(q[-1] == 0, distribution + 1e-3, 0.0)
+            distribution /= distribution.sum()
+        p.append(distribution)
 
-    for _ in range(heads):
-        laws()
+    for _ in range(roots):
+        add()
     for number in range(draw(st.integers(0, 12))):
-        above = number if chains else draw(st.integers(0, heads + len(parent) - 1))
-        law = q[above].copy()
+        above = number if chains else draw(st.integers(0, roots + len(parent) - 1))
+        distribution = q[above].copy()
         way = draw(st.sampled_from(["point", "iid", "without"])) if how == "mixed" else how
         if way == "without":
-            law[siblings.get(above, [])] = 0.0
+            distribution[siblings.get(above, [])] = 0.0
         if way == "point":
-            law[:] = 1.0
-        if law.sum() == 0:
+            distribution[:] = 1.0
+        if distribution.sum() == 0:
             if chains:
                 break
             continue
-        token = int(rng.choice(v, p=law / law.sum()))
+        token = int(rng.choice(v, p=distribution / distribution.sum()))
         if way == "without":
             siblings.setdefault(above, []).append(token)
         ways.append(WAYS.index(way))
         parent.append(above)
         tokens.append(token)
-        laws()
+        add()
         if draw(st.integers(0, 5)) == 0 and p[above].sum() > p[above][token]:  # an illegal node; its row is dead
             p[above][token], p[-1] = 0.0, np.zeros(v)
             p[above] /= p[above].sum()
-    shape = Shape(heads, np.array(parent, dtype=np.int64))
+    shape = Shape(roots, np.array(parent, dtype=np.int64))
     token = torch.tensor(tokens, dtype=torch.long)
     p = torch.tensor(np.array(p))
     if how == "point":
@@ -87,8 +87,8 @@ def drafts(draw: st.DrawFn, drawn: tuple[str, ...] = ("iid", "without", "point",
     rng.shuffle(expanded)
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
-    laws_of = torch.tensor(np.array(q)[expanded].reshape(-1, v))
-    return Draft(shape, token, codes if how == "mixed" else how, laws_of, q_row), p
+    rows = torch.tensor(np.array(q)[expanded].reshape(-1, v))
+    return Draft(shape, token, codes if how == "mixed" else how, rows, q_row), p
 
 
 def alone(draft: Draft, rows: np.ndarray) -> Draft:
@@ -133,25 +133,25 @@ def test_traversal_of_a_chain_is_block_verification(case):
 
 @settings(max_examples=100)
 @given(case=drafts(("point",)))
-def test_point_drafts_have_one_law_under_all_three_algorithms(case):
+def test_point_drafts_have_one_distribution_under_all_three_algorithms(case):
     draft, p = case
-    laws = [direct(draft, p.numpy()) for _, direct in PAIRS]
-    for stop, emit in laws[1:]:
-        np.testing.assert_allclose(stop, laws[0][0], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(stop[:, None] * emit, laws[0][0][:, None] * laws[0][1], rtol=0, atol=1e-12)
+    results = [direct(draft, p.numpy()) for _, direct in PAIRS]
+    for stop, emit in results[1:]:
+        np.testing.assert_allclose(stop, results[0][0], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(stop[:, None] * emit, results[0][0][:, None] * results[0][1], rtol=0, atol=1e-12)
 
 
 @BY_NAME
 @settings(max_examples=60)
 @given(case=drafts())
-def test_trees_do_not_see_each_other(verifier, direct, case):
+def test_trees_of_a_forest_are_independent(verifier, direct, case):
     draft, p = case
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
-    for head, rows in enumerate(shape.trees):
+    for root, rows in enumerate(shape.trees):
         one = alone(draft, rows)
         np.testing.assert_allclose(joint(one, verifier(one, p[rows])), whole[rows], rtol=0, atol=1e-13)
-        assert rows[0] == head
+        assert rows[0] == root
 
 
 @BY_NAME
@@ -181,7 +181,7 @@ def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, case):
 @BY_NAME
 @settings(max_examples=50)
 @given(case=drafts())
-def test_judging_leaves_no_trace_and_repeats(verifier, direct, case):
+def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, case):
     draft, p = case
     kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
     first = joint(draft, verifier(draft, p))
@@ -194,7 +194,7 @@ def test_judging_leaves_no_trace_and_repeats(verifier, direct, case):
 @BY_NAME
 @settings(max_examples=100)
 @given(case=drafts(), data=st.data())
-def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
+def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, case, data):
     draft, p = case
     verdict = verifier(draft, p)
     rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
@@ -205,8 +205,8 @@ def test_residual_serves_any_rows_in_any_order(verifier, direct, case, data):
 @BY_NAME
 @settings(max_examples=150)
 @given(case=drafts())
-def test_wherever_a_path_can_end_something_can_be_emitted(verifier, direct, case):
-    """Where nothing is left rounding may leave a stop: it weighs nothing."""
+def test_every_possible_end_of_a_path_has_a_residual(verifier, direct, case):
+    """Where no residual is left rounding may leave a positive stop; it is negligible."""
     draft, p = case
     verdict = verifier(draft, p)
     nothing = (direct(draft, p.numpy())[1].sum(-1) == 0) & (p.sum(-1).numpy() > 0)
@@ -218,7 +218,7 @@ def test_wherever_a_path_can_end_something_can_be_emitted(verifier, direct, case
 @BY_NAME
 @pytest.mark.parametrize("drawn", ["without", "point"])
 def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
-    """In float32 these numbers add up to less than 1: all that p allows is drafted, and still the head may stop."""
+    """In float32 these numbers add up to less than 1: all that p allows is drafted, and still the root may stop."""
     p = torch.tensor([0.7, 0.2, 0.1]).expand(4, 3)
     q = (None, None) if drawn == "point" else (p[:1], np.array([0, -1, -1, -1]))
     draft = Draft(tree(((0,), (1,), (2,))), torch.tensor([0, 1, 2]), drawn, *q)
@@ -252,7 +252,7 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 
 
 @BY_NAME
-def test_temperature_zero_is_a_one_hot_law(verifier, direct):
+def test_temperature_zero_is_one_hot(verifier, direct):
     """The path follows the arg max exactly, and a stop where the arg max was drafted has probability 0, not almost."""
     shape = tree(((0,), (1,), (0, 0), (1, 0), (1, 1)))
     draft = Draft(shape, torch.tensor([3, 5, 1, 2, 6]))
@@ -264,7 +264,7 @@ def test_temperature_zero_is_a_one_hot_law(verifier, direct):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=["token", "traversal"])
 def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
-    """q = 1 in float32 on its first token still has a second sibling, drawn from what is left of it."""
+    """q = 1 in float32 on its first token still has a second sibling, drawn from the rest."""
     q = torch.tensor([[1.0, 3e-10, 1e-10, 0.0]])
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(3, 4)
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]), "without", q, np.array([0, -1, -1]))
@@ -276,9 +276,9 @@ def test_a_peaked_draft_without_replacement_keeps_its_second_sibling(verifier):
 
 @BY_NAME
 @pytest.mark.parametrize("size", [(2, 4), (4, 4), (3,)])
-def test_a_target_law_of_other_rows_than_the_forest_is_refused(verifier, direct, size):
+def test_target_probabilities_of_other_rows_than_the_forest_are_refused(verifier, direct, size):
     draft = Draft(tree(((0,), (1,))), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=re.escape(f"shape {size}; the forest has 3 rows")):
+    with pytest.raises(ValueError, match=re.escape(f"{size}") + ".*3 rows"):
         verifier(draft, torch.full(size, 0.25))
 
 
@@ -286,9 +286,9 @@ def test_a_target_law_of_other_rows_than_the_forest_is_refused(verifier, direct,
 @pytest.mark.parametrize(
     ("tokens", "drawn", "says"),
     [
-        ([0, 2], "iid", "node 1 holds a token that its parent's q gives no mass"),
-        ([2, 0], "without", "node 0 holds a token that its parent's q gives no mass"),
-        ([0, 0], "without", "without replacement repeat"),
+        ([0, 2], "iid", "node 1 "),
+        ([2, 0], "without", "node 0 "),
+        ([0, 0], "without", "repeat"),
     ],
 )
 def test_a_token_that_was_not_drawn_as_stated_is_refused(verifier, tokens, drawn, says):
@@ -299,6 +299,6 @@ def test_a_token_that_was_not_drawn_as_stated_is_refused(verifier, tokens, drawn
 
 
 @BY_NAME
-def test_every_verifier_is_lossless_and_takes_every_draft(verifier, direct):
+def test_every_verifier_is_lossless_and_supports_every_draft(verifier, direct):
     assert verifier.name == type(verifier).__name__.lower()
     assert verifier.lossless and verifier.accepts - {"gumbel"} == {"iid", "without", "point"}

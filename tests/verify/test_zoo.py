@@ -1,4 +1,4 @@
-"""K-SEQ and the lossy verifiers against the algorithms of their papers, on random forests; what they all keep to."""
+"""K-SEQ and the lossy verifiers equal the algorithms of their papers on random forests; properties of all verifiers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ALL = tuple(sorted({"iid", "without", "point"}))
 
 
 @st.composite
-def judged(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
-    """A draft that the verifier judges, with p."""
+def supported(draw: st.DrawFn, verifier) -> tuple[Draft, torch.Tensor]:
+    """A draft that the verifier supports, with p."""
     mixed = ("mixed",) if verifier.accepts >= set(ALL) else ()
     return draw(drafts(tuple(how for how in ALL if how in verifier.accepts) + mixed))
 
@@ -51,7 +51,7 @@ def close(verifier) -> float:
 @settings(max_examples=100)
 @given(data=st.data())
 def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     stop, emit = direct(draft, p.numpy())
     verdict = verifier(draft, p)
     assert verdict.stop.dtype == np.float64
@@ -64,15 +64,15 @@ def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, data):
 @settings(max_examples=30)
 @given(data=st.data())
 def test_no_path_ends_at_an_illegal_node(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     assert verifier(draft, p).stop[p.sum(-1).numpy() == 0].sum() == 0
 
 
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
-def test_trees_do_not_see_each_other(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+def test_trees_of_a_forest_are_independent(verifier, direct, data):
+    draft, p = data.draw(supported(verifier))
     shape = draft.shape
     whole = joint(draft, verifier(draft, p))
     for rows in shape.trees:
@@ -83,8 +83,8 @@ def test_trees_do_not_see_each_other(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
-def test_judging_leaves_no_trace_and_repeats(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+def test_a_verdict_changes_no_input_and_is_repeatable(verifier, direct, data):
+    draft, p = data.draw(supported(verifier))
     kept = p.clone(), None if draft.q is None else draft.q.clone(), draft.token.clone()
     first, again = (joint(draft, verifier(draft, p)) for _ in range(2))
     assert (first == again).all()
@@ -95,8 +95,8 @@ def test_judging_leaves_no_trace_and_repeats(verifier, direct, data):
 @EACH
 @settings(max_examples=30)
 @given(data=st.data())
-def test_residual_serves_any_rows_in_any_order(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, data):
+    draft, p = data.draw(supported(verifier))
     verdict = verifier(draft, p)
     rows = np.array(data.draw(st.lists(st.integers(0, draft.shape.rows - 1), min_size=1, max_size=6)))
     every = verdict.residual(np.arange(draft.shape.rows))
@@ -109,7 +109,7 @@ def test_residual_serves_any_rows_in_any_order(verifier, direct, data):
 @settings(max_examples=50)
 @given(data=st.data())
 def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
     verdict = verifier(draft, p.float())
@@ -124,7 +124,7 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
 @settings(max_examples=30)
 @given(data=st.data())
 def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+    draft, p = data.draw(supported(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
     stop, emit = direct(draft, p.numpy())
@@ -136,8 +136,8 @@ def test_a_draft_may_be_less_precise_than_the_target(verifier, direct, data):
 @pytest.mark.parametrize(("verifier", "direct"), [c for c in CASES if isinstance(c[0], Typical | Relaxed | Cascade)])
 @settings(max_examples=50)
 @given(data=st.data())
-def test_in_single_precision_a_threshold_decides_alike_unless_it_is_met_exactly(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+def test_in_single_precision_a_threshold_decides_as_in_double_unless_met_exactly(verifier, direct, data):
+    draft, p = data.draw(supported(verifier))
     if draft.q is not None:
         draft = Draft(draft.shape, draft.token, draft.drawn, draft.q.float(), draft.q_row)
     p = p.float()
@@ -153,8 +153,8 @@ def test_in_single_precision_a_threshold_decides_alike_unless_it_is_met_exactly(
 @EACH
 @settings(max_examples=25)
 @given(data=st.data())
-def test_wide_vocabularies_are_worked_on_in_parts_with_the_same_result(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
+def test_wide_vocabularies_are_processed_in_parts_with_the_same_result(verifier, direct, data):
+    draft, p = data.draw(supported(verifier))
     whole = joint(draft, verifier(draft, p))
     with pytest.MonkeyPatch.context() as patch:
         for module in (kseq, path, cascade_module):
@@ -176,16 +176,16 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
 @settings(max_examples=25)
 @given(data=st.data())
 def test_every_step_can_be_sampled(verifier, direct, data):
-    draft, p = data.draw(judged(verifier))
-    verdict, who = verifier(draft, p), [(head, 0, 0) for head in range(draft.shape.roots)]
+    draft, p = data.draw(supported(verifier))
+    verdict, who = verifier(draft, p), [(root, 0, 0) for root in range(draft.shape.roots)]
     assume(draft.shape.roots == 1)
     mass = sum(m for m, _ in explore(lambda draws: choose(verdict, draft.shape, p, draws, who)))
     assert mass == pytest.approx(1, abs=1e-12)
 
 
 @EACH
-def test_a_target_law_of_other_rows_than_the_forest_is_refused(verifier, direct):
+def test_target_probabilities_of_other_rows_than_the_forest_are_refused(verifier, direct):
     q = torch.full((1, 4), 0.25)
     draft = Draft(chain(1), torch.tensor([0]), "iid", q, np.array([0, -1]))
-    with pytest.raises(ValueError, match="the forest has 2 rows"):
+    with pytest.raises(ValueError, match="2 rows"):
         verifier(draft, torch.full((3, 4), 0.25))

@@ -1,4 +1,4 @@
-"""What the tests on real engines share: a sweep whose runs take some seconds each, and what it must leave."""
+"""Fixtures of the tests on real clusters: a sweep whose runs take some seconds each, and checks of its results."""
 
 import os
 import shlex
@@ -39,8 +39,8 @@ def until(what: Callable[[], object], seconds: float = 120) -> object:
 
 @contextmanager
 def cluster(script: str, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The folder of a cluster of two nodes that runs meanwhile, and the environment of its users."""
-    folder = mkdtemp()  # sockets go below it, whose paths must be short
+    """Start a cluster of two nodes: its folder, and the environment of its users."""
+    folder = mkdtemp()  # it holds sockets, whose paths must be short
     command = [sys.executable, ROOT / "scripts" / script]
     try:
         said = subprocess.run([*command, "start", folder, *options], check=True, capture_output=True, text=True)
@@ -71,7 +71,7 @@ class Swept:
         return subprocess.Popen(command, cwd=self.folder.parent, env=self.environment, stdout=said, stderr=said)
 
     def said(self) -> str:
-        """What all commands printed."""
+        """The output of all commands."""
         return " ".join((self.folder.parent / "said.txt").read_text().split())
 
     def runs(self) -> dict[str, sweep.Run]:
@@ -81,17 +81,17 @@ class Swept:
         return {next(one[5:] for one in run.overrides if one[:5] == "seed="): run for run in sweep.runs(self.folder)}
 
     def at_work(self, most: int = GROUPS - 1) -> list[str]:
-        """Seeds of runs that have finished a group and have some to go: at most so many are finished."""
+        """Seeds of runs with at least one finished group and some left."""
         return [seed for seed, run in self.runs().items() if run.state == "running" and 0 < run.groups <= most]
 
     def job(self, seed: str) -> str:
-        """What the engine calls the run's job."""
+        """The engine's id of the run's job."""
         return sweep.queued(self.runs()[seed].folder)["job"]
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
-    """What all test processes share: tiny models with prompts, and a sweep on them to which nothing happened."""
+    """Shared by all test processes: tiny models with prompts, and an undisturbed sweep on them."""
     place = tmp_path_factory.getbasetemp()
     folder = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "shared"
     with FileLock(f"{folder}.lock"):
@@ -113,7 +113,7 @@ def zoo(shared):
 
 @pytest.fixture(scope="session")
 def undisturbed(shared):
-    """The requests' rows of each run of the same sweep, in one process to which nothing happened, by folder."""
+    """The requests' rows of each run of the same sweep in one undisturbed process, by folder."""
     return {run.folder.name: load(run.folder).requests for run in sweep.runs(shared / "swept")}
 
 
@@ -142,7 +142,7 @@ def finished(swept: Swept, *seeds: str) -> dict[str, pd.DataFrame]:
 
 
 def assert_goes_on(swept: Swept, was: dict[str, pd.DataFrame]) -> None:
-    """The groups that were finished then have not been decoded again: their seconds are the same."""
+    """Groups that were finished before are not decoded again: their seconds are the same."""
     assert was and all(len(rows) for rows in was.values())
     for seed, rows in was.items():
         now = load(swept.runs()[seed].folder).requests
@@ -153,7 +153,7 @@ TIMES = [name for name in schema.REQUESTS if name.endswith("_seconds")]
 
 
 def assert_whole(swept: Swept, undisturbed: dict) -> None:
-    """Every run is done and counted once, with the rows of one that nothing happened to; one fails and says why."""
+    """Every run is done and counted once, with the rows of an undisturbed one; the failing one has its error."""
     runs = swept.runs()
     assert {seed: run.state for seed, run in runs.items()} == {
         **{str(seed): "done" for seed in range(SEEDS)}, FAILS: "failed"

@@ -1,4 +1,4 @@
-"""What a launcher makes of whatever a cluster does, with a cluster that does as each test says."""
+"""How launchers handle what happens to jobs, on a scripted cluster."""
 
 import os
 import subprocess
@@ -15,11 +15,11 @@ from tests import checkpoints
 
 
 class Scripted:
-    """An engine that carries jobs out here, but for those it loses.
+    """An engine that runs jobs in this process, except those it loses.
 
     Args:
-        lose: seeds of runs whose jobs are lost, with what becomes of them.
-        alive: seeds of runs whose jobs an earlier launcher submitted, and that still run.
+        lose: seeds of runs whose jobs are lost, with their final states.
+        alive: seeds of runs whose jobs an earlier launcher submitted, and that are still running.
     """
 
     def __init__(self, lose=(), alive=()):
@@ -59,7 +59,7 @@ def on(quick_cli, tiny, monkeypatch):
     return call
 
 
-def test_a_job_that_is_lost_spares_the_others_and_is_said_with_what_became_of_it(on, tmp_path, cli):
+def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on, tmp_path, cli):
     code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
     assert "swept: 3 runs, of which 0 ended before, 0 are queued already: submitting 3 to slurm" in errors
@@ -72,7 +72,7 @@ def test_a_job_that_is_lost_spares_the_others_and_is_said_with_what_became_of_it
     assert "swept: 3 done" in said and "CANCELLED" not in said
 
 
-def test_a_job_that_still_waits_is_not_handed_over_twice(on):
+def test_a_pending_job_is_not_submitted_twice(on):
     on(Scripted(lose={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
     again = Scripted(alive=["seed=1"])
     code, _, errors = on(again, "seed=1,2")
@@ -80,7 +80,7 @@ def test_a_job_that_still_waits_is_not_handed_over_twice(on):
     assert "2 runs, of which 0 ended before, 1 are queued already: submitting 1 to slurm" in errors
 
 
-def test_a_run_in_the_queue_says_as_which_job(on, tmp_path):
+def test_the_status_of_a_queued_run_names_its_job(on, tmp_path):
     class Leaves(Scripted):
         def launch(self, jobs, names):
             yield Queued(0, "7_0")
@@ -92,7 +92,7 @@ def test_a_run_in_the_queue_says_as_which_job(on, tmp_path):
     assert "Slurm has not answered" in errors and "Traceback" not in errors
 
 
-def test_a_job_that_ended_without_a_word_is_lost(on):
+def test_a_job_that_ended_without_a_result_has_failed(on):
     class Silent(Scripted):
         def launch(self, jobs, names):
             yield JobEnded(0)
@@ -102,7 +102,7 @@ def test_a_job_that_ended_without_a_word_is_lost(on):
     assert "slurm: its job ended without a result" in said
 
 
-def test_a_job_goes_where_the_command_was_given(on, tmp_path):
+def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
     class Elsewhere(Scripted):
         def launch(self, jobs, names):
             os.chdir("/")
@@ -113,7 +113,7 @@ def test_a_job_goes_where_the_command_was_given(on, tmp_path):
     assert [run.state for run in sweep.runs(tmp_path / "swept")] == ["done"], "out, prompts are relative"
 
 
-def test_a_run_that_failed_says_of_what_and_is_not_handed_over_again_but_on_request(on):
+def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on):
     code, said, _ = on(Scripted(), "seed=1,-1")
     assert code == 1
     assert "1 done, 1 failed" in said and "seed must" in said
@@ -124,7 +124,7 @@ def test_a_run_that_failed_says_of_what_and_is_not_handed_over_again_but_on_requ
     assert third.taken == ["seed=-1"]
 
 
-def test_a_run_that_ended_before_its_job_was_lost_has_ended(on, tmp_path):
+def test_a_run_that_ended_before_its_job_failed_has_ended(on, tmp_path):
     class Late(Scripted):
         def launch(self, jobs, names):
             yield Queued(0, "7_0")
@@ -135,7 +135,7 @@ def test_a_run_that_ended_before_its_job_was_lost_has_ended(on, tmp_path):
     assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
 
 
-def test_what_a_job_raises_ends_the_command_in_one_line(on):
+def test_an_error_raised_by_a_job_ends_the_command_in_one_line(on):
     class Raises(Scripted):
         def launch(self, jobs, names):
             yield JobEnded(0, error=Refused("spec_lab: 1 of 1: this is another run"))
@@ -145,7 +145,7 @@ def test_what_a_job_raises_ends_the_command_in_one_line(on):
     assert "spec_lab: 1 of 1: this is another run" in errors and "Traceback" not in errors
 
 
-# At the door -------------------------------------------------------------------------------------------------------
+# Checks at start-up ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("engine", "needs"), [("slurm", "submitit"), ("ray", "ray")])
@@ -158,14 +158,14 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monk
     assert f"pip install 'spec-lab[{engine}]'" in errors and "Traceback" not in errors
 
 
-def test_an_option_that_an_engine_does_not_take_is_named(cli, tiny):
+def test_an_option_that_an_engine_does_not_support_is_named(cli, tiny):
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     code, _, errors = cli("--multirun", "hydra/launcher=slurm", "+hydra.launcher.partitoin=x", *tiny, "seed=1,2")
     assert code == 1
     assert "hydra.launcher" in errors and "'partitoin'" in errors and "Traceback" not in errors
 
 
-def test_slurm_is_missed_where_there_is_none(cli, tiny, monkeypatch):
+def test_a_missing_slurm_is_reported(cli, tiny, monkeypatch):
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, errors = cli("--multirun", "hydra/launcher=slurm", *tiny, "seed=1,2")
@@ -181,12 +181,12 @@ def test_a_launcher_s_options_are_shown_from_any_directory(tmp_path):
     assert "_target_: hydra_plugins.spec_lab.Cluster" in shown
 
 
-# What Slurm is asked -----------------------------------------------------------------------------------------------
+# Slurm's commands --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def slurm(monkeypatch):
-    """The module, with Slurm's commands answered by ``answers``, and time that passes at once."""
+    """The module with Slurm's commands answered by ``answers`` and without waiting times."""
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     from spec_lab.cli.launchers import slurm
 
@@ -215,7 +215,7 @@ def job(folder: Path, id: str):
     return SlurmJob(folder / "a" / "%j", id)
 
 
-def test_jobs_are_known_by_the_array_s_folder_not_by_a_number_that_may_come_again(slurm, tmp_path):
+def test_jobs_are_identified_by_the_array_s_folder_not_by_a_number_that_may_be_reused(slurm, tmp_path):
     for name, runs in (("a", ["seed=1", "seed=2"]), ("b", ["seed=3"])):
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "runs.json", {"runs": runs})
@@ -226,7 +226,7 @@ def test_jobs_are_known_by_the_array_s_folder_not_by_a_number_that_may_come_agai
     assert engine(slurm, tmp_path).living() == {"seed=2": "5_1", "seed=3": "6"}
 
 
-def test_a_job_that_left_the_queue_is_lost_with_what_sacct_says(slurm, tmp_path):
+def test_a_job_that_left_the_queue_has_failed_with_the_state_from_sacct(slurm, tmp_path):
     slurm["sacct"] = "5_0|CANCELLED by 1000|0:0|n1\n5_1|FAILED|0:9|n2\n5_2|TIMEOUT|1:0|None assigned\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(3)}
     assert list(engine(slurm, tmp_path)._ended(waiting)) == [
@@ -237,7 +237,7 @@ def test_a_job_that_left_the_queue_is_lost_with_what_sacct_says(slurm, tmp_path)
     assert not waiting
 
 
-def test_a_job_is_given_time_to_be_seen_where_sacct_lags_or_the_disk_does(slurm, tmp_path):
+def test_a_job_has_time_to_appear_where_sacct_or_the_disk_lags(slurm, tmp_path):
     slurm["sacct"] = "5_0|RUNNING|0:0|n1\n5_1|COMPLETED|0:0|n1\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(2)}
     ends = engine(slurm, tmp_path)._ended(waiting)
@@ -247,20 +247,20 @@ def test_a_job_is_given_time_to_be_seen_where_sacct_lags_or_the_disk_does(slurm,
     assert list(ends) == [JobEnded(0, lost="OUT_OF_MEMORY, signal 125, on n1")]
 
 
-def test_without_accounting_a_lost_job_is_lost_all_the_same(slurm, tmp_path):
+def test_without_accounting_a_failed_job_is_still_reported(slurm, tmp_path):
     (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
     assert ended.lost == "left the queue without a result, and sacct does not answer"
 
 
-def test_a_slurm_that_does_not_answer_is_waited_for_and_then_given_up(slurm, tmp_path):
+def test_a_slurm_that_does_not_answer_is_waited_for_up_to_a_limit(slurm, tmp_path):
     waits = engine(slurm, tmp_path)
     del slurm["squeue"]
-    with pytest.raises(Refused, match="has not answered for 600 seconds; 1 jobs were submitted"):
+    with pytest.raises(Refused, match="600 seconds; 1 jobs"):
         list(waits._ended({0: job(tmp_path, "5_0")}))
     assert slurm.now > slurm.module.PATIENCE
 
 
-def test_a_job_that_will_never_start_is_cancelled_and_others_are_waited_for(slurm, tmp_path, monkeypatch, capsys):
+def test_a_job_that_can_never_start_is_cancelled_and_the_others_are_waited_for(slurm, tmp_path, monkeypatch, capsys):
     cancelled = []
     monkeypatch.setattr("submitit.SlurmJob.cancel", lambda self, check: cancelled.append(self.job_id))
     slurm["squeue"] = "5_0|PENDING|PartitionTimeLimit|\n5_1|PENDING|JobHeldUser|\n5_2|PENDING|Resources|\n"
@@ -272,7 +272,7 @@ def test_a_job_that_will_never_start_is_cancelled_and_others_are_waited_for(slur
     assert "Slurm job 5_1 is pending: JobHeldUser" in said and "Resources" not in said
 
 
-def test_a_job_is_handed_over_with_its_cores_and_what_the_user_says_of_the_cluster_alone(tmp_path, monkeypatch):
+def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cluster(tmp_path, monkeypatch):
     pytest.importorskip("submitit", reason="NOT TESTED: submitit is not installed (pip install 'spec-lab[slurm]')")
     from spec_lab.cli.launchers import slurm
 

@@ -1,4 +1,4 @@
-"""The cluster that is started to try things on one machine has room for what the documented commands ask for."""
+"""The local test cluster has room for the jobs of the documented commands."""
 
 import re
 import runpy

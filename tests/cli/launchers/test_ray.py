@@ -18,7 +18,7 @@ LAUNCHER = ["hydra/launcher=ray", "hydra.launcher.cpus=1"]
 
 @pytest.fixture(scope="module")
 def nodes():
-    """The folder of a cluster of two nodes that runs, and the environment of its users."""
+    """Start a cluster of two nodes: its folder, and the environment of its users."""
     pytest.importorskip("ray", reason="RAY IS NOT TESTED: pip install 'spec-lab[ray]'")
     with cluster("local_ray.py", "--cpus", "2") as running:
         yield running
@@ -26,13 +26,13 @@ def nodes():
 
 @pytest.fixture
 def on(nodes, swept):
-    """A sweep that will run there."""
+    """A sweep to run there."""
     swept.environment |= nodes[1]
     return swept
 
 
 def workers(folder: str) -> list[int]:
-    """Processes of the cluster that carry out jobs: Ray names them after what they do."""
+    """Worker processes of the cluster that run jobs (Ray puts the job into the process title)."""
     found = []
     for one in Path("/proc").glob("[0-9]*"):
         try:
@@ -46,19 +46,19 @@ def workers(folder: str) -> list[int]:
 def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, undisturbed):
     launcher = on.start(*LAUNCHER)
 
-    # Workers are killed: Ray starts their jobs again.
+    # Workers are killed: Ray restarts their jobs.
     some = until(lambda: len(some := on.at_work(GROUPS // 3)) > 2 and some)
     was = finished(on, *some)
     first, second, *_ = workers(nodes[0])
     for pid in (first, second):
         os.kill(pid, signal.SIGKILL)
 
-    # A node goes down with what runs there.
+    # A node goes down with its jobs.
     until(lambda: sum(run.state == "done" for run in on.runs().values()) > 2 and len(on.at_work()) > 1)
     was |= finished(on, *on.at_work())
     subprocess.run([sys.executable, SCRIPT, "node-down", nodes[0]], check=True)
 
-    # The launcher is killed, and its jobs with it; the same command goes on.
+    # The launcher is killed, and its jobs with it; the same command resumes.
     until(lambda: sum(run.state == "done" for run in on.runs().values()) > 5 and on.at_work())
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
@@ -71,7 +71,7 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, u
     assert_whole(on, undisturbed)
 
 
-def test_a_job_that_is_killed_again_and_again_is_lost_and_says_how(on, nodes):
+def test_a_job_that_is_killed_repeatedly_fails_with_the_cause(on, nodes):
     launcher = on.start(*LAUNCHER, "hydra.launcher.restarts=0", seeds="0,1")
     until(lambda: "0" in on.at_work() or "1" in on.at_work())
     for pid in workers(nodes[0]):

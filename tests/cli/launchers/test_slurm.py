@@ -1,4 +1,4 @@
-"""Sweeps on a real Slurm of two nodes, while all that happens to jobs happens to them."""
+"""Sweeps on a real Slurm of two nodes: jobs are cancelled, killed, preempted, requeued; nodes and launchers fail."""
 
 import os
 import re
@@ -24,7 +24,7 @@ LAUNCHER = [
 
 @pytest.fixture(scope="module")
 def slurm():
-    """The folder of a cluster of two nodes that runs."""
+    """Start a cluster of two nodes: its folder."""
     pytest.importorskip("submitit", reason="SLURM IS NOT TESTED: pip install 'spec-lab[slurm]'")
     if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin") is None:
         pytest.skip("SLURM IS NOT TESTED: its daemons are not here; python scripts/local_slurm.py install")
@@ -34,7 +34,7 @@ def slurm():
 
 @pytest.fixture
 def on(slurm, swept, monkeypatch):
-    """A sweep that will run there."""
+    """A sweep to run there."""
     monkeypatch.setenv("SLURM_CONF", slurm[1]["SLURM_CONF"])
     swept.environment |= slurm[1]
     yield swept
@@ -46,7 +46,7 @@ def asks(*command: str) -> str:
 
 
 def node(job: str) -> str:
-    """Where a job runs; empty of one that does not."""
+    """The node of a running job; empty for others."""
     return asks("squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={job}", "--format=%N").strip()
 
 
@@ -79,19 +79,19 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
     assert on.runs()[first].state == on.runs()[second].state == "waiting"
     was = finished(on, first, second)
 
-    # The launcher is killed and started again while its jobs go on.
+    # The launcher is killed and restarted while its jobs run.
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
     launcher = on.start(*LAUNCHER)
     until(lambda: re.search(r"[1-9]\d* are queued already", on.said()))
 
-    # A node goes down with what runs there.
+    # A node goes down with its jobs.
     there = until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n2"])
     was |= finished(on, *there)
     subprocess.run([sys.executable, SCRIPT, "node-down", slurm[0], "n2"], check=True)
     until(lambda: all(on.runs()[seed].state != "running" for seed in there))
 
-    # A job that matters more takes the other node.
+    # A job of higher priority takes the other node.
     made_room = until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n1"])
     was |= finished(on, *made_room)
     jobs = {seed: on.job(seed) for seed in (*there, *made_room)}
@@ -107,7 +107,7 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
     assert_whole(on, undisturbed)
 
 
-def test_what_slurm_does_not_take_is_said_in_its_words(on):
+def test_an_option_that_slurm_refuses_is_reported_with_slurm_s_message(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=nowhere")
     assert launcher.wait(timeout=60) == 1
     assert "Slurm does not accept the jobs: invalid partition specified: nowhere" in on.said()
@@ -120,8 +120,8 @@ def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
     assert "Memory specification can not be satisfied" in on.said() and "Traceback" not in on.said()
 
 
-def test_jobs_that_would_wait_for_ever_are_cancelled_with_the_reason(on):
-    launcher = on.start(*LAUNCHER, "hydra.launcher.partition=short", seeds="0,1")  # which gives five minutes at most
+def test_jobs_that_would_stay_pending_for_ever_are_cancelled_with_the_reason(on):
+    launcher = on.start(*LAUNCHER, "hydra.launcher.partition=short", seeds="0,1")  # a limit of five minutes
     assert launcher.wait(timeout=60) == 1
     for run in on.runs().values():
         assert run.state == "waiting"
@@ -129,7 +129,7 @@ def test_jobs_that_would_wait_for_ever_are_cancelled_with_the_reason(on):
     assert asks("squeue", "--me", "--noheader") == ""
 
 
-def test_a_job_that_runs_out_of_time_is_started_again_and_goes_on_until_it_was_so_too_often(on, zoo):
+def test_a_job_that_runs_out_of_time_is_restarted_and_resumes_up_to_a_number_of_times(on, zoo):
     time = ["hydra.launcher.minutes=1", "hydra.launcher.restarts=1", "+hydra.launcher.sbatch={signal: USR2@40}"]
     launcher = on.start(*LAUNCHER, *time, f"prompts.path={zoo / 'many.jsonl'}", seeds="0")
     assert launcher.wait(timeout=180) == 1

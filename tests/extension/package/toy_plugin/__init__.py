@@ -1,1 +1,1 @@
-"""Parts for spec_lab from outside: one file and one YAML each, and no registration."""
+"""Parts for spec_lab from another package: one file and one YAML each, without registration."""

@@ -1,4 +1,4 @@
-"""A verifier: draw a token from the target's law, and go down the draft as long as it holds what was drawn."""
+"""A verifier: draw tokens from the target distribution, and descend the draft while it holds the drawn token."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ class Agree:
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The walk as a law: where it ends with which probability, and what is emitted there, for ``p`` ``[R, V]``."""
+        """The distribution of the walk: where it ends, and what is emitted there, for ``p`` ``[R, V]``."""
         shape = draft.shape
-        left = p.clone()  # [R, V]: of each row's law what none of its children holds
-        reach = torch.ones_like(p[:, 0])  # [R]: how probably the walk comes by; heads are where it begins
+        left = p.clone()  # [R, V]: each row's p without its children's tokens
+        reach = torch.ones_like(p[:, 0])  # [R]: the probability that the walk reaches a row; it starts at the roots
         edges = zip(shape.parent.tolist(), draft.token.tolist(), strict=True)
         for row, (parent, token) in enumerate(edges, start=shape.roots):  # parents come before their children
             reach[row] = reach[parent] * left[parent, token]

@@ -15,11 +15,11 @@ class Apart:
 
     vocabulary: int  # V, the width of the target's logits
     name: str = "apart"
-    has_actions: bool = False  # it only masks: it takes nothing back, and neither forks nor ends a text
+    has_actions: bool = False  # it only masks: no backtracking, no forks, no end of a text
 
     @staticmethod
     def load(vocabulary: Vocabulary) -> "Apart":
-        """What the config names."""
+        """The factory that the config names."""
         return Apart(vocabulary.size)
 
     def start(self, request: Request) -> "After":
@@ -27,7 +27,7 @@ class Apart:
         return After(request.tokens[-1], full_mask(self.vocabulary), self.vocabulary)
 
     def toy(self, vocabulary: Vocabulary) -> "Apart":
-        """The same over the few tokens of a toy: what ``certify`` enumerates."""
+        """The same over the few tokens of a toy, for ``certify`` to enumerate."""
         return Apart.load(vocabulary)
 
 
@@ -40,16 +40,16 @@ class After:
     vocabulary: int
 
     def fork(self) -> "After":
-        """A copy that goes its own way: drafts are tried on copies."""
+        """An independent copy: drafts are tried on copies."""
         return After(self.token, self.words, self.vocabulary)
 
     def advance(self, token: int) -> None:
-        """``token`` comes next."""
+        """Append ``token``."""
         self.token = token
 
     def mask(self) -> np.ndarray:
-        """What may come next, as packed bits."""
+        """The allowed tokens as packed bits."""
         return self.words & ~mask_of([self.token], self.vocabulary)
 
     def action(self) -> None:
-        """None is ever wanted."""
+        """No action."""

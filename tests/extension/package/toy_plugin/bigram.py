@@ -1,4 +1,4 @@
-"""A proposer: each drafted token is the one that has most often followed the token before it, in this very text."""
+"""A proposer: each drafted token is the one that most often followed the previous token in this text."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, chain, forest
 from spec_lab.core.options import whole
-from spec_lab.engine.proposer import Lifecycle  # it carries no state from step to step
+from spec_lab.engine.proposer import Lifecycle  # it has no state between steps
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
 class Bigram(Lifecycle):
-    """Drafts a chain of at most ``depth`` tokens below every sequence; a shorter one where nothing has followed."""
+    """Drafts a chain of at most ``depth`` tokens per sequence; it ends where nothing has followed."""
 
     depth: int
     name: str = "bigram"
@@ -23,7 +23,7 @@ class Bigram(Lifecycle):
 
     @staticmethod
     def load(target: Target, depth: int = 4) -> "Bigram":
-        """What the config names: live objects such as the target come by name, all else from the YAML."""
+        """The factory that the config names: live objects such as the target come by name, all else from the YAML."""
         return Bigram(whole("proposer.depth", depth))
 
     @property
@@ -32,7 +32,7 @@ class Bigram(Lifecycle):
         return self.depth
 
     def propose(self, batch: Batch) -> Draft:
-        """One chain per sequence, side by side, with all their tokens in one tensor."""
+        """One chain per sequence as one forest."""
         chains = [likely(sequence.tokens, self.depth) for sequence in batch.sequences]
         tokens = torch.tensor([token for one in chains for token in one], dtype=torch.long, device=batch.device)
         return Draft(forest(tuple(chain(len(one)) for one in chains)), tokens)
@@ -45,5 +45,5 @@ def likely(tokens: list[int], count: int) -> list[int]:
         after[token][following] += 1
     found = tokens[-1:]
     while len(found) <= count and found[-1] in after:
-        found.append(after[found[-1]].most_common(1)[0][0])  # of equals the one seen first
+        found.append(after[found[-1]].most_common(1)[0][0])  # ties go to the one seen first
     return found[1:]

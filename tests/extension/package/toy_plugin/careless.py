@@ -1,4 +1,4 @@
-"""A wrong verifier, for seeing that ``certify`` finds out: it says that it is lossless, and is not."""
+"""A wrong verifier that ``certify`` must detect: it declares that it is lossless, and is not."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from toy_plugin.agree import Agree
 
 @dataclass(frozen=True)
 class Careless:
-    """Ends where ``Agree`` does, but then emits from p as if nothing had been refused there."""
+    """Ends where ``Agree`` does, but then emits from p as if nothing had been rejected there."""
 
     name = "careless"
     accepts = Agree.accepts
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """Refused tokens get a second chance, so they come too often."""
+        """Rejected tokens get a second chance, so they come too often."""
         return Verdict(Agree()(draft, p).stop, lambda rows: p[torch.from_numpy(rows).to(p.device)])

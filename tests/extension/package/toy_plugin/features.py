@@ -24,7 +24,7 @@ from spec_lab.propose.features import Features
 
 @dataclass
 class State:
-    """What is held for one sequence.
+    """The state of one sequence.
 
     Args:
         kv: of the drafter's layer. Its stable part has one entry for each target position whose next token is known.
@@ -65,7 +65,7 @@ class FeatureDrafter(Lifecycle):
         self.embed = target.services.embed
 
     def init(self, request: Request) -> State:
-        """Nothing is known yet."""
+        """An empty state."""
         return State(self.lm.open(), Features())
 
     def observe(self, observed: Sequence[Observation]) -> None:
@@ -74,11 +74,11 @@ class FeatureDrafter(Lifecycle):
             one.sequence.state.features.add(one.start, one.hidden)
 
     def fork(self, state: State) -> State:
-        """The stable part is shared, the tentative part dropped."""
+        """Share the stable part, drop the tentative part."""
         return State(state.kv.fork(), state.features.copy())
 
     def rewind(self, state: State, length: int) -> None:
-        """The entry of the last computed position holds its next token, so it goes as well."""
+        """The entry of the last computed position depends on the removed next token, so it is dropped as well."""
         state.features.rewind(length)
         state.kv.truncate(min(len(state.kv), max(length - 1, 0)))
 
@@ -88,12 +88,12 @@ class FeatureDrafter(Lifecycle):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
-        """Trees where just one token is pending and every computed position was observed; nothing elsewhere."""
+        """Draft trees where one token is pending and every computed position was observed; nothing elsewhere."""
         self.lm.clock = batch.clock
         depths, kvs, lengths, inputs = [], [], [], []
         for room, one in zip(batch.room(), batch.sequences, strict=True):
             state, computed = one.state, len(one.kv)
-            state.kv.accept()  # the last step's nodes rested on the drafter's own features
+            state.kv.accept()  # the last step's nodes used the drafter's own features
             ready = computed > len(state.kv) and state.features.end == computed and len(one.tokens) == computed + 1
             depths.append(max(0, min(room, self.budget.depth)) if ready else 0)
             kvs.append(state.kv if depths[-1] else None)

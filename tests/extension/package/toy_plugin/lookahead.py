@@ -1,4 +1,4 @@
-"""Lookahead decoding (2402.02057): a window of guesses is computed beside the draft and never accepted."""
+"""Lookahead decoding (2402.02057): a window of guesses is computed with the draft and never accepted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from spec_lab.engine.sequence import Batch
 
 @dataclass
 class State:
-    """What is held for one sequence.
+    """The state of one sequence.
 
     Args:
         window: W guesses, one after another: the tokens of the rows that are computed only.
@@ -27,7 +27,7 @@ class State:
     found: int = 0
 
     def chain(self, token: int, length: int) -> list[int]:
-        """What the pool holds after ``token``."""
+        """The tokens that the pool holds after ``token``."""
         followed: list[int] = []
         while len(followed) < length and (last := (followed or [token])[-1]) in self.pool:
             followed.append(self.pool[last][-1])
@@ -56,7 +56,7 @@ class Lookahead(Lifecycle):
         return self.depth + self.window
 
     def init(self, request: Request) -> State:
-        """The window begins with tokens of the prompt."""
+        """The first window consists of tokens of the prompt."""
         tokens = request.tokens
         return State([tokens[place % len(tokens)] for place in range(self.window)])
 
@@ -72,7 +72,7 @@ class Lookahead(Lifecycle):
             state.window, state.found = best, state.found + 1
 
     def propose(self, batch: Batch) -> Draft:
-        """A chain for each sequence; beside it the window, a chain of its own below the root."""
+        """A chain for each sequence, and the window as another chain below the root."""
         shapes, tokens, room = [], [], batch.room()
         for deepest, one in zip(room, batch.sequences, strict=True):
             own = one.state.chain(one.tokens[-1], max(0, min(self.depth, deepest)))

@@ -13,7 +13,7 @@ from spec_lab.engine.sequence import Batch
 
 @dataclass(frozen=True)
 class Recycling(Lifecycle):
-    """Child r of a node is the r-th likeliest token after the node's token, as the target's logits last said.
+    """Child r of a node is the r-th likeliest token after the node's token in the target's latest logits.
 
     The store's scope is the sequence, so that its draft does not depend on batch mates.
 

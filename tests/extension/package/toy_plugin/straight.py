@@ -22,7 +22,7 @@ class Straight:
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """From the root down, for ``p`` ``[R, V]``."""
         shape, left = draft.shape, p.clone()
-        stop = torch.ones_like(p[:, 0])  # [R]: how probably the path comes by, and then ends there
+        stop = torch.ones_like(p[:, 0])  # [R]: the probability that the path reaches a row, and then that it ends there
         for row, (parent, token) in enumerate(zip(shape.parent, draft.token, strict=True), start=shape.roots):
             q = one_hot(token, p.shape[-1]) if draft.q is None else draft.q[draft.q_row[parent]]
             accepted = (p[parent, token] / q[token]).clamp(max=1)

@@ -1,4 +1,4 @@
-"""A union of two drafts under one root: what followed the last token before (a point), then a sampled token."""
+"""A union of two drafts under one root: an n-gram chain of points, then a sampled token."""
 
 from dataclasses import dataclass
 
