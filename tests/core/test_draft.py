@@ -145,7 +145,7 @@ def test_a_forest_concatenates_trees(trees):
         assert joined.depth[rows].tolist() == one.depth.tolist()
         assert [joined.ranks(row) for row in rows] == [one.ranks(row) for row in range(one.rows)]
         assert (joined.ancestors[np.ix_(rows, rows)] == one.ancestors).all()
-        assert ((joined.tree_masks[head] == 0) == one.ancestors).all()
+        assert ((joined.tree_masks[root] == 0) == one.ancestors).all()
 
 
 def test_a_chain_is_one_path():

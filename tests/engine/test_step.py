@@ -23,7 +23,7 @@ from tests.propose.lab import (
     emitted,
     path_tokens,
     plain_greedy,
-    plain_law,
+    plain_probabilities,
     requests,
 )
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
@@ -334,7 +334,7 @@ def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(ta
             assert row["draft_tokens"] == info.draft.token[torch.from_numpy(nodes - shape.roots)].tolist()
             for place, node in enumerate(nodes.tolist()):
                 above = [*texts[sequence.request.id], *path_tokens(info.draft, int(shape.parent[node - shape.roots]))]
-                p, q = (plain_law(model.lm.model, above, WARM) for model in (target, proposer))
+                p, q = (plain_probabilities(model.lm.model, above, WARM) for model in (target, proposer))
                 token = row["draft_tokens"][place]
                 assert row["draft_p"][place] == pytest.approx(float(p[token]))
                 assert row["draft_q"][place] == (None if drawn == "point" else pytest.approx(float(q[token])))

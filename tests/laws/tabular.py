@@ -152,7 +152,7 @@ def target_of(world: World, context: tuple[int, ...], draft: Draft) -> torch.Ten
 # Output distributions
 
 
-class Outputs(outputs.Outputs):
+class Outputs(outputs.StepOutputs):
     """The output distribution of one step, to compare with the world's own."""
 
     def __init__(self, world: World, longest: int) -> None:

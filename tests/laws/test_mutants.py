@@ -68,7 +68,7 @@ ENOUGH = (*QUICK, LOOPS[4])  # the instances that every run enumerates of its ow
 FREE = [
     mutant
     for mutant in MUTANTS
-    if mutant.layer in ("step", "loop") and not isinstance(mutant.cases[0].instance.world, mutants.Grammar)
+    if mutant.layer in ("step", "loop") and not isinstance(mutant.cases[0].instance.toy, mutants.Grammar)
 ]
 
 
