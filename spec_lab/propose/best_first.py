@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape
-from spec_lab.core.probabilities import Sampling, likeliest, logits_to_probs
+from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws, Key, Purpose
+from spec_lab.core.readback import Readback
 from spec_lab.engine.sequence import DraftMasks
+from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
 
 Expand = Callable[[Shape, np.ndarray, np.ndarray], Tensor]
 """Computes the draft logits ``[n, V]`` at ``rows`` ``[n]`` of a forest (a Shape) whose nodes hold ``token`` ``[M]``."""
@@ -58,6 +60,8 @@ class BestFirst:
         texts: ``[B]`` tokens of each sequence; required by repetition penalties.
         masks: token masks of a constraint; None for none. Children are drawn from the masked draft distribution, and
             nodes below which no token is allowed are not expanded.
+        read: reads what was drawn, once for each draft forward.
+        broken: trees whose draft logits held no distribution, with the reason.
     """
 
     budget: Budget
@@ -68,6 +72,8 @@ class BestFirst:
     depths: Sequence[int]
     texts: Sequence[Sequence[int]] = ()
     masks: DraftMasks | None = None
+    read: Readback = field(default_factory=Readback)
+    broken: dict[int, str] = field(default_factory=dict)
     parent: list[int] = field(default_factory=list)
     token: list[int] = field(default_factory=list)
     _score: list[float] = field(default_factory=list)  # of each row: log-probability of its path
@@ -123,34 +129,38 @@ class BestFirst:
 
     def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
-        if self.masks is not None:
-            allowed = torch.from_numpy(np.stack([self._allowed.pop(row) for row in rows])).to(logits.device)
-            logits = logits.masked_fill(~allowed, -torch.inf)
-            possible = logits.amax(-1) > -torch.inf
-            rows, logits = [row for row, one in zip(rows, possible.tolist(), strict=True) if one], logits[possible]
-            if not rows:
-                return []
         samplings = [self.samplings[self._tree[row]] for row in rows]
-        k, new = self.budget.children, []
+        own, ask = logits.to(probs_dtype(logits), copy=True), {}
+        if (without := finite_(own)) is not None:
+            ask["without"] = without
+        if self.masks is not None:
+            allowed = torch.from_numpy(np.stack([self._allowed.pop(row) for row in rows])).to(own.device)
+            own.masked_fill_(~allowed, -torch.inf)
+            ask["possible"] = possible = own.amax(-1) > -torch.inf
+            own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
         if self.drawn == "point":  # path probabilities are those at temperature 1, whatever the request's temperature
             samplings = [Sampling(1.0, repetition_penalty=one.repetition_penalty) for one in samplings]
-        q = logits_to_probs(logits, samplings, self._seen(rows, samplings, logits))
-        if self.drawn == "point":
-            tokens = likeliest(q, k).tolist()
-        else:
-            for row in rows:
-                self._q_row[row] = len(self._q_row)
+        q = logits_to_probs(own, samplings, self._seen(rows, samplings, own), scratch=own)
+        ask["support"] = support = (q > 0).sum(-1)
+        token = likeliest(q, self.budget.children) if self.drawn == "point" else self._sample(rows, q, support)
+        ask["token"], ask["mass"] = token, q.gather(-1, token)
+        host = dict(zip(ask, self.read(*ask.values()), strict=True))
+        if "without" in host:
+            self.broken |= {self._tree[rows[place]]: BROKEN for place in np.flatnonzero(host["without"]).tolist()}
+        first, new = sum(map(len, self._q)), []
+        if self.drawn != "point":
             self._q.append(q)
-            tokens = self._sample(rows, q, k)
         for place, row in enumerate(rows):
-            for token in tokens[place]:
-                mass = float(q[place, token])
-                if mass <= 0.0:
-                    continue  # outside the support of q
+            if "possible" in host and not host["possible"][place]:
+                continue
+            self._q_row[row] = first + place
+            for rank in range(self.budget.children):
+                if not exists(host["support"][place], rank, self.drawn):
+                    break
                 new.append(len(self.keys) + len(self.parent))
                 self.parent.append(row)
-                self.token.append(token)
-                self._score.append(self._score[row] + float(np.log(mass)))
+                self.token.append(int(host["token"][place, rank]))
+                self._score.append(self._score[row] + float(np.log(host["mass"][place, rank])))
                 tree = self._tree[row]
                 self._tree.append(tree)
                 self._depth.append(self._depth[row] + 1)
@@ -170,36 +180,19 @@ class BestFirst:
                 row = self.parent[row - len(self.keys)]
         return torch.from_numpy(seen).to(like.device)
 
-    def _sample(self, rows: Sequence[int], q: Tensor, k: int) -> list[list[int]]:
-        """Sample up to ``k`` children of each row, keyed by the row's place in its own tree and the child's rank.
-
-        A row gets no more children without replacement than q has support, and one iid child where q is one-hot, since
-        further ones would repeat it.
-        """
-        tokens: list[list[int]] = [[] for _ in rows]
-        left, support = q.clone(), (q > 0).sum(-1).tolist()
-        for rank in range(k):
-            needed = min(rank, 1) if self.drawn == "iid" else rank
-            alive = [place for place in range(len(rows)) if support[place] > needed]
-            if not alive:
-                break
-            keys = []
-            for place in alive:
-                key, own = self.keys[self._tree[rows[place]]], self._place[rows[place]]
-                keys.append(Key(*key, Purpose.DRAFT, own * k + rank))
-            picked = self.draws.pick(left[alive], keys).tolist()
-            for place, token in zip(alive, picked, strict=True):
-                tokens[place].append(token)
-                if self.drawn == "without":
-                    left[place, token] = 0.0
-        return tokens
+    def _sample(self, rows: Sequence[int], q: Tensor, support: Tensor) -> Tensor:  # [n, children]
+        """Sample the children of each row, keyed by the row's place in its own tree and the child's rank."""
+        k, places = self.budget.children, np.arange(len(rows))
+        owners = [(self.keys[self._tree[row]], self._place[row] * k) for row in rows]
+        ranks = [(places, [Key(*key, Purpose.DRAFT, own + rank) for key, own in owners]) for rank in range(k)]
+        return torch.stack(sample_siblings(self.draws, self.drawn, q, support, ranks), -1)
 
     def _draft(self, like: Tensor) -> Draft:
         shape, token = self._shape(), torch.tensor(self.token, dtype=torch.long, device=like.device)
         if self.drawn == "point":
-            return Draft(shape, token)
+            return Draft(shape, token, broken=self.broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)
         for row, place in self._q_row.items():
             q_row[row] = place
         nothing = torch.empty(0, like.shape[-1], device=like.device)
-        return Draft(shape, token, self.drawn, torch.cat(self._q) if self._q else nothing, q_row)
+        return Draft(shape, token, self.drawn, torch.cat(self._q) if self._q else nothing, q_row, broken=self.broken)

@@ -17,7 +17,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Shape, empty, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
-from spec_lab.core.probabilities import Sampling, finite_, probs_dtype
+from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
@@ -29,7 +29,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.forced import ForcedChains
-from spec_lab.propose.growth import BROKEN, Growth
+from spec_lab.propose.growth import Growth
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, parse, width_of, widths, write
 
 
@@ -242,34 +242,29 @@ class DraftModel(Lifecycle):
         active = [tree for tree, cache in enumerate(caches) if cache is not None]
         keys = [one.key for one in batch.sequences]
         texts = [one.tokens for one in batch.sequences]
-        growth = BestFirst(budget, self.drawn, batch.draws, keys, samplings, depths, texts, batch.draft_masks)
+        growth = BestFirst(
+            budget, self.drawn, batch.draws, keys, samplings, depths, texts, batch.draft_masks, batch.read
+        )
         if not active:
             nothing = torch.empty(0, batch.target.vocabulary, device=batch.device)
             return growth.grow(nothing, lambda *_: nothing)
         own = [cache for cache in caches if cache is not None]
         pending = [cache.follow(batch.sequences[tree].tokens) for tree, cache in zip(active, own, strict=True)]
         computed: list[int] = []
-        broken: dict[int, str] = {}
-
-        def checked_finite(logits: Tensor, trees: np.ndarray) -> Tensor:
-            fine = logits.to(probs_dtype(logits), copy=True)
-            if (without := finite_(fine)) is not None:
-                broken.update(dict.fromkeys(trees[batch.read(without)[0]].tolist(), BROKEN))
-            return fine
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
             computed.extend(rows.tolist())
             paths = [None if cache is None else cache.kv for cache in caches]
             ids = torch.from_numpy(token[rows - shape.roots]).to(self.lm.device)
-            return checked_finite(self.lm.extend(paths, shape, rows, ids).logits, shape.root[rows])
+            return self.lm.extend(paths, shape, rows, ids).logits
 
         output = self.lm.forward([cache.kv for cache in own], pending, empty(len(own), self.lm.device))
-        draft = growth.grow(checked_finite(output.logits, np.array(active)), expand)
+        draft = growth.grow(output.logits, expand)
         rows = np.zeros(draft.shape.rows, dtype=bool)
         rows[computed] = True
         for tree, cache in zip(active, own, strict=True):
             cache.tentative = Tentative(draft.shape, tree, np.array(growth.token, dtype=np.int64), rows)
-        return replace(draft, token=draft.token.to(batch.device), broken=broken)
+        return replace(draft, token=draft.token.to(batch.device))
 
     def _fast_forwards(self, batch: Batch) -> bool:
         """Whether forced tokens are drafted for nothing: in chains, if a constraint fast-forwards."""

@@ -14,7 +14,7 @@ from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.sequence import Batch, DraftMasks, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
-from spec_lab.propose.growth import BROKEN
+from spec_lab.propose.siblings import BROKEN
 
 RUN = 24
 """Most forced tokens of one chain."""

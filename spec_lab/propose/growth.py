@@ -14,9 +14,9 @@ from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
+from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
 
 NO_ROWS = np.empty(0, dtype=np.int64)
-BROKEN = "the draft's logits are NaN or infinite"
 
 
 class Growth:
@@ -95,8 +95,6 @@ class Growth:
     ) -> np.ndarray:
         """Draw one level's nodes, and read all that the host needs by one copy.
 
-        On a device, what lies beyond the support of q is drawn from a one-hot distribution, and dropped on the host.
-
         Args:
             level: the level.
             live: which of its parents may have children.
@@ -131,7 +129,8 @@ class Growth:
         if self.drawn in ("point", "gumbel"):  # [n, width]
             ask["token"] = likeliest(own if self.drawn == "point" else self._race(own, parents), width)
         else:
-            ask["token"] = torch.cat(self._sampled(own, support, below))
+            ranks = [(places, self._keys(nodes, Purpose.DRAFT)) for nodes, places in below]
+            ask["token"] = torch.cat(sample_siblings(self.batch.draws, self.drawn, own, support, ranks))
         host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
         if "without" in host:
             self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
@@ -142,41 +141,13 @@ class Growth:
         start = 0
         for rank, (nodes, above) in enumerate(below):
             drawn = fine[above]
-            if support is not None:  # iid siblings of a one-hot distribution would repeat the first
-                drawn = drawn & (host["support"][above] > (min(rank, 1) if self.drawn == "iid" else rank))
+            if support is not None:
+                drawn = drawn & exists(host["support"][above], rank, self.drawn)
             token = host["token"][above, rank] if host["token"].ndim == 2 else host["token"][start : start + len(nodes)]
             start += len(nodes)
             self.live[nodes] = drawn
             self.token[nodes[drawn] - self.shape.roots] = token[drawn]
         return parents[~host["sure"]] if self.confidence else NO_ROWS
-
-    def _sampled(
-        self, q: Tensor, support: Tensor | None, below: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> list[Tensor]:
-        """The tokens of each rank's nodes, given each node and the place of its parent in ``q`` ``[n, V]``."""
-        left = q.clone() if self.drawn == "without" and len(below) > 1 else q
-        found = []
-        for rank, (nodes, places) in enumerate(below):
-            rows = torch.from_numpy(places).to(q.device)
-            alive = None
-            if support is not None and rank:
-                alive = (support > (1 if self.drawn == "iid" else rank))[rows]
-            if alive is None or (q.device.type == "cpu" and alive.all()):
-                weights = left if len(rows) == len(left) else left[rows]  # rows ascend
-                picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT)) if len(nodes) else rows
-            elif q.device.type == "cpu":  # whom it is drawn for is known, and costs no copy
-                picked = torch.zeros_like(rows)
-                if alive.any():
-                    keys = self._keys(nodes[alive.numpy()], Purpose.DRAFT)
-                    picked[alive] = self.batch.draws.pick(left[rows[alive]], keys)
-            else:
-                first = torch.arange(q.shape[-1], device=q.device) == 0
-                weights = torch.where(alive[:, None], left[rows], first.to(q.dtype))
-                picked = self.batch.draws.pick(weights, self._keys(nodes, Purpose.DRAFT))
-            found.append(picked)
-            if left is not q:
-                left[rows, picked] = 0.0
-        return found
 
     def _race(self, q: Tensor, parents: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g of each parent's own; no mass comes last."""

@@ -19,6 +19,7 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
+from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
@@ -43,11 +44,12 @@ PROPOSERS = {
     "draft_points": lambda t: DraftModel(t.lm, 64, TREE, drawn="point"),
     "draft_without": lambda t: DraftModel(t.lm, 64, TREE, drawn="without"),
     "draft_gumbel": lambda t: DraftModel(t.lm, 64, TREE, drawn="gumbel"),
+    "draft_best_first": lambda t: DraftModel(t.lm, 64, (), drawn="without", budget=Budget(4, 2, 2, width=1)),
     "draft_confident": lambda t: DraftModel(t.lm, 64, CHAIN, confidence=0.001),
 }
 """Each with the number of levels that its draft model computes."""
 LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3} | dict.fromkeys(
-    ("draft_points", "draft_without", "draft_gumbel"), 2
+    ("draft_points", "draft_without", "draft_gumbel", "draft_best_first"), 2
 )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def model(**changes: Any) -> Target:
 
 @dataclass(frozen=True)
 class Plain:
-    """The target's distributions after every text, by plain forwards. A ``certify.toy_models.ToyModel`` without a draft."""
+    """The target's distributions after every text, by plain forwards: a toy model of ``certify`` without a draft."""
 
     target: Target
     v: int = V

@@ -104,7 +104,9 @@ class FeatureDrafter(Lifecycle):
             tokens = torch.tensor(one.tokens[begin + 1 : computed + 1])
             inputs.append(self._input(tokens, state.features.since(begin) @ self.mix.T))
         keys, samplings = [one.key for one in batch.sequences], [one.request.sampling for one in batch.sequences]
-        growth = BestFirst(self.budget, self.drawn, batch.draws, keys, samplings, depths, masks=batch.draft_masks)
+        growth = BestFirst(
+            self.budget, self.drawn, batch.draws, keys, samplings, depths, masks=batch.draft_masks, read=batch.read
+        )
         if not lengths:
             return growth.grow(torch.empty(0, batch.target.vocabulary), lambda *_: torch.empty(0))
         output = self.lm.forward_embeds([kv for kv in kvs if kv is not None], lengths, torch.cat(inputs))

@@ -1,0 +1,71 @@
+"""Sampling of siblings, rank by rank, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import Drawn
+from spec_lab.core.randomness import Draws, Key
+
+BROKEN = "the draft's logits are NaN or infinite"
+"""Why a tree whose draft logits hold no distribution ends."""
+
+
+def exists(support: np.ndarray, rank: int, drawn: Drawn) -> np.ndarray:  # [n] bool
+    """Return below which parents a sibling of this rank is drawn, given how many tokens have mass there.
+
+    Without replacement and from the top k, one for each token with mass. Further iid siblings would repeat the first
+    where q is one-hot.
+    """
+    return support > (min(rank, 1) if drawn == "iid" else rank)
+
+
+def sample_siblings(
+    draws: Draws,
+    drawn: Drawn,
+    q: Tensor,
+    support: Tensor | None,
+    ranks: Sequence[tuple[np.ndarray, Sequence[Key]]],
+) -> list[Tensor]:
+    """Sample siblings, iid or without replacement.
+
+    On a device nothing is read: a sibling that does not exist (``exists``) is drawn from a one-hot distribution, for
+    the host to drop. On the CPU it is not drawn.
+
+    Args:
+        draws: samples them.
+        drawn: "iid" or "without".
+        q: ``[n, V]`` the draft distributions at the parents.
+        support: ``[n]`` how many tokens have mass; None where all siblings exist.
+        ranks: for each rank the places of the parents in q, ascending, and the key of each sibling.
+
+    Returns:
+        The tokens of each rank. Those of siblings that do not exist mean nothing.
+    """
+    left = q.clone() if drawn == "without" and len(ranks) > 1 else q
+    on_host, found = q.device.type == "cpu", []
+    for rank, (places, keys) in enumerate(ranks):
+        rows = torch.from_numpy(places).to(q.device)
+        weights = left if len(rows) == len(left) else left[rows]
+        alive = None
+        if support is not None and rank:
+            alive = (support > (1 if drawn == "iid" else rank))[rows]
+        if not len(rows):
+            picked = rows
+        elif alive is None or (on_host and alive.all()):
+            picked = draws.pick(weights, keys)
+        elif on_host:
+            picked, some = torch.zeros_like(rows), alive.tolist()
+            if any(some):
+                picked[alive] = draws.pick(weights[alive], [key for key, one in zip(keys, some, strict=True) if one])
+        else:
+            first = torch.arange(q.shape[-1], device=q.device) == 0
+            picked = draws.pick(torch.where(alive[:, None], weights, first.to(q.dtype)), keys)
+        found.append(picked)
+        if left is not q and len(rows):
+            left[rows, picked] = 0.0
+    return found
