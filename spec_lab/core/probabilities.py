@@ -150,6 +150,20 @@ def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
     return x.argmax(-1)
 
 
+def argmax_of_finite(x: Tensor) -> tuple[Tensor, Tensor | None]:  # [R, V] -> [R], [R] bool
+    """Arg max of each row, and the rows without a distribution (``finite_``); on the CPU None where there are none.
+
+    The largest number of a row tells: NaN is larger than all others, and -inf is the largest only of its own kind.
+    """
+    if x.device.type == "cpu":
+        values = x.numpy()
+        token = values.argmax(-1)
+        fine = [math.isfinite(row[place]) for row, place in zip(values, token.tolist(), strict=True)]
+        return torch.from_numpy(token), None if all(fine) else ~torch.tensor(fine)
+    token = x.argmax(-1)
+    return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
+
+
 def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     """The ``width`` largest of each row, the largest first. A few are found faster by as many arg max."""
     if x.device.type != "cpu" or width > FEW:

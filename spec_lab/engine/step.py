@@ -21,7 +21,7 @@ from spec_lab.constrain.applied import StepMasks, open_mask
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
-from spec_lab.core.probabilities import argmax, finite_, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import NO_NODES, Commit, Committed, Decision, act, commit
@@ -43,9 +43,15 @@ Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]
 
 @dataclass(eq=False)
 class Memory:
-    """Memory for target probabilities, used again in every step. (Fresh megabytes cost more than the arithmetic.)"""
+    """Memory that is used again in every step. (Fresh megabytes cost more than the arithmetic.)
+
+    Args:
+        scratch: for target probabilities.
+        outcomes: see ``certain``, by number of sequences.
+    """
 
     scratch: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    outcomes: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
 
     def like(self, logits: Tensor) -> Tensor:
         """``[>= R, V]``, in the dtype of probabilities."""
@@ -53,6 +59,18 @@ class Memory:
         if len(self.scratch) < rows or self.scratch.shape[1] != width:
             self.scratch = torch.empty(rows, width, dtype=probs_dtype(logits), device=logits.device)
         return self.scratch
+
+    def certain(self, roots: int) -> dict[str, np.ndarray]:
+        """What a step without nodes and without chance gives ``roots`` sequences, beside the token. Not to be written.
+
+        (NumPy's functions cost more in a real step than in a loop of their own: the forward has emptied the caches.)
+        """
+        if roots not in self.outcomes:
+            self.outcomes[roots] = {
+                "row": np.arange(roots), "empty": np.zeros(roots, dtype=bool),
+                "expected": np.zeros(roots), "expected_emitted": np.ones(roots),
+            }  # fmt: skip
+        return self.outcomes[roots]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,26 +174,27 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         memory = parts.memory.like(raw)
         logits = memory[: len(raw)].copy_(raw)
         ask: dict[str, Array] = {}  # what the host reads
-        if (without := finite_(logits)) is not None:
-            ask["without"] = without
         samplings = [one.request.sampling for one in sequences]
         seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
         allowed = open_mask(masks, logits.shape[-1], logits.device) if masks is not None and on_target else None
         plain = not shape.nodes and allowed is None and seen is None and parts.choose is choose
         greedy = plain and all(one.temperature == 0 for one in samplings)
         silent = None
-        if not greedy:
+        if greedy:  # p is one-hot and nothing was drafted: every verifier emits the arg max
+            ask["token"], without = argmax_of_finite(logits)
+        else:
+            without = finite_(logits)
             p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
             if masks is not None and on_target:
                 silent = ask["silent"] = silence_(p, draft, masks)
+        if without is not None:
+            ask["without"] = without
 
     # 5. Verify: the distribution of where the accepted paths end; sample it. Then the one copy to the host.
     with clock.phase("verify"):
         given = "draft"
-        if greedy:  # p is one-hot and nothing was drafted: every verifier emits the arg max
-            roots = shape.roots
-            ask |= {"row": np.arange(roots), "token": argmax(logits), "empty": np.zeros(roots, dtype=bool)}
-            ask |= {"expected": np.zeros(roots), "expected_emitted": np.ones(roots)}
+        if greedy:
+            ask |= parts.memory.certain(shape.roots)
         else:
             with attributed("verifier", parts.verifier):
                 verdict = parts.verifier(draft, p)

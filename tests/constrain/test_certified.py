@@ -85,7 +85,7 @@ def test_the_output_does_not_depend_on_how_many_masks_the_draft_uses(budget, tre
 @pytest.mark.parametrize("placement", ["target", "both", "none"])
 def test_masks_computed_during_the_target_s_forward_change_nothing(tree, drawn, tokens, placement):
     in_thread = AppliedConstraint(constraint("llguidance", "regex"), placement, async_masks=True)
-    instance = Instance(CONSTRAINED, tree, tokens, END, binding=in_thread)
+    instance = Instance(CONSTRAINED, tree, tokens, END, applied=in_thread)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 
@@ -100,7 +100,7 @@ def test_certify_s_enumeration_under_constraints_finds_no_difference(instance, v
 
 def test_a_loop_that_omits_the_mask_on_the_target_is_detected():
     """The distribution of the target alone, compared with the truth under a constraint, differs."""
-    bare = Instance(CONSTRAINED, "1x1", 2, END, binding=replace(constrained()[0].binding, placement="none"))
+    bare = Instance(CONSTRAINED, "1x1", 2, END, applied=replace(constrained()[0].applied, placement="none"))
     wanted = truth(constrained()[0])
     assert distance(decoded(bare, "iid", Token()), wanted) > 0.1
 

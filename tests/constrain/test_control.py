@@ -170,7 +170,7 @@ class Alone:
 def test_a_controller_that_cannot_be_forked_has_the_same_distribution(target, supports_drafts):
     def decode(proposer):
         bound = AppliedConstraint(ControllerConstraint(lambda r: Alone(), V, supports_drafts=supports_drafts))
-        return decoded(Instance(FEW, "1x1", 3, binding=bound), proposer, Token())
+        return decoded(Instance(FEW, "1x1", 3, applied=bound), proposer, Token())
 
     assert distance(decode("iid"), decode(Null())) < 1e-12
 

@@ -159,7 +159,7 @@ def test_the_output_matches_the_pattern_as_its_own_constraint_has_it(target, eng
 def test_a_state_wrapped_in_a_controller_has_its_own_distribution():
     table = Table(uneven)
     wrapped = ControllerConstraint(lambda request: pattern.PatternController(table.start(request)), 4, "wrapped")
-    of = {"tree": "1x1", "tokens": 3, "world": RandomToy(8, support=2)}
+    of = {"tree": "1x1", "tokens": 3, "toy": RandomToy(8, support=2)}
     wanted = truth(Instance(**of, applied=AppliedConstraint(table)))
     assert distance(decoded(Instance(**of, applied=AppliedConstraint(wrapped)), "iid", Traversal()), wanted) < 1e-12
 
@@ -204,15 +204,15 @@ def test_the_mean_is_another_score_and_a_failed_text_is_never_kept():
 def test_banning_by_branches_and_by_states_have_one_distribution(drawn):
     pieces = [b"a", b"b", b"ab", b"c"]
     for strings in (("ab",), ("b", "cc"), ("aa", "bab")):
-        of = {"tree": "1x1", "tokens": 2, "world": FEW}
+        of = {"tree": "1x1", "tokens": 2, "toy": FEW}
         states, branches = (
             AppliedConstraint(Banned(strings, pieces)),
             AppliedConstraint(banned.by_pieces(pieces, strings)),
         )
-        wanted = truth(Instance(**of, binding=states))
+        wanted = truth(Instance(**of, applied=states))
         assert not any(s.encode() in b"".join(pieces[t] for t in text) for ((text, _),) in wanted for s in strings)
-        assert distance(truth(Instance(**of, binding=branches)), wanted) < 1e-12
-        assert distance(decoded(Instance(**of, binding=branches), drawn, Token()), wanted) < 1e-12
+        assert distance(truth(Instance(**of, applied=branches)), wanted) < 1e-12
+        assert distance(decoded(Instance(**of, applied=branches), drawn, Token()), wanted) < 1e-12
 
 
 def test_banned_strings_do_not_appear(target):

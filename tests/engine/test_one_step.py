@@ -23,8 +23,8 @@ PROBABILITIES = {
     "propose/growth.py",  # a draft model's own q
     "propose/best_first.py",
     "propose/forced.py",
-    "tasks/certify/worlds.py",  # what the outputs of steps are compared with: exact distributions of a table,
-    "tasks/certify/constrained.py",
+    "tasks/certify/toy_models.py",  # what the outputs of steps are compared with: exact distributions of a table,
+    "tasks/certify/ground_truth.py",
     "tasks/certify/sampled.py",  # and those of plain forwards without a KV cache
 }
 """Modules that may turn logits into probabilities."""

@@ -345,4 +345,4 @@ def test_recorded_drafts_hold_the_probabilities_of_both_models_at_each_parent(ta
 
 def test_drafts_are_not_recorded_unless_asked_for(target):
     _, steps = decode(target, draft_model("2x1"), requests(WARM, new=4))
-    assert all(info.drafts is None and "draft_p" not in row for info in steps for row in info.rows())
+    assert all(info.recorded is None and "draft_p" not in row for info in steps for row in info.rows())

@@ -19,7 +19,7 @@ class Constant(World):
 
     pair = (np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3]))
 
-    def laws(self, length):
+    def probabilities(self, length):
         return tuple(np.tile(row, (self.v**length, 1)) for row in self.pair)
 
 
@@ -129,8 +129,8 @@ def test_point_drafts_are_accepted_alike(name):
 class Same(World):
     """The draft is the target."""
 
-    def laws(self, length):
-        p, _ = super().laws(length)
+    def probabilities(self, length):
+        p, _ = super().probabilities(length)
         return p, p
 
 

@@ -21,9 +21,9 @@ DRAWN = pytest.mark.parametrize("drawn", ["iid", "without"])
 
 def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
     """The expected distribution after every text, by length: pi at expanded nodes of a tree, p at its leaves."""
-    laws = [list(zip(*world.laws(length), strict=True)) for length in range(depth)]
+    laws = [list(zip(*world.probabilities(length), strict=True)) for length in range(depth)]
     pi = [np.array([twin_zoo.pi(p, q, verifier.alpha, verifier.rule) for p, q in pairs]) for pairs in laws]
-    return [*pi, world.laws(depth)[0]]
+    return [*pi, world.probabilities(depth)[0]]
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")

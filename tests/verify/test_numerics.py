@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spec_lab.analysis import metrics
 from spec_lab.core.draft import Draft, Shape, chain, forest, tree
-from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs
+from spec_lab.core.probabilities import Sampling, argmax_of_finite, finite_, likeliest, logits_to_probs
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.proposer import Lifecycle
@@ -302,7 +302,9 @@ def test_the_renormalized_rest_of_a_peaked_draft_is_a_distribution(verifier, dty
 def test_minus_infinity_is_no_mass_and_other_non_finite_logits_are_errors(dtype, row, well):
     logits = torch.tensor([[0.0, 1.0, 2.0], row, [-torch.inf, 0.0, 1.0]], dtype=dtype)
     kept = logits.clone()
+    greedy = argmax_of_finite(kept)[1]
     broken = finite_(logits)
+    assert (greedy is None) if well else greedy.tolist() == [False, True, False]
     assert torch.equal(logits[[0, 2]], kept[[0, 2]])
     assert logits[1].tolist() == (kept[1].tolist() if well else [0.0] * 3)
     assert broken is None if well and logits.sum().isfinite() else broken.tolist() == [False, not well, False]
