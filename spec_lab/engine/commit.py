@@ -157,8 +157,7 @@ def _commit(
         logprob = decision.logprobs[tree][place] if decision.logprobs is not None else float("nan")
         done.error = _append(sequence, token, logprob, origin, applied is None or applied.on_target, context)
         kept += place < accepted
-    if shape.nodes:
-        sequence.kv.accept(shape.places[np.array(done.path[:kept], dtype=np.int64)])
+    sequence.kv.accept(shape.places[np.array(done.path[:kept], dtype=np.int64)] if kept else NO_NODES)
     on_target = applied is not None and applied.on_target
     if sequence.finish is None and on_target and last < 0 and masks is not None and not masks.barrier[row]:
         sequence.finish, done.error = "stuck", NOTHING_LEFT
@@ -221,9 +220,13 @@ def act(
                     made[one.request.id] += len(action) - 1
                     if made[one.request.id] > MAX_FORKS:
                         raise ConstraintError(f"its constraint made more than {MAX_FORKS} forks of the request")
-                    forks = [fork(one, number, fork_state) for number in range(1, len(action))]
-                    done.forks += forks
+                    forks = []
+                    for number in range(1, len(action)):
+                        forks.append(fork(one, number, fork_state))
+                        done.forks.append(forks[-1])
                     fresh += forks
+                    if one in rewound:  # their proposer's states have not been rewound either
+                        rewound |= {other: len(other.kv) for other in forks}
                     one.forks += len(action) > 1
                     for live, onward in zip([one, *forks], action, strict=True):
                         done.removed += onward.backtrack
@@ -244,13 +247,14 @@ def fork(
     sequence: SequenceState, number: int, fork_state: Callable[[SequenceState], object] = lambda _: None
 ) -> SequenceState:
     """A second sequence with the same past: it shares the KV cache, and has random choices of its own."""
+    state = fork_state(sequence)  # first: an error leaves no KV cache behind
     return SequenceState(
         sequence.request,
         sequence.kv.fork(),
         list(sequence.tokens),
         (*sequence.lineage, sequence.forks, number),
         sequence.step,
-        state=fork_state(sequence),
+        state=state,
         stream=None if sequence.stream is None else sequence.stream.fork(),
         born=len(sequence.tokens),
         spent=sequence.spent,

@@ -15,7 +15,7 @@ from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, draws_of
+from spec_lab.engine.proposer import Proposer, branches, check_requires, draws_of
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -31,8 +31,9 @@ class Limits:
 
     Args:
         max_batch_size: most requests decoded together; None for no limit.
-        max_prefill_tokens: most prompt tokens computed in one step, for all requests together; longer prompts are
-            computed in chunks over several steps, beside the decoding of others. None for no limit.
+        max_prefill_tokens: most tokens of sequences with several pending tokens (prompts, tokens computed again after a
+            preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
+            together with the decoding of others. None for no limit.
         max_kv_tokens: most tokens that the KV cache may hold, draft nodes included; None for no limit. Requests wait
             until there is room. Where decoding needs more than there is, the request that was admitted last is
             preempted: its KV cache is freed, and computed again when it is admitted again.
@@ -85,6 +86,7 @@ class Engine:
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        check_requires(self.proposer, self.target.lm)
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)

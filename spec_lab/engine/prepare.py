@@ -18,7 +18,7 @@ from spec_lab.core.draft import Draft, Shape, upload
 from spec_lab.engine.attention import FULL, AttentionKind, Pack, Segment, attention_mask
 from spec_lab.engine.kv_cache import Cells, CellSequence, as_index
 
-Masks = Tensor | dict[str, Tensor]
+DenseMasks = Tensor | dict[str, Tensor]
 """A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
 
 
@@ -45,7 +45,7 @@ class Prepared:
     positions: Tensor
     pack: Pack
     keep: Tensor | int
-    mask: Masks | None
+    mask: DenseMasks | None
     attended: int
     pending: Sequence[slice] = ()
     nodes: Sequence[slice] = ()
@@ -228,7 +228,7 @@ class Packer:
         nodes: Sequence[slice] = (),
     ) -> Prepared:
         pack = Pack(self.cells, self.kinds, segments, self.device, self.dense)
-        mask: Masks | None = None
+        mask: DenseMasks | None = None
         if self.dense:
             masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))

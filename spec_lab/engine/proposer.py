@@ -207,6 +207,28 @@ def check_sampling(proposer: Proposer, sampling: Sampling) -> None:
         proposer.check(sampling)
 
 
+def check_requires(proposer: Proposer, runner: Any) -> None:
+    """Refuse a proposer that requires what the target's runner does not return.
+
+    Args:
+        proposer: to be checked.
+        runner: a ``runner.Runner``.
+
+    Raises:
+        ValueError: names the proposer and what is missing.
+    """
+    if not proposer.requires.hidden:
+        return
+    last = runner.capabilities.hidden_layers
+    for layer in proposer.requires.hidden:
+        if not last or not -last - 1 <= layer <= last:
+            has = f"hidden states 0 to {last}" if last else "no hidden states"
+            raise ValueError(
+                f"proposer '{proposer.name}' requires hidden state {layer} of the target, whose runner returns {has}. "
+                "Choose another proposer, or another target."
+            )
+
+
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:
     """The ways in which the proposer draws nodes."""
     return proposer.draws if isinstance(proposer, DrawsSeveralWays) else frozenset({proposer.drawn})

@@ -32,10 +32,7 @@ from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
 from spec_lab.models.target import Target
 from spec_lab.verify import Choice, Verdict, Verifier, chains_only, check_draft, choose
-from spec_lab.verify.arrays import Array, on_host
-
-Drafts = tuple[list[int], list[float], list[float | None]]
-"""Drafted tokens, their target probabilities p, and their draft probabilities q (None where none was sampled)."""
+from spec_lab.verify.arrays import Array
 
 Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
 """Samples a verdict. See ``verify.choose``."""
@@ -214,8 +211,9 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         if requires.top_k or requires.logits:
             ask["computed"] = forest.token
         host = dict(zip(ask, read(*ask.values()), strict=True))
-        if not greedy and not on_host(p):
-            choice.check(host["token"])
+        if parts.choose is choose:
+            with attributed("verifier", parts.verifier):
+                Choice.check(host["token"])
 
     # 6. Commit: tokens, KV cache, constraint states.
     with clock.phase("commit"):
@@ -318,7 +316,12 @@ def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
         with attributed("proposer", proposer):
             return proposer.fork(one.state)
 
-    rewound = act(sequence, parts.constraint.applied, parts.target.context, done, parts.made, fork_state)
+    try:
+        rewound = act(sequence, parts.constraint.applied, parts.target.context, done, parts.made, fork_state)
+    except BaseException:  # nobody knows the forks yet
+        for one in done.forks:
+            one.kv.close()
+        raise
     for one, length in rewound.items():
         with attributed("proposer", proposer):
             proposer.rewind(one.state, length)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from spec_lab.constrain import AppliedConstraint
@@ -15,6 +14,7 @@ from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed, Decision
 from spec_lab.engine.sequence import SequenceState
+from spec_lab.verify.arrays import Arrays, rows_of
 from spec_lab.verify.verdict import Choice, Verdict
 
 
@@ -36,9 +36,9 @@ class Capture:
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """See ``Verifier``."""
         self.draft, self.p = draft, p
-        stop = np.zeros(draft.shape.rows)
+        stop = Arrays.like(p).full(draft.shape.rows, 0.0)
         stop[: draft.shape.roots] = 1.0
-        return Verdict(stop, lambda rows: p[torch.from_numpy(rows).to(p.device)])
+        return Verdict(stop, lambda rows: rows_of(p, rows))
 
 
 def choose_nothing(

@@ -6,6 +6,7 @@ from spec_lab.engine.proposer import (
     ChecksSampling,
     Proposer,
     branches,
+    check_requires,
     check_sampling,
     draws_of,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Null",
     "Proposer",
     "branches",
+    "check_requires",
     "check_sampling",
     "draws_of",
 ]

@@ -28,7 +28,7 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
-from spec_lab.propose import Null, Proposer, branches, check_sampling, draws_of
+from spec_lab.propose import Null, Proposer, branches, check_requires, check_sampling, draws_of
 from spec_lab.results import writer
 from spec_lab.results.writer import Outcome
 from spec_lab.text.detokenizer import Rules, plain
@@ -212,6 +212,7 @@ class Lab:
         for name, proposer in proposers.items():
             check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
             check_sampling(proposer, self.sampling)
+            check_requires(proposer, self.target.lm)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "

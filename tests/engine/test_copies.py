@@ -15,8 +15,12 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.readback import Readback
 from spec_lab.engine import step as engine_step
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.commit import commit
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import Parts
+from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
@@ -25,7 +29,7 @@ from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
 from spec_lab.propose.trees import parse
-from spec_lab.verify import Token, Traversal
+from spec_lab.verify import Token, Traversal, choose
 from tests.tiny import VOCABULARY, tiny_model
 
 CHAIN, TREE = parse("1x1x1"), parse("2x2")
@@ -148,6 +152,22 @@ def test_nor_does_a_step_under_a_constraint(monkeypatch, name, verifier):
     monkeypatch.setattr(MadeUp, "whole", 0)
     steps = decoded("meta", name, verifier, 0.8, AppliedConstraint(EvenTokens()), count=1)
     assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
+
+
+@pytest.mark.parametrize("commits", [commit, commit_nothing], ids=["commits", "forgets"])
+@pytest.mark.parametrize("chooses", [choose, choose_nothing], ids=["samples", "chooses_nothing"])
+@pytest.mark.parametrize("name", ["medusa", "draft_without"])
+def test_the_parts_of_studies_read_nothing_else_either(monkeypatch, name, chooses, commits):
+    """Calibration, certification and the verifier study only record drafts and p."""
+    monkeypatch.setattr(engine_step, "Readback", MadeUp)
+    monkeypatch.setattr(MadeUp, "whole", 0)
+    target = target_on("meta")
+    proposer, (request,) = PROPOSERS[name](target), requests(0.8, 1)
+    state = SequenceState(request, target.lm.open(), list(request.tokens), state=proposer.init(request))
+    parts = Parts(target, proposer, Capture(), CounterDraws(1), choose=chooses, commit=commits)
+    engine_step.step([], parts, [(state, len(state.tokens) - 1)])  # Medusa's heads read the last hidden state
+    info = engine_step.step([state], parts)
+    assert info.copies_after == 1 and parts.verifier.draft is not None
 
 
 def test_what_is_packed_comes_back_with_its_type_and_shape():

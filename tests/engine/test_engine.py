@@ -9,10 +9,10 @@ import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
-from spec_lab.core.draft import Draft, forest, tree
+from spec_lab.core.draft import ComputedOnly, Draft, chain, forest, tree
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
-from spec_lab.engine.proposer import Requires
+from spec_lab.engine.proposer import Lifecycle, Requires
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.medusa import Medusa
@@ -387,12 +387,20 @@ class Guess:
         assert re.fullmatch(r"(i|c|(p?o(f*r*)*))*", self.log)
 
 
+def removed_then_forks(events):
+    """Tokens are removed, one is forced in their place, and the sequence forks, all in one step."""
+    if events[-1].backtrack:
+        return [Branch(), Branch()]
+    return after(4, [Branch(3, None, ((5,),))])(events)
+
+
 SCRIPTS = {
     "none": None,
     "removed tokens": after(3, [Branch(2)]),
     "forks": after(2, [Branch(), Branch(1), Branch()]),
     "forks of the prompt": at(0, [Branch(), Branch()]),
     "removed and forced": after(4, [Branch(3, None, ((5, 6, 7, 8),))]),
+    "removed, forced and forks": removed_then_forks,
 }
 
 
@@ -425,6 +433,32 @@ def test_every_committed_position_is_observed_once_with_its_hidden_state(target,
     if ("observed", script, sampling) not in memo:
         memo["observed", script, sampling] = alone(target, Guess(target, known=memo), requests, applied=applied)
     assert outputs(engine) == memo["observed", script, sampling]
+
+
+class Window(Lifecycle):
+    """Has four rows computed below each root, and drafts nothing."""
+
+    name, drawn, nodes = "window", "point", 4
+
+    def propose(self, batch):
+        roots = len(batch.sequences)
+        extra = ComputedOnly(np.repeat(np.arange(roots), 4), torch.zeros(4 * roots, dtype=torch.long))
+        return Draft(forest((chain(0),) * roots), torch.empty(0, dtype=torch.long), computed_only=extra)
+
+
+def test_cells_of_rows_that_are_computed_only_are_freed(target):
+    engine = Engine(target, Window(), Token(), CounterDraws(0))
+    for one in wanted():
+        engine.add(one)
+    while engine.has_unfinished():
+        engine.step()
+        assert (target.lm.cells.references > 0).sum() == sum(len(one.kv) for one in engine.live)
+
+
+@pytest.mark.parametrize("layer", [99, -99])
+def test_a_proposer_that_requires_a_hidden_state_that_there_is_not_is_refused_at_once(target, layer):
+    with pytest.raises(ValueError, match=f"'guess' .*{layer}"):
+        Engine(target, Guess(target, Requires(hidden=(0, layer))), Token(), CounterDraws(0))
 
 
 def test_hidden_states_that_no_proposer_requires_are_not_computed(target):

@@ -72,7 +72,7 @@ class Difference:
 
 
 @dataclass
-class Comparison:
+class MaskComparison:
     """The result of ``compare_masks``.
 
     Args:
@@ -116,7 +116,7 @@ def compare_masks(
     seed: int,
     pieces: Sequence[bytes] | None = None,
     tick: Callable[[int], object] = lambda _: None,
-) -> Comparison:
+) -> MaskComparison:
     """Decode random texts under random drafts, and compare every mask with that of a state that never processed a
     draft.
 
@@ -165,7 +165,7 @@ class _Texts:
         self.unlimited = AppliedConstraint(applied.constraint, "both")  # no draft budget: every mask is computed
         self.supports_drafts = supports_drafts(applied.constraint)
         self.vocabulary = applied.constraint.vocabulary
-        self.rng, self.found = rng, Comparison()
+        self.rng, self.found = rng, MaskComparison()
         pieces = pieces or [b""] * self.vocabulary
         self.kind = np.array([(piece.strip() or b"\0")[0] for piece in pieces])
         self.structure = np.array([bool(piece.strip()) and not piece.strip().strip(PUNCTUATION) for piece in pieces])

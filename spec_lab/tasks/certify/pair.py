@@ -24,7 +24,7 @@ from spec_lab.propose import Proposer, check_sampling
 from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
 from spec_lab.tasks.certify.enumerate import Reused
 from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance, every_instance, under
-from spec_lab.tasks.certify.masks import Comparison, compare_masks
+from spec_lab.tasks.certify.masks import MaskComparison, compare_masks
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import joint, scores
 from spec_lab.tasks.certify.statistics import ALPHA, chi_square, distance, holm
@@ -212,7 +212,7 @@ class Certifier:
         """The amount of work of a pair, in units of the progress bar."""
         return len(every_instance()) + len(self.own) + self.samples // 1000 + self.tokens // 100
 
-    def masks(self, tick: Callable[[float], object]) -> Comparison | None:
+    def masks(self, tick: Callable[[float], object]) -> MaskComparison | None:
         """Compare the masks of the run's own constraint with those of fresh states; None without a constraint."""
         applied = self.lab.binding
         if applied is None or not self.mask_rows:

@@ -15,7 +15,7 @@ from spec_lab.propose import Proposer, branches, draws_of
 from spec_lab.results.manifest import write_json
 from spec_lab.tasks.certify.certificate import Control
 from spec_lab.tasks.certify.instances import PLAIN, every_instance
-from spec_lab.tasks.certify.masks import Comparison
+from spec_lab.tasks.certify.masks import MaskComparison
 from spec_lab.tasks.certify.pair import Certifier, Check, Pair, histogram
 from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.show import Texts, convergence, show
@@ -142,7 +142,7 @@ def _facts(
     broken: Mapping[str, str],
     left_out: Sequence[str],
     certifier: Certifier,
-    compared: Comparison | None,
+    compared: MaskComparison | None,
     facts: Mapping[str, Any],
     control: Check | None = None,
 ) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _facts(
     }
 
 
-def _mask_facts(compared: Comparison, lab: Lab, refused: Sequence[str]) -> dict[str, Any]:
+def _mask_facts(compared: MaskComparison, lab: Lab, refused: Sequence[str]) -> dict[str, Any]:
     """Return the comparison of masks, with the first difference as tokens and as text.
 
     Args:
