@@ -693,7 +693,7 @@ def test_texts_in_brackets_are_printed_as_they_are(cli, tiny, tmp_path):
 
 
 def test_a_failure_at_a_sweep_s_end_is_a_failure(cli, tiny, tmp_path, monkeypatch):
-    def broken(folder):
+    def broken(folder, verbose):
         raise ValueError("no table today")
 
     monkeypatch.setattr("spec_lab.cli.commands.print_results", broken)

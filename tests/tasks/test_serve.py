@@ -221,7 +221,7 @@ def test_a_missing_trace_is_refused_by_its_option(tmp_path):
     with pytest.raises(ValueError, match=r"task\.trace.*folder"):
         arrival_times("file", 3, 1.0, str(tmp_path), 0)
     for trace in (None, "", 5):
-        with pytest.raises(ValueError, match=r"task\.arrivals=file needs task\.trace"):
+        with pytest.raises(ValueError, match=r"task\.arrivals=file .*task\.trace"):
             arrival_times("file", 3, 1.0, trace, 0)
 
 
@@ -403,7 +403,7 @@ def test_invalid_options_are_refused_before_anything_is_written(tmp_path, option
 
 
 def test_peers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="peers .*'theirs'"):
+    with pytest.raises(ValueError, match="peers.*'theirs'"):
         run(tmp_path / "out", parts=lab(peers={"theirs": None}))
 
 

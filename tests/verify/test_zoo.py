@@ -103,6 +103,12 @@ def test_residuals_are_returned_for_any_rows_in_any_order(verifier, direct, data
     torch.testing.assert_close(verdict.residual(rows), every[torch.from_numpy(rows)], rtol=1e-12, atol=0)
 
 
+def draws_from_target(draft, p):
+    """Whether some children are drawn from p itself."""
+    rows = np.flatnonzero(draft.q_row >= 0)
+    return bool((draft.q[draft.q_row[rows]].double() - p[rows]).abs().amax(-1).min() < 1e-6)
+
+
 @pytest.mark.parametrize(
     ("verifier", "direct"), [c for c in CASES if not isinstance(c[0], Typical | Relaxed | Cascade)]
 )
@@ -116,6 +122,8 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
     assert verdict.residual(np.array([0])).dtype == torch.float32
     stop, emit = direct(draft, p.float().double().numpy())
     slack = 2e-3 if isinstance(verifier, KSeq) else 2e-5  # half of seven digits
+    if isinstance(verifier, KSeq) and draws_from_target(draft, p):
+        slack = 1e-7 ** (1 / draft.shape.count.max())  # with p = q of k siblings, rho = 1 is a root of order k
     np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=slack)
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=slack)
 
