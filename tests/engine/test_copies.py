@@ -146,19 +146,3 @@ def test_nor_does_a_step_under_a_constraint(monkeypatch, name, verifier):
     monkeypatch.setattr(MadeUp, "whole", 0)
     steps = decoded("meta", name, verifier, 0.8, AppliedConstraint(EvenTokens()), count=1)
     assert len(steps) >= 2 and all(info.copies_after == 1 for info in steps)
-
-
-def test_what_is_packed_comes_back_with_its_type_and_shape():
-    """A device is played by the bytes themselves: fetch runs on the CPU too."""
-    given = [
-        torch.tensor([True, False, True]), torch.tensor([[1.5], [2.5]], dtype=torch.float64), torch.arange(5),
-        torch.tensor([0.25, 0.5]), torch.empty(0, dtype=torch.int64), torch.tensor([3], dtype=torch.int8),
-    ]  # fmt: skip
-    for one, found in zip(given, Readback().fetch(given), strict=True):
-        assert found.dtype == one.numpy().dtype and np.array_equal(found, one.numpy())
-
-
-def test_arrays_of_the_host_are_not_copied():
-    read, array = Readback(), np.arange(3)
-    assert read(array, torch.arange(2))[0] is array
-    assert read.copies == 1
