@@ -163,8 +163,8 @@ def results(tables: metrics.Tables, workload: str, temperature: int) -> Iterator
             "fast_forward": way.fast_forward,
             "requests": tables.requests["request"].nunique(),
             "tokens_per_second": metrics.tokens_per_second(tables.requests, way.arm),
-            **spread("speedup", speedup(tables.requests, way, way.plain)),
-            **spread("speedup_over_best", speedup(tables.requests, way, way.best)),
+            **spread("speedup_mean_of_groups", mean_of_speedups(tables.requests, way, way.plain)),
+            **spread("speedup_over_best_mean_of_groups", mean_of_speedups(tables.requests, way, way.best)),
             **spread("tau", pooled(own, one, requests)),
             **spread("tau_with_forced", pooled(steps["emitted_kept"], one, requests)),
             "nodes_per_step": float(steps["nodes"].mean()),
@@ -191,8 +191,11 @@ def not_violated(steps: pd.DataFrame, requests: pd.DataFrame, arm: str) -> pd.Se
     return (violated < 0) | (emitted <= violated)
 
 
-def speedup(requests: pd.DataFrame, way: Way, baseline: Way) -> metrics.Interval:
-    """Return the mean over prompts of the ratio of two ways' speeds on the same prompt."""
+def mean_of_speedups(requests: pd.DataFrame, way: Way, baseline: Way) -> metrics.Interval:
+    """Return the arithmetic mean of the prompts' speed-ups, each of one way over another on the same prompt.
+
+    Unlike ``metrics.speedup``, which is a ratio of sums, it gives every prompt the same weight.
+    """
     return metrics.interval(metrics.walltime_speedup_paired(requests, way.arm, baseline.arm))
 
 
@@ -217,7 +220,11 @@ def pooled(part: pd.Series, whole: pd.Series, requests: pd.Series, resamples: in
 # Figure ------------------------------------------------------------------------------------------------------------
 
 PANELS = (
-    ("speedup", None, "times autoregressive decoding\nwith the same distribution"),
+    (
+        "speedup_mean_of_groups",
+        None,
+        "mean of per-prompt speed-ups over decoding\ntoken by token with the same distribution",
+    ),
     ("tau", "tau_with_forced", "tokens per step, forced ones left out\n(hollow: counted in)"),
     ("legal_share", None, "share of drafted nodes\nthat the constraint allows"),
     (
@@ -249,10 +256,10 @@ def draw(table: pd.DataFrame) -> Figure:
             for number, name in enumerate(names):
                 for down, place in enumerate(PLACES):
                     row = _row(table, workload, name, place)
-                    if row is None or (column != "speedup" and name == NULL):
+                    if row is None or (column != PANELS[0][0] and name == NULL):
                         continue
                     height = down + (number - (len(names) - 1) / 2) * 0.125
-                    known = label[name] if down == 2 and column == "speedup" else None
+                    known = label[name] if down == 2 and column == PANELS[0][0] else None
                     _point(axes, row, column, height, {"color": colour[name], "label": known})
                     if hollow and np.isfinite(row[hollow]):
                         _point(axes, row, hollow, height, {"color": colour[name], "markerfacecolor": "white"})
@@ -261,9 +268,9 @@ def draw(table: pd.DataFrame) -> Figure:
             axes.set_xlabel(title)
             axes.set_yticks(range(len(PLACES)), [place_name(*place) for place in PLACES])
             axes.set_ylim(len(PLACES) - 0.5, -0.5)
-            axes.set_xlim(0, None if column in ("speedup", "tau", "mask_share") else 1.04)
+            axes.set_xlim(0, None if column in (PANELS[0][0], "tau", "mask_share") else 1.04)
             axes.grid(axis="y", visible=False)
-            if column == "speedup":
+            if column == PANELS[0][0]:
                 axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
         line[0].set_ylabel(f"{workload}\nplacement")
     handles, labels = grid[0][0].get_legend_handles_labels()
@@ -319,7 +326,10 @@ def written(table: pd.DataFrame) -> str:
         parts += [
             f"**{workload}**: {WORKLOADS[workload][0]}; temperature {temperature}, {rows['requests'].iloc[0]} prompts.",
             lines(
-                [["speed-up", *(place_name(*place) for place in PLACES)], *(_speeds(rows, workload, n) for n in names)]
+                [
+                    ["mean of per-prompt speed-ups", *(place_name(*place) for place in PLACES)],
+                    *(_speeds(rows, workload, n) for n in names),
+                ]
             ),
             lines([list(DETAILS), *(_details(rows, workload, name) for name in names if name != NULL)]),
         ]
@@ -327,13 +337,13 @@ def written(table: pd.DataFrame) -> str:
 
 
 def _speeds(table: pd.DataFrame, workload: str, name: str) -> list[str]:
-    cells = [shown(_row(table, workload, name, place), "speedup") for place in PLACES]
+    cells = [shown(_row(table, workload, name, place), "speedup_mean_of_groups") for place in PLACES]
     return [(PROPOSERS | {NULL: "no draft"})[name], *cells]
 
 
 DETAILS = {
     "": None,
-    "both, forward, over the best without a draft": (("both", True), "speedup_over_best"),
+    "mean over the best without a draft: both, forward": (("both", True), "speedup_over_best_mean_of_groups"),
     "tau: none": (("none", False), "tau"),
     "target": (("target", False), "tau"),
     "both": (("both", False), "tau"),
@@ -354,7 +364,7 @@ def _details(table: pd.DataFrame, workload: str, name: str) -> list[str]:
         row = _row(table, workload, name, place)
         assert row is not None, "every place is measured"
         plain = f"{row[column]:.2f}" if column.startswith("tau") else share(row, column)
-        cells.append(shown(row, column) if column == "speedup_over_best" else plain)
+        cells.append(shown(row, column) if column.startswith("speedup") else plain)
     return cells
 
 

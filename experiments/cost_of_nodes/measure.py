@@ -107,9 +107,11 @@ def finished(code: int) -> None:
 
 
 def results(out: Path) -> pd.DataFrame:
-    """Return one row for each temperature, batch size and method: predicted and measured speed-up of the same groups.
+    """Return one row for each temperature, batch size and method: predicted and measured speed-ups of the same groups.
 
-    The ratio of the two has an interval over groups.
+    ``speedup_mean_of_groups`` and ``predicted_mean_of_groups`` are arithmetic means of the groups' speed-ups, not the
+    ratio of sums that ``metrics.speedup`` returns. ``predicted_over_measured`` is the geometric mean of the groups'
+    ratios, with an interval over groups.
 
     Raises:
         ValueError: there is no run, or its costs were not measured.
@@ -133,8 +135,8 @@ def results(out: Path) -> pd.DataFrame:
                     "tau": metrics.tau_pooled(steps),
                     "tau_pooled_raw": metrics.tau_pooled_raw(steps),
                     "expected_tau": metrics.expected_tau(steps),
-                    **bounds("speedup", metrics.interval(both["measured"])),
-                    **bounds("predicted", metrics.interval(both["predicted"])),
+                    **bounds("speedup_mean_of_groups", metrics.interval(both["measured"])),
+                    **bounds("predicted_mean_of_groups", metrics.interval(both["predicted"])),
                     **bounds("predicted_over_measured", off),
                     "error": off.mean - 1,
                     "within": within(off.mean, off.mean),
@@ -177,23 +179,25 @@ def draw(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(len(batches), len(temperatures), squeeze=False)
     for (number, batch), (column, temperature) in product(enumerate(batches), enumerate(temperatures)):
         axes, own = panels[number][column], table[(table["batch"] == batch) & (table["temperature"] == temperature)]
-        low, top = 0.9 * own[["speedup", "predicted"]].min().min(), 1.1 * own[["speedup", "predicted"]].max().max()
+        both = own[["speedup_mean_of_groups", "predicted_mean_of_groups"]]
+        low, top = 0.9 * both.min().min(), 1.1 * both.max().max()
         line = np.array([low, top])
         axes.fill_between(line, (1 - GOAL) * line, (1 + GOAL) * line, color=GREY, alpha=0.2, lw=0)
         axes.plot(line, line, color=GREY, linestyle="--", linewidth=1)
         for row in own.to_dict("records"):
             family, _, size = row["method"].partition(" ")
             colour, off = COLOURS[FAMILIES.index(family)], row["predicted_over_measured"]
-            ends = [row[f"predicted_over_measured_{end}"] / off * row["predicted"] for end in ("low", "high")]
-            axes.vlines(row["speedup"], *ends, color=colour, linewidth=1, alpha=0.6)
-            axes.plot(row["speedup"], row["predicted"], "o", color=colour, markersize=5)
-            axes.annotate(size, (row["speedup"], row["predicted"]), (5, -9), textcoords="offset points", fontsize=9)
+            x, y = row["speedup_mean_of_groups"], row["predicted_mean_of_groups"]
+            ends = [row[f"predicted_over_measured_{end}"] / off * y for end in ("low", "high")]
+            axes.vlines(x, *ends, color=colour, linewidth=1, alpha=0.6)
+            axes.plot(x, y, "o", color=colour, markersize=5)
+            axes.annotate(size, (x, y), (5, -9), textcoords="offset points", fontsize=9)
         axes.set(title=f"batch {batch}, temperature {temperature}", xlim=(low, top), ylim=(low, top), aspect="equal")
     for family, colour in zip(FAMILIES, COLOURS, strict=False):
         panels[0][0].plot([], [], "o", color=colour, label=family)
     panels[0][0].legend(fontsize=9, loc="upper left")
-    figure.supxlabel("measured speed-up", fontsize=10)
-    figure.supylabel("predicted speed-up", fontsize=10)
+    figure.supxlabel("measured: mean of per-group speed-ups", fontsize=10)
+    figure.supylabel("predicted: mean of per-group speed-ups", fontsize=10)
     note = f"Grey: within {GOAL:.0%}. Lines: 95 % of predicted over measured, over groups. Numbers: nodes."
     note = re.sub(r"(?<=\d)%", " %", note)
     figure.suptitle(note, fontsize=9, x=0.01, ha="left")
@@ -215,13 +219,14 @@ def of_nodes(frame: pd.DataFrame) -> str:
 
 def compared(table: pd.DataFrame) -> str:
     """Return the table of predicted and measured speed-ups, and a summary."""
-    head = ["temperature", "batch", "method", "nodes", "expected tau", "predicted", "measured", "error"]
-    rows = [[*head[:-2], f"{head[-2]} [95 %]", f"{head[-1]} [95 %]"]]
+    means = ["predicted mean of per-group speed-ups", "measured mean [95 %]"]
+    rows = [["temperature", "batch", "method", "nodes", "expected tau", *means, "error [95 %]"]]
     for row in table.to_dict("records"):
         low, high = row["predicted_over_measured_low"] - 1, row["predicted_over_measured_high"] - 1
         rows.append([
             f"{row['temperature']}", f"{row['batch']}", row["method"], f"{row['nodes_per_step']:.1f}",
-            f"{row['expected_tau']:.2f}", f"{row['predicted']:.2f}", shown(row),
+            f"{row['expected_tau']:.2f}", f"{row['predicted_mean_of_groups']:.2f}",
+            shown(row, "speedup_mean_of_groups"),
             f"{row['error']:+.1%}" + (f" [{low:+.1%}, {high:+.1%}]" if np.isfinite(low) else ""),
         ])  # fmt: skip
     worst = table.loc[table["error"].abs().idxmax()]

@@ -25,6 +25,7 @@ from experiments.plots import (
     study,
 )
 from spec_lab.analysis import metrics
+from spec_lab.analysis.names import names_in_manifest
 
 TASKS = {
     "conversation": "conversation",
@@ -54,8 +55,7 @@ def results(run: Path) -> pd.DataFrame:
     """
     tables = metrics.load(run)
     check(tables.requests)
-    facts = json.loads((run / "manifest.json").read_text())["proposers"]
-    names = {arm: facts[arm]["name"] if arm == "speculative" else arm for arm in facts}
+    names = names_in_manifest(json.loads((run / "manifest.json").read_text()))
     task = tables.requests["workload"].map(TASK)
     rows: list[dict[str, Any]] = []
     for name in ordered(list(task), list(TASKS)) + ["all"]:

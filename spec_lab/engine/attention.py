@@ -2,8 +2,8 @@
 
 One function, registered with transformers' ``AttentionInterface``, runs over views of the cells. transformers hands
 each layer's new keys and values to the object that stands in for its cache (``Pack``), which writes them into their
-cells and passes itself on to the attention function. One dense mask over all sequences (``attention="dense"``) is the
-slow twin that tests compare with.
+cells and passes itself on to the attention function. One dense mask over all sequences (``attention="dense"``) is a
+slow reference for tests.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """What one forward needs to know about its cells. Stands where transformers expects a cache.
+    """The cells of one forward. It is passed to transformers in place of a cache.
 
     Args:
         cells: the store.
@@ -131,7 +131,7 @@ class Pack:
         return [segment[:4] for segment in next(iter(self.segments.values()))]
 
     def on(self, device: torch.device) -> Pack:
-        """The pack on a layer's device. Of several layers on another one the first moves masks and indices."""
+        """The pack on a layer's device. Masks and indices are moved once for each device."""
         if device == self.device:
             return self
         if device not in self._elsewhere:
@@ -144,7 +144,7 @@ class Pack:
         here = self.on(key.device)
         self.cells.write(layer_idx, key, value, here.places)
         keys, values = self.cells.keys[layer_idx], self.cells.values[layer_idx]
-        if self.dense:  # [1, heads, S * C, dim]; NaN in a dead cell would outlive every mask (0 x NaN)
+        if self.dense:  # [1, heads, S * C, dim]; a mask does not remove NaN in a dead cell (0 x NaN)
             dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
             all_keys, all_values = (
                 torch.cat(spans).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None] for spans in (keys, values)
@@ -189,7 +189,7 @@ def span_attention(
 
     Raises:
         NotImplementedError: the layer requires a softmax over other scores than scaled dot products, or a sliding
-            window that the model's config does not give it.
+            window that differs from the model's config.
     """
     if softcap is not None or s_aux is not None or position_bias is not None or head_mask is not None:
         raise NotImplementedError("its attention uses one of softcap, s_aux, position_bias, head_mask")

@@ -1,6 +1,4 @@
-"""What a step's choices do to its sequences: tokens are appended and cut, the KV cache keeps the accepted nodes,
-constraints advance and act.
-"""
+"""Commit a step: append and cut tokens, keep accepted nodes in the KV cache, advance constraints, and let them act."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from spec_lab.core.draft import Draft
 from spec_lab.engine.sequence import SequenceState
 
 MAX_FORKS = 256
-"""Forks of one request in all; one more breaks it."""
+"""Most forks of one request; one more is an error."""
 
 MAX_ACTIONS = 1000
-"""Actions in a row, without a token between them."""
+"""Most actions in a row without a token between them."""
 
 RUNAWAY = 32
 """A sequence that has emitted this many times its limit, removed tokens included, is ended."""
 
-NOTHING_LEFT = "its constraint allows nothing here that the model gives any probability"
+NOTHING_LEFT = "its constraint allows no token here that has any probability under the model"
 
 
 class Emitted(NamedTuple):
@@ -53,8 +51,9 @@ class Decision:
         row: ``[B]`` where each accepted path ends.
         token: ``[B]`` the token emitted there; -1 for none.
         masks: of the forest; None without a constraint.
-        logprobs: for each tree the log-probabilities of its accepted tokens and the one after; None where not needed.
-        broken: trees that get nothing: why each sequence ends ("nan", "stuck").
+        logprobs: for each tree the log-probabilities of its accepted tokens and the bonus or recovered one; None where
+            not needed.
+        broken: trees without a commit: why each sequence ends ("nan", "stuck").
     """
 
     draft: Draft
@@ -72,12 +71,12 @@ class Committed:
 
     Args:
         path: rows of the accepted nodes, from the root down.
-        tokens: all tokens emitted: first the accepted ones, then the one after them, then forced ones.
+        tokens: all tokens emitted: first the accepted ones, then the bonus or recovered one, then forced ones.
         forced: drafted nodes that were the only ones their constraint allows.
         legal: drafted nodes that the constraint allows.
         removed: tokens that an action removed again.
         forks: of the sequence.
-        error: what broke; empty for nothing.
+        error: why it failed; empty if it did not.
     """
 
     path: list[int]
@@ -103,8 +102,8 @@ def commit(
 ) -> list[Committed]:
     """Append what was accepted and emitted, and keep the accepted nodes in the KV cache.
 
-    Stop tokens, stop strings and limits cut here, inside an accepted path as well, and never touch verification. A
-    broken tree gets nothing and its sequence ends. Constraints advance; their actions come later (``act``).
+    Stop tokens, stop strings and limits cut here, inside an accepted path as well, and do not affect verification. A
+    broken tree gets no tokens and its sequence ends. Constraints advance; their actions come later (``act``).
 
     Args:
         sequences: ``[B]``.
@@ -214,7 +213,7 @@ def act(
                 elif len(action) > 1 and not len(one.kv):
                     break  # the next step computes the prompt: forks then share its cells
                 else:
-                    # Nothing is done before all of it can be: no fork is left without its constraint.
+                    # Check everything first, so that an error leaves no fork without its constraint.
                     for onward in action:
                         _check(one, onward.backtrack)
                     made[one.request.id] += len(action) - 1
@@ -246,7 +245,7 @@ def act(
 def fork(
     sequence: SequenceState, number: int, fork_state: Callable[[SequenceState], object] = lambda _: None
 ) -> SequenceState:
-    """A second sequence with the same past: it shares the KV cache, and has random choices of its own."""
+    """Return a fork of the sequence: it shares the KV cache of its tokens, and has random choices of its own."""
     state = fork_state(sequence)  # first: an error leaves no KV cache behind
     return SequenceState(
         sequence.request,
@@ -292,7 +291,7 @@ def _check(sequence: SequenceState, count: int) -> int:
 
 
 def _append(sequence: SequenceState, token: int, logprob: float, origin: str, on_target: bool, context: int) -> str:
-    """Append one token. Perhaps it ends the sequence; else the constraint advances. Returns what broke, if anything."""
+    """Append one token; unless it ends the sequence, advance the constraint. Return the error, or an empty string."""
     request = sequence.request
     sequence.tokens.append(token)
     sequence.spent += 1

@@ -57,7 +57,7 @@ class Engine:
     Args:
         target: verifies.
         proposer: drafts; the null proposer makes this autoregressive decoding.
-        verifier: decides.
+        verifier: returns the distribution of each step's accepted path.
         draws: where every random choice comes from.
         applied: the constraint; None for none.
         pieces: the bytes of each token, for requests with stop strings, and for listeners.
@@ -65,8 +65,8 @@ class Engine:
         limits: how much is done at once.
         record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
 
-    After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` what
-    broke, by the request's name.
+    After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` the
+    errors, by the request's name.
 
     Raises:
         Misfit: a verifier that does not support what the proposer draws.
@@ -134,7 +134,7 @@ class Engine:
         return True
 
     def has_unfinished(self) -> bool:
-        """Whether anything is decoded or waits."""
+        """Whether a request is decoded or waiting."""
         return bool(self._live or self._waiting)
 
     @property
@@ -180,7 +180,7 @@ class Engine:
             self.close()
 
     def close(self) -> None:
-        """Free everything that is still held."""
+        """End decoding: free all KV caches and states, and drop waiting requests."""
         for sequence in self._live:
             self._free(sequence)
         self._live = []
@@ -217,7 +217,7 @@ class Engine:
         self._constrain(sequence)
 
     def _begin(self, request: Request) -> tuple[KVSequence, Any]:
-        """A KV cache and a proposer's state for a sequence of the request, both of them or neither."""
+        """Return a KV cache and a proposer's state for a sequence of the request; if one fails, neither is kept."""
         kv = self.target.lm.open(self._tokens(request))
         try:
             with attributed("proposer", self.proposer):
@@ -227,7 +227,7 @@ class Engine:
             raise
 
     def _constrain(self, sequence: SequenceState) -> None:
-        """The constraint starts at the end of the prompt; what it does at once is done."""
+        """Start the constraint at the end of the prompt, and carry out its first actions."""
         constraint = self.parts.constraint
         if constraint is None:
             return

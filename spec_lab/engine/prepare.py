@@ -80,7 +80,7 @@ class Packer:
         cells: where its keys and values are.
         kinds: of layers without full attention, by layer.
         layers: how many layers it has.
-        device: of its inputs.
+        device: of the model's inputs.
         dtype: of its weights.
         dense: whether attention reads one mask over all rows and cells.
         split: whether its layers are on several devices.
@@ -142,7 +142,9 @@ class Packer:
                 roots.append(start + count - 1)
             start = stop
         for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
-            self.cells.keep(sequence, slots[: len(tokens)])  # only now: none is longer if another one's span is full
+            self.cells.keep(
+                sequence, slots[: len(tokens)]
+            )  # only now: if another one's span is full, no sequence has grown
             if tree < trees:
                 sequence.held = slots[len(tokens) :]
         keep: Tensor | int
@@ -236,7 +238,7 @@ class Packer:
         return Prepared(ids, embeds, positions, pack, keep, mask, attended, pending, nodes)
 
     def _dense_mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
-        """One additive mask over all rows and the whole store: quadratic, plain, the oracle."""
+        """One additive mask over all rows and the whole store: quadratic; a reference for tests."""
         size = rows, self.cells.spans, self.cells.capacity
         store = torch.full(size, -torch.inf, dtype=self.dtype, device=self.device)
         for one in segments:

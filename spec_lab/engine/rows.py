@@ -18,10 +18,10 @@ from spec_lab.verify.verdict import in_trees
 
 
 def silence_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
-    """Rows at which nothing is emitted: barriers, and legal ones that the constraint leaves no mass.
+    """Rows at which nothing is emitted: barriers, and legal ones whose allowed tokens have no mass.
 
     A verifier needs a distribution at every row. There it gets all mass on the first token that no child holds, in
-    place, so that a path that comes there ends there; that token then is never emitted.
+    place, so that a path that reaches the row ends there; the token itself is never emitted.
     """
     arrays = Arrays.like(p)
     silent = arrays.index(masks.barrier) | (arrays.index(masks.legal) & arrays.read(p.sum(-1) == 0))
@@ -51,7 +51,7 @@ def expected_counts(
     if forced is None or silent is None:
         accepted = verdict.expected_accepted(shape)
         return accepted, accepted + 1.0
-    free = np.append(~forced, False)  # the last one is for -1 in the lineage
+    free = np.append(~forced, False)  # the last entry is for -1 in the lineage
     depth = free[shape.lineage].sum(1) - free[:-1]  # of the path above each row
     if isinstance(silent, np.ndarray):
         accepted, emitted = depth, depth + (~forced & ~silent)

@@ -40,20 +40,20 @@ class StepInfo:
     """What one step did: a row of the table ``rounds``, and for each sequence a row of the table ``steps``.
 
     Args:
-        sequences: ``[B]`` those that took part with a tree.
+        sequences: ``[B]`` those that were decoded, each with a draft tree.
         draft: what was drafted.
-        committed: ``[B]`` what each sequence got.
+        committed: ``[B]`` what was committed to each sequence.
         context: ``[B]`` tokens of each sequence when the step began; ``pending``: of them, those not computed.
         prefill: ``[B]`` whether the step computed the sequence's prompt, or the rest of it.
         expected: ``[B]`` expected accepted tokens, exact, forced ones left out.
         expected_emitted: ``[B]`` expected emitted tokens, likewise; forced ones that are appended later left out.
         given: what the expectation is conditional on: the "draft", or its "noise" as well.
         empty: ``[B]`` whether rounding left nothing of the residual distribution.
-        attended: attended positions.
+        attended: cells attended to, summed over the sequences.
         chunks: sequences that only computed a part of their prompt, and how many tokens.
-        errors: what broke, by sequence.
+        errors: error messages, by sequence.
         clock: of the target's runner; reads the marks.
-        began, ended: moments.
+        began, ended: when the step began and ended, as marks of the clock.
         spans: the phases, and the module calls of target and proposer.
         mask_busy: seconds spent on masks, wherever they ran; ``draft_masks``: of them, seconds inside propose.
         copies_before, copies_after: copies from the device to the host, before and after the target's forward.
@@ -84,7 +84,7 @@ class StepInfo:
     recorded: Recorded | None = None
 
     def slim(self) -> StepInfo:
-        """The step without its draft distributions, which would fill the memory (V numbers for every node)."""
+        """The step without its draft distributions, which take V numbers for every node."""
         if self.draft.q is None:
             return self
         return replace(self, draft=Draft(self.draft.shape, self.draft.token, computed_only=self.draft.computed_only))

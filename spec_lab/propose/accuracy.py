@@ -1,4 +1,4 @@
-"""How often Medusa heads are right, measured on the target's own continuations and kept beside the heads.
+"""How often Medusa heads are right, measured on the target's own continuations and stored in the heads' folder.
 
 ``measure(target, heads, prompts).write(folder)`` runs where heads are trained; ``Accuracy.read`` whenever they load.
 """
@@ -55,8 +55,8 @@ class Accuracy:
     def value(self, path: Ranks) -> float:
         """P(the node at ``path`` is right): its counts, shrunk towards its accuracies by rank.
 
-        Heads are right together: where one found the text easy, the next does too. The counts know; their shrinkage
-        keeps rare paths sober.
+        Heads are not independent: where one is right, the next is more likely to be right too. The counts of whole
+        paths include this dependence; shrinkage limits their sampling error on rare paths.
         """
         if not self.samples:
             return by_rank(self.accuracy)(path)
@@ -152,12 +152,12 @@ def measure(
     width: int = 10,
     temperature: float = 0.0,
 ) -> Accuracy:
-    """Continue prompts without a draft, and see which rank each head gave to the token that came.
+    """Continue prompts without a draft, and find the rank that each head gave to the token that followed.
 
     Args:
         target: continues.
         heads: are measured.
-        prompts: token ids; decoded together, so give some dozens at a time.
+        prompts: token ids; decoded together, so pass some dozens at a time.
         tokens: to emit per prompt.
         width: ranks told apart.
         temperature: of the continuations.
@@ -173,7 +173,7 @@ def measure(
     for _ in fixed_group(target, collect, Capture(), requests, CounterDraws(0)):
         pass
     lm, states, chosen = target.lm, collect.hidden, collect.following  # per step: [B, H], [B]
-    # The state that chose token t is the one from which head k foretells token t + 1 + k.
+    # From the state that chose token t, head k predicts token t + 1 + k.
     ranks = [np.empty((0, len(heads)), dtype=np.int64)]
     for step in range(len(chosen) - len(heads)):
         right = torch.stack(chosen[step + 1 : step + 1 + len(heads)], 1)[..., None]  # [B, K, 1]

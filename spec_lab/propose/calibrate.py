@@ -1,4 +1,4 @@
-"""Which static tree is fastest: how often heads are right on text, against what rounds cost on this machine.
+"""Which static tree is fastest: how often heads are right on text, against what steps cost on this machine.
 
 Source: Sequoia's hardware-aware choice (2402.12374, section 4.3): the tree that maximises expected tokens over measured
 step time.
@@ -60,7 +60,7 @@ class Calibration:
         expected_speedup: over decoding without a draft, by the seconds below.
         batch_size: sequences decoded together.
         temperature: of the text on which the heads were measured.
-        costs: of a step for each tree size, as timed; ``smoothed`` gives those that decided.
+        costs: of a step for each tree size, as timed; the choice is made by ``smoothed`` ones.
     """
 
     choices: Choices
@@ -105,8 +105,8 @@ def calibrate(
     """The tree with the most expected tokens per second for this batch size on this machine; of trees that come within
     two hundredths of it and are no slower than drafting nothing, the largest.
 
-    The seconds come from the cache where it has them, so that the same command chooses the same tree. A warning says
-    where they were measured on a machine that was too busy; such measurements are not kept.
+    The seconds come from the cache where it has them, so that the same command chooses the same tree. A warning is
+    logged where they were measured on a machine that was too busy; such measurements are not kept.
 
     Args:
         target: verifies.
@@ -221,9 +221,9 @@ def time_steps(
     Args:
         target: verifies.
         proposers: by the size of their trees, in rising order.
-        tokens: that a step is expected to give, by size.
+        tokens: expected tokens per step, by size.
         batch_size: sequences decoded together.
-        sampling: whose law is taken.
+        sampling: parameters of the requests; they determine p.
         seconds: of timing at least.
     """
     threads = torch.get_num_threads() if target.lm.device.type == "cpu" else 1
@@ -279,10 +279,10 @@ def visits(
 
 
 def smoothed(costs: Mapping[int, float]) -> dict[int, float]:
-    """The costs of drafting on one straight line over tree sizes (Theil and Sen's, which outliers cannot turn).
+    """The costs of drafting on one straight line over tree sizes (Theil-Sen estimator, robust to outliers).
 
     On a machine that others use, single timings err by more than neighbouring sizes differ; a choice among them would
-    be a choice among errors. What drafting nothing costs stays as it was timed, and nothing falls below all timings.
+    be decided by noise. The cost without a draft stays as it was timed, and no smoothed cost is below all timings.
     """
     sizes = [size for size in costs if size]
     if len(sizes) < 3:

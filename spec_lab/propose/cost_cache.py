@@ -1,7 +1,7 @@
 """Measured step costs, kept between runs, so that the same command chooses the same tree.
 
 Costs are kept in a folder, one JSON file for each set of conditions that they depend on. They are measurements, not
-code: a file that is damaged, or that somebody else put there, is at worst measured again.
+code: if a file is damaged or was not written by this module, the costs are measured again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def default_folder(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def now() -> datetime:
-    """This moment."""
+    """Return the current time."""
     return datetime.now(UTC)
 
 
@@ -65,7 +65,7 @@ class CostCache:
 
     Args:
         folder: of the cache; costs are in its ``step_costs``. None: nothing is kept.
-        clock: tells the time.
+        clock: returns the current time.
         notice: seconds of waiting for another process until that is reported.
         patience: seconds of waiting for another process until this one measures anyway.
     """
@@ -122,7 +122,7 @@ class CostCache:
         """The costs that are kept; None where there are none, or only older ones.
 
         Raises:
-            ValueError: the file cannot be used; says why.
+            ValueError: the file cannot be used; the message states why.
         """
         file = self._file(conditions)
         try:
@@ -177,7 +177,7 @@ class CostCache:
                 lock.release()
 
     def _report(self, error: Exception) -> None:
-        """Say that costs cannot be kept."""
+        """Warn that costs cannot be kept."""
         log.warning(
             "measured step costs cannot be kept in %s (%s), so the next run measures again and may choose another "
             "tree: set SPEC_LAB_CACHE to a folder that can be written", self.folder, error,

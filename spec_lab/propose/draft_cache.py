@@ -25,8 +25,8 @@ class Tentative:
     token: np.ndarray  # [M]
     computed: np.ndarray  # [R]
 
-    def find(self, wanted: list[int]) -> list[int]:
-        """The longest path of computed nodes from the root down whose tokens begin ``wanted``.
+    def find(self, tokens: list[int]) -> list[int]:
+        """The longest path of computed nodes from the root down whose tokens begin ``tokens``.
 
         All of them are searched: siblings drawn iid may repeat a token with different nodes below.
         """
@@ -35,7 +35,7 @@ class Tentative:
         rows = self.shape.trees[self.tree]
         for row in rows[self.computed[rows]].tolist():
             level = int(depth[row])
-            if parent[row - roots] in matched and level <= len(wanted) and self.token[row - roots] == wanted[level - 1]:
+            if parent[row - roots] in matched and level <= len(tokens) and self.token[row - roots] == tokens[level - 1]:
                 matched.add(row)
                 if level > depth[deepest]:
                     deepest = row
@@ -47,8 +47,8 @@ class DraftCache:
     """A draft's KV cache for one sequence.
 
     The stable part holds a prefix of the sequence. The tentative part holds the nodes drafted last. Each step starts
-    from the longest prefix of the sequence found in both; nothing is assumed about what happened in between, so that a
-    rewind, a fork or a forced token only makes it shorter. A drafter whose tentative keys and values rest on its own
+    from the longest prefix of the sequence found in both; after a rewind, a fork or a forced
+    token that prefix is only shorter. A drafter whose tentative keys and values rest on its own
     features, not on the target's, sets ``promote`` to False: its tentative part is dropped in every step.
 
     Args:
@@ -64,7 +64,7 @@ class DraftCache:
     promote: bool = True
 
     def follow(self, tokens: list[int]) -> list[int]:
-        """Keep the longest common prefix with ``tokens``, forget the rest; returns the tokens not yet computed.
+        """Keep the longest common prefix with ``tokens``, drop the rest; return the tokens not yet computed.
 
         At least one is left, since the distribution after the last token is what drafting begins with.
         """
@@ -91,6 +91,6 @@ class DraftCache:
         return DraftCache(self.kv.fork(), list(self.tokens), None, self.promote)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the cells."""
         self.tentative = None
         self.kv.close()

@@ -267,7 +267,7 @@ class DraftModel(Lifecycle):
         return replace(draft, token=draft.token.to(batch.device))
 
     def _fast_forwards(self, batch: Batch) -> bool:
-        """Whether forced tokens are drafted for nothing: in chains, if a constraint fast-forwards."""
+        """Whether forced tokens are drafted without a forward: in chains, if a constraint fast-forwards."""
         chains = self.drawn != "gumbel" and width_of(self.tree) <= 1
         return chains and batch.draft_masks is not None and batch.draft_masks.forces
 
@@ -277,7 +277,7 @@ class DraftModel(Lifecycle):
 
 
 def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> None:
-    """Refuse a draft that does not speak the target's tokens.
+    """Refuse a draft with other tokens than the target's.
 
     Raises:
         ValueError: other vocabulary sizes, tokens or splitting; the message states how they differ.
@@ -297,12 +297,12 @@ def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> 
         ours, other = (t(probe, add_special_tokens=False)["input_ids"] for t in (target.tokenizer, tokenizer))
         if ours != other:
             raise ValueError(
-                f"the draft {path} has the target's tokens but splits text otherwise: {probe!r} gives {ours} in the "
+                f"the draft {path} has the target's tokens but splits text otherwise: {probe!r} becomes {ours} in the "
                 f"target's tokenizer and {other} in the draft's"
             )
     width = int(model.get_output_embeddings().weight.shape[0])
     if width != target.vocabulary:
         raise ValueError(
-            f"the draft {path} gives logits for {width} tokens, the target {target.name} for {target.vocabulary}; "
+            f"the draft {path} has logits for {width} tokens, the target {target.name} for {target.vocabulary}; "
             "they must agree"
         )

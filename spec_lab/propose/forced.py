@@ -1,4 +1,4 @@
-"""Chains under a constraint that leaves no choice here and there: what is forced costs neither depth nor a forward."""
+"""Chains under a constraint that forces some tokens: forced tokens cost neither depth nor a forward of the draft."""
 
 from __future__ import annotations
 
@@ -55,58 +55,58 @@ class ForcedChains:
         lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
         self.shape = forest(tuple(map(chain, lengths)))
         self.rows = [tree.tolist() for tree in self.shape.trees]  # of each tree, its root first
-        self.ends = [0] * len(caches)  # of its rows, the last one there is
+        self.ends = [0] * len(caches)  # of each tree, the place of its last drawn row in ``rows``
         self.token = np.zeros(self.shape.nodes, dtype=np.int64)
         self.computed = np.zeros(self.shape.rows, dtype=bool)
         self.broken: dict[int, str] = {}
         self.q: list[Tensor] = []
         self.q_row = np.full(self.shape.rows, -1, dtype=np.int64)
-        self.allowed: dict[int, np.ndarray] = {}  # by root, after its last row
+        self.allowed: dict[int, np.ndarray] = {}  # by tree: what may follow its last row
 
     def run(self) -> Draft:
         """Draw all chains. Afterwards the caches hold the computed nodes."""
-        active = [head for head, cache in enumerate(self.caches) if cache is not None]
+        active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
         if active:
-            pending = [self._cache(head).follow(self.batch.sequences[head].tokens) for head in active]
-            caches = [self._cache(head).kv for head in active]
+            pending = [self._cache(tree).follow(self.batch.sequences[tree].tokens) for tree in active]
+            caches = [self._cache(tree).kv for tree in active]
             logits = self.lm.forward(caches, pending, empty(len(active), self.lm.device)).logits
-            for head in active:
-                self.allowed[head] = self._ask(head)
+            for tree in active:
+                self.allowed[tree] = self._ask(tree)
         level = 0
         while active:
             level += 1
             grown, unsure = self._draw(active, logits)
-            fresh = {head: [self.rows[head][self.ends[head]]] for head in grown}
-            for head in grown:
-                fresh[head] += self._forced(head)
-            full = {head for head in grown if self.ends[head] + 1 == len(self.rows[head])}
+            fresh = {tree: [self.rows[tree][self.ends[tree]]] for tree in grown}
+            for tree in grown:
+                fresh[tree] += self._forced(tree)
+            full = {tree for tree in grown if self.ends[tree] + 1 == len(self.rows[tree])}
             active = [h for h in grown if h not in full and h not in unsure and level < self.depths[h]]
-            active = [head for head in active if self.allowed[head].any()]
+            active = [tree for tree in active if self.allowed[tree].any()]
             if active:
                 logits = self._compute(active, fresh)
         return self._draft()
 
-    def _cache(self, head: int) -> DraftCache:
-        cache = self.caches[head]
+    def _cache(self, tree: int) -> DraftCache:
+        cache = self.caches[tree]
         assert cache is not None
         return cache
 
-    def _ask(self, head: int) -> np.ndarray:  # [V]
+    def _ask(self, tree: int) -> np.ndarray:  # [V]
         """Return which tokens are allowed after the last row of a tree."""
-        return self.masks(self.shape, np.array([self.rows[head][self.ends[head]]]), self.token)[0]
+        return self.masks(self.shape, np.array([self.rows[tree][self.ends[tree]]]), self.token)[0]
 
-    def _append(self, head: int, token: int) -> None:
-        self.ends[head] += 1
-        self.token[self.rows[head][self.ends[head]] - self.shape.roots] = token
+    def _append(self, tree: int, token: int) -> None:
+        self.ends[tree] += 1
+        self.token[self.rows[tree][self.ends[tree]] - self.shape.roots] = token
 
     def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
-        """One more token for each, from logits ``[n, V]``: for whom there was one, and of these the unsure."""
-        rows = np.array([self.rows[head][self.ends[head]] for head in active])
+        """Draw one more token for each tree from logits ``[n, V]``; return trees that got one, and unsure ones."""
+        rows = np.array([self.rows[tree][self.ends[tree]] for tree in active])
         own, ask = logits.to(probs_dtype(logits), copy=True), {}
         if (without := finite_(own)) is not None:
             ask["without"] = without
         own.masked_fill_(
-            torch.from_numpy(~np.stack([self.allowed[head] for head in active])).to(own.device), -torch.inf
+            torch.from_numpy(~np.stack([self.allowed[tree] for tree in active])).to(own.device), -torch.inf
         )
         ask["possible"] = possible = own.amax(-1) > -torch.inf
         own[:, 0].masked_fill_(~possible, 0.0)  # one-hot; what is drawn from it is dropped
@@ -120,7 +120,7 @@ class ForcedChains:
             ask["token"] = own.argmax(-1)
         else:
             own = logits_to_probs(own, samplings, seen, scratch=own)
-            keys = [Key(*self.batch.sequences[head].key, Purpose.DRAFT, self.ends[head]) for head in active]
+            keys = [Key(*self.batch.sequences[tree].key, Purpose.DRAFT, self.ends[tree]) for tree in active]
             ask["token"] = self.batch.draws.pick(own, keys)
         host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
         if "without" in host:
@@ -130,56 +130,56 @@ class ForcedChains:
             self.q_row[rows[fine]] = sum(map(len, self.q)) + np.flatnonzero(fine)
             self.q.append(own)
         drawn, unsure = [], set()
-        for place, head in enumerate(active):
+        for place, tree in enumerate(active):
             if fine[place]:
-                self._append(head, int(host["token"][place]))
-                drawn.append(head)
+                self._append(tree, int(host["token"][place]))
+                drawn.append(tree)
                 if self.confidence and not host["sure"][place]:
-                    unsure.add(head)
+                    unsure.add(tree)
         return drawn, unsure
 
     def _seen(self, active: list[int]) -> Tensor | None:  # [n, V] bool
-        """What has come before each next token, where a repetition penalty needs it."""
+        """Return the tokens before each next one, for repetition penalties; None without a penalty."""
         if all(one.repetition_penalty == 1 for one in self.samplings):
             return None
         seen = torch.zeros(len(active), self.batch.target.vocabulary, dtype=torch.bool)
-        for place, head in enumerate(active):
-            rows = np.array(self.rows[head][1 : self.ends[head] + 1], dtype=np.int64)
-            seen[place, self.batch.sequences[head].tokens] = True
+        for place, tree in enumerate(active):
+            rows = np.array(self.rows[tree][1 : self.ends[tree] + 1], dtype=np.int64)
+            seen[place, self.batch.sequences[tree].tokens] = True
             seen[place, self.token[rows - self.shape.roots].tolist()] = True
         return seen.to(self.lm.device)
 
-    def _forced(self, head: int) -> list[int]:
-        """Append what follows with certainty; returns its rows. What may come then is in ``allowed``."""
+    def _forced(self, tree: int) -> list[int]:
+        """Append the forced tokens; return their rows. ``allowed`` then holds what may follow them."""
         appended = []
-        while self.ends[head] + 1 < len(self.rows[head]):
-            allowed = self._ask(head)
-            self.allowed[head] = allowed
+        while self.ends[tree] + 1 < len(self.rows[tree]):
+            allowed = self._ask(tree)
+            self.allowed[tree] = allowed
             if allowed.sum() != 1:
                 break
-            token, row = int(allowed.argmax()), self.rows[head][self.ends[head]]
+            token, row = int(allowed.argmax()), self.rows[tree][self.ends[tree]]
             if self.drawn != "point":
                 self.q_row[row] = sum(map(len, self.q))
                 dtype = probs_dtype(torch.empty(0, dtype=self.lm.dtype))
                 self.q.append(torch.from_numpy(allowed)[None].to(self.lm.device, dtype))
-            self._append(head, token)
-            appended.append(self.rows[head][self.ends[head]])
+            self._append(tree, token)
+            appended.append(self.rows[tree][self.ends[tree]])
         return appended
 
     def _compute(self, active: list[int], fresh: dict[int, list[int]]) -> Tensor:  # [n, V]
         """The draft's logits after the last row of each, with all its new rows computed."""
-        rows = np.array([row for head in active for row in fresh[head]])
+        rows = np.array([row for tree in active for row in fresh[tree]])
         caches = [None if cache is None else cache.kv for cache in self.caches]
         self.computed[rows] = True
         ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
         logits = self.lm.extend(caches, self.shape, rows, ids).logits
-        return logits[torch.from_numpy(np.cumsum([len(fresh[head]) for head in active]) - 1)]
+        return logits[torch.from_numpy(np.cumsum([len(fresh[tree]) for tree in active]) - 1)]
 
     def _draft(self) -> Draft:
         shape = self.shape
-        for head, cache in enumerate(self.caches):
+        for tree, cache in enumerate(self.caches):
             if cache is not None:
-                cache.tentative = Tentative(shape, head, self.token, self.computed)
+                cache.tentative = Tentative(shape, tree, self.token, self.computed)
         live = np.zeros(shape.rows, dtype=bool)
         for rows, end in zip(self.rows, self.ends, strict=True):
             live[rows[: end + 1]] = True

@@ -150,25 +150,25 @@ class Growth:
         return parents[~host["sure"]] if self.confidence else NO_ROWS
 
     def _race(self, q: Tensor, parents: np.ndarray) -> Tensor:  # [n, V]
-        """Log q + g, with standard Gumbel noise g of each parent's own; no mass comes last."""
+        """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""
         noise = torch.from_numpy(self.batch.draws.race(q.shape[-1], self._keys(parents, Purpose.RACE))).to(q.device)
         self.noise.append(noise)
         return q.double().log() + noise
 
     def _keys(self, rows: np.ndarray, purpose: Purpose) -> list[Key]:
         """Return the keys of what is drawn at ``rows``: a row's place in its whole tree, whatever the batch holds."""
-        heads: list[int] = self.shape.root[rows].tolist()
+        roots: list[int] = self.shape.root[rows].tolist()
         places: list[int] = self.shape.places[rows].tolist()
-        who = [sequence.key for sequence in self.batch.sequences]
-        return [Key(*who[head], purpose, place) for head, place in zip(heads, places, strict=True)]
+        keys = [sequence.key for sequence in self.batch.sequences]
+        return [Key(*keys[root], purpose, place) for root, place in zip(roots, places, strict=True)]
 
     def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
         """Compute the draft's logits at ``rows``: roots, with the tokens pending before them, or nodes of one level."""
         if rows[0] < self.shape.roots:
             active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
             if self.seen is not None:
-                for head in rows:
-                    self.seen[head, self.batch.sequences[head].tokens] = True
+                for root in rows:
+                    self.seen[root, self.batch.sequences[root].tokens] = True
             caches = [cache for cache in self.caches if cache is not None]
             pending = [
                 cache.follow(self.batch.sequences[tree].tokens) for tree, cache in zip(active, caches, strict=True)

@@ -52,7 +52,7 @@ class StepCosts:
             the cost from all passes.
         steps: timed steps for each size.
         threads: processor cores that the timed process needs.
-        other_load: cores that other processes kept busy meanwhile; None where the system does not tell.
+        other_load: cores that other processes kept busy during the measurement; None where it is not known.
         cores: of the machine.
         measured: when, as an ISO date with its time zone; empty until it is known.
         cached: whether the costs were read from the cache.
@@ -110,7 +110,7 @@ def measure(
 
     Args:
         visit: times ``VISIT`` steps of a size and returns the seconds of all but the first.
-        tokens: that a step is expected to give, by size, in rising order; size 0 included. Sizes that are too slow
+        tokens: expected tokens per step, by size, in rising order; size 0 included. Sizes that are too slow
             (``MIN_RATE``, ``LONGEST``) are not timed.
         seconds: of timing in each block at least.
         threads: cores that the process needs.

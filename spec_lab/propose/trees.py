@@ -1,7 +1,7 @@
 """Static draft trees, as pure functions: how they are written, how they grow, and which is best.
 
 A tree is a set of nodes, each named by the path of child ranks that leads to it ("choices", as Medusa and EAGLE publish
-theirs). ``value(path)`` is the probability that the node at ``path`` is accepted; the tokens a step is expected to give
+theirs). ``value(path)`` is the probability that the node at ``path`` is accepted; the expected tokens of a step
 are 1 + the sum of its nodes' values.
 """
 
@@ -153,17 +153,17 @@ def by_rank(accuracy: Sequence[Sequence[float]]) -> Value:
 
 
 def expected_tokens(choices: Choices, value: Value) -> float:
-    """Tokens a step is expected to give, the one after the accepted path included."""
+    """Return the expected tokens of a step, bonus or recovered token included."""
     return 1.0 + sum(map(value, choices))
 
 
 def grow(value: Value, nodes: int, depth: int, ranks: int) -> list[tuple[Ranks, float]]:
     """Nodes and their values in the order in which a tree grows: always the likeliest that can be attached next.
 
-    Along a path values fall by nature. Where they fall along ranks as well, the first n nodes are the n likeliest of
+    Values never rise along a path. Where they fall along ranks as well, the first n nodes are the n likeliest of
     all, so they are the best tree of n nodes. Sequoia (2402.12374, section 4.1) finds that tree by a recurrence over
-    sizes, for values that are products of accuracies by rank (``by_rank``); there the two agree, and the tests hold
-    this function against the recurrence. Growth takes any values, such as the counts of whole paths. Where some rank
+    sizes, for values that are products of accuracies by rank (``by_rank``); there the two agree, and the tests compare
+    this function with the recurrence. Growth supports any values, such as the counts of whole paths. Where some rank
     beats an earlier one it only approximates: a good node behind a poor sibling is found late.
 
     Args:

@@ -1,7 +1,7 @@
-"""A run: groups of prompts decoded by every arm in turn, and what it leaves behind.
+"""A run: groups of prompts decoded by every arm in turn, its tables, summary and figures.
 
-Arms take turns group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that whatever drifts on the machine
-drifts for all of them. Rows are built and written between groups, never while the clock runs.
+Arms take turns group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that a drift of the
+machine's speed affects all of them alike. Rows are built and written between groups, never while the clock runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spec_lab.verify import Match
 def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:
     """Decode every group with every arm; leave tables, manifest, summary and figures in ``settings.output_dir``.
 
-    A directory that already holds a part of this very run is gone on with: its finished groups stay. The same run means
+    A directory that already holds a part of the same run is resumed: its finished groups stay. The same run means
     the same configuration, code, packages, machine, threads, weights, prompts and draft trees; a proposer that chose
     its tree by timing must be built with the one it began with (``manifest.begun_trees``).
 

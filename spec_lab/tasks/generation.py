@@ -36,7 +36,7 @@ class OutputToken:
 
     Args:
         id: its number.
-        logprob: its log-probability under the model's own law, temperature 1, given what the constraint allows.
+        logprob: its log-probability under the target at temperature 1, among the tokens that the constraint allows.
         origin: "accepted", "forced", "recovered" or "bonus" (``sequence.ORIGINS``).
     """
 
@@ -47,7 +47,7 @@ class OutputToken:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a text that one token brought. The last byte of a character decides whose it is.
+    """A part of a text that one token brought. A character belongs to the token of its last byte.
 
     Args:
         text: the part.
@@ -73,7 +73,7 @@ class Said:
         prompt: its place among the prompts.
         branch: which fork of which fork it is (``batch.Sequence.lineage``): empty for a prompt's first sequence; a fork
             of branch ``b`` is called ``(*b, n, m)``, the m-th that came of ``b``'s n-th forking. A fork begins with a
-            ``Text`` of all that its parent had said.
+            ``Text`` with all text of its parent so far.
         event: what.
         tokens: those that a ``Text`` completes; with a ``Finish``, those that belong to no text.
         shares: of a ``Text``, which token each part came with; together they are its text.
@@ -103,21 +103,21 @@ def generate(
     seed: int = 0,
     vocabulary: Vocabulary | None = None,
 ) -> Generator[Said, None, None]:
-    """Continue prompts, saying what comes as soon as it is certain.
+    """Continue prompts, yielding text as soon as it is certain.
 
     For each branch the texts, less those withdrawn, are what its tokens read as up to the stop; the last event is a
-    ``Finish`` (after it, perhaps ``Dropped``). What breaks while decoding ends its own branch, with a ``Finish`` that
-    says "nan" or "stuck" and what went wrong; other prompts go on. Closing the generator early is fine.
+    ``Finish`` (after it, perhaps ``Dropped``). What breaks while decoding ends its own branch, with a ``Finish`` whose
+    reason is "nan" or "stuck" and an error that states why; other prompts continue. The generator may be closed early.
 
     Args:
         prompts: one or several, decoded as one batch; a ``Prompt`` may bring its own pattern, schema or grammar.
         target: the model; a path or hub name is loaded anew by every call. Default: the bundled one.
         proposer: drafts; default: none, which is autoregressive decoding.
         verifier: decides; default: ``verify.Token``.
-        constraint: what binds the output. Alone it binds target and draft, and appends what it forces at once.
+        constraint: constrains the output. A bare one applies to target and draft, and appends forced tokens at once.
         sampling: default greedy.
         max_new_tokens, stop_strings, banned_strings, min_new_tokens, token_healing, seed: as of ``lab.Settings``.
-        vocabulary: the target's, for those who have it already.
+        vocabulary: of the target, if it is built already.
 
     Raises:
         ValueError: at the call, an option that cannot be, parts that do not fit each other, or a prompt that does not
@@ -132,7 +132,7 @@ def generate(
         raise ValueError(f"prompts must be a text, a Prompt, or a list of these, not {brief(wrong[0])}")
     named = [one if isinstance(one, Prompt) else Prompt(f"prompt {place}", one) for place, one in enumerate(several)]
     if not named:
-        raise ValueError("prompts holds none: give at least one")
+        raise ValueError("prompts is empty: pass at least one")
     if len({one.name for one in named}) < len(named):
         raise ValueError("two prompts have the same name: give each one of its own")
     settings = Settings(
@@ -163,7 +163,7 @@ def _said(group: Engine) -> Generator[Said, None, None]:
 
 
 def listening(lab: Lab, settings: Settings) -> Engine:
-    """All of the lab's prompts as one group whose texts are listened to. Errors as in ``generate``."""
+    """All of the lab's prompts as one group with events of their texts. Errors as in ``generate``."""
     if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
     if lab.binding is not None and lab.binding.constraint.vocabulary != lab.target.vocabulary:
@@ -179,7 +179,7 @@ def listening(lab: Lab, settings: Settings) -> Engine:
 
 
 def rounds(group: Engine) -> Generator[tuple[StepInfo | None, list[Said]], None, None]:
-    """Decode: each round, and what was said in it. Last of all, without a round, what was said outside of any."""
+    """Decode: yield each step with its events, and last, without a step, the events that no step caused."""
     heard: dict[SequenceState, _Ear] = {}
     with closing(cast(Generator[StepInfo, None, None], iter(group))) as decoding:
         for done in decoding:
@@ -197,19 +197,19 @@ def _drain(group: Engine, heard: dict[SequenceState, _Ear]) -> list[Said]:
 
 
 class _Ear:
-    """Turns one sequence's events into what is said."""
+    """Converts one sequence's events to ``Said``."""
 
     def __init__(self, sequence: SequenceState, pieces: Sequence[bytes]) -> None:
         self.sequence = sequence
         self.new = True
-        self.tokens = self.characters = 0  # said and not withdrawn
+        self.tokens = self.characters = 0  # of events yielded and not withdrawn
         self.origins = _Characters(sequence, pieces)
 
     def listen(self, errors: dict[str, str]) -> list[Said]:
-        """What the sequence said since it was asked last."""
+        """Return the sequence's events since the last call."""
         sequence = self.sequence
         events, sequence.events = net(sequence.events), []
-        if self.new and sequence.lineage:  # its past was its parent's to say
+        if self.new and sequence.lineage:  # its parent's events covered its past
             events = self._retold(events)
         self.new = False
         return [self._say(event, errors) for event in events]

@@ -63,7 +63,7 @@ class Settings:
         max_prompt_tokens: of longer prompts the middle is left out; None leaves nothing out. At most 2**31 - 1.
         record_drafts: whether the table ``steps`` keeps every drafted token with its target and draft probability.
         verbose: whether tables in the terminal have all their columns.
-        overrides: of a run that is one of a sweep, what tells it from the others; None of a run alone. One of many
+        overrides: of a job of a sweep, the options that differ between its jobs; None of a single run. A job of a sweep
             prints no table and draws no figures.
         config_sha256: SHA-256 of the resolved configuration without secrets: the configuration itself is written with
             the names of environment variables, not with their values.
@@ -174,11 +174,11 @@ class Lab:
         verifier: decides.
         sampling: how every arm samples.
         prompts: what is continued.
-        tracker: watches.
+        tracker: records the run's progress.
         more_proposers: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
         verifiers: further verifiers, by name, for the tasks that compare them.
-        binding: the constraint, and where it binds; None for none.
+        binding: the constraint, and what its masks apply to; None for none.
         pieces: the bytes of each token; needed for stop strings.
     """
 
@@ -198,7 +198,7 @@ class Lab:
         """Every arm by name.
 
         Raises:
-            ValueError: a proposer whose way of drawing the verifier cannot judge, or that refuses the sampling; more
+            ValueError: a proposer whose drafts the verifier does not support, or that refuses the sampling; more
                 than ``MOST_NODES`` nodes a step; a name used twice; peers in a batch, under a constraint or with stop
                 strings.
         """
@@ -223,7 +223,9 @@ class Lab:
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
         if self.peers and (self.binding is not None or settings.stop_strings):
-            raise ValueError("peers know neither constraints nor stop strings; set constraint=none and stop_strings=[]")
+            raise ValueError(
+                "peers support neither constraints nor stop strings; set constraint=none and stop_strings=[]"
+            )
         taken = {"speculative", "baseline"} & {*self.more_proposers, *self.peers} | {*self.more_proposers} & {
             *self.peers
         }
@@ -243,7 +245,7 @@ class Lab:
         for part in constraint.parts if isinstance(constraint, Composite) else (constraint,):
             if isinstance(part, PerRequestSource) and part.source is None and bare is not None:
                 raise ValueError(
-                    f"constraint={part.name} has no source, and prompt '{bare}' brings none: give one on the command "
+                    f"constraint={part.name} has no source, and prompt '{bare}' has none: give one on the command "
                     "line, or a field 'constraint' in the prompt's line"
                 )
         stop, pieces = tuple(settings.stop_strings), self.pieces
@@ -272,7 +274,7 @@ class Lab:
         return settled
 
     def facts(self) -> dict[str, Any]:
-        """What the proposers say of themselves, such as the tree they chose, by the name of their arm."""
+        """What the proposers report, such as the tree they chose, by the name of their arm."""
         own = {} if isinstance(self.proposer, Null) else {"speculative": self.proposer}
         proposers = {**own, **self.more_proposers}
         return {name: {"name": one.name, "drawn": one.drawn, **facts_of(one)} for name, one in proposers.items()}

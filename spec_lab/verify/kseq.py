@@ -26,7 +26,7 @@ class KSeq:
     p - min(q, p / rho) (1 - (1 - beta)^k) / beta. That is nowhere negative, and the output has the distribution p, for
     every rho with (1 - (1 - beta)^k) / beta <= rho. The least such rho in [1, k] accepts most, at least 1 - 1/e of what
     optimal transport does. There both sides are equal and the residual is (p - rho q)+. One child: rho = 1, as in
-    ``token``. The number of siblings must not follow from their tokens (``iid`` says so): it is not exact otherwise.
+    ``token``. The number of siblings must not follow from their tokens (true of ``iid``): it is not exact otherwise.
     """
 
     name = "kseq"

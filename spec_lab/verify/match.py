@@ -1,4 +1,4 @@
-"""Match: walk down the tree with target samples, as long as they were drafted."""
+"""Match: sample from the target, and descend the tree as long as the sample was drafted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Match:
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
-        """The distribution of the walk for ``p`` ``[R, V]``; only M numbers of it are read here.
+        """Return the distribution of the descent for ``p`` ``[R, V]``; only M numbers of it are read here.
 
         Raises:
             ValueError: ``p`` has not one row per row of the forest.
@@ -36,7 +36,9 @@ class Match:
 
 
 def walk(draft: Draft, p: Tensor) -> Verdict:
-    """The walk as a distribution: it needs p(token | parent) of the M nodes, and V numbers only for the rows asked.
+    """Return the distribution of ``Match``.
+
+    It needs p(token | parent) of the M nodes, and V numbers only for the rows asked.
 
     With point drafts, recursive rejection and traversal have this distribution too. Zeroing a rejected sibling and
     renormalising leaves child r the probability p(c_r) that it is the one accepted. In traversal, a node whose earlier

@@ -69,7 +69,7 @@ class NodeNumbers:
     Args:
         p: p(token | parent); 0 where an earlier sibling holds the token and points are among the siblings.
         q: q(token | parent), 0 where the parent has no q.
-        own: what the distribution that the node's token was drawn from gives it, above 0: 1 of a point.
+        own: the token's probability in the distribution from which it was drawn, above 0: 1 of a point.
         left: Z, the mass of q that siblings drawn without replacement left.
         sampled: 0 of a point, else 1.
     """
@@ -82,7 +82,7 @@ class NodeNumbers:
 
 
 class Siblings:
-    """A draft and p, read once: what every verifier needs per node. Arrays as ``Arrays`` says.
+    """A draft and p, read once: what every verifier needs per node. Arrays are those of ``Arrays``.
 
     Args:
         draft: a forest with M nodes, at least one.
@@ -157,10 +157,10 @@ class Siblings:
         """What recursive rejection reads of every node.
 
         Args:
-            order: ``[M]``, nodes in the order wanted.
+            order: ``[M]``, nodes in the order of the result.
 
         Raises:
-            ValueError: a token cannot have been drawn as the draft says. (On a device nothing is checked: looking would
+            ValueError: a token cannot have been drawn as the draft states. (On a device nothing is checked: it would
                 wait for it.)
         """
         draft, arrays, shape = self.draft, self.arrays, self.shape
@@ -201,7 +201,7 @@ class Siblings:
         if self.mixed:
             possible = possible | self.is_point
         if not possible.all():
-            raise ValueError(f"node {int(np.argmin(possible))} holds a token that its parent's q gives no mass")
+            raise ValueError(f"node {int(np.argmin(possible))} holds a token that has no mass in its parent's q")
         if "without" in draft.ways and self.again is not None:
             first = self.draft.codes == WITHOUT
             keys = (draft.shape.parent[first] << 32) + self.token[first]
@@ -344,7 +344,7 @@ def recursive_rejection(draft: Draft, p: Tensor, lenience: float = 1.0) -> tuple
         ``stop`` ``[R]`` and ``residual`` as in ``Verdict``.
 
     Raises:
-        ValueError: ``p`` does not fit the forest; a token cannot have been drawn as the draft says.
+        ValueError: ``p`` does not fit the forest; a token cannot have been drawn as the draft states.
     """
     siblings = Siblings(draft, p)
     shape, arrays, schedule = siblings.shape, siblings.arrays, siblings.schedule(by_turn=False)

@@ -26,7 +26,7 @@ from spec_lab.verify.arrays import CHUNK, Array, Arrays, parts, rows_of
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """The distribution of one step. Arrays as the module says: NumPy on the CPU, else tensors on p's device.
+    """The distribution of one step. Arrays: NumPy on the CPU, else tensors on p's device.
 
     Args:
         stop: ``[R]`` float64, the probability that the accepted path ends at each row; sums to 1 over each tree.

@@ -168,19 +168,3 @@ def test_the_parts_of_studies_read_nothing_else_either(monkeypatch, name, choose
     engine_step.step([], parts, [(state, len(state.tokens) - 1)])  # Medusa's heads read the last hidden state
     info = engine_step.step([state], parts)
     assert info.copies_after == 1 and parts.verifier.draft is not None
-
-
-def test_what_is_packed_comes_back_with_its_type_and_shape():
-    """A device is played by the bytes themselves: fetch runs on the CPU too."""
-    given = [
-        torch.tensor([True, False, True]), torch.tensor([[1.5], [2.5]], dtype=torch.float64), torch.arange(5),
-        torch.tensor([0.25, 0.5]), torch.empty(0, dtype=torch.int64), torch.tensor([3], dtype=torch.int8),
-    ]  # fmt: skip
-    for one, found in zip(given, Readback().fetch(given), strict=True):
-        assert found.dtype == one.numpy().dtype and np.array_equal(found, one.numpy())
-
-
-def test_arrays_of_the_host_are_not_copied():
-    read, array = Readback(), np.arange(3)
-    assert read(array, torch.arange(2))[0] is array
-    assert read.copies == 1

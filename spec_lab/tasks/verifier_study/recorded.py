@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_lab.analysis.names import MAIN, arm_names
 from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
@@ -36,12 +37,12 @@ from spec_lab.verify.transport import transport_bound
 
 
 def proposers_of(lab: Lab) -> dict[str, Proposer]:
-    """Return the proposers by name, without the null proposer, which drafts nothing.
+    """Return the proposers by arm, without the null proposer, which drafts nothing.
 
     Raises:
         ValueError: there is none; one cannot draft for the sampling.
     """
-    named = {"speculative": lab.proposer, **lab.more_proposers}
+    named = {MAIN: lab.proposer, **lab.more_proposers}
     proposers = {name: one for name, one in named.items() if not isinstance(one, Null)}
     if not proposers:
         raise ValueError(
@@ -68,6 +69,7 @@ def pairs(
                 f"draw {', '.join(draws)}: add a proposer that draws so, or leave it out with '~verifiers.{name}'"
             )
     fitting, left_out = {}, []
+    names = arm_names({arm: one.name for arm, one in proposers.items()})
     for name, proposer in proposers.items():
         fitting[name] = {
             key: one
@@ -83,7 +85,7 @@ def pairs(
             what = f"draws '{proposer.drawn}'"
             if any(proposer.drawn in one.accepts for one in verifiers.values()):
                 what = f"drafts trees drawn '{proposer.drawn}'"  # and those verify chains only
-            raise ValueError(f"proposer '{name}' {what}, which no verifier here supports; add one")
+            raise ValueError(f"proposer '{names[name]}' {what}, which no verifier here supports; add one")
     return fitting, left_out
 
 
@@ -96,7 +98,7 @@ class Drafted:
 
     Args:
         position: tokens of the recorded prefix, prompt included.
-        proposer: its name in the run.
+        proposer: its arm.
         draft: one tree.
         p: ``[R, V]`` the target probabilities of its rows, valid until the next draft.
         key: (request, branch, step) of the choices made here.
@@ -173,8 +175,8 @@ def of_prompt(
 
     Args:
         lab: the parts.
-        proposers: by name.
-        verifiers: by proposer and name, as ``pairs`` returns them.
+        proposers: by arm.
+        verifiers: by arm and name, as ``pairs`` returns them.
         request: the prompt.
         seed: of all choices.
         every: tokens between two drafts.
@@ -183,12 +185,13 @@ def of_prompt(
     outcome = sample(lab.target, request, seed)
     tokens, errors = [*request.tokens, *outcome.tokens], [outcome.error] if outcome.error else []
     draws, clock, rows = CounterDraws(seed), lab.target.lm.clock, []
+    names = arm_names({arm: one.name for arm, one in proposers.items()})
     bounds = Bounds()
     with closing(drafts_along(lab.target, proposers, request, tokens, every, draws)) as drafts:
         for one in drafts:
             if one.broken:
                 why = without_name(request, one.broken)
-                errors.append(f"request '{request.name}', position {one.position}, {one.proposer}: {why}")
+                errors.append(f"request '{request.name}', position {one.position}, {names[one.proposer]}: {why}")
                 continue
             shared = _shared(request, one)
             bounds.add(one)

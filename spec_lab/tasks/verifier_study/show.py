@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.core.files import own_folder, replacing
 from spec_lab.tasks.verifier_study.pooled import OUTCOME
 
@@ -28,7 +29,7 @@ def tell(summary: Mapping[str, Any], console: Console) -> None:
         style="bold",
         highlight=False,
     )
-    proposers = {name: one for name, one in summary["proposers"].items() if one["drafts"]}
+    proposers = {name: one for name, one in _by_shown_name(summary).items() if one["drafts"]}
     for name, one in proposers.items():
         console.print(_accepted(name, one))
     if proposers:
@@ -36,9 +37,19 @@ def tell(summary: Mapping[str, Any], console: Console) -> None:
     console.print(_notes(summary), highlight=False)
 
 
+def _by_shown_name(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the numbers of each proposer, by the name under which its arm is shown."""
+    return renamed(summary["proposers"], _shown_names(summary))
+
+
+def _shown_names(summary: Mapping[str, Any]) -> dict[str, str]:
+    return arm_names({arm: one["name"] for arm, one in summary["proposers"].items()})
+
+
 def _accepted(name: str, proposer: Mapping[str, Any]) -> Table:
+    kind = "" if name == proposer["name"] else f"{proposer['name']} "
     table = _table(
-        f"{name}: {proposer['name']} drawn {proposer['drawn']}, {proposer['drafted_per_draft']:.3g} nodes, "
+        f"{name}: {kind}drawn {proposer['drawn']}, {proposer['drafted_per_draft']:.3g} nodes, "
         f"{proposer['drafts']} drafts, bound {_interval(proposer['bound'])}"
     )
     table.add_column("verifier", no_wrap=True)
@@ -90,8 +101,9 @@ def _notes(summary: Mapping[str, Any]) -> str:
             "rather than of probabilities, with a larger sampling error."
         )
     left_out: dict[str, list[str]] = {}
+    names = _shown_names(summary)
     for one in summary["left_out"]:
-        left_out.setdefault(f"{one['proposer']} (drawn {one['drawn']})", []).append(one["verifier"])
+        left_out.setdefault(f"{names[one['proposer']]} (drawn {one['drawn']})", []).append(one["verifier"])
     if left_out:
         pairs = "; ".join(f"{proposer}: {', '.join(names)}" for proposer, names in left_out.items())
         lines.append(f"Left out, as the verifiers do not support such drafts: {pairs}.")
@@ -153,7 +165,7 @@ TIME = (
 def draw(summary: Mapping[str, Any], folder: Path) -> list[Path]:
     """Draw the figures for which there are data; return the files."""
     own_folder(folder)
-    proposers = {name: one for name, one in summary["proposers"].items() if one["verifiers"]}
+    proposers = {name: one for name, one in _by_shown_name(summary).items() if one["verifiers"]}
     drawn = []
     with rc_context(STYLE):
         for name, columns in (("accepted", ACCEPTED), ("time", TIME)):

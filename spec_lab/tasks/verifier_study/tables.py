@@ -15,7 +15,7 @@ RECORDED = {
     "id": (_TEXT, "request/position/proposer/verifier"),
     "request": (_WHOLE, "number of the prompt in its run"),
     "position": (_WHOLE, "tokens of the recorded prefix, prompt included"),
-    "proposer": (_TEXT, "name of the proposer in the run"),
+    "proposer": (_TEXT, "arm of the proposer"),
     "drawn": (_TEXT, "how it draws siblings"),
     "verifier": (_TEXT, "name of the verifier in the run"),
     "lossless": (_FLAG, "whether the verifier declares itself lossless"),
