@@ -185,7 +185,7 @@ class DraftModel(Lifecycle):
         facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
         if self.budget is not None:
             own = self.budget
-            facts |= {"tree": "best first", "children": own.children, "depth": own.depth, "width": own.width}
+            facts |= {"tree": "best first", "children": own.children, "max_depth": own.depth, "width": own.width}
         return facts | {"confidence": self.confidence}
 
     def init(self, request: Request) -> DraftCache:

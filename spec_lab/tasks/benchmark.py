@@ -161,7 +161,6 @@ def _summary(
     }
     main = next(iter(each.values()))
     return {
-        "schema_version": metrics.SCHEMA_VERSION,
         "experiment": settings.name,
         "target": lab.target.name,
         "constraint": "none" if lab.binding is None else lab.binding.constraint.name,

@@ -3,10 +3,12 @@
 The stream is cut into segments. Every arm serves every segment with an empty engine, and the arms alternate in going
 first; a segment is the unit of pairing. Requests are added at their arrival time on the wall clock. Queue time and time
 to first token count from the arrival. Times are read at the end of a step, when a server would stream the tokens.
+Segments in which a request of any arm broke (NaN logits, a failed constraint) are left out of the figures of all arms.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,14 +25,14 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis.figures.style import STYLE, colours
-from spec_lab.analysis.metrics.intervals import cluster_interval
+from spec_lab.analysis.metrics.intervals import cluster_interval, ratio
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.text import WIDE, interval, number, table
 from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.request import Request
+from spec_lab.engine.request import BROKEN, Request
 from spec_lab.results.parts import TableParts
 from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
@@ -48,6 +50,7 @@ SERVED = {
     "prompt_tokens": (_WHOLE, "length of the prompt"),
     "tokens": (_WHOLE, "emitted tokens"),
     "finish": (_TEXT, "why it ended (engine.request.FINISHES)"),
+    "error": (_TEXT, "why it broke; empty where it did not"),
     "arrival": (_REAL, "seconds from the start of the segment, as all times here"),
     "admitted": (_REAL, "start of the first step that computed a part of its prompt"),
     "first_token": (_REAL, "end of the step that emitted its first token"),
@@ -98,7 +101,7 @@ def serve(
             as goodput.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C.
+        The exit code: 0, also where requests broke, or 130 after Ctrl-C.
 
     Raises:
         ValueError: an invalid option, incompatible parts, prompts that do not fit, or a directory that holds another
@@ -153,9 +156,14 @@ def serve(
                     served = serve_segment(arms[name], [stream[place] for place in places], due, limits)
                     key = {"segment": number, "arm": name, "order": order}
                     rows += [{"id": f"{row['request']}/{name}", **key, **row} for row in served]
+                    for row in served:
+                        if row["error"]:
+                            bar.write(f"{name}: {row['error']}", file=sys.stderr)
                     bar.update()
                 tables.write(f"{number:06d}", {"served": rows})
         frame = tables.gather()["served"]
+        broken = frame["segment"].isin(frame.loc[frame["finish"].isin(BROKEN), "segment"])
+        complete = frame[~broken]
         summary = {
             "experiment": settings.name,
             "target": lab.target.name,
@@ -164,10 +172,12 @@ def serve(
             "rate": rate if arrivals == "poisson" else None,
             "max_batch_size": settings.batch_size,
             "segments": len(segments),
-            "arms": summarise(frame, list(arms), ttft_bound, tpot_bound),
+            "broken_segments": frame.loc[broken, "segment"].nunique(),
+            "arms": summarise(complete, list(arms), ttft_bound, tpot_bound),
+            "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
         told = partial(tell, console=console, verbose=settings.verbose)
-        return Done(summary, lambda: draw(frame, settings.output_dir / "figures"), told)
+        return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], told)
 
     def left() -> tuple[int, str]:
         done = len(finished())
@@ -260,8 +270,11 @@ def serve_segment(
         if not sequence.lineage:
             row = rows[sequence.request.id]
             row["tokens"], row["finish"] = len(sequence.emitted), sequence.finish or ""
+            row["error"] = engine.errors.get(sequence.request.name, "")
             for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
                 row.setdefault(name, row["arrival"])
+        elif sequence.finish in BROKEN:  # a fork, after the sequence it was forked from
+            rows[sequence.request.id]["finish"] = sequence.finish
     return list(rows.values())
 
 
@@ -284,7 +297,8 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
 
     Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
     over segments. The speed-up is a ratio of sums, as in every table: the last arm's seconds over this arm's for the
-    same requests, where outputs differ in length per emitted token. Its interval is a bootstrap over segments.
+    same requests, where outputs differ in length per emitted token. Its interval is a bootstrap over segments. Figures
+    over no rows are NaN.
     """
     frame = latencies(frame)
     good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
@@ -296,10 +310,11 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
             "good": each["good"].sum(),
         }
     )
+    arm_of = spans.index.get_level_values("arm")
     found: dict[str, Any] = {}
     for arm in arms:
-        own, mine = frame[frame["arm"] == arm], spans.loc[arm]
-        base = spans.loc[arms[-1]].loc[mine.index]
+        own, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
+        base = spans[arm_of == arms[-1]].droplevel("arm").loc[mine.index]
         share = mine["tokens"].clip(lower=1) / base["tokens"].clip(lower=1)  # a constraint may end requests at once
         top = (base["seconds"] * share).to_numpy()
         speedup = cluster_interval(top, mine["seconds"].to_numpy(), mine.index.to_numpy())
@@ -307,11 +322,11 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
             "requests": len(own),
             "tokens": int(mine["tokens"].sum()),
             "seconds": float(mine["seconds"].sum()),
-            "tokens_per_second": float(mine["tokens"].sum() / mine["seconds"].sum()),
-            "goodput": float(mine["good"].sum() / mine["seconds"].sum()),
+            "tokens_per_second": ratio(mine["tokens"].sum(), mine["seconds"].sum()),
+            "goodput": ratio(mine["good"].sum(), mine["seconds"].sum()),
             "speedup": speedup._asdict(),
             **{
-                name: {f"p{p}": float(np.percentile(own[name], p)) for p in PERCENTILES}
+                name: {f"p{p}": float(own[name].quantile(p / 100)) for p in PERCENTILES}
                 | {"mean": float(own[name].mean())}
                 for name in ("queue", "prefill", "ttft", "tpot")
             },
@@ -347,7 +362,7 @@ def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     """Print each arm's throughput, speed-up over the last arm, goodput, and latencies in milliseconds.
 
     With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
-    first token, and means.
+    first token, and means. A note names the segments that were left out because a request broke.
     """
     arms = summary["arms"]
     shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
@@ -355,7 +370,7 @@ def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     for name in ("tokens/s", "speed-up [95 %]", "goodput/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99"):
         shown.add_column(name, justify="right")
     for arm, own in arms.items():
-        times = (number(1e3 * own[what][p], ".0f") for what in ("ttft", "tpot") for p in ("p50", "p99"))
+        times = (_milliseconds(own[what][p]) for what in ("ttft", "tpot") for p in ("p50", "p99"))
         rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
         shown.add_row(arm, *rates, *times)
     console.print(shown)
@@ -367,5 +382,14 @@ def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         for what, key in columns:
             parts.add_column(f"{what.upper() if what in ('ttft', 'tpot') else what} {key}", justify="right")
         for arm, own in arms.items():
-            parts.add_row(arm, *(number(1e3 * own[what][key], ".0f") for what, key in columns))
+            parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
         console.print(parts)
+    if summary["broken_segments"]:
+        console.print(
+            f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "
+            "the figures of all arms; see 'errors' in summary.json."
+        )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1e3 * seconds, ".0f")

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.core.faults import PartError
 from spec_lab.results.manifest import claim, finite, manifest, unclaim, write_json
 from spec_lab.results.parts import TableParts
@@ -24,7 +25,7 @@ class Done:
     """The results of a task.
 
     Args:
-        summary: the contents of its summary file.
+        summary: the contents of its summary file, without ``schema_version``.
         draw: draws the figures and returns their files.
         tell: prints the result; called with the summary as it was written.
         tables: the run's rows, for the tracker; None for a task with other tables.
@@ -86,7 +87,7 @@ class Task:
         try:
             lab.tracker.start(self.settings.name, facts, out)
             done = self.work(facts)
-            summary = finite(done.summary)
+            summary = finite({"schema_version": SCHEMA_VERSION, **done.summary})
             write_json(out / self.summary, summary)
             lab.tracker.finish(summary, done.draw(), done.tables)
         except KeyboardInterrupt:

@@ -3,13 +3,15 @@
 import io
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from rich.console import Console
 
+from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.analysis.text import WIDE
 from spec_lab.cli.main import main
 from spec_lab.core.randomness import CounterDraws
@@ -89,7 +91,7 @@ def test_a_request_alone_needs_one_step_per_token(time, plain):
     (row,) = time.serve(plain, requests([4]), [0.0])
     assert row == {
         "request": 10, "prompt_tokens": 3, "arrival": 0.0, "steps": 4, "admitted": 0.0, "first_token": 1.0, "end": 4.0,
-        "tokens": 4, "finish": "length", "prefill_compute_seconds": 1.0,
+        "tokens": 4, "finish": "length", "error": "", "prefill_compute_seconds": 1.0,
     }  # fmt: skip
     assert set(row) == set(SERVED) - {"id", "segment", "arm", "order"}
 
@@ -322,16 +324,69 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
     assert (rows["tokens"] == 4).all() and set(rows["finish"]) == {"length"}
     assert rows["prompt_tokens"].tolist() == [len(TEXTS[number % len(TEXTS)]) for number in rows["request"]]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["schema_version"] == SCHEMA_VERSION
+    assert (summary["broken_segments"], summary["errors"]) == (0, [])
     assert summary["segments"] == 4 and summary["max_batch_size"] == 2 and summary["arrivals"] == "all"
     assert list(summary["arms"]) == ["repeat", "baseline"]
     shown = console.file.getvalue()
     assert "repeat" in shown and "baseline" in shown and "7 requests" in shown
 
 
+def poisoned(tmp_path, *places):
+    """The lab with a token whose embedding is NaN, which no output has, at the end of these prompts."""
+    one = lab()
+    seen = {token for request in one.requests(settings(tmp_path)) for token in request.tokens}
+    group = fixed_group(one.target, Null(), Match(), one.requests(settings(tmp_path)), CounterDraws(0))
+    list(group)
+    seen |= {token for sequence in group.sequences for token in sequence.emitted}
+    poison = next(token for token in range(32, 61) if token not in seen)
+    with torch.no_grad():
+        one.target.lm.model.get_input_embeddings().weight[poison] = float("nan")
+    texts = {place: "n" + chr(poison) for place in places}
+    prompts = [replace(prompt, text=texts.get(n, prompt.text)) for n, prompt in enumerate(one.prompts)]
+    return replace(one, prompts=prompts)
+
+
+def test_a_segment_with_a_broken_request_is_left_out_of_every_arm_and_the_error_is_stated(tmp_path, capsys):
+    out, console = tmp_path / "out", quiet()
+    assert run(out, console, poisoned(tmp_path, 3)) == 0
+    rows = pd.read_parquet(out / "served.parquet")
+    broken = rows["request"] == 3
+    assert set(rows[broken]["finish"]) == {"nan"} and rows[broken]["error"].str.contains("request 3").all()
+    assert set(rows[~broken]["finish"]) == {"length"} and set(rows[~broken]["error"]) == {""}
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["broken_segments"], summary["segments"]) == (1, 3)
+    assert summary["errors"] == rows[broken]["error"].tolist() and len(summary["errors"]) == 2
+    complete = rows[rows["segment"] != 1]
+    assert set(complete["request"]) == {0, 1, 4}
+    for arm, found in summary["arms"].items():
+        own = complete[complete["arm"] == arm]
+        assert (found["requests"], found["tokens"]) == (3, 12)
+        assert found["ttft"]["mean"] == pytest.approx((own["first_token"] - own["arrival"]).mean())
+        seconds = own.groupby("segment")["end"].max() - own.groupby("segment")["arrival"].min()
+        assert found["goodput"] <= found["requests"] / seconds.sum() + 1e-9
+        assert found["tokens_per_second"] == pytest.approx(12 / seconds.sum())
+    assert "1 of 3 segments" in " ".join(console.file.getvalue().split())
+    assert capsys.readouterr().err.count("request 'request 3'") == 2
+
+
+def test_where_every_segment_is_broken_no_figure_is_stated(tmp_path):
+    out, console = tmp_path / "out", quiet()
+    assert run(out, console, poisoned(tmp_path, 0, 2, 4)) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["broken_segments"], summary["segments"]) == (3, 3)
+    for found in summary["arms"].values():
+        assert found["requests"] == found["tokens"] == 0
+        assert (
+            found["tokens_per_second"] is found["goodput"] is found["ttft"]["p50"] is found["speedup"]["mean"] is None
+        )
+    assert "3 of 3 segments" in " ".join(console.file.getvalue().split())
+
+
 @pytest.mark.parametrize(("width", "verbose", "more"), [(80, False, False), (80, True, True), (WIDE, False, True)])
 def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_wide_terminal(width, verbose, more):
     rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
-    summary = {"experiment": "x", "arrivals": "all", "arms": summarise(rows, ["a"], 1, 1)}
+    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0, "arms": summarise(rows, ["a"], 1, 1)}
     console = Console(file=io.StringIO(), width=width)
     tell(summary, console, verbose)
     shown = console.file.getvalue()
