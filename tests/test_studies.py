@@ -245,7 +245,7 @@ def test_the_fastest_of_a_run_is_ahead_of_the_next(tmp_path, monkeypatch):
 def test_an_invalid_pair_is_refused():
     one, other = (run_of("a", emitted, [1.0] * len(emitted)) for emitted in ([[1], [2]], [[1], [2], [3]]))
     for paired in (plots.tau_beyond, plots.speedup_over):
-        with pytest.raises(ValueError, match="the runs decoded different prompts"):
+        with pytest.raises(ValueError, match="different prompts"):
             paired((one, "a"), (other, "a"))
     together = replace(one, requests=one.requests.assign(group=0))
     with pytest.raises(ValueError, match="different groups of prompts"):

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -257,8 +258,9 @@ def check_torchrun(config: DictConfig) -> None:
 def check_drawing(config: DictConfig, verifier: Any) -> None:
     """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
 
-    Checked is what the config or the proposer's class declares as ``drawn``, for the tasks that decode every proposer
-    with ``verifier``. What a proposer declares only once it is loaded is checked with the loaded parts.
+    Checked are, for the tasks that decode every proposer with ``verifier``, ``drawn`` as the config or the proposer's
+    class declares it, and whether the options ``tree`` or ``children`` describe trees that branch. What a proposer
+    declares only once it is loaded is checked with the loaded parts.
 
     Raises:
         Refused: names the proposer, how it draws, and what would fit.
@@ -276,9 +278,30 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
         drawn = named.get("drawn", declared.get("drawn"))
         if drawn not in get_args(Drawn) or target.endswith(".Null.load"):
             continue
-        name = declared.get("name", target.removesuffix(".load").rpartition(".")[2])
-        if why := misfit(str(name), drawn, verifier):
+        name = declared.get("name", _chosen(part, target.removesuffix(".load").rpartition(".")[2]))
+        if why := misfit(str(name), drawn, verifier, _branches(named)):
             raise Refused(f"spec_lab: {part}: {why}")
+
+
+def _chosen(part: str, otherwise: str) -> str:
+    """Return the name of the proposer's config, such as draft_chain; ``otherwise`` outside of a Hydra run."""
+    choices = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    return str(choices.get(part if part == "proposer" else f"proposer@{part}", otherwise))
+
+
+def _branches(options: Mapping[Any, Any]) -> bool | None:
+    """Return whether a proposer's options describe trees that branch; None where they do not state it."""
+    from spec_lab.propose.trees import parse, width_of
+
+    children = options.get("children")
+    if isinstance(children, int):
+        return children > 1
+    if options.get("tree") is None:
+        return None
+    try:
+        return width_of(parse(options["tree"])) > 1
+    except ValueError:  # a tree that is chosen later ("calibrated"), or one that loading refuses
+        return None
 
 
 def _class_attributes(path: str) -> Mapping[str, Any]:

@@ -233,12 +233,12 @@ def test_a_sweep_is_tracked_run_by_run(tracked, tmp_path):
 
 
 def test_what_cannot_be_tracked_is_refused_by_name(tracked, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"holds no run \(no manifest.json\)"):
+    with pytest.raises(ValueError, match=r"manifest\.json"):
         track(tmp_path, mode="offline")
     with pytest.raises(ValueError, match="nowhere does not exist"):
         track(tmp_path / "nowhere", mode="offline")
     out = killed(tracked, tmp_path / "run", groups=1)
-    with pytest.raises(ValueError, match="mode must be one of auto, online, offline, disabled .*'on'"):
+    with pytest.raises(ValueError, match="mode .*auto, online, offline, disabled .*'on'"):
         track(out, mode="on")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(ValueError, match="disabled"):
@@ -357,7 +357,7 @@ def test_the_environment_decides_for_auto_only(monkeypatch):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"tracker\.mode must be one of auto, online, offline, disabled"):
+    with pytest.raises(ValueError, match=r"tracker\.mode .*auto, online, offline, disabled"):
         Wandb(mode="on")
 
 
@@ -406,7 +406,7 @@ def test_the_dashboard_is_refused_by_name(monkeypatch):
 
     monkeypatch.setattr(client, "resolved_mode", lambda *_: "offline")
     if pytest.importorskip("wandb_workspaces"):
-        with pytest.raises(OSError, match="log in with wandb login"):
+        with pytest.raises(OSError, match="wandb login"):
             dashboard.save("project", "entity")
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
     with pytest.raises(OSError, match=r"pip install 'spec-lab\[dashboard\]'"):

@@ -4,8 +4,9 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from spec_lab.cli.build import CONTRACTS, Refused, build
+from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing
 from spec_lab.core.protocols import members
+from spec_lab.verify import Token
 
 EVERY = [(group, name) for group, contract in CONTRACTS.items() for name in members(get_object(contract))]
 
@@ -38,3 +39,31 @@ def test_an_object_without_a_member_is_refused_by_the_member_s_name(group, lacki
         Refused, match=f"{group}._target_=types.SimpleNamespace .* without {lacking}: .*{CONTRACTS[group]}"
     ):
         built(group, options)
+
+
+class Chains(Token):
+    """Verifies chains only."""
+
+    name = "chains"
+    chains_only = True
+
+
+def drafted(**options):
+    draft = {"_target_": "spec_lab.propose.draft_model.DraftModel.load", "drawn": "point"}
+    task = {"_target_": "spec_lab.tasks.benchmark.run"}
+    none = {"_target_": "spec_lab.propose.Null.load"}
+    return OmegaConf.create({"task": task, "proposer": none, "arms": {"other": draft | options}})
+
+
+@pytest.mark.parametrize("options", [{"tree": "1x2"}, {"tree": "0 1 0.0"}, {"nodes": 4, "children": 2}], ids=str)
+def test_options_of_a_tree_are_refused_for_a_verifier_of_chains_before_anything_is_loaded(options):
+    with pytest.raises(Refused, match=r"arms\.other: verifier 'chains'"):
+        check_drawing(drafted(**options), Chains())
+    check_drawing(drafted(**options), Token())
+
+
+@pytest.mark.parametrize(
+    "options", [{"depth": 4}, {"tree": "1x1"}, {"tree": "calibrated"}, {"tree": None}, {"children": 1}], ids=str
+)
+def test_chains_and_trees_that_are_chosen_later_pass_for_a_verifier_of_chains(options):
+    check_drawing(drafted(**options), Chains())

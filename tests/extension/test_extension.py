@@ -97,6 +97,13 @@ def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_
     assert not (tmp_path / "here").exists()
 
 
+def test_a_tree_for_a_verifier_of_chains_is_refused_by_its_config_s_name_before_weights_are_read(flat_cli, tmp_path):
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=draft_tree", "verifier=straight", "target.path=nowhere")
+    assert code == 1
+    assert "proposer: verifier 'straight'" in errors and "'draft_tree'" in errors  # and not: target.path=nowhere
+    assert not (tmp_path / "here").exists()
+
+
 def test_a_proposer_that_lacks_a_member_is_refused_by_the_member_s_name(flat_cli, tmp_path):
     chosen = ["proposer=bigram", "~proposer.depth", "proposer._target_=toy_plugin.unfinished.Unfinished.load"]
     code, _, errors = flat_cli(*BY_NAME, *SHORT, *chosen)

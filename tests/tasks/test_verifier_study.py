@@ -250,16 +250,14 @@ def test_no_verifier_beats_the_bound_on_average_over_drafts():
 
 def test_a_verifier_that_supports_no_proposer_is_refused(tmp_path):
     one = recorded_lab(more_proposers=proposers(without="2", point="2"))
-    with pytest.raises(
-        ValueError, match=r"'kseq' supports drafts drawn iid, but the proposers draw point, without: .*~"
-    ):
+    with pytest.raises(ValueError, match=r"'kseq' .* iid, .* point, without: .*~"):
         study_verifiers(one, one_at_a_time(tmp_path / "out"), {}, quiet())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_proposer_that_no_verifier_supports_is_refused(tmp_path):
     one = recorded_lab(more_proposers=proposers(iid="2", gumbel="2"), verifiers={"token": Token()})
-    with pytest.raises(ValueError, match="'gumbel' draws 'gumbel', which no verifier here supports"):
+    with pytest.raises(ValueError, match="'gumbel' draws 'gumbel'"):
         study_verifiers(one, one_at_a_time(tmp_path), {}, quiet())
 
 

@@ -196,11 +196,11 @@ def test_a_killed_distillation_resumes_to_identical_weights(trained, tmp_path, k
 def test_a_distillation_refuses_a_checkpoint_of_another(trained, tmp_path):
     distilled(trained, tmp_path, stop_after=2)
     other = replace(trained, distillation=replace(trained.distillation, passes=4))
-    with pytest.raises(ValueError, match="belongs to a training with .* move it away"):
+    with pytest.raises(ValueError, match="a training with .* move"):
         distilled(other, tmp_path)
     with pytest.raises(ValueError, match="rows .*3, not 4"):
         replace(trained.distillation, rows=4, part=3)
-    with pytest.raises(ValueError, match="generation.batch must be a multiple of distillation.rows 3, not 4"):
+    with pytest.raises(ValueError, match=r"generation\.batch .*distillation\.rows 3, not 4"):
         distilled(replace(trained, distillation=replace(trained.distillation, rows=3)), tmp_path / "else")
 
 

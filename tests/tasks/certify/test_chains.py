@@ -66,7 +66,7 @@ def test_texts_are_sampled_from_chains():
 def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
     shipped = draft_model("2x1"), NgramTree(4, 2, 2, 1)
     for one in shipped:
-        with pytest.raises(ValueError, match=f"'straight' verifies chains only; proposer '{one.name}' drafts trees"):
+        with pytest.raises(ValueError, match=f"'straight' .*chains.* '{one.name}' drafts"):
             check_pair(one.name, one.drawn, Straight(), branches(one))
         check_pair(one.name, one.drawn, Token(), branches(one))
     for one in (draft_model("1x1x1"), Ngram(3, 2, 1), Null()):
@@ -76,7 +76,7 @@ def test_a_proposer_that_declares_trees_is_refused_when_the_pair_is_composed():
 
 
 def test_a_tree_of_one_that_does_not_declare_it_is_refused_when_it_is_drafted():
-    with pytest.raises(ValueError, match="'straight' verifies chains only; proposer 'pairs' has drafted a tree"):
+    with pytest.raises(ValueError, match="'straight' .*chains.* 'pairs' has drafted"):
         prove(Pairs(), Straight(), [Instance(RandomToy(1), "1x1")])
 
 
@@ -85,7 +85,7 @@ def test_the_verifier_study_gives_it_no_trees():
     fitting, left_out = pairs(proposers, {"straight": Straight(), "token": Token()})
     assert {name: [*found] for name, found in fitting.items()} == {"tree": ["token"], "chain": ["straight", "token"]}
     assert [one["proposer"] for one in left_out] == ["tree"]
-    with pytest.raises(ValueError, match="proposer 'tree' drafts trees drawn 'iid', which no verifier here supports"):
+    with pytest.raises(ValueError, match="'tree' drafts trees drawn 'iid'"):
         pairs(proposers, {"straight": Straight()})
 
 

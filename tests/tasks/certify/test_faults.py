@@ -76,7 +76,7 @@ def test_a_draft_that_does_not_fit_the_batch_is_refused_and_names_the_proposer(p
         def propose(self, batch):
             return proposer
 
-    with pytest.raises(ValueError, match="proposer 'uniform' raised (TypeError: propose must return a Draft|ValueErr)"):
+    with pytest.raises(ValueError, match="'uniform' raised (TypeError: propose|ValueErr)"):
         prove(Odd(), Token(), QUICK)
 
 

@@ -211,7 +211,7 @@ def test_a_request_that_breaks_is_an_error_that_names_it():
     with torch.no_grad():
         broken.lm.model.get_input_embeddings().weight[60] = float("nan")
     wanted = [Request(0, "poisoned", (3, 60), WARM, 4)]
-    with pytest.raises(ValueError, match="request 'poisoned', step 0: the target's logits are NaN or infinite"):
+    with pytest.raises(ValueError, match="'poisoned', step 0: .*target.*NaN"):
         scores(broken, Null(), Match(), wanted, 0)
 
 
