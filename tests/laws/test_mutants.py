@@ -59,6 +59,7 @@ def test_a_mutant_is_killed(mutant):
         assert mutants.original(mutant.layer, case.instance, case.drawn, mutant.original).where is None
 
 
+@pytest.mark.nightly
 def test_the_committed_table_is_this_one():
     file = Path(__file__).parents[2] / "experiments" / "exactness" / "mutants.md"
     assert file.read_text() == mutants.table()

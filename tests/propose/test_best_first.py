@@ -415,7 +415,7 @@ def test_a_loaded_draft_states_its_budget(spoken, truth, path):
     proposer = DraftModel.load(spoken, path, nodes=9, children=3, max_depth=5, width=2, drawn="point")
     assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("draft_best_first", "point", 9, True)
     assert proposer.budget == Budget(9, 3, 5, 2)
-    facts = {"tree": "best first", "nodes": 9, "children": 3, "depth": 5, "width": 2}
+    facts = {"tree": "best first", "nodes": 9, "children": 3, "max_depth": 5, "width": 2}
     assert facts.items() <= proposer.facts.items()
     assert emitted(decode(spoken, proposer, requests())[0]) == truth
 
