@@ -122,7 +122,7 @@ def test_single_precision_is_close_to_the_algorithm_in_double(verifier, direct, 
     assert verdict.residual(np.array([0])).dtype == torch.float32
     stop, emit = direct(draft, p.float().double().numpy())
     slack = 2e-3 if isinstance(verifier, KSeq) else 2e-5  # half of seven digits
-    if isinstance(verifier, KSeq) and draws_from_target(draft, p):
+    if isinstance(verifier, KSeq) and draft.shape.nodes and draws_from_target(draft, p):
         slack = 1e-7 ** (1 / draft.shape.count.max())  # with p = q of k siblings, rho = 1 is a root of order k
     np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=slack)
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=slack)
