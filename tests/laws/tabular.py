@@ -157,7 +157,7 @@ class Outputs(outputs.StepOutputs):
 
     def __init__(self, world: World, longest: int) -> None:
         super().__init__(world.v, longest)
-        self.laws = [world.probabilities(k)[0] for k in range(longest)]
+        self.distributions = [world.probabilities(k)[0] for k in range(longest)]
         self.accepted = self.expected = 0.0
 
     @classmethod
@@ -206,11 +206,11 @@ class Outputs(outputs.StepOutputs):
     def tv(self, length: int | None = None) -> float:
         """Distance to the target distribution of ``length`` tokens; shorter outputs are continued by exact target
         samples."""
-        return super().tv(self.laws, length)
+        return super().tv(self.distributions, length)
 
     def first_failure(self, tolerance: float = outputs.EXACT) -> str | None:
         """The first difference from the target distribution, in words."""
-        return super().first_failure(self.laws, tolerance)
+        return super().first_failure(self.distributions, tolerance)
 
 
 @lru_cache(maxsize=64)

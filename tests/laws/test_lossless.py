@@ -7,19 +7,12 @@ from spec_lab.core.draft import chain, tree
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.tasks.certify.enumerate import Reused, Script, explore
 from spec_lab.tasks.certify.exact import examine
-from spec_lab.tasks.certify.instances import Instance
+from spec_lab.tasks.certify.instances import TOYS, Instance
 from spec_lab.verify import Match, Token, Traversal
 from tests.laws.tabular import Outputs, World, every_draft, propose
 
 EXACT = 1e-12
-WORLDS = [
-    World(1),
-    World(6),
-    World(12, v=5),
-    World(4, plain=True),
-    World(2),  # the first p and q are disjoint: nothing is accepted
-    World(14),  # the first p and q are equal: the first token is always accepted
-]
+WORLDS = [World(one.seed, one.v, plain=one.plain) for one in TOYS]
 TREES = {
     "[1]": chain(1),
     "[1,1]": chain(2),

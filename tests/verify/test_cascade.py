@@ -21,8 +21,8 @@ DRAWN = pytest.mark.parametrize("drawn", ["iid", "without"])
 
 def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
     """The expected distribution after every text, by length: pi at expanded nodes of a tree, p at its leaves."""
-    laws = [list(zip(*world.probabilities(length), strict=True)) for length in range(depth)]
-    pi = [np.array([twin_zoo.pi(p, q, verifier.alpha, verifier.rule) for p, q in pairs]) for pairs in laws]
+    every = [list(zip(*world.probabilities(length), strict=True)) for length in range(depth)]
+    pi = [np.array([twin_zoo.pi(p, q, verifier.alpha, verifier.rule) for p, q in pairs]) for pairs in every]
     return [*pi, world.probabilities(depth)[0]]
 
 
@@ -33,7 +33,7 @@ def aimed_at(world: World, verifier: Cascade, depth: int) -> list[np.ndarray]:
 def test_cascade_is_exact_against_its_own_target_distribution(verifier, drawn, name, world):
     shape: Shape = TREES[name]
     outputs = Outputs.of_forest(world, verifier, shape, drawn)
-    outputs.laws = aimed_at(world, verifier, int(shape.depth.max()))
+    outputs.distributions = aimed_at(world, verifier, int(shape.depth.max()))
     require_lossless(outputs)
 
 
