@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Purpose(IntEnum):
-    """What a choice is for. Two choices of one request in one round never share a purpose and an index."""
+    """What a choice is for. Two choices of one request in one step never share a purpose and an index."""
 
     STOP = 0
     EMIT = 1
@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
     request: int
     branch: int
-    round: int
+    step: int
     purpose: int
     index: int = 0  # type: ignore[assignment]  # hides tuple.index, which no key needs
 

@@ -127,7 +127,7 @@ def _commit(
 ) -> Committed:
     shape, masks = decision.draft.shape, decision.masks
     nodes = shape.trees[tree][1:] if shape.nodes else NO_NODES
-    sequence.step += 1
+    sequence.step, sequence.prefill = sequence.step + 1, False
     done = Committed([], legal=len(nodes) if masks is None else int(masks.legal[nodes].sum()))
     if single is not None and len(nodes) and masks is not None:
         done.forced = int((single[shape.parent[nodes - shape.roots]] & masks.legal[nodes]).sum())
@@ -259,6 +259,7 @@ def fork(
         spent=sequence.spent,
         logprobs=list(sequence.logprobs),
         origins=list(sequence.origins),
+        prefill=False,
     )
 
 

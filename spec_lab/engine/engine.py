@@ -66,7 +66,7 @@ class Engine:
         record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
 
     After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` the
-    errors, by the request's name.
+    errors, by the request's id.
 
     Raises:
         Misfit: a verifier that does not support what the proposer draws.
@@ -82,7 +82,7 @@ class Engine:
     limits: Limits = field(default_factory=Limits)
     record: bool = False
     sequences: list[SequenceState] = field(init=False, default_factory=list)
-    errors: dict[str, str] = field(init=False, default_factory=dict)
+    errors: dict[int, str] = field(init=False, default_factory=dict)
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -252,6 +252,7 @@ class Engine:
     def _reopen(self, sequence: SequenceState) -> None:
         """Admit a preempted sequence again: all its tokens are pending."""
         sequence.kv, sequence.state = self._begin(sequence.request)
+        sequence.prefill = True
         self._live.append(sequence)
 
     def _tokens(self, request: Request) -> int:
@@ -317,7 +318,7 @@ class Engine:
         except Exception as error:  # all of them stay
             what = f"{type(error).__name__}: {error}"
             why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
-            self.errors.setdefault(request.name, why)
+            self.errors.setdefault(request.id, why)
             return
         for place, sequence in enumerate(own):
             sequence.kept = place in kept
@@ -328,7 +329,7 @@ class Engine:
         sequence.kv.close()
 
     def _note(self, sequence: SequenceState, why: str) -> None:
-        self.errors[sequence.request.name] = (
+        self.errors[sequence.request.id] = (
             f"request '{sequence.request.name}', step {max(sequence.step - 1, 0)}: "
             f"{without_name(sequence.request, why)}; "
             f"it ends with the {len(sequence.emitted)} tokens emitted so far"

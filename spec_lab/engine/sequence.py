@@ -55,6 +55,7 @@ class SequenceState:
         logprobs: of each emitted token, where the request needs them.
         origins: where each emitted token comes from (``ORIGINS``), where a stream reads it.
         kept: False where its constraint, asked once the whole request had finished, chose others (``Ended``).
+        prefill: whether the next step in which it is decoded computes its prompt, or all that a preemption freed.
     """
 
     request: Request
@@ -75,6 +76,7 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     kept: bool = True
+    prefill: bool = True
 
     def unwatch(self, why: str) -> None:
         """Continue without its constraint, which only observes or helps to draft, and has failed."""

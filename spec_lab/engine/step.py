@@ -31,7 +31,7 @@ from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
 from spec_lab.models.target import Target
-from spec_lab.verify import Choice, Verdict, Verifier, chains_only, check_draft, choose
+from spec_lab.verify import Choice, Verdict, Verifier, chains_only, check_draft, choose, follows_argmax, greedy_path
 from spec_lab.verify.arrays import Array
 
 Choose = Callable[[Verdict, Shape, Tensor, Draws, Sequence[tuple[int, int, int]]], Choice]
@@ -103,6 +103,14 @@ class Parts:
         """Whether the verifier verifies chains only."""
         return chains_only(self.verifier)
 
+    @cached_property
+    def _follows_argmax(self) -> bool:
+        return follows_argmax(self.verifier)
+
+    def follows_argmax(self, draft: Draft) -> bool:
+        """Whether the verifier follows the arg max of each row down this draft at temperature 0."""
+        return self._follows_argmax and draft.ways == {"point"}
+
 
 NOTHING = np.empty(0)
 
@@ -133,7 +141,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         return _only_chunks(parts, chunks)
     read = Readback()
     pending = [sequence.pending for sequence in sequences]
-    context, prefill = [len(one.tokens) for one in sequences], [one.step == 0 for one in sequences]
+    context, prefill = [len(one.tokens) for one in sequences], [one.prefill for one in sequences]
     computed = [len(one.kv) for one in sequences]
 
     # 1. Draft.
@@ -174,10 +182,12 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         samplings = [one.request.sampling for one in sequences]
         seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
         allowed = open_mask(masks, logits.shape[-1], logits.device) if masks is not None and on_target else None
-        plain = not shape.nodes and allowed is None and seen is None and parts.choose is choose
+        logprobs = any(one.request.logprobs for one in sequences)
+        plain = allowed is None and seen is None and parts.choose is choose
+        plain = plain and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record))
         greedy = plain and all(one.temperature == 0 for one in samplings)
         silent = None
-        if greedy:  # p is one-hot and nothing was drafted: every verifier emits the arg max
+        if greedy:  # p is one-hot: the arg max of each row says all
             ask["token"], without = argmax_of_finite(logits)
         else:
             without = finite_(logits)
@@ -190,9 +200,9 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     # 5. Verify: the distribution of where the accepted paths end; sample it. Then the one copy to the host.
     with clock.phase("verify"):
         given = "draft"
-        if greedy:
+        if greedy and not shape.nodes:
             ask |= parts.memory.certain(shape.roots)
-        else:
+        elif not greedy:
             with attributed("verifier", parts.verifier):
                 verdict = parts.verifier(draft, p)
                 choice = parts.choose(verdict, shape, p, parts.draws, [one.key for one in sequences])
@@ -201,7 +211,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             ask["expected"], ask["expected_emitted"] = expected_counts(verdict, shape, forced, silent)
         if shape.nodes:
             ask["drafted"] = draft.token
-        if any(one.request.logprobs for one in sequences):
+        if logprobs:
             ask["logprobs"], ask["last_logprob"] = logprobs_of(raw, allowed, draft, ask["row"], ask["token"])
         if parts.record and shape.nodes:
             ask["p"], ask["q"] = drafted_probabilities(draft, p)
@@ -211,6 +221,8 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         if requires.top_k or requires.logits:
             ask["computed"] = forest.token
         host = dict(zip(ask, read(*ask.values()), strict=True))
+        if greedy and shape.nodes:
+            host |= _followed(shape, host)
         if parts.choose is choose:
             with attributed("verifier", parts.verifier):
                 Choice.check(host["token"])
@@ -231,14 +243,14 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         if silent is not None:
             token = np.where(host["silent"][row], -1, token)
         drafted: list[int] = host["drafted"].tolist() if shape.nodes else []
-        logprobs = None
+        of_path = None
         if "logprobs" in host:
-            logprobs = [
+            of_path = [
                 [*host["logprobs"][[node - shape.roots for node in shape.path(end)]].tolist(), last]
                 for end, last in zip(row.tolist(), host["last_logprob"].tolist(), strict=True)
             ]
         applied = None if constraint is None else constraint.applied
-        decision = Decision(draft, drafted, row, token, masks, logprobs, broken)
+        decision = Decision(draft, drafted, row, token, masks, of_path, broken)
         committed = parts.commit(sequences, decision, applied, target.context)
 
         # 7. The proposer learns what was computed; then constraints act: forks and removed tokens.
@@ -325,6 +337,16 @@ def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
     for one, length in rewound.items():
         with attributed("proposer", proposer):
             proposer.rewind(one.state, length)
+
+
+def _followed(shape: Shape, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The outcome of a step without chance, given the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
+    row = greedy_path(shape, host["drafted"], host["token"])
+    accepted = shape.depth[row].astype(np.float64)
+    return {
+        "row": row, "token": host["token"][row], "empty": np.zeros(shape.roots, dtype=bool),
+        "expected": accepted, "expected_emitted": accepted + 1.0,
+    }  # fmt: skip
 
 
 def _check_tokens(draft: Draft, vocabulary: int) -> None:

@@ -44,7 +44,7 @@ class StepInfo:
         draft: what was drafted.
         committed: ``[B]`` what was committed to each sequence.
         context: ``[B]`` tokens of each sequence when the step began; ``pending``: of them, those not computed.
-        prefill: ``[B]`` whether the step computed the sequence's prompt, or the rest of it.
+        prefill: ``[B]`` whether the step computed the rest of the sequence's prompt, or of what a preemption had freed.
         expected: ``[B]`` expected accepted tokens, exact, forced ones left out.
         expected_emitted: ``[B]`` expected emitted tokens, likewise; forced ones that are appended later left out.
         given: what the expectation is conditional on: the "draft", or its "noise" as well.

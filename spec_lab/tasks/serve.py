@@ -270,7 +270,7 @@ def serve_segment(
         if not sequence.lineage:
             row = rows[sequence.request.id]
             row["tokens"], row["finish"] = len(sequence.emitted), sequence.finish or ""
-            row["error"] = engine.errors.get(sequence.request.name, "")
+            row["error"] = engine.errors.get(sequence.request.id, "")
             for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
                 row.setdefault(name, row["arrival"])
         elif sequence.finish in BROKEN:  # a fork, after the sequence it was forked from

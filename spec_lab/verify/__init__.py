@@ -4,7 +4,7 @@ from spec_lab.verify.cascade import Cascade
 from spec_lab.verify.gumbel import Gumbel, match_probability
 from spec_lab.verify.kseq import KSeq
 from spec_lab.verify.lenient import Lenient
-from spec_lab.verify.match import Match
+from spec_lab.verify.match import Match, greedy_path
 from spec_lab.verify.relaxed import Relaxed
 from spec_lab.verify.token import Token
 from spec_lab.verify.traversal import Traversal
@@ -12,6 +12,7 @@ from spec_lab.verify.typical import Typical
 from spec_lab.verify.verdict import (
     ChainsOnly,
     Choice,
+    FollowsArgmax,
     HasAim,
     Misfit,
     Verdict,
@@ -20,6 +21,7 @@ from spec_lab.verify.verdict import (
     check_draft,
     check_pair,
     choose,
+    follows_argmax,
     misfit,
 )
 
@@ -27,6 +29,7 @@ __all__ = [
     "Cascade",
     "ChainsOnly",
     "Choice",
+    "FollowsArgmax",
     "Gumbel",
     "HasAim",
     "KSeq",
@@ -43,6 +46,8 @@ __all__ = [
     "check_draft",
     "check_pair",
     "choose",
+    "follows_argmax",
+    "greedy_path",
     "match_probability",
     "misfit",
 ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.draft import Draft, Drawn, Shape
 from spec_lab.verify.arrays import Array, Arrays, rows_of, view, zeroed_
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, check_rows
 from spec_lab.verify.verdict import Verdict
@@ -24,6 +25,7 @@ class Match:
     name = "match"
     accepts = ANY_DRAW
     accepts_mixed = True
+    follows_argmax = True
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
@@ -70,3 +72,20 @@ def walk(draft: Draft, p: Tensor) -> Verdict:
         return zeroed_(rows_of(p, rows), siblings.children_token[rows], arrays)
 
     return Verdict(stop, residual)
+
+
+def greedy_path(shape: Shape, token: np.ndarray, best: np.ndarray) -> np.ndarray:  # [M], [R] -> [B]
+    """The rows at which ``walk`` ends at temperature 0, where p is certain of the arg max ``best`` of each row.
+
+    Nothing of p is needed, neither on a device nor on the host.
+    """
+    hits = np.flatnonzero(best[shape.parent] == token)
+    child: dict[int, int] = {}
+    for parent, node in zip(shape.parent[hits].tolist(), hits.tolist(), strict=True):
+        child.setdefault(parent, node + shape.roots)  # of siblings with one token the first
+    ends = list(range(shape.roots))
+    for tree, row in enumerate(ends):
+        while row in child:
+            row = child[row]
+        ends[tree] = row
+    return np.array(ends)

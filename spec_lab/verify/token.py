@@ -24,6 +24,7 @@ class Token:
     name = "token"
     accepts = EVERY_DRAW
     accepts_mixed = True
+    follows_argmax = True
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

@@ -25,6 +25,7 @@ class Traversal:
     name = "traversal"
     accepts = EVERY_DRAW
     accepts_mixed = True
+    follows_argmax = True
     lossless = True
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

@@ -104,6 +104,16 @@ class AcceptsMixed(Protocol):
 
 
 @runtime_checkable
+class FollowsArgmax(Protocol):
+    """What a verifier may declare beside what ``Verifier`` needs."""
+
+    @property
+    def follows_argmax(self) -> bool:
+        """Whether at temperature 0 it follows the arg max as ``match.greedy_path``, where all nodes are points."""
+        ...
+
+
+@runtime_checkable
 class HasAim(Protocol):
     """A lossy verifier that is exact against another distribution than p."""
 
@@ -115,6 +125,11 @@ class HasAim(Protocol):
 def chains_only(verifier: Verifier) -> bool:
     """Whether the verifier declares that it verifies chains only."""
     return isinstance(verifier, ChainsOnly) and verifier.chains_only
+
+
+def follows_argmax(verifier: Verifier) -> bool:
+    """Whether the verifier declares that it follows the arg max at temperature 0."""
+    return isinstance(verifier, FollowsArgmax) and verifier.follows_argmax
 
 
 class Misfit(ValueError):
@@ -229,7 +244,7 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     p's precision; p ``[R, V]`` is then off by no more than that, and the choice reports it.
 
     Args:
-        who: (request, branch, round) of each tree, which key its choices.
+        who: (request, branch, step) of each tree, which key its choices.
 
     Raises:
         ValueError: the sum of a distribution is zero or not finite, on the CPU; see ``Choice.token``.

@@ -9,7 +9,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.kv_cache import SpanFull
 from spec_lab.propose import Null
-from spec_lab.verify import Match, Token
+from spec_lab.verify import Match, Token, Traversal
 from tests.engine.foretold import NEW, Foretold
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, requests
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
@@ -27,6 +27,26 @@ def test_speculative_greedy_equals_autoregressive_greedy(target, truth, verifier
     group, steps = decode(target, Foretold(truth), requests(), verifier)
     assert emitted(group) == truth
     assert len(steps) < NEW - 4
+
+
+@pytest.mark.parametrize("verifier", [Token(), Match(), Traversal()], ids=lambda v: v.name)
+def test_following_the_arg_max_gives_the_rows_of_the_whole_verdict(target, truth, verifier):
+    class Verdicts:
+        """The same verifier, which does not declare that it follows the arg max."""
+
+        name, accepts, lossless = verifier.name, verifier.accepts, True
+
+        def __call__(self, draft, p):
+            calls.append(draft.shape.nodes)
+            return verifier(draft, p)
+
+    def rows(one):
+        group, steps = decode(target, Foretold(truth), requests(), one)
+        return emitted(group), [(info.expected.tolist(), info.empty.tolist(), info.rows()) for info in steps]
+
+    calls = []
+    assert rows(verifier) == rows(Verdicts())
+    assert len(calls) > 2
 
 
 def test_a_perfect_draft_is_fully_accepted(target, truth):
@@ -143,11 +163,11 @@ def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampl
     if attention == "spans":
         assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
         assert emitted(group) == [well[0], [], well[1]]
-        assert list(group.errors) == ["p1"]
+        assert list(group.errors) == [1]
     else:  # under the dense mask one NaN reaches the whole batch
         assert [s.finish for s in group.sequences] == ["nan"] * 3
-        assert list(group.errors) == ["p0", "p1", "p2"]
-    assert "step 0" in group.errors["p1"] and "NaN" in group.errors["p1"]
+        assert list(group.errors) == [0, 1, 2]
+    assert "step 0" in group.errors[1] and "NaN" in group.errors[1]
     later, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], PROMPTS[1], PROMPTS[2])))
     assert emitted(later)[::2] == well, "cells that a shorter owner does not overwrite must not leak into it"
     assert {s.finish for s in later.sequences} == {"length"}

@@ -110,12 +110,13 @@ LIMITS = {
 }
 
 
+@pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize(
     ("proposer", "limits"), [case(proposer, limits) for proposer in PROPOSERS for limits in LIMITS]
 )
-def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, limits):
+def test_a_request_has_its_distribution_whatever_requests_come_and_go(proposer, limits, verifier):
     target, tokens = model(), 2 if proposer in SAMPLED else 3
-    found, seen = decoded(target, PROPOSERS[proposer](target), Token(), tokens, None, LIMITS[limits])
+    found, seen = decoded(target, PROPOSERS[proposer](target), VERIFIERS[verifier], tokens, None, LIMITS[limits])
     assert distance(found, wanted(target, tokens)) < EXACT
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 

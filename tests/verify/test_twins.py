@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, empty, forest, tree
-from spec_lab.verify import Match, Token, Traversal, choose, siblings
+from spec_lab.verify import Match, Token, Traversal, choose, follows_argmax, greedy_path, siblings
 from tests.laws import twin
 from tests.laws.tabular import explore
 
@@ -249,6 +249,26 @@ def test_no_nodes_emits_from_the_target(verifier, direct):
     bare = Draft(forest((chain(0),) * 3), torch.empty(0, dtype=torch.long), "iid", p[:0], np.full(3, -1))
     assert verifier(bare, p).stop.tolist() == [1.0, 1.0, 1.0]
     assert torch.equal(verifier(bare, p).residual(np.arange(3)), p)
+
+
+@pytest.mark.parametrize("verifier", [Match(), Token(), Traversal()], ids=lambda one: one.name)
+@settings(max_examples=200)
+@given(case=drafts(drawn=("point",)), seed=st.integers(0, 2**32))
+def test_a_verifier_that_follows_the_arg_max_ends_at_the_greedy_path(verifier, case, seed):
+    """Its verdict for one-hot p is the oracle; siblings may hold the same token."""
+    draft, p = case
+    rng, shape = np.random.default_rng(seed), draft.shape
+    best = rng.integers(p.shape[1], size=shape.rows)
+    for node, parent in enumerate(shape.parent.tolist()):
+        if rng.random() < 0.7:  # long paths are rare otherwise
+            best[parent] = int(draft.token[node])
+    one_hot = torch.nn.functional.one_hot(torch.from_numpy(best), p.shape[1]).double()
+    assert follows_argmax(verifier)
+    verdict, ends = verifier(draft, one_hot), greedy_path(shape, draft.token.numpy(), best)
+    assert np.flatnonzero(verdict.stop).tolist() == sorted(ends.tolist())
+    assert verdict.residual(ends).argmax(-1).tolist() == best[ends].tolist()
+    assert verdict.expected_accepted(shape).tolist() == shape.depth[ends].tolist()
+    assert shape.root[ends].tolist() == list(range(shape.roots))
 
 
 @BY_NAME

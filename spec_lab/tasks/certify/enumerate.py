@@ -94,7 +94,7 @@ class Script:
         if len(options) == 1:
             return int(options[0])
         number = len(self.chosen)
-        choice = RandomChoice(key._replace(request=0, round=0), weights / weights.sum())
+        choice = RandomChoice(key._replace(request=0, step=0), weights / weights.sum())
         if number < len(self.known) and not choice.like(self.known[number]):
             raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {choice} when it is replayed")
         self.choices.append(choice)
