@@ -209,10 +209,10 @@ def test_distilled_heads_predict_the_target_better_than_the_identity(trained, tm
     _, heads = distilled(trained, tmp_path)
     text = Part.read(trained.work / "generated" / "part-0000.safetensors")
     assert text.temperature == 0
-    law = distill.target_probs(target, text.hidden)
+    p = distill.target_probs(target, text.hidden)
     with torch.no_grad():
         fresh = distill.HeadsInTraining(4, 2, 32, 48).bfloat16()
-        before, after = (distill.heads_loss(one, target, text, law) for one in (fresh, heads))
+        before, after = (distill.heads_loss(one, target, text, p) for one in (fresh, heads))
     assert sum(after) < sum(before)
 
 
