@@ -120,9 +120,14 @@ class Shape:
         return self.roots + len(self.parent)
 
     @cached_property
+    def deepest(self) -> int:
+        """The largest depth; 0 without nodes."""
+        return int(self.depth.max(initial=0))
+
+    @cached_property
     def lineage(self) -> np.ndarray:  # [R, D + 1]
         """``lineage[r, k]``: the row k edges above r, itself at 0; -1 beyond its root."""
-        rows, width = self.rows, int(self.depth.max(initial=0)) + 1
+        rows, width = self.rows, self.deepest + 1
         above = np.full(rows + 1, -1, dtype=np.int64)  # the last entry, found by -1, stands for no row
         above[self.roots : rows] = self.parent
         table = np.empty((width, rows), dtype=np.int64)
@@ -250,7 +255,7 @@ class Shape:
         rows = np.arange(self.roots, self.rows)[np.argsort(self.parent, kind="stable")]
         depths, ranks = self.depth[rows], self.rank[rows - self.roots]
         levels = []
-        for depth in range(1, int(self.depth.max(initial=0)) + 1):
+        for depth in range(1, self.deepest + 1):
             here, numbered = rows[depths == depth], ranks[depths == depth]
             parents = np.unique(self.parent[here - self.roots])
             nodes = [here[numbered == rank] for rank in range(int(numbered.max()) + 1)]
@@ -520,12 +525,10 @@ class Draft:
     def cut(self, depth: Sequence[int]) -> Draft:
         """The draft without rows deeper than ``depth[b]`` in tree b. Lossless: it looks at no token."""
         shape = self.computed_shape
-        if not shape.nodes:
+        if not shape.nodes or shape.deepest <= min(depth):
             return self
         allowed = shape.depth <= np.asarray(depth)[shape.root]
-        if allowed.all():
-            return self
-        return self._keep(allowed)[0]
+        return self if allowed.all() else self._keep(allowed)[0]
 
     def keep(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
         """The draft of the nodes marked in ``rows`` ``[R]`` whose ancestors all are, and the old rows ``[R']``.

@@ -158,7 +158,7 @@ def argmax_of_finite(x: Tensor) -> tuple[Tensor, Tensor | None]:  # [R, V] -> [R
     if x.device.type == "cpu":
         values = x.numpy()
         token = values.argmax(-1)
-        fine = [math.isfinite(row[place]) for row, place in zip(values, token.tolist(), strict=True)]
+        fine = [math.isfinite(values.item(row, place)) for row, place in enumerate(token.tolist())]
         return torch.from_numpy(token), None if all(fine) else ~torch.tensor(fine)
     token = x.argmax(-1)
     return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
@@ -168,6 +168,8 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     """The ``width`` largest of each row, the largest first. A few are found faster by as many arg max."""
     if x.device.type != "cpu" or width > FEW:
         return x.topk(width, -1).indices
+    if width == 1:
+        return torch.from_numpy(x.to(probs_dtype(x)).numpy().argmax(-1))[:, None]
     values = x.to(probs_dtype(x), copy=True).numpy()
     rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
     for rank in range(width):

@@ -58,10 +58,11 @@ class CellSequence:
         held, self.held = self.held, NONE_HELD
         if not len(held):
             return
-        nodes = np.asarray(nodes, dtype=np.int64)
         if len(nodes):
+            nodes = np.asarray(nodes, dtype=np.int64)
             self.store.keep(self, held[nodes])
-            held = np.delete(held, nodes)
+            held = held.copy()
+            held[nodes] = -1
         free = held[held >= 0]
         if len(free):
             self.store.drop(self, free)

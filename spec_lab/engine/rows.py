@@ -94,7 +94,7 @@ def history(sequences: Sequence[SequenceState], draft: Draft, target: Target) ->
     for root, sequence in enumerate(sequences):
         seen[root, sequence.tokens] = True
     seen = seen.to(target.lm.device)
-    for depth in range(1, int(shape.depth.max()) + 1):
+    for depth in range(1, shape.deepest + 1):
         rows = torch.from_numpy(np.flatnonzero(shape.depth == depth)).to(seen.device)
         above = torch.from_numpy(shape.parent).to(seen.device)[rows - shape.roots]
         seen[rows] = seen[above]

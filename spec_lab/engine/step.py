@@ -58,7 +58,7 @@ class Memory:
         return self.scratch
 
     def certain(self, roots: int) -> dict[str, np.ndarray]:
-        """What a step without nodes and without chance gives ``roots`` sequences, beside the token. Not to be written.
+        """What a step without chance gives ``roots`` sequences that draft nothing, beside the token. Not to be written.
 
         (NumPy's functions cost more in a real step than in a loop of their own: the forward has emptied the caches.)
         """
@@ -222,7 +222,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             ask["computed"] = forest.token
         host = dict(zip(ask, read(*ask.values()), strict=True))
         if greedy and shape.nodes:
-            host |= _followed(shape, host)
+            host |= parts.memory.certain(shape.roots) | _followed(shape, host)
         if parts.choose is choose:
             with attributed("verifier", parts.verifier):
                 Choice.check(host["token"])
@@ -342,11 +342,8 @@ def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
 def _followed(shape: Shape, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The outcome of a step without chance, given the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
     row = greedy_path(shape, host["drafted"], host["token"])
-    accepted = shape.depth[row].astype(np.float64)
-    return {
-        "row": row, "token": host["token"][row], "empty": np.zeros(shape.roots, dtype=bool),
-        "expected": accepted, "expected_emitted": accepted + 1.0,
-    }  # fmt: skip
+    accepted = shape.depth[row]
+    return {"row": row, "token": host["token"][row], "expected": accepted, "expected_emitted": accepted + 1}
 
 
 def _check_tokens(draft: Draft, vocabulary: int) -> None:
@@ -357,7 +354,8 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
     """
     if not draft.shape.nodes or draft.token.device.type != "cpu":
         return
-    low, high = (int(one) for one in draft.token.aminmax())
+    tokens = draft.token.tolist()
+    low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         raise ValueError(f"its draft holds the token {wrong}, but the target has {vocabulary} tokens, from 0")

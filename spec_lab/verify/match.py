@@ -79,10 +79,11 @@ def greedy_path(shape: Shape, token: np.ndarray, best: np.ndarray) -> np.ndarray
 
     Nothing of p is needed, neither on a device nor on the host.
     """
-    hits = np.flatnonzero(best[shape.parent] == token)
     child: dict[int, int] = {}
-    for parent, node in zip(shape.parent[hits].tolist(), hits.tolist(), strict=True):
-        child.setdefault(parent, node + shape.roots)  # of siblings with one token the first
+    wanted = best.tolist()
+    for node, (parent, drafted) in enumerate(zip(shape.parent.tolist(), token.tolist(), strict=True), shape.roots):
+        if wanted[parent] == drafted:
+            child.setdefault(parent, node)  # of siblings with one token the first
     ends = list(range(shape.roots))
     for tree, row in enumerate(ends):
         while row in child:

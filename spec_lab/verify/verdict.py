@@ -159,17 +159,17 @@ def misfit(
 
 def _unfit(what: str, draws: frozenset[Drawn], verifier: Verifier) -> str | None:
     """Why nodes drawn so cannot be verified; None where they can."""
+    several = len(draws) > 1 and not (isinstance(verifier, AcceptsMixed) and verifier.accepts_mixed)
+    if draws <= verifier.accepts and not several:
+        return None
     names = ", ".join(f"'{one}'" for one in sorted(draws))
     if not draws <= verifier.accepts:
         return (
             f"verifier '{verifier.name}' supports drafts drawn {', '.join(sorted(verifier.accepts))}; {what} {names}."
         )
-    if len(draws) > 1 and not (isinstance(verifier, AcceptsMixed) and verifier.accepts_mixed):
-        return (
-            f"verifier '{verifier.name}' does not support drafts in which nodes are drawn in several ways; "
-            f"{what} {names}."
-        )
-    return None
+    return (
+        f"verifier '{verifier.name}' does not support drafts in which nodes are drawn in several ways; {what} {names}."
+    )
 
 
 def check_pair(

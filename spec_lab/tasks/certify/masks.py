@@ -259,7 +259,7 @@ class _Texts:
         wrong = [False] * len(texts)
         if self.supports_drafts and self.rng.random() < 0.5:
             growing = DraftTreeMasks(states, self.unlimited)
-            for depth in range(int(shape.depth.max()) + 1):
+            for depth in range(shape.deepest + 1):
                 level = np.flatnonzero(shape.depth == depth)
                 for row, allowed in zip(level.tolist(), growing(shape, level, token), strict=True):
                     found = fresh[row]._replace(bits=pack(allowed))  # the reason for an empty mask is not known here

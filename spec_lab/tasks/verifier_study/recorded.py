@@ -257,7 +257,7 @@ def _shared(request: Request, drafted: Drafted) -> dict[str, Any]:
         "proposer": drafted.proposer,
         "drawn": " and ".join(sorted(drafted.draft.ways)),
         "nodes": shape.nodes,
-        "depth": int(shape.depth.max()),
+        "depth": shape.deepest,
         "children": len(shape.children[0]),
         **{name: seconds[name] for name in ("propose", "target", "probabilities", "target_forward")},
     }
