@@ -262,6 +262,7 @@ run(lab(["the cat sat"] * 400, tracker=Wandb(mode="offline")), settings(Path(sys
 """
 
 
+@pytest.mark.nightly
 def test_after_kill_9_nothing_of_the_files_is_missing_in_the_view(tmp_path):
     out = tmp_path / "run"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}

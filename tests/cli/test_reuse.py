@@ -64,7 +64,6 @@ LEFT = {  # state that a run might change for the next ones
 }
 
 
-pytestmark = pytest.mark.xdist_group("reuse")  # all tests share one fixture that takes a minute
 ALONE = {name: [name] for name in RUNS}
 ORDERS = ["forth", pytest.param("back", marks=pytest.mark.nightly)]
 

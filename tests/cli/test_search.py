@@ -137,6 +137,7 @@ def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_
     assert len(sweep.collect(tmp_path / "swept")["run"].unique()) == len(sweep.runs(tmp_path / "swept"))
 
 
+@pytest.mark.nightly
 def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, tmp_path, decoded):
     given = [*tiny, *SPACE, "hydra.sweeper.n_trials=6"]  # four groups each
     killed = subprocess.run(
@@ -419,6 +420,7 @@ def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files
     assert [run.overrides for run in sweep.runs(tmp_path)] == [(f"seed={seed}",) for seed in (1, 2, 3, 4)]
 
 
+@pytest.mark.nightly
 def test_trials_run_in_parallel(cli, tiny, tmp_path):
     side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
     code, said, errors = cli(*tiny, *SPACE, *side_by_side, "prompts.limit=1", "hydra.sweeper.n_trials=3")

@@ -177,6 +177,7 @@ def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behi
     assert "bigram (point), careless FAILS: after [" in said
 
 
+@pytest.mark.nightly
 def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     options = ["proposer=bigram", "verifier=agree", "constraint=apart", "task.tokens=64", "max_new_tokens=16"]

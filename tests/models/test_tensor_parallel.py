@@ -148,6 +148,7 @@ def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp
 
 
 @needs_gloo
+@pytest.mark.nightly
 def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     long = run_of(
         here, "target.tensor_parallel=true", "output_dir=long", "batch_size=1", "max_new_tokens=100", "proposer=ngram"
@@ -162,6 +163,7 @@ def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     assert not (tmp_path / "long" / "ended.json").exists() and (tmp_path / "long" / "requests.parquet").exists()
 
 
+@pytest.mark.nightly
 def test_idle_ranks_end(tmp_path):
     code, said = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
     assert code == 0 and said.count("tensor_parallel: false") == 1

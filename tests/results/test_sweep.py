@@ -624,6 +624,7 @@ def test_an_invalid_choice_is_refused_before_anything_runs(cli, tiny, tmp_path, 
     assert not decoded and not sweep.is_sweep(tmp_path / "swept")  # nothing to wait for
 
 
+@pytest.mark.nightly
 def test_ctrl_c_in_a_sweep_prints_how_to_resume(tiny, tmp_path):
     many = checkpoints.prompts(tmp_path / "many.jsonl", checkpoints.TEXTS * 100)
     given = ["--multirun", *tiny, "max_new_tokens=200", f"prompts.path={many}", "seed=1,2"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.launchers.conftest import GROUPS, ROOT, SEEDS, assert_goes_on, assert_whole, cluster, finished, until
 
-pytestmark = [pytest.mark.nightly, pytest.mark.cluster, pytest.mark.xdist_group("ray")]  # one cluster, one worker
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 SCRIPT = ROOT / "scripts" / "local_ray.py"
 LAUNCHER = ["hydra/launcher=ray", "hydra.launcher.cpus=1"]

@@ -13,7 +13,7 @@ import pytest
 from spec_lab.results import sweep
 from tests.cli.launchers.conftest import GROUPS, ROOT, assert_goes_on, assert_whole, cluster, finished, until
 
-pytestmark = [pytest.mark.nightly, pytest.mark.cluster, pytest.mark.xdist_group("slurm")]  # one cluster, one worker
+pytestmark = [pytest.mark.nightly, pytest.mark.cluster]
 
 SCRIPT = ROOT / "scripts" / "local_slurm.py"
 LAUNCHER = [
