@@ -195,7 +195,7 @@ def at_every_width():
             yield pytest.param(verifier, drawn, width, id=f"{verifier.name}-{drawn}-{width}", marks=marks)
 
 
-@pytest.mark.parametrize(("verifier", "drawn", "width"), at_every_width())
+@pytest.mark.parametrize(("verifier", "drawn", "width"), list(at_every_width()))
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_single_precision(verifier, drawn, width, case):
     draft, p = drafted(case, width, drawn)
