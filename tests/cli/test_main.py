@@ -146,7 +146,11 @@ def tiny_zoo(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "certify_all" else []) for name in TASKS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in ("certify_all", "verifier_zoo") else [])
+        for name in TASKS
+    ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
@@ -164,8 +168,8 @@ def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
     assert {"arms", "config", "seed"} <= set(json.loads((tmp_path / "here" / "manifest.json").read_text()))
 
 
-ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"}
-"""Experiments whose only proposer is run by ``proposers`` as well."""
+ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree", "peers"}
+"""Experiments whose proposer is run by ``proposers`` as well; peers have a test file of their own."""
 
 
 @pytest.mark.parametrize(

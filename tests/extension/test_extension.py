@@ -60,7 +60,9 @@ def left_behind(tmp_path):
         (BY_NAME, "bigram", "agree", "apart", []),
         (BY_FOLDER, "bigram", "traversal", "regex", ["constraint.pattern='[a-z ]+'"]),
         (BY_NAME, "medusa", "agree", "none", ["proposer.tree=2x1"]),
-        (BY_FOLDER, "draft_chain", "agree", "apart", ["constraint.placement=target"]),
+        pytest.param(
+            BY_FOLDER, "draft_chain", "agree", "apart", ["constraint.placement=target"], marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_a_plugin_s_parts_compose_with_all_others(

@@ -328,7 +328,10 @@ def test_a_run_without_a_recorded_number_of_ranks_was_on_one(tmp_path):
 # Several devices ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places", ["auto", "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"])
+EACH = "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"
+
+
+@pytest.mark.parametrize("places", ["auto", pytest.param(EACH, marks=pytest.mark.nightly)])
 def test_a_device_map_changes_no_token(here, cli, tmp_path, places):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
     assert cli(*run_of(here, *tree, "output_dir=plain"))[0] == 0

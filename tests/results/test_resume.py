@@ -86,6 +86,7 @@ def test_a_run_is_resumed_with_the_trees_it_began_with(command, interrupted, mon
         assert set(zip(steps["nodes"], steps["depth"], strict=True)) == {drafted}
 
 
+@pytest.mark.nightly
 def test_other_accuracies_of_the_heads_identify_another_run(command, interrupted, zoo, capsys):
     (zoo / "medusa" / "calibration.json").write_text(json.dumps({"accuracy": [[0.9, 0.1]] * 3}))
     assert command() == 1

@@ -143,6 +143,7 @@ def test_a_cascade_is_tested_against_its_own_target(flat_cli, certificate):
     assert "cascade lossy, exact for its own target" in said
 
 
+@pytest.mark.nightly
 def test_gumbel_drafts_are_certified_by_samples_and_the_reason_is_printed(flat_cli, certificate):
     code, said, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
     assert code == 0, errors
