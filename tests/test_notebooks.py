@@ -40,7 +40,7 @@ def test_there_is_a_notebook_for_each_of_the_first_questions():
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(one, marks=[] if one.stem == "is_it_lossless" else [pytest.mark.nightly]) for one in SOURCES],
+    [pytest.param(one, marks=[] if one.stem == "first_steps" else [pytest.mark.nightly]) for one in SOURCES],
     ids=lambda source: source.stem,
 )
 def test_a_notebook_executes(source, tmp_path, capsys):

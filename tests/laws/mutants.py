@@ -133,7 +133,7 @@ class Inverse:
             common = np.minimum(end, high) - np.maximum(start, low)
             common[common < 1e-15] = 0.0  # rounding
             self.asked += 1
-            index = int(self.draws.pick(torch.from_numpy(common[None]), [key._replace(round=self.asked)])[0])
+            index = int(self.draws.pick(torch.from_numpy(common[None]), [key._replace(step=self.asked)])[0])
             self.known[key] = max(low, start[index]), min(high, end[index])
             chosen.append(index)
         return torch.tensor(chosen)

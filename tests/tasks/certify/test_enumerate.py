@@ -104,7 +104,7 @@ def test_a_key_that_is_used_twice_is_found_even_where_there_is_one_possibility()
 def test_keys_of_other_purposes_steps_branches_and_indices_are_other_choices():
     script, one = Script(), keyed(0, 0)
     for key in (
-        one, one._replace(purpose=Purpose.STOP), one._replace(round=1), one._replace(branch=1), one._replace(index=1),
+        one, one._replace(purpose=Purpose.STOP), one._replace(step=1), one._replace(branch=1), one._replace(index=1),
     ):  # fmt: skip
         script.choose(np.ones(2), key)
 
