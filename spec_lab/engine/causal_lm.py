@@ -76,7 +76,9 @@ class CausalLM:
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``."""
-        return Capabilities(hidden_layers=int(self.model.config.num_hidden_layers))
+        return Capabilities(
+            int(self.model.config.num_hidden_layers), sequences=None, abilities=frozenset({"shared_prefix"})
+        )
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand).

@@ -5,9 +5,9 @@ Nothing here says how keys and values are stored, so that engines other than tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -33,12 +33,22 @@ class KVSequence(Protocol):
         ...
 
     def fork(self) -> KVSequence:
-        """A second sequence with the same past."""
+        """A second sequence with the same past; of another request only with the ability ``shared_prefix``."""
         ...
 
     def close(self) -> None:
         """Free everything. Harmless when repeated."""
         ...
+
+
+Ability = Literal["layer_ranges", "state_snapshots", "shared_prefix"]
+
+ABILITIES: Mapping[Ability, str] = {
+    "layer_ranges": "running a range of layers from given hidden states, on the KV cache of a sequence",
+    "state_snapshots": "saving and restoring the states of recurrent layers",
+    "shared_prefix": "sharing the KV cache of a common prefix among requests",
+}
+"""What some runners can do and some proposers require; drafting by early exit (2404.16710) requires layer ranges."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +59,13 @@ class Capabilities:
         hidden_layers: number of layers whose hidden states it can return; 0 for none. The states are numbered as in
             transformers' ``hidden_states``: number i is the input of layer i (the output of layer i - 1), and number
             ``hidden_layers``, or -1, is the state after the final norm.
-        hidden_injection: whether it can run a range of layers from given hidden states.
-        recurrent_state: whether states of recurrent layers can be saved and restored.
-        shared_prefix: whether requests with the same prefix can share its KV cache.
         sequences: most sequences in one forward; None for no limit.
+        abilities: those that it has of ``ABILITIES``.
     """
 
     hidden_layers: int = 0
-    hidden_injection: bool = False
-    recurrent_state: bool = False
-    shared_prefix: bool = False
     sequences: int | None = None
+    abilities: frozenset[Ability] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,6 +177,23 @@ def test_a_span_at_its_limit_refuses_and_keeps_what_it_holds():
     assert_rows_match(lm.model, [[*range(14), 5]], empty(1), lm.forward([cache], [[5]], empty(1)).logits)
 
 
+def test_forks_serve_other_requests_with_the_same_prefix():
+    """The ability ``shared_prefix``, whichever of the requests ends first."""
+    lm = CausalLM(tiny_model())
+    assert "shared_prefix" in lm.capabilities.abilities
+    prefix, first = [5, 9, 2, 8, 1, 7], lm.open()
+    lm.forward([first], [prefix], empty(1))
+    second = first.fork()
+    cells = lm.cells.references.astype(bool).sum()
+    draft = random_draft(forest((TREE, chain(2))), np.random.default_rng(1))
+    output = lm.forward([first, second], [[3], [4, 6]], draft)
+    assert_rows_match(lm.model, [[*prefix, 3], [*prefix, 4, 6]], draft, output.logits)
+    first.close()
+    second.accept()
+    assert_rows_match(lm.model, [[*prefix, 4, 6, 8]], empty(1), lm.forward([second], [[8]], empty(1)).logits)
+    assert lm.cells.references.sum() == cells + 3, "the prefix is held once"
+
+
 def plain_hidden(model, tokens, layers):
     """Hidden states ``[n, layers * H]`` by a plain forward; -1 is the state after the final norm."""
     with torch.inference_mode():
