@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spec_lab.core.clock import Clock
+from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
@@ -37,7 +37,6 @@ class CausalLM:
             ``AttentionInterface``).
         limit: most cells of one span.
         chunk: longest part of a prompt computed in one forward.
-        phase: the name under which module calls are timed on the clock.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class CausalLM:
         attention: Attention = "spans",
         limit: int | None = None,
         chunk: int = 512,
-        phase: str = "target_forward",
     ) -> None:
         self.model = model
         self.attention = attention
@@ -56,7 +54,6 @@ class CausalLM:
         if attention == "spans" and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.phase = phase
         self.cells = Cells(limit)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
@@ -120,18 +117,22 @@ class CausalLM:
         pending: Sequence[Sequence[int]],
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+        timed: Phase | None = None,
     ) -> Output:
         """``prepare`` and ``run``. Errors as there."""
-        return self.run(self.prepare(sequences, pending, draft, prefill))
+        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
 
     @torch.inference_mode()
-    def forward_embeds(self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor) -> Output:
+    def forward_embeds(
+        self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor, timed: Phase | None = None
+    ) -> Output:
         """``forward`` of input embeddings in place of pending tokens, for drafters that read features.
 
         Args:
             sequences: ``[B]``.
             lengths: ``[B]`` how many embeddings each has, at least one.
             embeds: ``[sum of lengths, H]``, sequence by sequence.
+            timed: as of ``run``.
 
         Returns:
             Logits ``[B, V]`` after each sequence's last embedding, and the captured hidden states of all.
@@ -141,7 +142,7 @@ class CausalLM:
         """
         pending = [[0] * length for length in lengths]
         prepared = self._packer.forest(sequences, pending, None, len(sequences))
-        return self.run(replace(prepared, ids=None, embeds=embeds[None]))
+        return self.run(replace(prepared, ids=None, embeds=embeds[None]), timed)
 
     def prepare(
         self,
@@ -158,15 +159,20 @@ class CausalLM:
         return self._packer.prompts(sequences, pending, draft, prefill, self.chunk)
 
     @torch.inference_mode()
-    def run(self, prepared: Prepared) -> Output:
-        """See ``runner.Runner``."""
+    def run(self, prepared: Prepared, timed: Phase | None = None) -> Output:
+        """See ``runner.Runner``.
+
+        Args:
+            prepared: by ``prepare``.
+            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
+        """
         parts: list[list[Tensor]] = [[] for _ in prepared.pending]
         for chunk, places in prepared.early:
-            _, hidden = self._call(chunk)
+            _, hidden = self._call(chunk, timed)
             if hidden is not None:
                 for place, rows in zip(places, chunk.pending, strict=True):
                     parts[place].append(hidden[rows])
-        logits, hidden = self._call(prepared)
+        logits, hidden = self._call(prepared, timed)
         if hidden is None:
             return Output(logits, prepared.attended)
         own = [hidden[rows] for rows in prepared.pending]
@@ -174,7 +180,9 @@ class CausalLM:
         return Output(logits, prepared.attended, joined, [hidden[rows] for rows in prepared.nodes])
 
     @torch.inference_mode()
-    def extend(self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor) -> Extended:
+    def extend(
+        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+    ) -> Extended:
         """Compute nodes whose root and ancestors are computed already: how a draft model grows a forest, by levels.
 
         Args:
@@ -182,18 +190,19 @@ class CausalLM:
             shape: the forest; it may hold nodes that are never computed, and may have grown since the last call.
             rows: ``[n]`` the nodes to compute, tree by tree, parents first.
             token: ``[n]`` their tokens, or ``[n, H]`` input embeddings in their place.
+            timed: as of ``run``.
 
         Raises:
             SpanFull: a span would outgrow its limit.
         """
-        return Extended(*self._call(self._packer.level(sequences, shape, rows, token)))
+        return Extended(*self._call(self._packer.level(sequences, shape, rows, token), timed))
 
-    def _call(self, prepared: Prepared) -> tuple[Tensor, Tensor | None]:
+    def _call(self, prepared: Prepared, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""
         self.forwards += 1
         given = {"input_ids": prepared.ids} if prepared.embeds is None else {"inputs_embeds": prepared.embeds}
         more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
-        with self.clock.phase(self.phase):
+        with timed or self.clock.phase("target_forward"):
             output = self.model(
                 **given,
                 position_ids=prepared.positions,

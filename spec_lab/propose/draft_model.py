@@ -74,7 +74,6 @@ class DraftModel(Lifecycle):
         budget: Budget | None = None,
     ) -> None:
         self.lm = lm
-        lm.phase = "propose_forward"
         self.context = context
         self.tree = tree
         self.drawn = drawn
@@ -204,7 +203,6 @@ class DraftModel(Lifecycle):
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
-        self.lm.clock = batch.clock  # its module calls are timed with the step
         shapes, caches, depths = [], [], []
         for deepest, sequence in zip(batch.room(), batch.sequences, strict=True):
             # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
@@ -251,14 +249,16 @@ class DraftModel(Lifecycle):
         own = [cache for cache in caches if cache is not None]
         pending = [cache.follow(batch.sequences[tree].tokens) for tree, cache in zip(active, own, strict=True)]
         computed: list[int] = []
+        timed = batch.clock.phase("propose_forward")
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
             computed.extend(rows.tolist())
-            paths = [None if cache is None else cache.kv for cache in caches]
+            sequences = [None if cache is None else cache.kv for cache in caches]
             ids = torch.from_numpy(token[rows - shape.roots]).to(self.lm.device)
-            return self.lm.extend(paths, shape, rows, ids).logits
+            return self.lm.extend(sequences, shape, rows, ids, timed).logits
 
-        output = self.lm.forward([cache.kv for cache in own], pending, empty(len(own), self.lm.device))
+        roots = empty(len(own), self.lm.device)
+        output = self.lm.forward([cache.kv for cache in own], pending, roots, timed=timed)
         draft = growth.grow(output.logits, expand)
         rows = np.zeros(draft.shape.rows, dtype=bool)
         rows[computed] = True
