@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +18,16 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.prepare import Packer, Prepared
-from spec_lab.engine.runner import Capabilities, Output
-
-
-class Extended(NamedTuple):
-    """What ``CausalLM.extend`` returns: logits ``[n, V]``, and captured hidden states ``[n, layers * H]``."""
-
-    logits: Tensor
-    hidden: Tensor | None
+from spec_lab.engine.runner import Capabilities, Extended, Output
 
 
 class CausalLM:
-    """A causal LM of transformers with a KV cache of its own. A ``runner.Runner``.
+    """A causal LM of transformers with a KV cache of its own. A ``runner.Runner`` and a ``runner.DraftRunner``.
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
         attention: over spans of cells, sequence by sequence, or dense (the oracle, and the only way for models without
             ``AttentionInterface``).
-        limit: most cells of one span.
         chunk: longest part of a prompt computed in one forward.
     """
 
@@ -43,7 +35,6 @@ class CausalLM:
         self,
         model: Any,
         attention: Attention = "spans",
-        limit: int | None = None,
         chunk: int = 512,
     ) -> None:
         self.model = model
@@ -54,7 +45,7 @@ class CausalLM:
         if attention == "spans" and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.cells = Cells(limit)
+        self.cells = Cells()
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         devices = getattr(model, "hf_device_map", None) or {}
@@ -71,6 +62,23 @@ class CausalLM:
         self._hook: Any = None
 
     @property
+    def vocabulary(self) -> int:
+        """See ``runner.Runner``."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
+        parameters = list(self.model.parameters())
+        devices = sorted({parameter.device for parameter in parameters} | {torch.device(self.device)}, key=str)
+        return {
+            "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention,
+        }
+
+    @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``."""
         return Capabilities(
@@ -78,11 +86,7 @@ class CausalLM:
         )
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
-        """An empty sequence with room for ``reserve`` cells (it grows on demand).
-
-        Raises:
-            SpanFull: ``reserve`` exceeds the limit.
-        """
+        """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
         return self.cells.open(reserve)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
@@ -119,7 +123,7 @@ class CausalLM:
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
         timed: Phase | None = None,
     ) -> Output:
-        """``prepare`` and ``run``. Errors as there."""
+        """``prepare`` and ``run``."""
         return self.run(self.prepare(sequences, pending, draft, prefill), timed)
 
     @torch.inference_mode()
@@ -136,9 +140,6 @@ class CausalLM:
 
         Returns:
             Logits ``[B, V]`` after each sequence's last embedding, and the captured hidden states of all.
-
-        Raises:
-            SpanFull: a span would outgrow its limit.
         """
         pending = [[0] * length for length in lengths]
         prepared = self._packer.forest(sequences, pending, None, len(sequences))
@@ -151,11 +152,7 @@ class CausalLM:
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> Prepared:
-        """See ``runner.Runner``. The cells of pending tokens are appended to their sequences, those of nodes are held.
-
-        Raises:
-            SpanFull: a span would outgrow its limit.
-        """
+        """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
         return self._packer.prompts(sequences, pending, draft, prefill, self.chunk)
 
     @torch.inference_mode()
@@ -183,18 +180,7 @@ class CausalLM:
     def extend(
         self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
     ) -> Extended:
-        """Compute nodes whose root and ancestors are computed already: how a draft model grows a forest, by levels.
-
-        Args:
-            sequences: ``[B]``, each ending with its tree's root; None for a tree without ``rows``. The nodes are held.
-            shape: the forest; it may hold nodes that are never computed, and may have grown since the last call.
-            rows: ``[n]`` the nodes to compute, tree by tree, parents first.
-            token: ``[n]`` their tokens, or ``[n, H]`` input embeddings in their place.
-            timed: as of ``run``.
-
-        Raises:
-            SpanFull: a span would outgrow its limit.
-        """
+        """See ``runner.DraftRunner``. ``token`` may hold input embeddings ``[n, H]`` in place of tokens."""
         return Extended(*self._call(self._packer.level(sequences, shape, rows, token), timed))
 
     def _call(self, prepared: Prepared, timed: Phase | None) -> tuple[Tensor, Tensor | None]:

@@ -150,7 +150,7 @@ class Engine:
         """Admit what fits, and decode one step; None where nothing was left to compute.
 
         Raises:
-            PartError, SpanFull: see ``step.step``. The engine is closed.
+            PartError: see ``step.step``. The engine is closed.
         """
         try:
             self._admit()

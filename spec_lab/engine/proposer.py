@@ -12,9 +12,8 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.request import Request
-from spec_lab.engine.runner import ABILITIES, Ability, Runner
+from spec_lab.engine.runner import ABILITIES, Ability, DraftRunner, Runner
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 
@@ -189,7 +188,7 @@ class ChecksSampling(Protocol):
 class CertifiableProposer(Protocol):
     """A proposer that can also be built for a toy target, so that ``certify`` can enumerate what it drafts."""
 
-    def toy(self, target: Target, draft: CausalLM, tree: tuple[tuple[int, ...], ...]) -> Proposer:
+    def toy(self, target: Target, draft: DraftRunner, tree: tuple[tuple[int, ...], ...]) -> Proposer:
         """Return the same proposer for another target.
 
         Args:

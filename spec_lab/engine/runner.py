@@ -1,4 +1,4 @@
-"""What the engine requires of whatever computes the target: a runner, and the KV cache of one sequence.
+"""What is required of whatever computes a target or a draft: a runner, and the KV cache of one sequence.
 
 Nothing here says how keys and values are stored, so that engines other than transformers can implement it.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft
+from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.draft import Draft, Shape
 
 
 class KVSequence(Protocol):
@@ -86,6 +86,13 @@ class Output:
     nodes: Sequence[Tensor] = ()
 
 
+class Extended(NamedTuple):
+    """What ``DraftRunner.extend`` returns: logits ``[n, V]``, and captured hidden states ``[n, layers * H]``."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
 class Runner(Protocol):
     """Computes pending tokens and draft trees of several sequences in one forward.
 
@@ -100,6 +107,21 @@ class Runner(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and hidden states."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the width of the logits."""
+        ...
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards of the model have been computed so far."""
+        ...
+
+    @property
     def capabilities(self) -> Capabilities:
         """What it can do beyond logits."""
         ...
@@ -108,7 +130,7 @@ class Runner(Protocol):
         """An empty sequence with room for ``reserve`` positions; it grows on demand."""
         ...
 
-    def capture(self, layers: tuple[int, ...]) -> None:
+    def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return the hidden states with these numbers from now on (``Capabilities.hidden_layers``)."""
         ...
 
@@ -131,4 +153,47 @@ class Runner(Protocol):
 
     def run(self, prepared: Any) -> Output:
         """The forward: pending tokens become part of their sequences, nodes are held (``KVSequence.accept``)."""
+        ...
+
+
+class DraftRunner(Protocol):
+    """Computes a draft model, which grows a forest level by level below the roots that one forward computes."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits."""
+        ...
+
+    def open(self, reserve: int = ...) -> KVSequence:
+        """As of ``Runner``."""
+        ...
+
+    def forward(
+        self, sequences: Sequence[Any], pending: Sequence[Sequence[int]], draft: Draft, *, timed: Phase | None = None
+    ) -> Output:
+        """``Runner.prepare`` and ``Runner.run``.
+
+        Args:
+            sequences, pending, draft: as of ``Runner.prepare``.
+            timed: records the calls of the model.
+        """
+        ...
+
+    def extend(
+        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+    ) -> Extended:
+        """Compute nodes whose root and ancestors are computed already.
+
+        Args:
+            sequences: ``[B]``, each ending with its tree's root; None for a tree without ``rows``. The nodes are held.
+            shape: the forest; it may hold nodes that are never computed, and may have grown since the last call.
+            rows: ``[n]`` the nodes to compute, tree by tree, parents first.
+            token: ``[n]`` their tokens.
+            timed: records the calls of the model.
+        """
         ...

@@ -18,13 +18,13 @@ from spec_lab.core.draft import Draft, Drawn, Shape, empty, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
-from spec_lab.models.support import checked, model_context
+from spec_lab.models.support import model_context
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_cache import DraftCache, Tentative
@@ -63,7 +63,7 @@ class DraftModel(Lifecycle):
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: DraftRunner,
         context: int,
         tree: Choices,
         drawn: Drawn = "iid",
@@ -154,8 +154,7 @@ class DraftModel(Lifecycle):
                 f"proposer.children: {budget.children} children do not fit a vocabulary of {target.vocabulary}"
             )
         sha256 = weights_hash(path)
-        checked(model, target.lm.attention, sha256, target.cache)
-        lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
+        lm = target.draft_runner(model, sha256)
         name = "draft_best_first" if budget else "draft_chain" if width_of(choices) == 1 else "draft_tree"
         context = model_context(model.config)
         return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256, budget)
@@ -172,7 +171,7 @@ class DraftModel(Lifecycle):
                 "to a chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
             )
 
-    def toy(self, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
         budget = self.budget and Budget(min(self.budget.nodes, 3), min(self.budget.children, 2), 2, self.budget.width)
         own = self.drawn, self.temperature, self.confidence, self.name

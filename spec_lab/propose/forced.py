@@ -11,7 +11,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
 from spec_lab.core.probabilities import Sampling, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.siblings import BROKEN
@@ -40,7 +40,7 @@ class ForcedChains:
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: DraftRunner,
         drawn: Drawn,
         batch: Batch,
         masks: DraftMasks,

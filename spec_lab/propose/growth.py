@@ -11,7 +11,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
 from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
@@ -35,7 +35,7 @@ class Growth:
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: DraftRunner,
         drawn: Drawn,
         batch: Batch,
         shape: Shape,
