@@ -7,46 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spec_lab.core.clock import Clock
+from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.prepare import Packer, Prepared
-from spec_lab.engine.runner import Capabilities, Output
-
-
-class Extended(NamedTuple):
-    """What ``CausalLM.extend`` returns: logits ``[n, V]``, and captured hidden states ``[n, layers * H]``."""
-
-    logits: Tensor
-    hidden: Tensor | None
+from spec_lab.engine.runner import Capabilities, Extended, Output
 
 
 class CausalLM:
-    """A causal LM of transformers with a KV cache of its own. A ``runner.Runner``.
+    """A causal LM of transformers with a KV cache of its own. A ``runner.Runner`` and a ``runner.DraftRunner``.
 
     Args:
         model: a transformers model with a language-modelling head, in eval mode.
         attention: over spans of cells, sequence by sequence, or dense (the oracle, and the only way for models without
             ``AttentionInterface``).
-        limit: most cells of one span.
         chunk: longest part of a prompt computed in one forward.
-        phase: the name under which module calls are timed on the clock.
     """
 
     def __init__(
         self,
         model: Any,
         attention: Attention = "spans",
-        limit: int | None = None,
         chunk: int = 512,
-        phase: str = "target_forward",
     ) -> None:
         self.model = model
         self.attention = attention
@@ -56,8 +45,7 @@ class CausalLM:
         if attention == "spans" and model.config._attn_implementation != wanted:
             raise NotImplementedError("it does not take its attention from transformers' AttentionInterface")
         self.chunk = chunk
-        self.phase = phase
-        self.cells = Cells(limit)
+        self.cells = Cells()
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         devices = getattr(model, "hf_device_map", None) or {}
@@ -74,16 +62,31 @@ class CausalLM:
         self._hook: Any = None
 
     @property
+    def vocabulary(self) -> int:
+        """See ``runner.Runner``."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
+        parameters = list(self.model.parameters())
+        devices = sorted({parameter.device for parameter in parameters} | {torch.device(self.device)}, key=str)
+        return {
+            "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": self.attention,
+        }
+
+    @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``."""
-        return Capabilities(hidden_layers=int(self.model.config.num_hidden_layers))
+        return Capabilities(
+            int(self.model.config.num_hidden_layers), sequences=None, abilities=frozenset({"shared_prefix"})
+        )
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
-        """An empty sequence with room for ``reserve`` cells (it grows on demand).
-
-        Raises:
-            SpanFull: ``reserve`` exceeds the limit.
-        """
+        """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
         return self.cells.open(reserve)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
@@ -118,28 +121,29 @@ class CausalLM:
         pending: Sequence[Sequence[int]],
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+        timed: Phase | None = None,
     ) -> Output:
-        """``prepare`` and ``run``. Errors as there."""
-        return self.run(self.prepare(sequences, pending, draft, prefill))
+        """``prepare`` and ``run``."""
+        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
 
     @torch.inference_mode()
-    def forward_embeds(self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor) -> Output:
+    def forward_embeds(
+        self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor, timed: Phase | None = None
+    ) -> Output:
         """``forward`` of input embeddings in place of pending tokens, for drafters that read features.
 
         Args:
             sequences: ``[B]``.
             lengths: ``[B]`` how many embeddings each has, at least one.
             embeds: ``[sum of lengths, H]``, sequence by sequence.
+            timed: as of ``run``.
 
         Returns:
             Logits ``[B, V]`` after each sequence's last embedding, and the captured hidden states of all.
-
-        Raises:
-            SpanFull: a span would outgrow its limit.
         """
         pending = [[0] * length for length in lengths]
         prepared = self._packer.forest(sequences, pending, None, len(sequences))
-        return self.run(replace(prepared, ids=None, embeds=embeds[None]))
+        return self.run(replace(prepared, ids=None, embeds=embeds[None]), timed)
 
     def prepare(
         self,
@@ -148,23 +152,24 @@ class CausalLM:
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> Prepared:
-        """See ``runner.Runner``. The cells of pending tokens are appended to their sequences, those of nodes are held.
-
-        Raises:
-            SpanFull: a span would outgrow its limit.
-        """
+        """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
         return self._packer.prompts(sequences, pending, draft, prefill, self.chunk)
 
     @torch.inference_mode()
-    def run(self, prepared: Prepared) -> Output:
-        """See ``runner.Runner``."""
+    def run(self, prepared: Prepared, timed: Phase | None = None) -> Output:
+        """See ``runner.Runner``.
+
+        Args:
+            prepared: by ``prepare``.
+            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
+        """
         parts: list[list[Tensor]] = [[] for _ in prepared.pending]
         for chunk, places in prepared.early:
-            _, hidden = self._call(chunk)
+            _, hidden = self._call(chunk, timed)
             if hidden is not None:
                 for place, rows in zip(places, chunk.pending, strict=True):
                     parts[place].append(hidden[rows])
-        logits, hidden = self._call(prepared)
+        logits, hidden = self._call(prepared, timed)
         if hidden is None:
             return Output(logits, prepared.attended)
         own = [hidden[rows] for rows in prepared.pending]
@@ -172,26 +177,18 @@ class CausalLM:
         return Output(logits, prepared.attended, joined, [hidden[rows] for rows in prepared.nodes])
 
     @torch.inference_mode()
-    def extend(self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor) -> Extended:
-        """Compute nodes whose root and ancestors are computed already: how a draft model grows a forest, by levels.
+    def extend(
+        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+    ) -> Extended:
+        """See ``runner.DraftRunner``. ``token`` may hold input embeddings ``[n, H]`` in place of tokens."""
+        return Extended(*self._call(self._packer.level(sequences, shape, rows, token), timed))
 
-        Args:
-            sequences: ``[B]``, each ending with its tree's root; None for a tree without ``rows``. The nodes are held.
-            shape: the forest; it may hold nodes that are never computed, and may have grown since the last call.
-            rows: ``[n]`` the nodes to compute, tree by tree, parents first.
-            token: ``[n]`` their tokens, or ``[n, H]`` input embeddings in their place.
-
-        Raises:
-            SpanFull: a span would outgrow its limit.
-        """
-        return Extended(*self._call(self._packer.level(sequences, shape, rows, token)))
-
-    def _call(self, prepared: Prepared) -> tuple[Tensor, Tensor | None]:
+    def _call(self, prepared: Prepared, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""
         self.forwards += 1
         given = {"input_ids": prepared.ids} if prepared.embeds is None else {"inputs_embeds": prepared.embeds}
         more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
-        with self.clock.phase(self.phase):
+        with timed or self.clock.phase("target_forward"):
             output = self.model(
                 **given,
                 position_ids=prepared.positions,

@@ -30,7 +30,8 @@ class Limits:
     """How much an engine does at once.
 
     Args:
-        max_batch_size: most requests decoded together; None for no limit.
+        max_batch_size: most requests decoded together; None for no limit. The target's runner may have a limit of its
+            own (``runner.Capabilities.sequences``), beyond which requests and forks wait.
         max_prefill_tokens: most tokens of sequences with several pending tokens (prompts, tokens computed again after a
             preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
             together with the decoding of others. None for no limit.
@@ -93,6 +94,7 @@ class Engine:
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
+        self._at_once = self.target.lm.capabilities.sequences  # in one forward; others wait
         own = None if self.applied is None else self.applied.constraint
         self._logprobs = isinstance(own, ReadsLogprobs) and own.reads_logprobs
 
@@ -148,7 +150,7 @@ class Engine:
         """Admit what fits, and decode one step; None where nothing was left to compute.
 
         Raises:
-            PartError, SpanFull: see ``step.step``. The engine is closed.
+            PartError: see ``step.step``. The engine is closed.
         """
         try:
             self._admit()
@@ -193,6 +195,8 @@ class Engine:
     def _admit(self) -> None:
         """Admit waiting requests in order, as long as there is room."""
         while self._waiting:
+            if self._at_once is not None and len(self._live) >= self._at_once:
+                return
             most, first = self.limits.max_batch_size, self._waiting[0]
             if most is not None and len({one.request.id for one in self._live} | {_id(first)}) > most:
                 return
@@ -273,11 +277,11 @@ class Engine:
 
     def _plan(self) -> tuple[list[SequenceState], list[Chunk]]:
         """The sequences that decode in this step, and those that compute a chunk of their prompt."""
-        budget = self.limits.max_prefill_tokens
+        budget, live = self.limits.max_prefill_tokens, self._live[: self._at_once]
         if budget is None:
-            return list(self._live), []
+            return live, []
         ready, chunks = [], []
-        for sequence in self._live:
+        for sequence in live:
             count = len(sequence.pending)
             if count <= max(budget, 1):
                 budget -= count if count > 1 else 0

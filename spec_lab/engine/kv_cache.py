@@ -17,10 +17,6 @@ from torch import Tensor
 GRAIN = 256  # cells; spans grow to multiples of it
 
 
-class SpanFull(RuntimeError):
-    """A span cannot grow beyond its limit."""
-
-
 class CellSequence:
     """The KV cache of one sequence: cell ``slots[i]`` holds the keys and values of the token at position i.
 
@@ -87,14 +83,9 @@ NONE_HELD = np.empty(0, dtype=np.int64)
 
 
 class Cells:
-    """The store: per layer and span ``keys`` and ``values`` ``[1, heads, cells, dim]``, allocated when first written.
+    """The store: per layer and span ``keys`` and ``values`` ``[1, heads, cells, dim]``, allocated when written."""
 
-    Args:
-        limit: most cells of one span; None for no limit.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
+    def __init__(self) -> None:
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
         self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
@@ -113,11 +104,7 @@ class Cells:
     # Sequences -------------------------------------------------------------------------------------------------------
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
-        """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
-
-        Raises:
-            SpanFull: ``reserve`` exceeds the limit.
-        """
+        """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand)."""
         span = next((number for number, users in enumerate(self._users) if users == 0), self.spans)
         if span == self.spans or reserve > self.capacity:
             self._grow(max(self.spans, span + 1), max(reserve, self.capacity, 1))
@@ -127,11 +114,7 @@ class Cells:
         )
 
     def take(self, sequence: CellSequence, count: int) -> np.ndarray:
-        """``count`` cells of the sequence's span that nobody uses, lowest first. They are held until kept or dropped.
-
-        Raises:
-            SpanFull: the span would have to grow beyond its limit.
-        """
+        """``count`` free cells of the sequence's span, lowest first. They are held until kept or dropped."""
         used, end = self.references[sequence.span], sequence.extent
         if end == len(sequence) and end + count <= len(used) and not np.count_nonzero(used[end : end + count]):
             used[end : end + count] = 1  # no hole below: what the search would find
@@ -218,13 +201,7 @@ class Cells:
         return like.new_zeros(1, like.shape[1], self.capacity, like.shape[-1])
 
     def _grow(self, spans: int, capacity: int) -> None:
-        if self.limit is not None and capacity > self.limit:
-            raise SpanFull(
-                f"a request needs {capacity} cells, its span is limited to {self.limit}: "
-                "shorten the prompt, ask for fewer new tokens or draft smaller trees"
-            )
-        rounded = -(-capacity // GRAIN) * GRAIN
-        capacity = max(self.capacity, rounded if self.limit is None else min(rounded, self.limit))
+        capacity = max(self.capacity, -(-capacity // GRAIN) * GRAIN)
         old_spans, old_capacity = self.references.shape
 
         def larger(store: Tensor, first: int) -> Tensor:

@@ -142,9 +142,7 @@ class Packer:
                 roots.append(start + count - 1)
             start = stop
         for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
-            self.cells.keep(
-                sequence, slots[: len(tokens)]
-            )  # only now: if another one's span is full, no sequence has grown
+            self.cells.keep(sequence, slots[: len(tokens)])  # only now: if memory runs out above, no sequence has grown
             if tree < trees:
                 sequence.held = slots[len(tokens) :]
         keep: Tensor | int

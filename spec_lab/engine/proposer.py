@@ -12,8 +12,8 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.request import Request
+from spec_lab.engine.runner import ABILITIES, Ability, DraftRunner, Runner
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 
@@ -27,11 +27,13 @@ class Requires:
             output of layer i - 1), and -1 the state after the final norm, which enters the language-modelling head.
         logits: whether the raw logits (before masks, penalties and temperature) of all rows of a step are needed.
         top_k: how many of the likeliest tokens of all rows are needed; 0 for none.
+        abilities: what the target's runner must be able to do besides (``runner.ABILITIES``).
     """
 
     hidden: tuple[int, ...] = ()
     logits: bool = False
     top_k: int = 0
+    abilities: frozenset[Ability] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +188,7 @@ class ChecksSampling(Protocol):
 class CertifiableProposer(Protocol):
     """A proposer that can also be built for a toy target, so that ``certify`` can enumerate what it drafts."""
 
-    def toy(self, target: Target, draft: CausalLM, tree: tuple[tuple[int, ...], ...]) -> Proposer:
+    def toy(self, target: Target, draft: DraftRunner, tree: tuple[tuple[int, ...], ...]) -> Proposer:
         """Return the same proposer for another target.
 
         Args:
@@ -207,16 +209,22 @@ def check_sampling(proposer: Proposer, sampling: Sampling) -> None:
         proposer.check(sampling)
 
 
-def check_requires(proposer: Proposer, runner: Any) -> None:
+def check_requires(proposer: Proposer, runner: Runner) -> None:
     """Refuse a proposer that requires what the target's runner does not return.
 
     Args:
         proposer: to be checked.
-        runner: a ``runner.Runner``.
+        runner: the target's.
 
     Raises:
         ValueError: names the proposer and what is missing.
     """
+    has_abilities = runner.capabilities.abilities
+    for name in sorted(proposer.requires.abilities - has_abilities):
+        raise ValueError(
+            f"proposer '{proposer.name}' requires {name} of the target ({ABILITIES[name]}), whose runner has "
+            f"{', '.join(sorted(has_abilities)) or 'no such ability'}. Choose another proposer, or another target."
+        )
     if not proposer.requires.hidden:
         return
     last = runner.capabilities.hidden_layers

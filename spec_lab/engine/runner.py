@@ -1,20 +1,20 @@
-"""What the engine requires of whatever computes the target: a runner, and the KV cache of one sequence.
+"""What is required of whatever computes a target or a draft: a runner, and the KV cache of one sequence.
 
 Nothing here says how keys and values are stored, so that engines other than transformers can implement it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Draft
+from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.draft import Draft, Shape
 
 
 class KVSequence(Protocol):
@@ -33,12 +33,22 @@ class KVSequence(Protocol):
         ...
 
     def fork(self) -> KVSequence:
-        """A second sequence with the same past."""
+        """A second sequence with the same past; of another request only with the ability ``shared_prefix``."""
         ...
 
     def close(self) -> None:
         """Free everything. Harmless when repeated."""
         ...
+
+
+Ability = Literal["layer_ranges", "state_snapshots", "shared_prefix"]
+
+ABILITIES: Mapping[Ability, str] = {
+    "layer_ranges": "running a range of layers from given hidden states, on the KV cache of a sequence",
+    "state_snapshots": "saving and restoring the states of recurrent layers",
+    "shared_prefix": "sharing the KV cache of a common prefix among requests",
+}
+"""What some runners can do and some proposers require; drafting by early exit (2404.16710) requires layer ranges."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +59,13 @@ class Capabilities:
         hidden_layers: number of layers whose hidden states it can return; 0 for none. The states are numbered as in
             transformers' ``hidden_states``: number i is the input of layer i (the output of layer i - 1), and number
             ``hidden_layers``, or -1, is the state after the final norm.
-        hidden_injection: whether it can run a range of layers from given hidden states.
-        recurrent_state: whether states of recurrent layers can be saved and restored.
-        shared_prefix: whether requests with the same prefix can share its KV cache.
         sequences: most sequences in one forward; None for no limit.
+        abilities: those that it has of ``ABILITIES``.
     """
 
     hidden_layers: int = 0
-    hidden_injection: bool = False
-    recurrent_state: bool = False
-    shared_prefix: bool = False
     sequences: int | None = None
+    abilities: frozenset[Ability] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +86,13 @@ class Output:
     nodes: Sequence[Tensor] = ()
 
 
+class Extended(NamedTuple):
+    """What ``DraftRunner.extend`` returns: logits ``[n, V]``, and captured hidden states ``[n, layers * H]``."""
+
+    logits: Tensor
+    hidden: Tensor | None
+
+
 class Runner(Protocol):
     """Computes pending tokens and draft trees of several sequences in one forward.
 
@@ -94,6 +107,21 @@ class Runner(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of logits and hidden states."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V, the width of the logits."""
+        ...
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards of the model have been computed so far."""
+        ...
+
+    @property
     def capabilities(self) -> Capabilities:
         """What it can do beyond logits."""
         ...
@@ -102,7 +130,7 @@ class Runner(Protocol):
         """An empty sequence with room for ``reserve`` positions; it grows on demand."""
         ...
 
-    def capture(self, layers: tuple[int, ...]) -> None:
+    def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return the hidden states with these numbers from now on (``Capabilities.hidden_layers``)."""
         ...
 
@@ -125,4 +153,47 @@ class Runner(Protocol):
 
     def run(self, prepared: Any) -> Output:
         """The forward: pending tokens become part of their sequences, nodes are held (``KVSequence.accept``)."""
+        ...
+
+
+class DraftRunner(Protocol):
+    """Computes a draft model, which grows a forest level by level below the roots that one forward computes."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of logits."""
+        ...
+
+    def open(self, reserve: int = ...) -> KVSequence:
+        """As of ``Runner``."""
+        ...
+
+    def forward(
+        self, sequences: Sequence[Any], pending: Sequence[Sequence[int]], draft: Draft, *, timed: Phase | None = None
+    ) -> Output:
+        """``Runner.prepare`` and ``Runner.run``.
+
+        Args:
+            sequences, pending, draft: as of ``Runner.prepare``.
+            timed: records the calls of the model.
+        """
+        ...
+
+    def extend(
+        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+    ) -> Extended:
+        """Compute nodes whose root and ancestors are computed already.
+
+        Args:
+            sequences: ``[B]``, each ending with its tree's root; None for a tree without ``rows``. The nodes are held.
+            shape: the forest; it may hold nodes that are never computed, and may have grown since the last call.
+            rows: ``[n]`` the nodes to compute, tree by tree, parents first.
+            token: ``[n]`` their tokens.
+            timed: records the calls of the model.
+        """
         ...

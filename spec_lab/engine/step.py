@@ -129,7 +129,6 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
 
     Raises:
         PartError: the proposer or the verifier raised an error, or returned what cannot be; names it.
-        SpanFull: the KV cache cannot grow.
     """
     target, constraint, sequences = parts.target, parts.constraint, list(sequences)
     lm = target.lm

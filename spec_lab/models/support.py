@@ -140,24 +140,23 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache) 
 def _forest_error(model: Any, attention: Attention) -> float:
     """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one."""
     lm = CausalLM(model, attention)
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])
     generator = np.random.default_rng(0)
 
     def random_tokens(count: int) -> list[int]:
-        return generator.integers(0, vocabulary, count).tolist()
+        return generator.integers(0, lm.vocabulary, count).tolist()
 
     prompts = [random_tokens(7), random_tokens(4)]
-    paths = [lm.open() for _ in prompts]
+    sequences = [lm.open() for _ in prompts]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
     first = Draft(Shape(2, np.array([0, 0, 3, 1, 5])), torch.tensor(random_tokens(5), device=lm.device))
-    output = lm.forward(paths, prompts, first)
+    output = lm.forward(sequences, prompts, first)
     worst = _compare(model, prompts, first, output.logits)
-    for path, accepted in zip(paths, ([1, 2], []), strict=True):
-        path.accept(accepted)
+    for sequence, accepted in zip(sequences, ([1, 2], []), strict=True):
+        sequence.accept(accepted)
     tokens = [prompts[0] + first.token[[1, 2]].tolist(), prompts[1]]
     pending = [random_tokens(1), random_tokens(2)]
     second = Draft(Shape(2, np.array([0, 0, 2, 1, 1, 6])), torch.tensor(random_tokens(6), device=lm.device))
-    output = lm.forward(paths, pending, second)
+    output = lm.forward(sequences, pending, second)
     tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
     return max(worst, _compare(model, tokens, second, output.logits))
 

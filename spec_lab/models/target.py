@@ -11,10 +11,11 @@ from spec_lab.core.options import whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import Attention
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.services import TargetServices
-from spec_lab.models.support import checked, model_context
+from spec_lab.models.support import Unsupported, checked, model_context
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class Target:
     """A causal LM with its tokenizer.
 
     Args:
-        lm: the model with its KV cache.
+        lm: computes it. Where it is a ``CausalLM``, proposers and checks that require the model's modules can use them.
         tokenizer: transformers' tokenizer; None where only token ids are used.
         name: the path or hub name as given.
         context: maximum number of tokens of a sequence.
@@ -31,7 +32,7 @@ class Target:
         cache: facts that this process found before; draft models that are loaded for this target use it too.
     """
 
-    lm: CausalLM
+    lm: Runner
     tokenizer: Any
     name: str
     context: int
@@ -42,20 +43,53 @@ class Target:
     @cached_property
     def vocabulary(self) -> int:
         """V, the width of the logits."""
-        return int(self.lm.model.get_output_embeddings().weight.shape[0])
+        return self.lm.vocabulary
 
     @property
     def ends(self) -> frozenset[int]:
         """The end-of-text tokens of the model's generation config and of the tokenizer that lie below V."""
-        config = getattr(self.lm.model, "generation_config", None)
+        config = getattr(self.lm.model, "generation_config", None) if isinstance(self.lm, CausalLM) else None
         named = [getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)]
         flat = [token for one in named for token in (one if isinstance(one, list) else [one])]
         return frozenset(token for token in flat if token is not None and token < self.vocabulary)
 
+    @property
+    def causal_lm(self) -> CausalLM:
+        """The runner, for what requires the model of transformers that it runs.
+
+        Raises:
+            Unsupported: it is a runner of another kind.
+        """
+        if not isinstance(self.lm, CausalLM):
+            raise Unsupported(
+                f"target '{self.name}' is computed by {type(self.lm).__name__}, which has no model of transformers: "
+                "choose a proposer, peer or check that requires none, or another target"
+            )
+        return self.lm
+
     @cached_property
     def services(self) -> TargetServices:
-        """The target's embedding, final norm and LM head, for proposers that call them."""
-        return TargetServices(self.lm.model)
+        """The target's embedding, final norm and LM head, for proposers that call them.
+
+        Raises:
+            Unsupported: as of ``causal_lm``.
+        """
+        return TargetServices(self.causal_lm.model)
+
+    def draft_runner(self, model: Any, sha256: str) -> CausalLM:
+        """Return what computes a draft model for this target, with the target's attention and chunks if it has any.
+
+        Args:
+            model: a causal LM of transformers.
+            sha256: of its weights.
+
+        Raises:
+            Unsupported: it fails the self-check.
+        """
+        own = self.lm if isinstance(self.lm, CausalLM) else None
+        attention: Attention = "spans" if own is None else own.attention
+        checked(model, attention, sha256, self.cache)
+        return CausalLM(model, attention) if own is None else CausalLM(model, attention, own.chunk)
 
     @staticmethod
     def load(

@@ -22,6 +22,7 @@ from scipy.stats import theilslopes
 
 from spec_lab.core.machine import cores, processor
 from spec_lab.core.probabilities import Sampling
+from spec_lab.core.protocols import facts_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.proposer import Proposer
 from spec_lab.engine.request import Request
@@ -55,7 +56,7 @@ class Calibration:
     """A tree and why it was chosen.
 
     Args:
-        choices: the tree; empty where none pays on this machine.
+        choices: the tree; empty if no tree is faster than decoding without a draft.
         expected_tokens: per step and sequence, on text like that measured on.
         expected_speedup: over decoding without a draft, by the seconds below.
         batch_size: sequences decoded together.
@@ -157,22 +158,16 @@ def conditions(
         batch_size: sequences decoded together.
         sampling: of the requests.
     """
-    lm = target.lm
-    parameters = list(lm.model.parameters())
-    devices = sorted({parameter.device for parameter in parameters} | {torch.device(lm.device)}, key=str)
     return {
         "procedure": PROCEDURE,
         "versions": {"spec-lab": _spec_lab(), "torch": torch.__version__, "python": platform.python_version()},
         "processor": processor(),
         "cores": cores(),
-        "devices": [torch.cuda.get_device_name(one) if one.type == "cuda" else str(one) for one in devices],
         "ranks": ranks.size(),
         "threads": torch.get_num_threads(),
         "target": target.sha256 or target.name,
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(lm.dtype).removeprefix("torch."),
+        **facts_of(target.lm),
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "attention": lm.attention,
         "context": _context(target),
         "drafter": drafter,
         "trees": sha256(write(tuple(map(tuple, grown))).encode()).hexdigest(),

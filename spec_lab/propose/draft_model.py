@@ -18,13 +18,13 @@ from spec_lab.core.draft import Draft, Drawn, Shape, empty, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
-from spec_lab.models.support import checked, model_context
+from spec_lab.models.support import model_context
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_cache import DraftCache, Tentative
@@ -63,7 +63,7 @@ class DraftModel(Lifecycle):
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: DraftRunner,
         context: int,
         tree: Choices,
         drawn: Drawn = "iid",
@@ -74,7 +74,6 @@ class DraftModel(Lifecycle):
         budget: Budget | None = None,
     ) -> None:
         self.lm = lm
-        lm.phase = "propose_forward"
         self.context = context
         self.tree = tree
         self.drawn = drawn
@@ -155,8 +154,7 @@ class DraftModel(Lifecycle):
                 f"proposer.children: {budget.children} children do not fit a vocabulary of {target.vocabulary}"
             )
         sha256 = weights_hash(path)
-        checked(model, target.lm.attention, sha256, target.cache)
-        lm = CausalLM(model, target.lm.attention, chunk=target.lm.chunk)
+        lm = target.draft_runner(model, sha256)
         name = "draft_best_first" if budget else "draft_chain" if width_of(choices) == 1 else "draft_tree"
         context = model_context(model.config)
         return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256, budget)
@@ -173,7 +171,7 @@ class DraftModel(Lifecycle):
                 "to a chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
             )
 
-    def toy(self, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
         budget = self.budget and Budget(min(self.budget.nodes, 3), min(self.budget.children, 2), 2, self.budget.width)
         own = self.drawn, self.temperature, self.confidence, self.name
@@ -204,7 +202,6 @@ class DraftModel(Lifecycle):
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
-        self.lm.clock = batch.clock  # its module calls are timed with the step
         shapes, caches, depths = [], [], []
         for deepest, sequence in zip(batch.room(), batch.sequences, strict=True):
             # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
@@ -251,14 +248,16 @@ class DraftModel(Lifecycle):
         own = [cache for cache in caches if cache is not None]
         pending = [cache.follow(batch.sequences[tree].tokens) for tree, cache in zip(active, own, strict=True)]
         computed: list[int] = []
+        timed = batch.clock.phase("propose_forward")
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
             computed.extend(rows.tolist())
-            paths = [None if cache is None else cache.kv for cache in caches]
+            sequences = [None if cache is None else cache.kv for cache in caches]
             ids = torch.from_numpy(token[rows - shape.roots]).to(self.lm.device)
-            return self.lm.extend(paths, shape, rows, ids).logits
+            return self.lm.extend(sequences, shape, rows, ids, timed).logits
 
-        output = self.lm.forward([cache.kv for cache in own], pending, empty(len(own), self.lm.device))
+        roots = empty(len(own), self.lm.device)
+        output = self.lm.forward([cache.kv for cache in own], pending, roots, timed=timed)
         draft = growth.grow(output.logits, expand)
         rows = np.zeros(draft.shape.rows, dtype=bool)
         rows[computed] = True

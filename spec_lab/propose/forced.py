@@ -11,7 +11,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, chain, empty, forest
 from spec_lab.core.probabilities import Sampling, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.siblings import BROKEN
@@ -40,7 +40,7 @@ class ForcedChains:
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: DraftRunner,
         drawn: Drawn,
         batch: Batch,
         masks: DraftMasks,
@@ -52,6 +52,7 @@ class ForcedChains:
     ) -> None:
         self.lm, self.drawn, self.batch, self.masks = lm, drawn, batch, masks
         self.samplings, self.caches, self.depths, self.confidence = samplings, caches, depths, confidence
+        self.timed = batch.clock.phase("propose_forward")
         lengths = [max(0, min(d + RUN, limit)) if d else 0 for d, limit in zip(depths, limits, strict=True)]
         self.shape = forest(tuple(map(chain, lengths)))
         self.rows = [tree.tolist() for tree in self.shape.trees]  # of each tree, its root first
@@ -69,7 +70,7 @@ class ForcedChains:
         if active:
             pending = [self._cache(tree).follow(self.batch.sequences[tree].tokens) for tree in active]
             caches = [self._cache(tree).kv for tree in active]
-            logits = self.lm.forward(caches, pending, empty(len(active), self.lm.device)).logits
+            logits = self.lm.forward(caches, pending, empty(len(active), self.lm.device), timed=self.timed).logits
             for tree in active:
                 self.allowed[tree] = self._ask(tree)
         level = 0
@@ -172,7 +173,7 @@ class ForcedChains:
         caches = [None if cache is None else cache.kv for cache in self.caches]
         self.computed[rows] = True
         ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
-        logits = self.lm.extend(caches, self.shape, rows, ids).logits
+        logits = self.lm.extend(caches, self.shape, rows, ids, self.timed).logits
         return logits[torch.from_numpy(np.cumsum([len(fresh[tree]) for tree in active]) - 1)]
 
     def _draft(self) -> Draft:

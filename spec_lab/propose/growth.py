@@ -11,7 +11,7 @@ from torch import Tensor
 from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
 from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
@@ -35,7 +35,7 @@ class Growth:
 
     def __init__(
         self,
-        lm: CausalLM,
+        lm: DraftRunner,
         drawn: Drawn,
         batch: Batch,
         shape: Shape,
@@ -45,6 +45,7 @@ class Growth:
     ) -> None:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
         self.samplings, self.caches, self.confidence = samplings, caches, confidence
+        self.timed = batch.clock.phase("propose_forward")
         self.token = np.zeros(shape.nodes, dtype=np.int64)
         self.computed = np.zeros(shape.rows, dtype=bool)
         self.broken: dict[int, str] = {}
@@ -173,14 +174,15 @@ class Growth:
             pending = [
                 cache.follow(self.batch.sequences[tree].tokens) for tree, cache in zip(active, caches, strict=True)
             ]
-            return self.lm.forward([cache.kv for cache in caches], pending, empty(len(rows), self.lm.device)).logits
+            sequences, roots = [cache.kv for cache in caches], empty(len(rows), self.lm.device)
+            return self.lm.forward(sequences, pending, roots, timed=self.timed).logits
         above, token = self.shape.parent[rows - self.shape.roots], self.token[rows - self.shape.roots]
         if self.seen is not None:
             self.seen[rows] = self.seen[above]
             self.seen[rows, token] = True
         self.computed[rows] = True
-        paths = [None if cache is None else cache.kv for cache in self.caches]
-        return self.lm.extend(paths, self.shape, rows, torch.from_numpy(token).to(self.lm.device)).logits
+        held = [None if cache is None else cache.kv for cache in self.caches]
+        return self.lm.extend(held, self.shape, rows, torch.from_numpy(token).to(self.lm.device), self.timed).logits
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """Return the arguments of ``logits_to_probs`` at ``rows``: parameters (one if they agree), and history."""

@@ -19,9 +19,9 @@ from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
 from spec_lab.core.options import temperature_or_none, whole
 from spec_lab.core.probabilities import likeliest
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.proposer import Lifecycle, Observation, Requires
 from spec_lab.engine.request import Request
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.accuracy import Accuracy
@@ -148,7 +148,7 @@ class Medusa(Lifecycle):
             )
         return Medusa(heads, choices)
 
-    def toy(self, target: Target, draft: CausalLM, tree: Choices) -> Medusa:
+    def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Medusa:
         """Return the same proposer with random heads of the target's size and another tree."""
         return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None), tree)
 

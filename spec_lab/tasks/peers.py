@@ -237,7 +237,7 @@ def as_transformers_runs_it(target: Target) -> Any:
     """
     if ranks.size() > 1:
         raise ValueError("peers do not support target.tensor_parallel=true: remove the peers")
-    model = target.lm.model
+    model = target.causal_lm.model
     weights = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     model = copy.deepcopy(model, weights)
     model.set_attn_implementation("sdpa")

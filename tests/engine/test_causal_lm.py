@@ -1,5 +1,7 @@
 """The logits of every node equal those of a plain forward over its path, whatever happened to the cells before."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.kv_cache import SpanFull
+from spec_lab.engine.kv_cache import GRAIN
 from tests.tiny import DENSE_ONLY, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
 TREE = tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
@@ -166,15 +168,38 @@ def test_a_span_grows_beyond_its_reserve_without_changing_a_logit():
     assert_rows_match(lm.model, [tokens], draft, output.logits)
 
 
-def test_a_span_at_its_limit_refuses_and_keeps_what_it_holds():
-    lm = CausalLM(tiny_model(), limit=16)
-    cache = lm.cells.open(16)
-    lm.forward([cache], [list(range(14))], empty(1))
-    held = cache.slots.copy()
-    with pytest.raises(SpanFull, match="limited to 16"):
-        lm.forward([cache], [[3]], random_draft(chain(4), np.random.default_rng(0)))
-    assert (cache.slots == held).all()
-    assert_rows_match(lm.model, [[*range(14), 5]], empty(1), lm.forward([cache], [[5]], empty(1)).logits)
+def test_a_forward_for_which_memory_runs_out_changes_no_sequence(monkeypatch):
+    """The second sequence needs more cells than there are; the first one's are taken already."""
+    lm = CausalLM(tiny_model())
+    caches = [lm.cells.open(16), lm.cells.open(16)]
+    prompts = [list(range(14)), [7] * GRAIN]
+    lm.forward(caches, prompts, empty(2))
+    held = [cache.slots.copy() for cache in caches]
+    draft = random_draft(forest((chain(4), chain(4))), np.random.default_rng(0))
+    with monkeypatch.context() as full:
+        full.setattr(lm.cells, "_grow", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            lm.forward(caches, [[3], [4]], draft)
+    assert all((cache.slots == before).all() for cache, before in zip(caches, held, strict=True))
+    tokens = [[*prompt, 5] for prompt in prompts]
+    assert_rows_match(lm.model, tokens, empty(2), lm.forward(caches, [[5], [5]], empty(2)).logits)
+
+
+def test_forks_serve_other_requests_with_the_same_prefix():
+    """The ability ``shared_prefix``, whichever of the requests ends first."""
+    lm = CausalLM(tiny_model())
+    assert "shared_prefix" in lm.capabilities.abilities
+    prefix, first = [5, 9, 2, 8, 1, 7], lm.open()
+    lm.forward([first], [prefix], empty(1))
+    second = first.fork()
+    cells = lm.cells.references.astype(bool).sum()
+    draft = random_draft(forest((TREE, chain(2))), np.random.default_rng(1))
+    output = lm.forward([first, second], [[3], [4, 6]], draft)
+    assert_rows_match(lm.model, [[*prefix, 3], [*prefix, 4, 6]], draft, output.logits)
+    first.close()
+    second.accept()
+    assert_rows_match(lm.model, [[*prefix, 4, 6, 8]], empty(1), lm.forward([second], [[8]], empty(1)).logits)
+    assert lm.cells.references.sum() == cells + 3, "the prefix is held once"
 
 
 def plain_hidden(model, tokens, layers):

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from spec_lab.engine.kv_cache import GRAIN, Cells, SpanFull, as_index
+from spec_lab.engine.kv_cache import GRAIN, Cells, as_index
 
 CPU = torch.device("cpu")
 
@@ -140,21 +140,6 @@ def test_cells_held_by_a_failed_forward_come_back_with_the_span():
     again = cells.open(8)
     assert again.span == sequence.span
     assert cells.take(again, 3).tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("limit", [16, GRAIN, GRAIN + 10])
-def test_a_span_holds_its_limit_and_not_a_cell_more(limit):
-    cells = Cells(limit=limit)
-    sequence = cells.open(8)
-    held = cells.take(sequence, limit)
-    with pytest.raises(SpanFull, match=f"needs {limit + 1} cells, its span is limited to {limit}"):
-        cells.take(sequence, 1)
-    assert (cells.references[sequence.span, held] == 1).all(), "what it held it still holds"
-    with pytest.raises(SpanFull):
-        cells.open(limit + 1)
-    cells.close(sequence)
-    with pytest.raises(SpanFull):  # in a span that is free as well
-        cells.open(limit + 1)
 
 
 @pytest.mark.parametrize("length", [-1, 4])

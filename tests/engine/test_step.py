@@ -1,5 +1,7 @@
 """Steps: every proposer emits the target's tokens, errors are named and free every cell, batches change no token."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -7,7 +9,6 @@ from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
-from spec_lab.engine.kv_cache import SpanFull
 from spec_lab.propose import Null
 from spec_lab.verify import Match, Token, Traversal
 from tests.engine.foretold import NEW, Foretold
@@ -137,13 +138,13 @@ def test_every_cell_is_freed(target, truth, ending):
     assert target.lm.cells.spans == spans, "the next group lives where this one did"
 
 
-def test_a_group_that_cannot_open_frees_what_it_opened():
+def test_a_group_that_cannot_open_frees_what_it_opened(monkeypatch):
     target = tiny_target()
-    target.lm.cells.limit = 64
-    long = tuple(range(1, 60))
-    with pytest.raises(SpanFull):
-        decode(target, Null(), requests(prompts=(PROMPTS[1], long)))
-    target.lm.cells.limit = None
+    with monkeypatch.context() as full:
+        full.setattr(target.lm, "open", Mock(side_effect=[target.lm.open(), MemoryError]))
+        with pytest.raises(MemoryError):
+            decode(target, Null(), requests(prompts=PROMPTS[:2]))
+    assert not any(target.lm.cells._users)
     _, steps = decode(target, Null(), requests(prompts=(PROMPTS[1],)))
     assert target.lm.cells.spans == 1 and len(steps) == NEW
 

@@ -343,8 +343,8 @@ def test_logits_that_are_nan_are_reported_for_their_request_only(target, monkeyp
     proposer = best_first(Budget(6, 2, 4, 2))
     plain = proposer.lm.extend
 
-    def breaking(sequences, shape, rows, token):
-        found = plain(sequences, shape, rows, token)
+    def breaking(sequences, shape, rows, *more):
+        found = plain(sequences, shape, rows, *more)
         found.logits[torch.from_numpy(shape.root[rows] == 1)] = float("nan")
         return found
 

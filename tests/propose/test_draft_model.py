@@ -182,9 +182,9 @@ def test_accepted_nodes_are_found_again(target):
     proposer = draft_model(TREE, "point", seed=0, num_hidden_layers=2)
     lengths = []
     forward = proposer.lm.forward
-    proposer.lm.forward = lambda paths, pending, draft: (
+    proposer.lm.forward = lambda sequences, pending, draft, **timed: (
         lengths.append([*map(len, pending)]),
-        forward(paths, pending, draft),
+        forward(sequences, pending, draft, **timed),
     )[1]
     _, steps = decode(target, proposer, requests(new=17, prompts=PROMPTS[:1]), Match())
     assert [len(done.path) for one in steps for done in one.committed] == [3] * 5
@@ -284,6 +284,15 @@ def test_a_sequence_that_never_drafted_closes(target):
     assert not proposer.lm.cells.references.any()
 
 
+@pytest.mark.parametrize("tree", ["1x1", "2x1"])
+def test_calls_of_the_draft_are_timed_with_the_step_and_leave_its_runner_as_it_was(target, tree):
+    proposer = draft_model(tree, "point")
+    clock = proposer.lm.clock
+    _, steps = decode(target, proposer, requests())
+    assert calls(steps[0]) == 2 and all(calls(one) <= 2 for one in steps)
+    assert proposer.lm.clock is clock is not target.lm.clock and not clock.spans
+
+
 # Bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,8 +307,8 @@ def test_nan_logits_end_their_own_request_only(target, truth, bad, drawn, temper
     group, _ = decode(target, proposer, requests())
     assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
     assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
-    assert list(group.errors) == ["p1"]
-    assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors["p1"]
+    assert list(group.errors) == [1]
+    assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors[1]
     again, _ = decode(target, proposer, requests()[::2])  # in the cells with NaN
     assert emitted(again) == [truth[0], truth[2]]
 

@@ -29,8 +29,8 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Draws
-from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Parts, step
 from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
@@ -114,7 +114,7 @@ class ToyParts(NamedTuple):
     p: list[np.ndarray]
 
 
-def reference(drawn: Drawn, target: Target, draft: CausalLM, tree: Choices) -> DraftModel:
+def reference(drawn: Drawn, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
     """Return a draft model's proposer on a toy target that draws siblings as asked."""
     return DraftModel(draft, target.context, tree, drawn)
 

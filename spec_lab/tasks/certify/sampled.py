@@ -204,7 +204,7 @@ def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedCo
     first = len(live.request.tokens)
     ids = torch.tensor([live.tokens], device=target.lm.device)
     with torch.inference_mode():
-        logits = target.lm.model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+        logits = target.causal_lm.model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     seen[:, list(live.request.tokens)] = True
     for row, token in enumerate(live.emitted[:-1], start=1):

@@ -58,7 +58,7 @@ class FeatureDrafter(Lifecycle):
             vocab_size=target.vocabulary, hidden_size=width, intermediate_size=width, num_hidden_layers=1,
             num_attention_heads=2, max_position_embeddings=target.context,
         )  # fmt: skip
-        self.lm = CausalLM(LlamaForCausalLM(config).to(target.lm.dtype).eval(), phase="propose_forward")
+        self.lm = CausalLM(LlamaForCausalLM(config).to(target.lm.dtype).eval())
         self.lm.capture((-1,))
         self.mix = torch.randn(width, 3 * width, dtype=target.lm.dtype) / width
         self.fc = torch.randn(width, 2 * width, dtype=target.lm.dtype)
@@ -89,7 +89,7 @@ class FeatureDrafter(Lifecycle):
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft:
         """Draft trees where one token is pending and every computed position was observed; nothing elsewhere."""
-        self.lm.clock = batch.clock
+        timed = batch.clock.phase("propose_forward")
         depths, kvs, lengths, inputs = [], [], [], []
         for room, one in zip(batch.room(), batch.sequences, strict=True):
             state, computed = one.state, len(one.kv)
@@ -109,14 +109,14 @@ class FeatureDrafter(Lifecycle):
         )
         if not lengths:
             return growth.grow(torch.empty(0, batch.target.vocabulary), lambda *_: torch.empty(0))
-        output = self.lm.forward_embeds([kv for kv in kvs if kv is not None], lengths, torch.cat(inputs))
+        output = self.lm.forward_embeds([kv for kv in kvs if kv is not None], lengths, torch.cat(inputs), timed)
         active = [tree for tree, depth in enumerate(depths) if depth]
         hidden = dict(zip(active, (rows[-1] for rows in output.pending), strict=True))
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
             nodes = rows - shape.roots
             above = torch.stack([hidden[row] for row in shape.parent[nodes].tolist()])
-            found = self.lm.extend(kvs, shape, rows, self._input(torch.from_numpy(token[nodes]), above))
+            found = self.lm.extend(kvs, shape, rows, self._input(torch.from_numpy(token[nodes]), above), timed)
             hidden.update(zip(rows.tolist(), found.hidden, strict=True))
             return found.logits
 
