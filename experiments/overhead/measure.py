@@ -3,16 +3,17 @@
     python experiments/overhead/measure.py --prompts 16 --tokens 96
 
 The bare loop is what one would write by hand: the same weights, a ``DynamicCache``, SDPA attention and arg max. Both
-decode the same bundled prompts greedily in one process, one right after the other, in alternating order. Each prompt
-gives one ratio of decode seconds (without the first forward, over the prompt), so a slow drift of the machine cancels.
-The table shows the ratio of sums with its 95 % interval (bootstrap over prompts), and the ratio of the median steps,
-which single disturbances do not move.
+decode the same bundled prompts greedily in one process, one step of each in turn and in alternating order, so that the
+machine's drift cancels. Steps over the prompt are left out. Printed are the ratio of summed seconds with its 95 %
+interval (bootstrap over prompts), and the ratio of the median steps, which single disturbances do not move.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -35,31 +36,37 @@ from spec_lab.verify import Token
 ZOO = Path(spec_lab.__file__).parent / "zoo"
 
 
-def engine_steps(target: Target, prompt: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
-    """Decode with the engine: the tokens, and the seconds of each step but the first."""
-    request, seconds = Request(0, "prompt", prompt, Sampling(), count), []
-    engine = fixed_group(target, Null(), Token(), [request], CounterDraws(0))
-    start = time.perf_counter()
-    for _ in engine:
-        end = time.perf_counter()
-        seconds.append(end - start)
-        start = end
-    return engine.sequences[0].emitted, seconds[1:]
+def engine_tokens(target: Target, prompt: tuple[int, ...], count: int) -> Iterator[int]:
+    """Decode with the engine, one token for each step."""
+    request = Request(0, "prompt", prompt, Sampling(), count)
+    for info in fixed_group(target, Null(), Token(), [request], CounterDraws(0)):
+        yield info.committed[0].tokens[0].token
 
 
-@torch.inference_mode()
-def bare_steps(model: torch.nn.Module, prompt: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
-    """Decode with a loop over the model: the tokens, and the seconds of each step but the first."""
-    cache, ids, tokens, seconds = DynamicCache(), torch.tensor([prompt]), [], []
-    start = time.perf_counter()
+def bare_tokens(model: torch.nn.Module, prompt: tuple[int, ...], count: int) -> Iterator[int]:
+    """Decode with a loop over the model, one token for each step."""
+    cache, ids = DynamicCache(), torch.tensor([prompt])
     for _ in range(count):
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        ids = logits[:, -1].argmax(-1)[None]
-        tokens.append(int(ids))
-        end = time.perf_counter()
-        seconds.append(end - start)
-        start = end
-    return tokens, seconds[1:]
+        with torch.inference_mode():
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits[:, -1].argmax(-1)[None]
+        yield int(ids)
+
+
+def side_by_side(decoders: dict[str, Iterator[int]]) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """Tokens of both decoders, and the seconds of each step but the first."""
+    tokens: dict[str, list[int]] = {name: [] for name in decoders}
+    seconds: dict[str, list[float]] = {name: [] for name in decoders}
+    order = list(decoders)
+    with suppress(StopIteration):
+        while True:
+            for name in order:
+                start = time.perf_counter()
+                token = next(decoders[name])
+                seconds[name].append(time.perf_counter() - start)
+                tokens[name].append(token)
+            order.reverse()
+    return tokens, {name: spent[1:] for name, spent in seconds.items()}
 
 
 def main() -> None:
@@ -79,18 +86,16 @@ def main() -> None:
             jsonl(str(ZOO / "prompts" / "code.jsonl"))[: given.prompts], target.tokenizer, target.context, None
         )
     ]
-    decoders = {"engine": lambda prompt: engine_steps(target, prompt, given.tokens),
-                "bare": lambda prompt: bare_steps(bare, prompt, given.tokens)}  # fmt: skip
-    sums: dict[str, list[float]] = {name: [] for name in decoders}
-    steps: dict[str, list[float]] = {name: [] for name in decoders}
-    for decode in decoders.values():
-        decode(prompts[0])
-    for number, prompt in enumerate(prompts):
-        outputs = {}
-        for name in decoders if number % 2 else reversed(decoders):
-            outputs[name], seconds = decoders[name](prompt)
-            sums[name].append(sum(seconds))
-            steps[name] += seconds
+    sums: dict[str, list[float]] = {"engine": [], "bare": []}
+    steps: dict[str, list[float]] = {"engine": [], "bare": []}
+    for number, prompt in enumerate([prompts[0], *prompts], -1):  # the first time to warm up
+        engine, loop = engine_tokens(target, prompt, given.tokens), bare_tokens(bare, prompt, given.tokens)
+        outputs, seconds = side_by_side({"engine": engine, "bare": loop})
+        if number < 0:
+            continue
+        for name, spent in seconds.items():
+            sums[name].append(sum(spent))
+            steps[name] += spent
         if outputs["engine"] != outputs["bare"]:
             print(f"prompt {number}: the outputs differ (rounding in {given.dtype})")
     ratio, low, high = cluster_interval(sums["bare"], sums["engine"], np.arange(len(prompts)))
