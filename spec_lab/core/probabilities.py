@@ -150,18 +150,29 @@ def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
     return x.argmax(-1)
 
 
-def argmax_of_finite(x: Tensor) -> tuple[Tensor, Tensor | None]:  # [R, V] -> [R], [R] bool
-    """Arg max of each row, and the rows without a distribution (``finite_``); on the CPU None where there are none.
+def argmax_of_finite(x: Tensor) -> tuple[Tensor | np.ndarray, Tensor | np.ndarray | None]:  # [R, V] -> [R], [R] bool
+    """Arg max of each row, and the rows without a distribution (``finite_``); on the CPU NumPy arrays.
+
+    There the second is None where every row has a distribution.
 
     The largest number of a row tells: NaN is larger than all others, and -inf is the largest only of its own kind.
     """
     if x.device.type == "cpu":
-        values = x.numpy()
+        if x.numel() > CHUNK and len(x) > 1 and x.dtype != probs_dtype(x):  # a few rows at a time reuse their memory
+            found = [argmax_of_finite(rows) for rows in x.split(max(1, CHUNK // x.shape[-1]))]
+            wrong = [np.zeros(len(best), dtype=bool) if bad is None else bad for best, bad in found]
+            without = np.concatenate(wrong)
+            return np.concatenate([best for best, _ in found]), without if without.any() else None
+        values = x.to(probs_dtype(x)).numpy()
         token = values.argmax(-1)
         fine = [math.isfinite(values.item(row, place)) for row, place in enumerate(token.tolist())]
-        return torch.from_numpy(token), None if all(fine) else ~torch.tensor(fine)
+        return token, None if all(fine) else ~np.array(fine)
     token = x.argmax(-1)
     return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
+
+
+CHUNK = 2**19
+"""Numbers that are converted at once."""
 
 
 def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]

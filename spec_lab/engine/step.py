@@ -175,20 +175,20 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
 
     # 4. Target probabilities p.
     with clock.phase("probabilities"):
-        memory = parts.memory.like(raw)
-        logits = memory[: len(raw)].copy_(raw)
         ask: dict[str, Array] = {}  # what the host reads
         samplings = [one.request.sampling for one in sequences]
         seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
-        allowed = open_mask(masks, logits.shape[-1], logits.device) if masks is not None and on_target else None
+        allowed = open_mask(masks, raw.shape[-1], raw.device) if masks is not None and on_target else None
         logprobs = any(one.request.logprobs for one in sequences)
         plain = allowed is None and seen is None and parts.choose is choose
         plain = plain and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record))
         greedy = plain and all(one.temperature == 0 for one in samplings)
         silent = None
         if greedy:  # p is one-hot: the arg max of each row says all
-            ask["token"], without = argmax_of_finite(logits)
+            ask["token"], without = argmax_of_finite(raw)
         else:
+            memory = parts.memory.like(raw)
+            logits = memory[: len(raw)].copy_(raw)
             without = finite_(logits)
             p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
             if masks is not None and on_target:
@@ -222,7 +222,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         host = dict(zip(ask, read(*ask.values()), strict=True))
         if greedy and shape.nodes:
             host |= parts.memory.certain(shape.roots) | _followed(shape, host)
-        if parts.choose is choose:
+        if parts.choose is choose and not greedy:
             with attributed("verifier", parts.verifier):
                 Choice.check(host["token"])
 

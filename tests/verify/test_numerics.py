@@ -310,6 +310,15 @@ def test_minus_infinity_is_no_mass_and_other_non_finite_logits_are_errors(dtype,
     assert broken is None if well and logits.sum().isfinite() else broken.tolist() == [False, not well, False]
 
 
+def test_the_arg_max_of_many_logits_in_half_precision_is_that_of_each_row():
+    logits = torch.randn(5, 300_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[3, 17] = torch.nan
+    token, without = argmax_of_finite(logits)
+    assert token[[0, 1, 2, 4]].tolist() == [int(logits[row].float().argmax()) for row in (0, 1, 2, 4)]
+    assert without.tolist() == [False, False, False, True, False]
+    assert argmax_of_finite(logits[:3])[1] is None
+
+
 SAMPLINGS = [
     Sampling(),
     Sampling(1.0),
