@@ -64,6 +64,8 @@ NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
 PERCENTILES = (50, 90, 99)
 MAX_RATE = 1e6
+MAX_WAIT = 24 * 3600.0
+"""Most seconds between arrivals within segments, summed over the stream: an arm may wait as long while it is idle."""
 MAX_REQUESTS = 2**20
 
 
@@ -124,6 +126,7 @@ def serve(
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
+    check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
     for arm in arms.values():  # an engine validates requests when they are added: refuse before anything is served
@@ -196,7 +199,8 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
     if kind == "all":
         return [0.0] * count
     if kind == "poisson":
-        return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
+        with np.errstate(over="ignore"):  # infinite times are refused by check_waits
+            return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
     if not isinstance(trace, str) or not trace:
         raise ValueError(
             "task.arrivals=file requires task.trace: a text file with one arrival time per line, in seconds "
@@ -217,6 +221,27 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
             f"task.trace: {trace} must hold at least {count} ascending arrival times from 0 on (it has {len(times)})"
         )
     return times
+
+
+def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, trace: str | None) -> None:
+    """Refuse arrivals that an idle arm would wait for longer than ``MAX_WAIT`` in all.
+
+    Time between segments does not count: each begins with the arrival of its first request.
+
+    Raises:
+        ValueError: names the option, and the line of the trace with which the limit is passed.
+    """
+    waited = 0.0
+    for place in range(1, len(times)):
+        waited += times[place] - times[place - 1] if place % segment else 0.0
+        if not waited <= MAX_WAIT:  # infinities make it NaN
+            what, instead = f"task.rate is {rate:g}", "give a higher rate"
+            if kind == "file":
+                what, instead = f"task.trace: line {place + 1} of {trace} is {times[place]:g}", "name a denser trace"
+            raise ValueError(
+                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, which every arm would "
+                f"wait: {instead}, or set fewer task.requests"
+            )
 
 
 def engine_of(arm: Loop, limits: Limits) -> Engine:

@@ -20,7 +20,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise, tell
+from spec_lab.tasks.serve import SERVED, arrival_times, check_waits, serve, serve_segment, summarise, tell
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, lab, settings
@@ -225,6 +225,28 @@ def test_a_missing_trace_is_refused_by_its_option(tmp_path):
     for trace in (None, "", 5):
         with pytest.raises(ValueError, match=r"task\.arrivals=file .*task\.trace"):
             arrival_times("file", 3, 1.0, trace, 0)
+
+
+def test_arrivals_more_than_a_day_apart_are_refused_by_the_line_of_the_trace(tmp_path):
+    file = tmp_path / "trace.txt"
+    file.write_text("0\n5\n1e12\n")
+    with pytest.raises(ValueError, match=r"task\.trace: line 3 of .*trace\.txt is 1e\+12.*86400 s"):
+        run(tmp_path / "out", requests=3, segment=3, arrivals="file", trace=str(file))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rate", [1e-9, 5e-324])
+def test_a_rate_whose_arrivals_take_more_than_a_day_is_refused(tmp_path, rate):
+    with pytest.raises(ValueError, match=r"task\.rate is .*86400 s"):
+        run(tmp_path / "out", arrivals="poisson", rate=rate)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_time_between_arrivals_of_one_segment_counts_as_waiting():
+    day = module.MAX_WAIT
+    check_waits([0.0, day, 1e12, 1e12], 2, "file", 1.0, "trace")  # one day within segments, and any time between them
+    with pytest.raises(ValueError, match="line 4"):
+        check_waits([0.0, day, 1e12, 1e12 + 1], 2, "file", 1.0, "trace")
 
 
 # The summary -------------------------------------------------------------------------------------------------------
