@@ -25,7 +25,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis.figures.style import STYLE, colours
-from spec_lab.analysis.metrics.intervals import cluster_interval, ratio
+from spec_lab.analysis.metrics import Interval, ratio, speedup_of_totals
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.text import WIDE, interval, number, table
 from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
@@ -128,6 +128,7 @@ def serve(
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
     check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
+    baseline = "baseline" if "baseline" in arms else None
     arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
     for arm in arms.values():  # an engine validates requests when they are added: refuse before anything is served
         engine = engine_of(arm, limits)
@@ -176,7 +177,7 @@ def serve(
             "max_batch_size": settings.batch_size,
             "segments": len(segments),
             "broken_segments": frame.loc[broken, "segment"].nunique(),
-            "arms": summarise(complete, list(arms), ttft_bound, tpot_bound),
+            "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
         told = partial(tell, console=console, verbose=settings.verbose)
@@ -239,8 +240,8 @@ def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, tr
             if kind == "file":
                 what, instead = f"task.trace: line {place + 1} of {trace} is {times[place]:g}", "name a denser trace"
             raise ValueError(
-                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, which every arm would "
-                f"wait: {instead}, or set fewer task.requests"
+                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, for which every arm "
+                f"would wait: {instead}, or set fewer task.requests"
             )
 
 
@@ -317,13 +318,15 @@ def latencies(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float) -> dict[str, Any]:
-    """Return throughput, latencies and goodput of every arm, and its speed-up over the last arm, paired by segments.
+def summarise(
+    frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float, baseline: str | None = "baseline"
+) -> dict[str, Any]:
+    """Return throughput, latencies and goodput of every arm, and its speed-up over the baseline.
 
     Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
-    over segments. The speed-up is a ratio of sums, as in every table: the last arm's seconds over this arm's for the
-    same requests, where outputs differ in length per emitted token. Its interval is a bootstrap over segments. Figures
-    over no rows are NaN.
+    over segments. The speed-up is the ratio of the two throughputs on the same requests (``metrics.speedup``), with an
+    interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
+    NaN.
     """
     frame = latencies(frame)
     good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
@@ -339,10 +342,10 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
     found: dict[str, Any] = {}
     for arm in arms:
         own, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
-        base = spans[arm_of == arms[-1]].droplevel("arm").loc[mine.index]
-        share = mine["tokens"].clip(lower=1) / base["tokens"].clip(lower=1)  # a constraint may end requests at once
-        top = (base["seconds"] * share).to_numpy()
-        speedup = cluster_interval(top, mine["seconds"].to_numpy(), mine.index.to_numpy())
+        base = spans[arm_of == baseline].droplevel("arm")
+        speedup = Interval(*[float("nan")] * 3)
+        if arm != baseline:
+            speedup = speedup_of_totals(mine["tokens"], mine["seconds"], base["tokens"], base["seconds"])
         found[arm] = {
             "requests": len(own),
             "tokens": int(mine["tokens"].sum()),
@@ -371,9 +374,8 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
             strict=True,
         ):  # fmt: skip
             for name in names:
-                milliseconds = np.sort(1e3 * frame.loc[frame["arm"] == name, column].to_numpy())
-                share = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
-                axes.step(milliseconds, share, where="post", color=colour[name], label=name)
+                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].to_numpy()
+                axes.ecdf(milliseconds, color=colour[name], label=name)
             axes.set_xlabel(f"{label} [ms]")
         figure.axes[0].set_ylabel("share of requests")
         figure.axes[1].legend(loc="lower right", frameon=False)
@@ -384,23 +386,26 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
-    """Print each arm's throughput, speed-up over the last arm, goodput, and latencies in milliseconds.
+    """Print each arm's throughput, speed-up over the baseline, goodput, and latencies in milliseconds.
 
     With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
     first token, and means. A note names the segments that were left out because a request broke.
     """
     arms = summary["arms"]
-    shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
+    shown = table(
+        f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, arrivals: {summary['arrivals']}"
+    )
     shown.add_column("arm", overflow="fold")
-    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99"):
+    ends = [(what, p) for what in ("ttft", "tpot") for p in ("p50", "p99")]
+    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", *(f"{what.upper()}\n{p} ms" for what, p in ends)):
         shown.add_column(name, justify="right")
     for arm, own in arms.items():
-        times = (_milliseconds(own[what][p]) for what in ("ttft", "tpot") for p in ("p50", "p99"))
+        times = (_milliseconds(own[what][p]) for what, p in ends)
         rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
         shown.add_row(arm, *rates, *times)
     console.print(shown)
     if verbose or console.width >= WIDE:
-        parts = table("Time to the first token [ms]")
+        parts = table("Latencies in milliseconds")
         parts.add_column("arm", overflow="fold")
         columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
         columns += [("ttft", "mean"), ("tpot", "mean")]
@@ -409,6 +414,11 @@ def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         for arm, own in arms.items():
             parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
         console.print(parts)
+    console.print(
+        "speed-up: total tokens/s over the baseline's on the same segments. TTFT, TPOT: time to the first token, per "
+        "output token.",
+        highlight=False,
+    )
     if summary["broken_segments"]:
         console.print(
             f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "
