@@ -258,9 +258,9 @@ def check_torchrun(config: DictConfig) -> None:
 def check_drawing(config: DictConfig, verifier: Any) -> None:
     """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
 
-    Checked are, for the tasks that decode every proposer with ``verifier``, ``drawn`` as the config or the proposer's
-    class declares it, and whether the options ``tree`` or ``children`` describe trees that branch. What a proposer
-    declares only once it is loaded is checked with the loaded parts.
+    Checked are, for the tasks that decode every proposer with ``verifier``, ``draws`` as the proposer's class declares
+    it, else ``drawn`` as the config or the class does, and whether the options ``tree`` or ``children`` describe trees
+    that branch. What a proposer declares only once it is loaded is checked with the loaded parts.
 
     Raises:
         Refused: names the proposer, how it draws, and what would fit.
@@ -275,11 +275,13 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
         named = part_config(config, part)
         target = str(named["_target_"])
         declared = _class_attributes(target.removesuffix(".load"))
-        drawn = named.get("drawn", declared.get("drawn"))
-        if drawn not in get_args(Drawn) or target.endswith(".Null.load"):
+        drawn, draws = named.get("drawn", declared.get("drawn")), declared.get("draws")
+        if not isinstance(draws, frozenset):  # not the class but each object declares it, or it is drawn one way
+            draws = frozenset(one for one in get_args(Drawn) if one == drawn)
+        if not draws or not draws <= {*get_args(Drawn)} or target.endswith(".Null.load"):
             continue
         name = declared.get("name", _chosen(part, target.removesuffix(".load").rpartition(".")[2]))
-        if why := misfit(str(name), drawn, verifier, _branches(named)):
+        if why := misfit(str(name), draws, verifier, _branches(named)):
             raise Refused(f"spec_lab: {part}: {why}")
 
 
