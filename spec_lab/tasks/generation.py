@@ -71,7 +71,7 @@ class Said:
 
     Args:
         prompt: its place among the prompts.
-        branch: which fork of which fork it is (``batch.Sequence.lineage``): empty for a prompt's first sequence; a fork
+        branch: which fork of which fork it is (``SequenceState.lineage``): empty for a prompt's first sequence; a fork
             of branch ``b`` is called ``(*b, n, m)``, the m-th that came of ``b``'s n-th forking. A fork begins with a
             ``Text`` with all text of its parent so far.
         event: what.
