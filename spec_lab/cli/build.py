@@ -58,6 +58,7 @@ RENAMED = {
     "prompt": "task.prompt",
     "objective": "hydra.sweeper.objective",
     "constraint.beside": "constraint.async_masks",
+    "task.turns": "task.repeats",
 }
 """Options that have another name now, by their former one."""
 
@@ -231,9 +232,10 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    for key in config.constraint if OmegaConf.is_dict(config.get("constraint")) else ():
-        if said := renamed(f"constraint.{key}"):
-            raise Refused(f"spec_lab: {said}")
+    for group in ("constraint", "task"):
+        for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
+            if said := renamed(f"{group}.{key}"):
+                raise Refused(f"spec_lab: {said}")
     for name in Settings.names():
         if name not in config:
             raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")

@@ -150,7 +150,8 @@ def serve(
             for arm in arms.values():
                 short = replace(stream[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
                 serve_segment(arm, [short], [0.0], limits)
-        with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="segment", disable=None) as bar:
+        total = sum(map(len, todo.values())) * len(arms)
+        with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for number, places in todo.items():
                 names, shift = list(arms), number % len(arms)
                 rows = []
@@ -163,7 +164,7 @@ def serve(
                     for row in served:
                         if row["error"]:
                             bar.write(f"{name}: {row['error']}", file=sys.stderr)
-                    bar.update()
+                    bar.update(len(places))
                 tables.write(f"{number:06d}", {"served": rows})
         frame = tables.gather()["served"]
         broken = frame["segment"].isin(frame.loc[frame["finish"].isin(BROKEN), "segment"])

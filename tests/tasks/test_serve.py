@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -476,6 +477,24 @@ def test_finished_segments_stay_and_the_rest_is_served_after_an_interruption(tmp
     after = pd.read_parquet(out / "served.parquet")
     pd.testing.assert_frame_equal(after[after["segment"] == 0].reset_index(drop=True), before)
     assert set(after["segment"]) == {0, 1, 2} and len(after) == 10
+
+
+class Bar:
+    """Stands in for tqdm."""
+
+    def __init__(self, total, unit, **_):
+        self.total, self.unit, self.count = total, unit, 0
+
+    def update(self, count=1):
+        self.count += count
+
+
+def test_progress_counts_the_requests_of_all_arms_and_reaches_its_total(tmp_path, monkeypatch):
+    bars = []
+    monkeypatch.setattr(module, "tqdm", lambda **given: bars.append(Bar(**given)) or nullcontext(bars[-1]))
+    run(tmp_path / "out", requests=5)
+    (bar,) = bars
+    assert (bar.unit, bar.total, bar.count) == ("request", 2 * 5, 2 * 5)
 
 
 def test_warming_up_leaves_no_rows(tmp_path):
