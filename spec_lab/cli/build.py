@@ -163,10 +163,10 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
         needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop_strings
         vocabulary = Vocabulary.of(target) if needed else None
         constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
-        binding = combine(constraint, vocabulary, options, **text)
+        applied = combine(constraint, vocabulary, options, **text)
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
-    return binding, vocabulary and vocabulary.bytes
+    return applied, vocabulary and vocabulary.bytes
 
 
 def option_names(made: type) -> list[str]:
@@ -348,8 +348,8 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
-    binding, pieces = apply_constraint(config, settings, target)
-    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, binding, pieces)
+    applied, pieces = apply_constraint(config, settings, target)
+    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces)
     return work, lab, settings, shown
 
 

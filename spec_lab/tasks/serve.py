@@ -249,7 +249,7 @@ def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, tr
 def engine_of(arm: Loop, limits: Limits) -> Engine:
     """Return an empty engine with the arm's parts."""
     draws = CounterDraws(arm.seed)
-    return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.binding, arm.pieces, limits=limits)
+    return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.applied, arm.pieces, limits=limits)
 
 
 def serve_segment(

@@ -111,7 +111,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
     Raises:
         ValueError: the lab has a constraint, peers, an arm with the name of a fixed tree, or an incompatible pair.
     """
-    if lab.binding is not None:
+    if lab.applied is not None:
         raise ValueError("task=cost does not support constraints; set constraint=none")
     if lab.peers:
         raise ValueError(f"task=cost times spec_lab's own steps, which peers do not run; remove peers {[*lab.peers]}")
