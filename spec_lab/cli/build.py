@@ -187,7 +187,9 @@ def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
 
 
 def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
-    """The config with the trees, by arm, that a run calibrated when it began, for going on without calibrating anew."""
+    """Return the config with the trees, by arm, that the run calibrated when it began, so that a resumed run is not
+    calibrated again.
+    """
     config = deepcopy(config)
     for arm, tree in trees.items():
         option = "proposer.tree" if arm == "speculative" else f"arms.{arm}.tree"

@@ -29,7 +29,7 @@ ROUNDS = {
     "probabilities": (_REAL, "seconds of turning logits into target probabilities"),
     "verify": (_REAL, "seconds of verification and of sampling the outcome"),
     "commit": (_REAL, "seconds of the commit"),
-    "whole": (_REAL, "seconds of the whole round"),
+    "whole": (_REAL, "seconds of the whole step"),
 }
 """One row for each forward of a batch."""
 

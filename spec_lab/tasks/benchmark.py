@@ -1,6 +1,6 @@
-"""A run: groups of prompts decoded by every arm in turn, its tables, summary and figures.
+"""A run: groups of prompts decoded by every arm, its tables, summary and figures.
 
-Arms take turns group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that a drift of the
+The arms alternate group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that a drift of the
 machine's speed affects all of them alike. Rows are built and written between groups, never while the clock runs.
 """
 

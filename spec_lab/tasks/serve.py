@@ -181,8 +181,8 @@ def serve(
             "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
-        told = partial(tell, console=console, verbose=settings.verbose)
-        return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], told)
+        shown = partial(print_summary, console=console, verbose=settings.verbose)
+        return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], shown)
 
     def left() -> tuple[int, str]:
         done = len(finished())
@@ -386,7 +386,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     return [folder / "latency.png"]
 
 
-def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
+def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
     """Print each arm's throughput, speed-up over the baseline, goodput, and latencies in milliseconds.
 
     With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the

@@ -17,6 +17,7 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.terminal import CONTROLS
 from spec_lab.engine.engine import Engine
 from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import ORIGINS
@@ -40,9 +41,6 @@ SHADES = {
 
 TAKEN_BACK = Style(color="red", strike=True)
 QUIET = Style(dim=True)
-
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Symbols for control characters, which a terminal would execute."""
 
 
 def stream(
@@ -174,7 +172,7 @@ class _Page:
             return
         self.last = text[-1]
         if self.console.is_terminal:
-            text = text.translate(VISIBLE)
+            text = text.translate(CONTROLS)
         shade = style if self.colour else None
         parts = [Segment(part, None if part == "\n" else shade) for part in re.split("(\n)", text)]
         self.console.print(Segments(parts), end="", soft_wrap=True)

@@ -22,7 +22,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, arrival_times, check_waits, serve, serve_segment, summarise, tell
+from spec_lab.tasks.serve import SERVED, arrival_times, check_waits, print_summary, serve, serve_segment, summarise
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, Repeat, lab, settings
@@ -433,7 +433,7 @@ def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_w
     rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
     summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0, "arms": summarise(rows, ["a"], 1, 1)}
     console = Console(file=io.StringIO(), width=width)
-    tell(summary, console, verbose)
+    print_summary(summary, console, verbose)
     shown = console.file.getvalue()
     headings = " ".join(shown.split())
     assert headings.count("TTFT") > 1 and headings.count("TPOT") > 1
@@ -445,7 +445,7 @@ def test_the_table_keeps_an_interval_on_one_line_at_80_columns():
     rows = pair([(10.0, 900), (2.0, 920)], [(4.0, 900), (2.0, 900)])
     summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0}
     console = Console(file=io.StringIO(), width=80)
-    tell({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
+    print_summary({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
     assert re.search(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", console.file.getvalue())
 
 

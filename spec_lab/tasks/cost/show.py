@@ -33,7 +33,7 @@ def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict
     return three.reset_index().to_dict("records")
 
 
-def tell(summary: Mapping[str, Any], console: Console) -> None:
+def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print the tables of ``summary.json``."""
     console.print(
         f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "

@@ -92,11 +92,11 @@ def measure(
         summary |= {"turns": repeats, "rounds": rounds, **show.summarise(frame)}
         names = names_in_manifest(facts)
 
-        def tell(found: Mapping[str, Any]) -> None:
+        def print_summary(found: Mapping[str, Any]) -> None:
             arms = [{**one, "arm": names.get(one["arm"], one["arm"])} for one in found["arms"]]
-            show.tell({**found, "arms": arms}, console)
+            show.print_summary({**found, "arms": arms}, console)
 
-        return Done(summary, lambda: show.draw(frame, settings.output_dir / "figures"), tell)
+        return Done(summary, lambda: show.draw(frame, settings.output_dir / "figures"), print_summary)
 
     def left() -> tuple[int, str]:
         done = len(finished())
