@@ -356,10 +356,19 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
 
 
 def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
-    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
+    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``.
+
+    The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
+    """
+    import torch
+
     check_options(config)
     check_torchrun(config)
-    with Status():
-        work, lab, settings, shown = _prepare(config, out, overrides)
-    with interrupt.Raising():
-        return int(work(lab, settings, shown))
+    threads = torch.get_num_threads()
+    try:
+        with Status():
+            work, lab, settings, shown = _prepare(config, out, overrides)
+        with interrupt.Raising():
+            return int(work(lab, settings, shown))
+    finally:
+        torch.set_num_threads(threads)

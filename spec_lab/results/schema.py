@@ -42,7 +42,7 @@ STEPS = {
     "parent_sequence": (_WHOLE, "the branch it was forked from; -1 for none"),
     "round": (_WHOLE, "as in rounds"),
     "prefill": (_FLAG, "as in rounds"),
-    "pending": (_WHOLE, "committed tokens that were not computed yet when the round began"),
+    "pending": (_WHOLE, "committed tokens that were not computed yet when the step began"),
     "forced": (_WHOLE, "of the draft nodes, those whose token was the only allowed one"),
     "nodes": (_WHOLE, "draft nodes, forced ones included"),
     "computed_only": (_WHOLE, "as in rounds"),

@@ -36,9 +36,6 @@ from spec_lab.text.prompts import Prompt, encode
 from spec_lab.text.strings import check_strings
 from spec_lab.verify import Match, Verifier, check_pair
 
-TORCHS_CHOICE = torch.get_num_threads()
-"""Threads that torch takes by itself."""
-
 MOST_NODES = 2**14
 """Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
 
@@ -115,10 +112,11 @@ class Settings:
         file_name("name", self.name)
 
     def use_threads(self) -> None:
-        """Set torch's threads, whatever a run before this one in the same process has set. Do it before the parts are
-        built: some measure the machine while they load.
+        """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine
+        while they load.
         """
-        torch.set_num_threads(TORCHS_CHOICE if self.threads is None else self.threads)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
     @staticmethod
     def names() -> list[str]:
