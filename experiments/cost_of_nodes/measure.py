@@ -83,11 +83,11 @@ def measure(chosen: argparse.Namespace) -> None:
         return Settings(output_dir=chosen.out / name, name=name, batch_size=batch, baseline=True, **usual)
 
     alone = replace(lab("prose", 0, None), more_proposers={})
-    wide = {"batches": chosen.batches, "contexts": chosen.contexts, "turns": chosen.turns}
+    wide = {"batches": chosen.batches, "contexts": chosen.contexts, "repeats": chosen.repeats}
     finished(costs.measure(alone, settings("nodes"), config, quiet, nodes=chosen.nodes, **wide))
     near = [batch for batch in chosen.batches if batch <= max(chosen.runs)]
     for temperature in TEMPERATURES:
-        places = {"batches": near, "contexts": chosen.near, "turns": chosen.turns + 2}
+        places = {"batches": near, "contexts": chosen.near, "repeats": chosen.repeats + 2}
         own = lab("prose", temperature, None), settings(f"cost-{temperature}")
         finished(costs.measure(*own, config, quiet, nodes=chosen.nodes, **places))
     for temperature in TEMPERATURES:
@@ -265,7 +265,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit", type=int, default=16, help="prompts decoded at batch 1; twice that in batches")
     parser.add_argument("--new", type=int, default=64, help="tokens emitted for each")
-    parser.add_argument("--turns", type=int, default=3, help="repetitions of the grid; two more for the runs' costs")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of the grid; two more for the runs' costs")
     numbers = {
         "nodes": ([0, 1, 2, 4, 8, 16, 26, 32, 64], "numbers of nodes whose cost is measured"),
         "batches": ([1, 2, 4, 8], "batch sizes at which it is measured"),

@@ -58,6 +58,7 @@ RENAMED = {
     "prompt": "task.prompt",
     "objective": "hydra.sweeper.objective",
     "constraint.beside": "constraint.async_masks",
+    "task.turns": "task.repeats",
 }
 """Options that have another name now, by their former one."""
 
@@ -162,10 +163,10 @@ def apply_constraint(config: DictConfig, settings: Any, target: Any) -> tuple[An
         needed = not str(named["_target_"]).endswith(".load.none") or any(text.values()) or settings.stop_strings
         vocabulary = Vocabulary.of(target) if needed else None
         constraint = build(OmegaConf.create({"constraint": own}), "constraint", vocabulary=vocabulary)
-        binding = combine(constraint, vocabulary, options, **text)
+        applied = combine(constraint, vocabulary, options, **text)
     except ValueError as error:
         raise Refused(f"spec_lab: {reason(error)}") from error
-    return binding, vocabulary and vocabulary.bytes
+    return applied, vocabulary and vocabulary.bytes
 
 
 def option_names(made: type) -> list[str]:
@@ -186,7 +187,9 @@ def build_each(config: DictConfig, group: str, **live: Any) -> dict[str, Any]:
 
 
 def with_trees(config: DictConfig, trees: Mapping[str, str]) -> DictConfig:
-    """The config with the trees, by arm, that a run calibrated when it began, for going on without calibrating anew."""
+    """Return the config with the trees, by arm, that the run calibrated when it began, so that a resumed run is not
+    calibrated again.
+    """
     config = deepcopy(config)
     for arm, tree in trees.items():
         option = "proposer.tree" if arm == "speculative" else f"arms.{arm}.tree"
@@ -231,9 +234,10 @@ def check_options(config: DictConfig) -> None:
             near = get_close_matches(key, options, 1)
             hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(sorted(options))}"
             raise Refused(f"spec_lab: there is no option {key}; {hint}")
-    for key in config.constraint if OmegaConf.is_dict(config.get("constraint")) else ():
-        if said := renamed(f"constraint.{key}"):
-            raise Refused(f"spec_lab: {said}")
+    for group in ("constraint", "task"):
+        for key in config[group] if OmegaConf.is_dict(config.get(group)) else ():
+            if said := renamed(f"{group}.{key}"):
+                raise Refused(f"spec_lab: {said}")
     for name in Settings.names():
         if name not in config:
             raise Refused(f"spec_lab: {name} is missing: leave ~{name} out, or give {name}=...")
@@ -258,9 +262,9 @@ def check_torchrun(config: DictConfig) -> None:
 def check_drawing(config: DictConfig, verifier: Any) -> None:
     """Refuse proposers whose drafts the verifier cannot verify, before any weights are read.
 
-    Checked are, for the tasks that decode every proposer with ``verifier``, ``drawn`` as the config or the proposer's
-    class declares it, and whether the options ``tree`` or ``children`` describe trees that branch. What a proposer
-    declares only once it is loaded is checked with the loaded parts.
+    Checked are, for the tasks that decode every proposer with ``verifier``, ``draws`` as the proposer's class declares
+    it, else ``drawn`` as the config or the class does, and whether the options ``tree`` or ``children`` describe trees
+    that branch. What a proposer declares only once it is loaded is checked with the loaded parts.
 
     Raises:
         Refused: names the proposer, how it draws, and what would fit.
@@ -275,11 +279,13 @@ def check_drawing(config: DictConfig, verifier: Any) -> None:
         named = part_config(config, part)
         target = str(named["_target_"])
         declared = _class_attributes(target.removesuffix(".load"))
-        drawn = named.get("drawn", declared.get("drawn"))
-        if drawn not in get_args(Drawn) or target.endswith(".Null.load"):
+        drawn, draws = named.get("drawn", declared.get("drawn")), declared.get("draws")
+        if not isinstance(draws, frozenset):  # not the class but each object declares it, or it is drawn one way
+            draws = frozenset(one for one in get_args(Drawn) if one == drawn)
+        if not draws or not draws <= {*get_args(Drawn)} or target.endswith(".Null.load"):
             continue
         name = declared.get("name", _chosen(part, target.removesuffix(".load").rpartition(".")[2]))
-        if why := misfit(str(name), drawn, verifier, _branches(named)):
+        if why := misfit(str(name), draws, verifier, _branches(named)):
             raise Refused(f"spec_lab: {part}: {why}")
 
 
@@ -344,16 +350,25 @@ def _prepare(config: DictConfig, out: Path, overrides: Sequence[str] | None) -> 
     arms = build_each(begun, "arms", target=target)
     peers = build_each(config, "peers", target=target, sampling=sampling, seed=settings.seed)
     verifiers = build_each(config, "verifiers")
-    binding, pieces = apply_constraint(config, settings, target)
-    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, binding, pieces)
+    applied, pieces = apply_constraint(config, settings, target)
+    lab = Lab(target, proposer, verifier, sampling, prompts, tracker, arms, peers, verifiers, applied, pieces)
     return work, lab, settings, shown
 
 
 def start(config: DictConfig, out: Path, overrides: Sequence[str] | None = None) -> int:
-    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``."""
+    """Build what the config names, and run it. Returns the exit code; arguments as of ``carry_out``.
+
+    The number of torch's threads is restored at the end: the next run of this process may leave it to torch.
+    """
+    import torch
+
     check_options(config)
     check_torchrun(config)
-    with Status():
-        work, lab, settings, shown = _prepare(config, out, overrides)
-    with interrupt.Raising():
-        return int(work(lab, settings, shown))
+    threads = torch.get_num_threads()
+    try:
+        with Status():
+            work, lab, settings, shown = _prepare(config, out, overrides)
+        with interrupt.Raising():
+            return int(work(lab, settings, shown))
+    finally:
+        torch.set_num_threads(threads)

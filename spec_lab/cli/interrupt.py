@@ -17,7 +17,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn
+    from typing import Literal, NoReturn
 
 CODE = 130
 """Exit code after Ctrl-C."""
@@ -27,42 +27,42 @@ class Leave:
     """A signal handler that ends the process at once.
 
     Args:
-        said: text to print on standard error; empty for nothing.
+        message: printed on standard error; empty for nothing.
         folder: a directory to remove if it holds nothing but a run's lock; empty for none.
+        stage: "start" of a process, in which other handlers may replace this one; "worker": a process whose parent
+            prints the message; "interrupted": Ctrl-C was pressed before.
     """
 
-    def __init__(self, said: str = "Interrupted.", folder: str = "") -> None:
-        self.said = said
+    def __init__(
+        self,
+        message: str = "Interrupted.",
+        folder: str = "",
+        stage: Literal["start", "worker", "interrupted"] = "start",
+    ) -> None:
+        self.message = message
         self.folder = folder
+        self.stage = stage
 
     def __call__(self, *_: object) -> None:
-        """Print the text and end the process."""
+        """Print the message and end the process."""
         try:
             if self.folder and os.listdir(self.folder) in ([], [".lock"]):
                 for name in os.listdir(self.folder):
                     os.unlink(os.path.join(self.folder, name))
                 os.rmdir(self.folder)
-            if self.said:
-                os.write(2, f"\n{self.said}\n".encode(errors="replace"))
+            if self.message:
+                os.write(2, f"\n{self.message}\n".encode(errors="replace"))
         finally:
             os._exit(CODE)
-
-
-class Silent(Leave):
-    """The handler of a worker process, whose parent prints the text."""
 
 
 class Raise:
     """A handler that raises ``KeyboardInterrupt`` once; a second Ctrl-C ends the process at once."""
 
     def __call__(self, *_: object) -> None:
-        """Install ``Again`` for the next Ctrl-C, and raise."""
-        signal.signal(signal.SIGINT, Again("Interrupted again."))
+        """Install the handler of the next Ctrl-C, and raise."""
+        signal.signal(signal.SIGINT, Leave("Interrupted again.", stage="interrupted"))
         raise KeyboardInterrupt
-
-
-class Again(Leave):
-    """The handler after the first Ctrl-C."""
 
 
 class Raising:
@@ -70,11 +70,11 @@ class Raising:
 
     def __enter__(self) -> None:
         self.before = signal.getsignal(signal.SIGINT)
-        if type(self.before) is Leave:
+        if _at(self.before, "start"):
             signal.signal(signal.SIGINT, Raise())
 
     def __exit__(self, *_: object) -> None:
-        if type(self.before) is Leave and not interrupted():
+        if _at(self.before, "start") and not interrupted():
             signal.signal(signal.SIGINT, self.before)
 
 
@@ -90,7 +90,7 @@ def install(handler: Leave) -> None:
 
 def change(handler: Leave | Raise) -> None:
     """Replace the handler that ``install`` set; do nothing if there is another one."""
-    if type(signal.getsignal(signal.SIGINT)) is Leave:
+    if _at(signal.getsignal(signal.SIGINT), "start"):
         signal.signal(signal.SIGINT, handler)
 
 
@@ -116,7 +116,12 @@ def raises() -> bool:
 
 def interrupted() -> bool:
     """Return whether Ctrl-C was pressed, even if a library caught the ``KeyboardInterrupt``."""
-    return isinstance(signal.getsignal(signal.SIGINT), Again)
+    return _at(signal.getsignal(signal.SIGINT), "interrupted")
+
+
+def _at(handler: object, stage: str) -> bool:
+    """Return whether a handler of SIGINT ends the process at this stage."""
+    return isinstance(handler, Leave) and handler.stage == stage
 
 
 def end() -> NoReturn:

@@ -118,7 +118,7 @@ def main() -> None:
     """Run the console script. With torchrun, rank 0 runs the command and the other ranks serve it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported, later
     if ranks.rank():
-        interrupt.change(interrupt.Silent(""))
+        interrupt.change(interrupt.Leave("", stage="worker"))
         from spec_lab.models.loading import follow
 
         return follow()

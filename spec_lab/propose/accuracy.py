@@ -32,7 +32,8 @@ from spec_lab.propose.trees import Ranks, by_rank, write
 
 FILE = "calibration.json"
 ENOUGH = 200  # samples for a conditional accuracy; below, the marginal one is taken
-PRIOR = 20.0  # samples that a path's accuracy by rank is worth beside the path's own count
+SAMPLES = 64  # measured at once: their logits [S, K, V] are in memory together
+PRIOR = 20.0  # samples that a path's accuracy by rank is worth next to the path's own count
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Accuracy:
         return Accuracy(accuracy, dict(paths), samples, temperature)
 
     def write(self, folder: str | File, rare: int = 2, **facts: object) -> None:
-        """Write a calibration beside the heads, one file for each temperature.
+        """Write a calibration next to the heads, one file for each temperature.
 
         Args:
             folder: of the heads.
@@ -113,7 +114,7 @@ class Accuracy:
 
     @staticmethod
     def read(folder: str | File, temperature: float = 0.0) -> Accuracy:
-        """The calibration beside the heads that was measured nearest to ``temperature``.
+        """The calibration next to the heads that was measured nearest to ``temperature``.
 
         Raises:
             OSError: there is none. ValueError: one is malformed.
@@ -157,7 +158,7 @@ def measure(
     Args:
         target: continues.
         heads: are measured.
-        prompts: token ids; decoded together, so pass some dozens at a time.
+        prompts: token ids; decoded together, so pass some dozens at a time. The end of the context ends a text.
         tokens: to emit per prompt.
         width: ranks told apart.
         temperature: of the continuations.
@@ -172,22 +173,27 @@ def measure(
     ]
     for _ in fixed_group(target, collect, Capture(), requests, CounterDraws(0)):
         pass
-    lm, states, chosen = target.lm, collect.hidden, collect.following  # per step: [B, H], [B]
-    # From the state that chose token t, head k predicts token t + 1 + k.
     ranks = [np.empty((0, len(heads)), dtype=np.int64)]
-    for step in range(len(chosen) - len(heads)):
-        right = torch.stack(chosen[step + 1 : step + 1 + len(heads)], 1)[..., None]  # [B, K, 1]
-        logits = heads(states[step], chosen[step]).float()
-        score = logits.gather(-1, right)
-        ahead = (logits > score) | ((logits == score) & (torch.arange(logits.shape[-1], device=lm.device) < right))
-        ranks.append(ahead.sum(-1).cpu().numpy())
+    for text in collect.texts:
+        for start in range(0, len(text) - len(heads), SAMPLES):
+            part = text[start : min(start + SAMPLES, len(text) - len(heads)) + len(heads)]
+            following = torch.tensor([token for _, token in part], device=target.lm.device)
+            hidden = torch.stack([state for state, _ in part[: len(part) - len(heads)]])  # [S, H]
+            # From the state that chose token t, head k predicts token t + 1 + k.
+            right = following[1:].unfold(0, len(heads), 1)[..., None]  # [S, K, 1]
+            logits = heads(hidden, following[: len(hidden)]).float()
+            score = logits.gather(-1, right)
+            order = torch.arange(logits.shape[-1], device=logits.device)
+            ahead = (logits > score) | ((logits == score) & (order < right))
+            ranks.append(ahead.sum(-1).cpu().numpy())
     return Accuracy.of(np.concatenate(ranks), width, temperature)
 
 
 class Collect(Lifecycle):
     """A null proposer that collects the hidden states from which tokens were chosen, and these tokens.
 
-    It expects one emitted token for each sequence in each step.
+    It expects one emitted token for each sequence in each step. ``texts`` has a list for each sequence, also after it
+    has ended: the state ``[H]`` and the token that was chosen from it, step by step.
     """
 
     name = "collect"
@@ -196,8 +202,12 @@ class Collect(Lifecycle):
     requires = Requires(hidden=(-1,))
 
     def __init__(self) -> None:
-        self.hidden: list[Tensor] = []  # per step [B, H]
-        self.following: list[Tensor] = []  # per step [B]
+        self.texts: list[list[tuple[Tensor, int]]] = []
+
+    def init(self, request: Request) -> list[tuple[Tensor, int]]:
+        """An empty list."""
+        self.texts.append([])
+        return self.texts[-1]
 
     def propose(self, batch: Batch) -> Draft:
         """An empty forest."""
@@ -205,5 +215,6 @@ class Collect(Lifecycle):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """See ``Proposer``."""
-        self.hidden.append(torch.stack([one.hidden[-1] for one in observed if one.hidden is not None]))
-        self.following.append(torch.tensor([one.tokens[-1] for one in observed], device=self.hidden[-1].device))
+        for one in observed:
+            if one.hidden is not None:
+                one.sequence.state.append((one.hidden[-1].clone(), one.tokens[-1]))

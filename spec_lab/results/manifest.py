@@ -41,6 +41,7 @@ SHAPE = {
         "?target": (None, {}),
         "?prompts": (None, {}),
         "?proposer": (None, {}),
+        "?task": (None, {}),
     },
     "seed": int,
     "arms": [str],
@@ -177,6 +178,22 @@ def begun(out: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise Unreadable(f"{file} is not a manifest ({error}); choose another output_dir=DIR, or remove it") from error
     return there
+
+
+def without_groups(out: Path, facts: Mapping[str, Any]) -> str:
+    """Return why the run in ``out`` has no rows of groups of prompts: its task has none, or none is finished yet.
+
+    Args:
+        out: the run's directory.
+        facts: the contents of its manifest; of a task with groups it holds their number.
+    """
+    if "groups" in facts:
+        return f"no group of the run in {out} is finished: wait for its first group"
+    task = (facts["config"].get("task") or {}).get("_target_", "another task")
+    return (
+        f"the run in {out} is one of {task}, whose rows are not of groups of prompts. Read the figures of its arms in "
+        f"{out / 'summary.json'} (of a sweep: spec-lab collect), or decode the prompts with task=benchmark"
+    )
 
 
 def begun_trees(out: Path, config: Mapping[str, Any], config_sha256: str = "") -> dict[str, str]:

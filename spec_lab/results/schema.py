@@ -29,7 +29,7 @@ ROUNDS = {
     "probabilities": (_REAL, "seconds of turning logits into target probabilities"),
     "verify": (_REAL, "seconds of verification and of sampling the outcome"),
     "commit": (_REAL, "seconds of the commit"),
-    "whole": (_REAL, "seconds of the whole round"),
+    "whole": (_REAL, "seconds of the whole step"),
 }
 """One row for each forward of a batch."""
 
@@ -42,7 +42,7 @@ STEPS = {
     "parent_sequence": (_WHOLE, "the branch it was forked from; -1 for none"),
     "round": (_WHOLE, "as in rounds"),
     "prefill": (_FLAG, "as in rounds"),
-    "pending": (_WHOLE, "committed tokens that were not computed yet when the round began"),
+    "pending": (_WHOLE, "committed tokens that were not computed yet when the step began"),
     "forced": (_WHOLE, "of the draft nodes, those whose token was the only allowed one"),
     "nodes": (_WHOLE, "draft nodes, forced ones included"),
     "computed_only": (_WHOLE, "as in rounds"),

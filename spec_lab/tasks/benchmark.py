@@ -1,6 +1,6 @@
-"""A run: groups of prompts decoded by every arm in turn, its tables, summary and figures.
+"""A run: groups of prompts decoded by every arm, its tables, summary and figures.
 
-Arms take turns group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that a drift of the
+The arms alternate group by group (AB, BA; ABC, BCA, CAB, then these backwards), so that a drift of the
 machine's speed affects all of them alike. Rows are built and written between groups, never while the clock runs.
 """
 
@@ -163,8 +163,8 @@ def _summary(
     return {
         "experiment": settings.name,
         "target": lab.target.name,
-        "constraint": "none" if lab.binding is None else lab.binding.constraint.name,
-        "constraint_facts": {} if lab.binding is None else lab.binding.facts,
+        "constraint": "none" if lab.applied is None else lab.applied.constraint.name,
+        "constraint_facts": {} if lab.applied is None else lab.applied.facts,
         "temperature": lab.sampling.temperature,
         "batch_size": settings.batch_size,
         "groups": tables.requests["group"].nunique(),
@@ -179,7 +179,7 @@ def _summary(
 
 def _named(lab: Lab, main: Arm) -> dict[str, Any]:
     """The parts that the main arm is made of, by name, as known before anything is decoded."""
-    named: dict[str, Any] = {"constraint": "none" if lab.binding is None else lab.binding.constraint.name}
+    named: dict[str, Any] = {"constraint": "none" if lab.applied is None else lab.applied.constraint.name}
     if isinstance(main, Loop):
         verifier = main.verifier
         named |= {"proposer": main.proposer.name, "verifier": verifier.name, "lossless": verifier.lossless}
@@ -197,7 +197,7 @@ def _parts(arm: Arm, made_of: Sequence[Any], known: dict[tuple[Any, ...], dict[s
     if not isinstance(arm, Loop):
         return {"proposer": None, "verifier": None, "lossless": None, "certified": None}
     parts = {"proposer": arm.proposer.name, "verifier": arm.verifier.name, "lossless": arm.verifier.lossless}
-    constrained = arm.binding is not None
+    constrained = arm.applied is not None
     proposer = type(arm.proposer), arm.proposer.name, arm.proposer.drawn, arm.proposer.nodes
     pair = (*proposer, type(arm.verifier), repr(arm.verifier), constrained)
     baseline = isinstance(arm.proposer, Null) and isinstance(arm.verifier, Match)

@@ -66,15 +66,15 @@ class Dropped:
 
 
 @dataclass(frozen=True)
-class Said:
-    """Something has become certain about one branch.
+class SequenceEvent:
+    """An event of one branch of one prompt.
 
     Args:
         prompt: its place among the prompts.
-        branch: which fork of which fork it is (``batch.Sequence.lineage``): empty for a prompt's first sequence; a fork
+        branch: which fork of which fork it is (``SequenceState.lineage``): empty for a prompt's first sequence; a fork
             of branch ``b`` is called ``(*b, n, m)``, the m-th that came of ``b``'s n-th forking. A fork begins with a
             ``Text`` with all text of its parent so far.
-        event: what.
+        event: the event.
         tokens: those that a ``Text`` completes; with a ``Finish``, those that belong to no text.
         shares: of a ``Text``, which token each part came with; together they are its text.
         error: with a ``Finish`` for "nan" or "stuck", what broke.
@@ -102,7 +102,7 @@ def generate(
     token_healing: bool = False,
     seed: int = 0,
     vocabulary: Vocabulary | None = None,
-) -> Generator[Said, None, None]:
+) -> Generator[SequenceEvent, None, None]:
     """Continue prompts, yielding text as soon as it is certain.
 
     For each branch the texts, less those withdrawn, are what its tokens read as up to the stop; the last event is a
@@ -147,57 +147,58 @@ def generate(
     if isinstance(constraint, AppliedConstraint):
         bare, options = constraint.constraint, {k: v for k, v in vars(constraint).items() if k != "constraint"}
     text = {"healing": token_healing, "banned": banned_strings, "at_least": min_new_tokens}
-    binding = combine(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
+    applied = combine(cast("Constraint | None", bare), vocabulary, options, **cast(Any, text))
     lab = Lab(
         target, proposer or Null(), verifier or TokenVerifier(), sampling or Sampling(), named, Files(),
-        binding=binding, pieces=vocabulary.bytes,
+        applied=applied, pieces=vocabulary.bytes,
     )  # fmt: skip
-    group = listening(lab, settings)
-    return _said(group)
+    group = engine_with_events(lab, settings)
+    return _events(group)
 
 
-def _said(group: Engine) -> Generator[Said, None, None]:
-    with closing(rounds(group)) as decoding:
-        for _, said in decoding:
-            yield from said
+def _events(group: Engine) -> Generator[SequenceEvent, None, None]:
+    with closing(steps_with_events(group)) as decoding:
+        for _, events in decoding:
+            yield from events
 
 
-def listening(lab: Lab, settings: Settings) -> Engine:
-    """All of the lab's prompts as one group with events of their texts. Errors as in ``generate``."""
+def engine_with_events(lab: Lab, settings: Settings) -> Engine:
+    """Return an engine with all prompts as one group, whose sequences have events. Errors as in ``generate``."""
     if lab.pieces is None or len(lab.pieces) != lab.target.vocabulary:
         raise ValueError(f"text needs the bytes of each of the {lab.target.vocabulary} tokens of the target")
-    if lab.binding is not None and lab.binding.constraint.vocabulary != lab.target.vocabulary:
+    if lab.applied is not None and lab.applied.constraint.vocabulary != lab.target.vocabulary:
         raise ValueError(
-            f"the constraint '{lab.binding.constraint.name}' is over {lab.binding.constraint.vocabulary} tokens, the "
+            f"the constraint '{lab.applied.constraint.name}' is over {lab.applied.constraint.vocabulary} tokens, the "
             f"target has {lab.target.vocabulary}: build it with the target's vocabulary"
         )
     check_pair(lab.proposer.name, draws_of(lab.proposer), lab.verifier, branches(lab.proposer))
     check_sampling(lab.proposer, lab.sampling)
     requests = [replace(one, logprobs=True) for one in lab.requests(settings)]
     draws = CounterDraws(settings.seed)
-    return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.binding, lab.pieces, listen=True)
+    return fixed_group(lab.target, lab.proposer, lab.verifier, requests, draws, lab.applied, lab.pieces, listen=True)
 
 
-def rounds(group: Engine) -> Generator[tuple[StepInfo | None, list[Said]], None, None]:
+def steps_with_events(group: Engine) -> Generator[tuple[StepInfo | None, list[SequenceEvent]], None, None]:
     """Decode: yield each step with its events, and last, without a step, the events that no step caused."""
-    heard: dict[SequenceState, _Ear] = {}
+    readers: dict[SequenceState, _EventReader] = {}
     with closing(cast(Generator[StepInfo, None, None], iter(group))) as decoding:
         for done in decoding:
-            yield done, _drain(group, heard)
-    dropped = [Said(one.request.id, one.lineage, Dropped()) for one in group.sequences if not one.kept]
-    yield None, _drain(group, heard) + dropped
+            yield done, _drain(group, readers)
+    dropped = [SequenceEvent(one.request.id, one.lineage, Dropped()) for one in group.sequences if not one.kept]
+    yield None, _drain(group, readers) + dropped
 
 
-def _drain(group: Engine, heard: dict[SequenceState, _Ear]) -> list[Said]:
-    said = []
+def _drain(group: Engine, readers: dict[SequenceState, _EventReader]) -> list[SequenceEvent]:
+    found = []
     for sequence in group.sequences:
-        if sequence.events or sequence not in heard:
-            said += heard.setdefault(sequence, _Ear(sequence, group.pieces or ())).listen(group.errors)
-    return said
+        if sequence.events or sequence not in readers:
+            reader = readers.setdefault(sequence, _EventReader(sequence, group.pieces or ()))
+            found += reader.read(group.errors)
+    return found
 
 
-class _Ear:
-    """Converts one sequence's events to ``Said``."""
+class _EventReader:
+    """Converts one sequence's events to ``SequenceEvent``."""
 
     def __init__(self, sequence: SequenceState, pieces: Sequence[bytes]) -> None:
         self.sequence = sequence
@@ -205,24 +206,25 @@ class _Ear:
         self.tokens = self.characters = 0  # of events yielded and not withdrawn
         self.origins = _Characters(sequence, pieces)
 
-    def listen(self, errors: dict[int, str]) -> list[Said]:
+    def read(self, errors: dict[int, str]) -> list[SequenceEvent]:
         """Return the sequence's events since the last call."""
         sequence = self.sequence
         events, sequence.events = net(sequence.events), []
         if self.new and sequence.lineage:  # its parent's events covered its past
-            events = self._retold(events)
+            events = self._after_parent(events)
         self.new = False
-        return [self._say(event, errors) for event in events]
+        return [self._sequence_event(event, errors) for event in events]
 
-    def _retold(self, events: list[Event]) -> list[Event]:
+    def _after_parent(self, events: list[Event]) -> list[Event]:
+        """Return the first events of a fork: all text of its parent so far, held-back text, and its finish."""
         stream = self.sequence.stream
         assert stream is not None
         past = Text(stream.text, stream.completed, tuple(self.sequence.logprobs[: stream.completed]))
-        said = [past] if past.text or past.tokens else []
+        texts = [past] if past.text or past.tokens else []
         held = [Held(stream.held)] if stream.held else []
-        return [*said, *held, *(event for event in events if isinstance(event, Finish))]
+        return [*texts, *held, *(event for event in events if isinstance(event, Finish))]
 
-    def _say(self, event: Event, errors: dict[int, str]) -> Said:
+    def _sequence_event(self, event: Event, errors: dict[int, str]) -> SequenceEvent:
         sequence, request = self.sequence, self.sequence.request
         tokens: tuple[OutputToken, ...] = ()
         shares: tuple[Share, ...] = ()
@@ -240,7 +242,7 @@ class _Ear:
             elif event.reason in BROKEN:
                 error = errors.get(request.id, "")
             self.tokens += event.tokens
-        return Said(request.id, sequence.lineage, event, tokens, shares, error)
+        return SequenceEvent(request.id, sequence.lineage, event, tokens, shares, error)
 
 
 class _Characters:

@@ -36,9 +36,6 @@ from spec_lab.text.prompts import Prompt, encode
 from spec_lab.text.strings import check_strings
 from spec_lab.verify import Match, Verifier, check_pair
 
-TORCHS_CHOICE = torch.get_num_threads()
-"""Threads that torch takes by itself."""
-
 MOST_NODES = 2**14
 """Most nodes drafted in a step, for all sequences together: the tree attention mask has the square of their number."""
 
@@ -115,10 +112,11 @@ class Settings:
         file_name("name", self.name)
 
     def use_threads(self) -> None:
-        """Set torch's threads, whatever a run before this one in the same process has set. Do it before the parts are
-        built: some measure the machine while they load.
+        """Set torch's threads, unless ``threads`` is None. Call it before the parts are built: some measure the machine
+        while they load.
         """
-        torch.set_num_threads(TORCHS_CHOICE if self.threads is None else self.threads)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
     @staticmethod
     def names() -> list[str]:
@@ -150,14 +148,14 @@ class Loop:
     proposer: Proposer
     verifier: Verifier
     seed: int
-    binding: AppliedConstraint | None = None
+    applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
     record: bool = False
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """See ``Arm``. Rows are built after the clock has stopped."""
         draws = CounterDraws(self.seed)
-        parts = self.target, self.proposer, self.verifier, requests, draws, self.binding, self.pieces
+        parts = self.target, self.proposer, self.verifier, requests, draws, self.applied, self.pieces
         engine = fixed_group(*parts, record=self.record)
         infos = [info.slim() for info in engine]
         self.target.lm.clock.synchronise()
@@ -178,7 +176,7 @@ class Lab:
         more_proposers: further proposers to measure in the same run, by the name of their arm.
         peers: other implementations to measure in the same run, by the name of their arm.
         verifiers: further verifiers, by name, for the tasks that compare them.
-        binding: the constraint, and what its masks apply to; None for none.
+        applied: the constraint, and what its masks apply to; None for none.
         pieces: the bytes of each token; needed for stop strings.
     """
 
@@ -191,7 +189,7 @@ class Lab:
     more_proposers: Mapping[str, Proposer] = field(default_factory=dict)
     peers: Mapping[str, Arm] = field(default_factory=dict)
     verifiers: Mapping[str, Verifier] = field(default_factory=dict)
-    binding: AppliedConstraint | None = None
+    applied: AppliedConstraint | None = None
     pieces: Sequence[bytes] | None = None
 
     def arms(self, settings: Settings) -> dict[str, Arm]:
@@ -203,7 +201,7 @@ class Lab:
                 strings.
         """
         null = Null.load(self.target)
-        own = settings.seed, self.binding, self.pieces, settings.record_drafts
+        own = settings.seed, self.applied, self.pieces, settings.record_drafts
         baseline = Loop(self.target, null, Match(), *own)
         arms: dict[str, Arm] = {}
         proposers = {"speculative": self.proposer, **self.more_proposers}
@@ -222,7 +220,7 @@ class Lab:
             arms[name] = Loop(self.target, proposer, self.verifier, *own)
         if self.peers and settings.batch_size > 1:
             raise ValueError(f"peers decode one prompt at a time; set batch_size=1, not {settings.batch_size}")
-        if self.peers and (self.binding is not None or settings.stop_strings):
+        if self.peers and (self.applied is not None or settings.stop_strings):
             raise ValueError(
                 "peers support neither constraints nor stop strings; set constraint=none and stop_strings=[]"
             )
@@ -241,7 +239,7 @@ class Lab:
         most = settings.max_new_tokens, settings.max_prompt_tokens
         requests = requests_of(self.target, self.prompts, self.sampling, *most)
         bare = next((one.name for one in requests if not one.constraint), None)
-        constraint = None if self.binding is None else self.binding.constraint
+        constraint = None if self.applied is None else self.applied.constraint
         for part in constraint.parts if isinstance(constraint, Composite) else (constraint,):
             if isinstance(part, PerRequestSource) and part.source is None and bare is not None:
                 raise ValueError(
@@ -282,7 +280,7 @@ class Lab:
     def parts(self) -> list[Any]:
         """The objects that decode, and those that they are compared with."""
         each = (self.more_proposers, self.peers, self.verifiers)
-        constraint = None if self.binding is None else self.binding.constraint
+        constraint = None if self.applied is None else self.applied.constraint
         return [self.target, self.proposer, self.verifier, constraint, *(one for some in each for one in some.values())]
 
     def weights(self) -> dict[str, str]:
@@ -290,9 +288,9 @@ class Lab:
         parts: dict[str, Any] = {"target": self.target, "proposer": self.proposer, **self.more_proposers, **self.peers}
         hashes = {name: part.sha256 for name, part in parts.items() if isinstance(part, Hashed)}
         found = {name: own for name, own in hashes.items() if own is not None}
-        if self.binding is not None:  # its source may stand in a file
+        if self.applied is not None:  # its source may stand in a file
             found["constraint"] = sha256(
-                json.dumps(self.binding.facts, sort_keys=True, default=str).encode()
+                json.dumps(self.applied.facts, sort_keys=True, default=str).encode()
             ).hexdigest()
         return found
 

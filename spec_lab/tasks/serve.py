@@ -25,7 +25,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from spec_lab.analysis.figures.style import STYLE, colours
-from spec_lab.analysis.metrics.intervals import cluster_interval, ratio
+from spec_lab.analysis.metrics import Interval, ratio, speedup_of_totals
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.text import WIDE, interval, number, table
 from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
@@ -64,6 +64,8 @@ NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
 PERCENTILES = (50, 90, 99)
 MAX_RATE = 1e6
+MAX_WAIT = 24 * 3600.0
+"""Most seconds between arrivals within segments, summed over the stream: an arm may wait as long while it is idle."""
 MAX_REQUESTS = 2**20
 
 
@@ -124,7 +126,9 @@ def serve(
     count = len(own) if requests is None else whole("task.requests", requests, most=MAX_REQUESTS)
     stream = [replace(own[n % len(own)], id=n, name=f"request {n}") for n in range(count)]
     times = arrival_times(arrivals, count, rate, trace, settings.seed)
+    check_waits(times, segment, arrivals, rate, trace)
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
+    baseline = "baseline" if "baseline" in arms else None
     arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
     for arm in arms.values():  # an engine validates requests when they are added: refuse before anything is served
         engine = engine_of(arm, limits)
@@ -146,7 +150,8 @@ def serve(
             for arm in arms.values():
                 short = replace(stream[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
                 serve_segment(arm, [short], [0.0], limits)
-        with tqdm(total=len(todo) * len(arms), desc=settings.name, unit="segment", disable=None) as bar:
+        total = sum(map(len, todo.values())) * len(arms)
+        with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for number, places in todo.items():
                 names, shift = list(arms), number % len(arms)
                 rows = []
@@ -159,7 +164,7 @@ def serve(
                     for row in served:
                         if row["error"]:
                             bar.write(f"{name}: {row['error']}", file=sys.stderr)
-                    bar.update()
+                    bar.update(len(places))
                 tables.write(f"{number:06d}", {"served": rows})
         frame = tables.gather()["served"]
         broken = frame["segment"].isin(frame.loc[frame["finish"].isin(BROKEN), "segment"])
@@ -173,11 +178,11 @@ def serve(
             "max_batch_size": settings.batch_size,
             "segments": len(segments),
             "broken_segments": frame.loc[broken, "segment"].nunique(),
-            "arms": summarise(complete, list(arms), ttft_bound, tpot_bound),
+            "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
-        told = partial(tell, console=console, verbose=settings.verbose)
-        return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], told)
+        shown = partial(print_summary, console=console, verbose=settings.verbose)
+        return Done(summary, lambda: draw(complete, settings.output_dir / "figures") if len(complete) else [], shown)
 
     def left() -> tuple[int, str]:
         done = len(finished())
@@ -196,7 +201,8 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
     if kind == "all":
         return [0.0] * count
     if kind == "poisson":
-        return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
+        with np.errstate(over="ignore"):  # infinite times are refused by check_waits
+            return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
     if not isinstance(trace, str) or not trace:
         raise ValueError(
             "task.arrivals=file requires task.trace: a text file with one arrival time per line, in seconds "
@@ -219,10 +225,31 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
     return times
 
 
+def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, trace: str | None) -> None:
+    """Refuse arrivals that an idle arm would wait for longer than ``MAX_WAIT`` in all.
+
+    Time between segments does not count: each begins with the arrival of its first request.
+
+    Raises:
+        ValueError: names the option, and the line of the trace with which the limit is passed.
+    """
+    waited = 0.0
+    for place in range(1, len(times)):
+        waited += times[place] - times[place - 1] if place % segment else 0.0
+        if not waited <= MAX_WAIT:  # infinities make it NaN
+            what, instead = f"task.rate is {rate:g}", "give a higher rate"
+            if kind == "file":
+                what, instead = f"task.trace: line {place + 1} of {trace} is {times[place]:g}", "name a denser trace"
+            raise ValueError(
+                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, for which every arm "
+                f"would wait: {instead}, or set fewer task.requests"
+            )
+
+
 def engine_of(arm: Loop, limits: Limits) -> Engine:
     """Return an empty engine with the arm's parts."""
     draws = CounterDraws(arm.seed)
-    return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.binding, arm.pieces, limits=limits)
+    return Engine(arm.target, arm.proposer, arm.verifier, draws, arm.applied, arm.pieces, limits=limits)
 
 
 def serve_segment(
@@ -292,13 +319,15 @@ def latencies(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float) -> dict[str, Any]:
-    """Return throughput, latencies and goodput of every arm, and its speed-up over the last arm, paired by segments.
+def summarise(
+    frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float, baseline: str | None = "baseline"
+) -> dict[str, Any]:
+    """Return throughput, latencies and goodput of every arm, and its speed-up over the baseline.
 
     Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
-    over segments. The speed-up is a ratio of sums, as in every table: the last arm's seconds over this arm's for the
-    same requests, where outputs differ in length per emitted token. Its interval is a bootstrap over segments. Figures
-    over no rows are NaN.
+    over segments. The speed-up is the ratio of the two throughputs on the same requests (``metrics.speedup``), with an
+    interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
+    NaN.
     """
     frame = latencies(frame)
     good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
@@ -314,10 +343,10 @@ def summarise(frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_
     found: dict[str, Any] = {}
     for arm in arms:
         own, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
-        base = spans[arm_of == arms[-1]].droplevel("arm").loc[mine.index]
-        share = mine["tokens"].clip(lower=1) / base["tokens"].clip(lower=1)  # a constraint may end requests at once
-        top = (base["seconds"] * share).to_numpy()
-        speedup = cluster_interval(top, mine["seconds"].to_numpy(), mine.index.to_numpy())
+        base = spans[arm_of == baseline].droplevel("arm")
+        speedup = Interval(*[float("nan")] * 3)
+        if arm != baseline:
+            speedup = speedup_of_totals(mine["tokens"], mine["seconds"], base["tokens"], base["seconds"])
         found[arm] = {
             "requests": len(own),
             "tokens": int(mine["tokens"].sum()),
@@ -346,9 +375,8 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
             strict=True,
         ):  # fmt: skip
             for name in names:
-                milliseconds = np.sort(1e3 * frame.loc[frame["arm"] == name, column].to_numpy())
-                share = np.arange(1, len(milliseconds) + 1) / len(milliseconds)
-                axes.step(milliseconds, share, where="post", color=colour[name], label=name)
+                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].to_numpy()
+                axes.ecdf(milliseconds, color=colour[name], label=name)
             axes.set_xlabel(f"{label} [ms]")
         figure.axes[0].set_ylabel("share of requests")
         figure.axes[1].legend(loc="lower right", frameon=False)
@@ -358,24 +386,27 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
     return [folder / "latency.png"]
 
 
-def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
-    """Print each arm's throughput, speed-up over the last arm, goodput, and latencies in milliseconds.
+def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
+    """Print each arm's throughput, speed-up over the baseline, goodput, and latencies in milliseconds.
 
     With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
     first token, and means. A note names the segments that were left out because a request broke.
     """
     arms = summary["arms"]
-    shown = table(f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, {summary['arrivals']}")
+    shown = table(
+        f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, arrivals: {summary['arrivals']}"
+    )
     shown.add_column("arm", overflow="fold")
-    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99"):
+    ends = [(what, p) for what in ("ttft", "tpot") for p in ("p50", "p99")]
+    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", *(f"{what.upper()}\n{p} ms" for what, p in ends)):
         shown.add_column(name, justify="right")
     for arm, own in arms.items():
-        times = (_milliseconds(own[what][p]) for what in ("ttft", "tpot") for p in ("p50", "p99"))
+        times = (_milliseconds(own[what][p]) for what, p in ends)
         rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
         shown.add_row(arm, *rates, *times)
     console.print(shown)
     if verbose or console.width >= WIDE:
-        parts = table("Time to the first token [ms]")
+        parts = table("Latencies in milliseconds")
         parts.add_column("arm", overflow="fold")
         columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
         columns += [("ttft", "mean"), ("tpot", "mean")]
@@ -384,6 +415,11 @@ def tell(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
         for arm, own in arms.items():
             parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
         console.print(parts)
+    console.print(
+        "speed-up: total tokens/s over the baseline's on the same segments. TTFT, TPOT: time to the first token, per "
+        "output token.",
+        highlight=False,
+    )
     if summary["broken_segments"]:
         console.print(
             f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "

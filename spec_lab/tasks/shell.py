@@ -27,14 +27,14 @@ class Done:
     Args:
         summary: the contents of its summary file, without ``schema_version``.
         draw: draws the figures and returns their files.
-        tell: prints the result; called with the summary as it was written.
+        print_summary: prints the result; called with the summary as it was written.
         tables: the run's rows, for the tracker; None for a task with other tables.
         code: the exit code.
     """
 
     summary: Mapping[str, Any]
     draw: Callable[[], list[Path]]
-    tell: Callable[[dict[str, Any]], None]
+    print_summary: Callable[[dict[str, Any]], None]
     tables: Tables | None = None
     code: int = 0
 
@@ -99,12 +99,12 @@ class Task:
         except Exception as error:
             unclaim(out, own, error, decoded=lab.target.lm.forwards > before)
             if isinstance(error, PartError) and self.parts is not None:
-                count, said = self.left()
+                count, on_disk = self.left()
                 if count:
-                    raise PartError(f"{error}; {said}, and the {resume} resumes there") from error
+                    raise PartError(f"{error}; {on_disk}, and the {resume} resumes there") from error
             raise
         finally:
             lab.tracker.close()
-        done.tell(summary)
+        done.print_summary(summary)
         console.print(f"{self.leaves}: {out}", soft_wrap=True, highlight=False)
         return done.code

@@ -17,12 +17,13 @@ from rich.style import Style
 from rich.text import Text as Line
 
 from spec_lab.constrain.vocabulary import Vocabulary
+from spec_lab.core.terminal import CONTROLS
 from spec_lab.engine.engine import Engine
 from spec_lab.engine.request import BROKEN
 from spec_lab.engine.sequence import ORIGINS
 from spec_lab.engine.step import StepInfo
 from spec_lab.results.sweep import INTERRUPTED
-from spec_lab.tasks.generation import Said, Share, listening, rounds
+from spec_lab.tasks.generation import SequenceEvent, Share, engine_with_events, steps_with_events
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.text.detokenizer import Finish, Text, Withdrawn
 from spec_lab.text.prompts import Prompt
@@ -40,9 +41,6 @@ SHADES = {
 
 TAKEN_BACK = Style(color="red", strike=True)
 QUIET = Style(dim=True)
-
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Symbols for control characters, which a terminal would execute."""
 
 
 def stream(
@@ -78,15 +76,15 @@ def stream(
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f"task.prompt must be a text that is not empty, not {prompt!r}")
     pieces = Vocabulary.of(lab.target).bytes if lab.pieces is None else lab.pieces
-    group = listening(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
-    acts = lab.binding is not None and lab.binding.constraint.has_actions
+    group = engine_with_events(replace(lab, prompts=[Prompt("prompt", prompt)], pieces=pieces), settings)
+    acts = lab.applied is not None and lab.applied.constraint.has_actions
     page = _Page(console, prompt, whole=acts and not console.is_terminal)
     done, code, began = [], 0, time.perf_counter()
     try:
-        with closing(rounds(group)) as decoding:
-            for one, said in decoding:
+        with closing(steps_with_events(group)) as decoding:
+            for one, events in decoding:
                 done += [] if one is None else [one]
-                page.take(said)
+                page.add(events)
     except KeyboardInterrupt:
         code = INTERRUPTED
     finally:
@@ -121,9 +119,9 @@ class _Page:
         if self.colour:
             self._write(prompt, QUIET)
 
-    def take(self, said: list[Said]) -> None:
+    def add(self, events: list[SequenceEvent]) -> None:
         """Add events, and print the text that can be printed."""
-        for one in said:
+        for one in events:
             shares = self.waiting.setdefault(one.branch, [])
             if isinstance(one.event, Text):
                 shares += one.shares
@@ -174,7 +172,7 @@ class _Page:
             return
         self.last = text[-1]
         if self.console.is_terminal:
-            text = text.translate(VISIBLE)
+            text = text.translate(CONTROLS)
         shade = style if self.colour else None
         parts = [Segment(part, None if part == "\n" else shade) for part in re.split("(\n)", text)]
         self.console.print(Segments(parts), end="", soft_wrap=True)

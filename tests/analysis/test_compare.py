@@ -17,6 +17,7 @@ from spec_lab.results import sweep
 from spec_lab.results.schema import SCHEMAS
 from spec_lab.results.writer import Recorder
 from spec_lab.tasks import benchmark
+from spec_lab.tasks.serve import serve
 from tests.labs import Repeat, lab, settings
 
 EMPTY = {"string": "", "int64": 0, "double": 0.0, "bool": False, "list<item: int64>": []}
@@ -406,6 +407,15 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path):
             compare(folders)
     with pytest.raises(ValueError, match="level"):
         compare([a, only], level=95)
+
+
+def test_a_finished_run_of_a_task_without_groups_is_refused_with_what_to_use_instead(tmp_path):
+    a, out = write(tmp_path / "a", taus(8)), tmp_path / "served"
+    config = {"task": {"_target_": "spec_lab.tasks.serve.serve"}}
+    assert serve(lab(), settings(out, max_new_tokens=4), config, Console(quiet=True)) == 0
+    for given in ([a, out], [out, a], [out]):
+        with pytest.raises(ValueError, match=r"served is one of spec_lab\.tasks\.serve.*summary\.json.*task=benchmark"):
+            compare(given)
 
 
 def test_runs_of_the_lab_are_compared(tmp_path):

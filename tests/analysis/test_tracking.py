@@ -227,7 +227,7 @@ def test_a_sweep_is_tracked_run_by_run(tracked, tmp_path):
     killed(tracked, tmp_path / "sweep" / "seed=2", groups=0)
     said = list(track_all(tmp_path / "sweep", mode="offline"))
     assert ["offline-run" in one for one in said] == [True, False, False]
-    assert "no finished group" in said[1] and "does not exist" in said[2]
+    assert "is finished" in said[1] and "does not exist" in said[2]
     assert read_back(tmp_path / "sweep" / "seed=1")["run"][0]["run_group"] == "sweep"
     assert [one.partition(": ")[0] for one in track_all(tmp_path / "sweep" / "seed=1", mode="offline")]
 

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing
 from spec_lab.core.protocols import members
-from spec_lab.verify import Token
+from spec_lab.verify import KSeq, Token
 
 EVERY = [(group, name) for group, contract in CONTRACTS.items() for name in members(get_object(contract))]
 
@@ -53,6 +53,21 @@ def drafted(**options):
     task = {"_target_": "spec_lab.tasks.benchmark.run"}
     none = {"_target_": "spec_lab.propose.Null.load"}
     return OmegaConf.create({"task": task, "proposer": none, "arms": {"other": draft | options}})
+
+
+class SeveralWays:
+    """A proposer that draws points and samples below one parent."""
+
+    name = "several"
+    drawn = "iid"
+    draws = frozenset({"point", "iid"})
+
+
+def test_a_class_that_draws_several_ways_is_refused_for_a_verifier_of_one_before_anything_is_loaded():
+    several = {"_target_": f"{__name__}.SeveralWays", "drawn": "iid"}
+    with pytest.raises(Refused, match=r"arms\.other: .*'kseq'.*'several'"):
+        check_drawing(drafted(**several), KSeq())
+    check_drawing(drafted(**several), Token())
 
 
 @pytest.mark.parametrize("options", [{"tree": "1x2"}, {"tree": "0 1 0.0"}, {"nodes": 4, "children": 2}], ids=str)

@@ -393,7 +393,7 @@ def test_the_shell_completes_sub_commands_their_options_and_directories(
     ("out=here", "output_dir"), ("beside.mine.depth=2", "arms.mine.depth"), ("~beside", "arms"),
     ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
     ("heal=true", "token_healing"), ("constraint.beside=true", "constraint.async_masks"), ("prompt=x", "task.prompt"),
-    ("objective=tau", "hydra.sweeper.objective"),
+    ("objective=tau", "hydra.sweeper.objective"), ("task.turns=2", "task.repeats"),
 ])  # fmt: skip
 def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, option, new):
     for many in ([], ["--multirun"]):
@@ -403,10 +403,18 @@ def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, o
 
 
 def test_a_former_name_in_a_config_file_is_refused_with_the_new_one(cli, tiny, tmp_path):
-    for folder, text in (("experiment", "# @package _global_\nheal: true\n"), ("constraint", "beside: true\n")):
+    for folder, text in (
+        ("experiment", "# @package _global_\nheal: true\n"),
+        ("constraint", "beside: true\n"),
+        ("task", "turns: 2\n"),
+    ):
         (tmp_path / "conf" / folder).mkdir(parents=True)
         (tmp_path / "conf" / folder / "mine.yaml").write_text(text)
-    for option, new in (("+experiment=mine", "token_healing"), ("constraint=mine", "constraint.async_masks")):
+    for option, new in (
+        ("+experiment=mine", "token_healing"),
+        ("constraint=mine", "constraint.async_masks"),
+        ("task=mine", "task.repeats"),
+    ):
         code, _, errors = cli("--config-dir", str(tmp_path / "conf"), *tiny, option)
         assert code == 1 and f" is now called {new}\n" in errors
 

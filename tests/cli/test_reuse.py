@@ -181,8 +181,7 @@ def test_a_run_changes_the_process_no_more_than_a_fresh_one(places, name, order,
         request.getfixturevalue("backwards")
     before, alone, shared = left(places / name)["nothing"], left(places / name)[name], left(places / order)[name]
     assert shared == alone
-    chosen = {"threads": 2} if name in ("wide", "fails") else {}
-    assert alone == before | chosen, "only the threads are set, and each run sets them"
+    assert alone == before
 
 
 def test_a_failed_run_is_reported_and_the_next_ones_run(places):

@@ -104,7 +104,7 @@ def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
 def test_a_run_whose_prompts_have_no_source_is_refused_at_start_up(tmp_path):
     binding = AppliedConstraint(load.regex(toy()))
     with pytest.raises(ValueError, match="constraint=regex .*'p0'"):
-        replace(lab(), binding=binding).requests(settings(tmp_path))
+        replace(lab(), applied=binding).requests(settings(tmp_path))
 
 
 @pytest.mark.parametrize("kind", [load.json_schema, load.lark])

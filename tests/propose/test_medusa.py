@@ -1,6 +1,7 @@
 """Medusa: the head of each node, exact tokens, calibration, named trees and refusals."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu
 
 from spec_lab.core.probabilities import Sampling
+from spec_lab.propose import accuracy as accuracies
 from spec_lab.propose import calibrate as calibration
 from spec_lab.propose.accuracy import Accuracy, measure
 from spec_lab.propose.calibrate import calibrate, time_steps
@@ -35,7 +37,7 @@ from tests.propose.lab import (
     plain_greedy,
     requests,
 )
-from tests.tiny import VOCABULARY, tiny_target
+from tests.tiny import CONTEXT, VOCABULARY, tiny_target
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGESTS = json.loads((ROOT / "tests" / "data" / "tree_digests.json").read_text())
@@ -178,7 +180,9 @@ def last_state(target, text):
 # Calibration -------------------------------------------------------------------------------------------------------
 
 
-def test_measured_ranks_are_those_of_plain_forwards():
+@pytest.mark.parametrize("at_once", [3, 64])
+def test_measured_ranks_are_those_of_plain_forwards(at_once, monkeypatch):
+    monkeypatch.setattr(accuracies, "SAMPLES", at_once)
     target = tiny_target()
     heads = heads_of(target, 2)
     accuracy = measure(target, heads, PROMPTS, tokens=9, width=5)
@@ -192,6 +196,18 @@ def test_measured_ranks_are_those_of_plain_forwards():
             ranks.append([order[head].index(text[end + 1 + head]) for head in range(2)])
     assert accuracy == Accuracy.of(np.array(ranks), 5)
     assert accuracy.samples == 3 * 7
+    assert not target.lm.cells.references.any()
+
+
+def test_texts_that_end_at_different_lengths_are_measured_each_to_its_end():
+    """The context ends the first text after four tokens."""
+    target = tiny_target()
+    heads = heads_of(target, 2)
+    prompts = [[1] * (CONTEXT - 4), [1, 2, 3]]
+    both = measure(target, heads, prompts, tokens=12, width=VOCABULARY)
+    alone = [measure(target, heads, [prompt], tokens=12, width=VOCABULARY) for prompt in prompts]
+    assert [one.samples for one in alone] == [4 - 2, 12 - 2] and both.samples == 12
+    assert Counter(both.paths) == Counter(alone[0].paths) + Counter(alone[1].paths)
     assert not target.lm.cells.references.any()
 
 

@@ -23,7 +23,7 @@ from spec_lab.propose import Null
 from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups
 from spec_lab.tasks.cost.predict import Grid
 from spec_lab.tasks.cost.tables import COST, PARTS
-from spec_lab.tasks.cost.timing import Fixed, bush, room, texts, time_arms
+from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
 from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Token
 from tests import checkpoints
@@ -47,8 +47,8 @@ def arms_of(target, **proposers):
 
 
 def test_a_fixed_tree_has_two_children_per_row_and_the_requested_nodes():
-    assert bush(5).parent.tolist() == [0, 0, 1, 1, 2]
-    assert bush(64).nodes == 64 and bush(64).depth.max() == 6
+    assert binary_tree(5).parent.tolist() == [0, 0, 1, 1, 2]
+    assert binary_tree(64).nodes == 64 and binary_tree(64).depth.max() == 6
     target = tiny_target()
     requests = texts(target, PROMPTS, Sampling(), 3, 4)
     draft = Fixed(2, target.vocabulary).propose(Batch(target, requests, CounterDraws(0)))
@@ -73,7 +73,7 @@ def test_every_arm_is_timed_from_the_same_state_and_all_cells_are_freed():
             return super().propose(batch)
 
     arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
-    rows = time_arms(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), turn=4, rounds=2)
+    rows = time_arms(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), repeat=4, rounds=2)
     assert {row["arm"]: row["nodes"] for row in rows} == {"fixed": 3, "draft": 2, "watched": 2, "none": 0}
     assert places[0] == [11, 11], "it observes the end of the prompts"
     assert places[1] == [12, 12], "as every arm begins"
@@ -120,7 +120,7 @@ def test_a_proposer_that_the_verifier_does_not_support_is_refused():
 
 # The task ----------------------------------------------------------------------------------------------------------
 
-SMALL = dict(nodes=[2, 5], batches=[1, 2], contexts=[8, 16], turns=2, rounds=1)
+SMALL = dict(nodes=[2, 5], batches=[1, 2], contexts=[8, 16], repeats=2, rounds=1)
 
 
 def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
@@ -145,7 +145,7 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
 
 def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
     console = quiet()
-    measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], turns=1, rounds=1)
+    measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], repeats=1, rounds=1)
     text = console.file.getvalue()
     assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
 
@@ -153,11 +153,11 @@ def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
 def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 
-    def watched(arms, requests, turn, rounds):
-        seen.append((turn, len(requests), len(requests[0].tokens)))
+    def watched(arms, requests, repeat, rounds):
+        seen.append((repeat, len(requests), len(requests[0].tokens)))
         if len(seen) == 4:
             raise KeyboardInterrupt
-        return time_arms(arms, requests, turn, rounds)
+        return time_arms(arms, requests, repeat, rounds)
 
     monkeypatch.setattr("spec_lab.tasks.cost.task.time_arms", watched)
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 130
@@ -172,7 +172,7 @@ def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
         ({"contexts": [8, 250]}, "task.contexts .*232.* 250"),
         ({"batches": []}, "task.batches .*list"),
         ({"nodes": [-1]}, "task.nodes .*0 or more"),
-        ({"turns": 0}, "task.turns"),
+        ({"repeats": 0}, "task.repeats"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, options, message):
@@ -189,7 +189,7 @@ def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
         return texts(target, prompts, *given)
 
     monkeypatch.setattr("spec_lab.tasks.cost.task.texts", watched)
-    few = SMALL | dict(batches=[1], contexts=[8], turns=1)
+    few = SMALL | dict(batches=[1], contexts=[8], repeats=1)
     assert measure(lab(), settings(tmp_path / "out", max_prompt_tokens=4), {}, quiet(), **few) == 0
     assert seen == [[4, 4, 4, 3, 1]]
 
@@ -211,7 +211,7 @@ def test_the_experiment_is_one_command(tmp_path, monkeypatch):
     options = [
         f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
         f"arms.draft_chain.path={folder / 'draft'}", f"prompts.path={folder / 'prompts' / 'prose.jsonl'}",
-        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.turns=1", "output_dir=here",
+        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.repeats=1", "output_dir=here",
     ]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=cost_of_nodes", *options])
@@ -346,7 +346,7 @@ def test_the_study_compares_every_method_with_its_prediction_and_reads_it_again(
     (tmp_path / "README.md").write_text((STUDY / "README.md").read_text())
     arguments = [
         "--out", f"{tmp_path / 'out'}", "--folder", f"{tmp_path}", "--zoo", f"{checkpoints.zoo(tmp_path / 'zoo')}",
-        "--dtype", "float32", "--threads", "1", "--limit", "2", "--new", "5", "--turns", "1", "--runs", "2",
+        "--dtype", "float32", "--threads", "1", "--limit", "2", "--new", "5", "--repeats", "1", "--runs", "2",
         "--nodes", "0", "2", "10", "--batches", "1", "2", "--contexts", "8", "48", "--near", "8", "48",
         "--trees", "3", "--depths", "2",
     ]  # fmt: skip
@@ -407,5 +407,5 @@ def test_the_experiment_has_the_study_s_first_part():
     config, task = (OmegaConf.load(Path(conf(), *place)) for place in (EXPERIMENT, ("task", "cost.yaml")))
     usual = study().options().parse_args([])
     assert config.threads == usual.threads
-    for name in ("nodes", "batches", "contexts", "turns"):
+    for name in ("nodes", "batches", "contexts", "repeats"):
         assert task[name] == getattr(usual, name), name

@@ -61,19 +61,19 @@ def bundled() -> Target:
     return Target.load(str(Path(spec_lab.__file__).parent / "zoo" / "target"), dtype="float32")
 
 
-def hear(prompts, target, **options):
+def decode_events(prompts, target, **options):
     """All events by prompt and branch."""
     usual = dict(proposer=Repeat(3), max_new_tokens=24, vocabulary=VOCABULARY)
-    heard = defaultdict(list)
-    for said in spec_lab.generate(prompts, target, **usual | options):
-        heard[said.prompt, said.branch].append(said)
-    return dict(heard)
+    events = defaultdict(list)
+    for event in spec_lab.generate(prompts, target, **usual | options):
+        events[event.prompt, event.branch].append(event)
+    return dict(events)
 
 
-def tell(said):
+def output_of(events):
     """The text and the tokens of one branch, without what was withdrawn."""
     text, tokens = "", []
-    for one in said:
+    for one in events:
         if isinstance(one.event, Withdrawn):
             assert text.endswith(one.event.text)
             text = text[: len(text) - len(one.event.text)]
@@ -91,31 +91,31 @@ def ids(tokens):
     return [token.id for token in tokens]
 
 
-def check(said, stop=(), healed=b""):
+def check(events, stop=(), healed=b""):
     """Check that the branch's text is that of its tokens up to the stop; returns both."""
-    text, tokens = tell(said)
+    text, tokens = output_of(events)
     assert text == plain(PIECES, ids(tokens), Rules(frozenset({END}), tuple(stop)), healed)
     assert {token.origin for token in tokens} <= set(ORIGINS)
     assert all(token.logprob <= 0 for token in tokens)
-    assert [isinstance(one.event, Finish) for one in said if one.event != Dropped()][-1]
-    assert sum(isinstance(one.event, Finish) for one in said) == 1
+    assert [isinstance(one.event, Finish) for one in events if one.event != Dropped()][-1]
+    assert sum(isinstance(one.event, Finish) for one in events) == 1
     return text, tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_those_of_the_tokens_and_tokens_have_an_origin(target, temperature):
-    heard = hear(["the cat", "ababab", "a"], target, sampling=Sampling(temperature))
-    assert sorted(heard) == [(0, ()), (1, ()), (2, ())]
-    told = [check(said) for said in heard.values()]
-    assert all(len(tokens) == 24 or tokens[-1].id == END for _, tokens in told)
-    origins = {token.origin for _, tokens in told for token in tokens}
+    events = decode_events(["the cat", "ababab", "a"], target, sampling=Sampling(temperature))
+    assert sorted(events) == [(0, ()), (1, ()), (2, ())]
+    checked = [check(own) for own in events.values()]
+    assert all(len(tokens) == 24 or tokens[-1].id == END for _, tokens in checked)
+    origins = {token.origin for _, tokens in checked for token in tokens}
     assert origins == ({"accepted", "recovered", "bonus"} if temperature == 0 else origins) and "forced" not in origins
     assert target.lm.cells.references.sum() == 0
 
 
 def test_drafts_change_neither_greedy_text_nor_log_probabilities(target):
     prompts = ["the cat", "ababab", "one two"]
-    drafted, alone = hear(prompts, target, verifier=Traversal()), hear(prompts, target, proposer=None)
+    drafted, alone = decode_events(prompts, target, verifier=Traversal()), decode_events(prompts, target, proposer=None)
     for key in alone:
         text, tokens = check(drafted[key])
         expected, one_by_one = check(alone[key])
@@ -128,7 +128,7 @@ def test_drafts_change_neither_greedy_text_nor_log_probabilities(target):
 
 @torch.no_grad()
 def test_a_log_probability_is_that_of_the_plain_forward(target):
-    _, tokens = check(hear("the cat", target)[0, ()])
+    _, tokens = check(decode_events("the cat", target)[0, ()])
     prompt = Bytes().encode("the cat")
     logits = target.lm.model(torch.tensor([prompt + ids(tokens)])).logits[0, len(prompt) - 1 : -1]
     rows = logits.log_softmax(-1)
@@ -137,26 +137,26 @@ def test_a_log_probability_is_that_of_the_plain_forward(target):
 
 
 def test_a_stop_string_across_tokens_ends_the_text_before_it(target):
-    text, tokens = check(hear("the cat", target)[0, ()])
+    text, tokens = check(decode_events("the cat", target)[0, ()])
     ends = [len(plain(PIECES, ids(tokens[:count]), Rules())) for count in range(len(tokens))]
     stop = text[ends[3] - 1 : ends[3] + 1]
     assert len(stop.encode()) == 2 and "�" not in stop
-    said = hear("the cat", target, stop_strings=(stop,))[0, ()]
-    cut, fewer = check(said, stop=(stop,))
-    finish = said[-1].event
+    own = decode_events("the cat", target, stop_strings=(stop,))[0, ()]
+    cut, fewer = check(own, stop=(stop,))
+    finish = own[-1].event
     assert cut == text[: text.index(stop)]
     assert (finish.reason, finish.text) == ("stop_string", stop)
-    assert ids(fewer) == ids(tokens)[: len(fewer)] and len(said[-1].tokens) == finish.tokens > 0
+    assert ids(fewer) == ids(tokens)[: len(fewer)] and len(own[-1].tokens) == finish.tokens > 0
 
 
 def test_a_banned_string_is_never_streamed_and_nothing_is_withdrawn(target):
-    text, _ = check(hear("the cat", target)[0, ()])
+    text, _ = check(decode_events("the cat", target)[0, ()])
     ban = next(letter for letter in text if letter.isascii())
     for proposer in (None, Repeat(3)):
-        said = hear("the cat", target, banned_strings=(ban,), proposer=proposer)[0, ()]
-        other, tokens = check(said)
+        own = decode_events("the cat", target, banned_strings=(ban,), proposer=proposer)[0, ()]
+        other, tokens = check(own)
         assert ban not in other and len(tokens) == 24
-        assert not any(isinstance(one.event, Withdrawn) for one in said)
+        assert not any(isinstance(one.event, Withdrawn) for one in own)
 
 
 def test_stop_tokens_are_masked_up_to_min_new_tokens(target):
@@ -166,24 +166,24 @@ def test_stop_tokens_are_masked_up_to_min_new_tokens(target):
     bias[END] = 1e4
     handle = model.get_output_embeddings().register_forward_hook(lambda *now: now[2] + bias)
     try:
-        assert ids(check(hear("the cat", keen)[0, ()])[1]) == [END]
-        _, tokens = check(hear("the cat", keen, min_new_tokens=5)[0, ()])
+        assert ids(check(decode_events("the cat", keen)[0, ()])[1]) == [END]
+        _, tokens = check(decode_events("the cat", keen, min_new_tokens=5)[0, ()])
     finally:
         handle.remove()
     assert len(tokens) == 6 and ids(tokens).index(END) == 5
 
 
 def test_healed_bytes_are_repeated_and_not_streamed(target):
-    said = hear("the ca", target, token_healing=True)[0, ()]
-    text, tokens = check(said, healed=b"a")
+    own = decode_events("the ca", target, token_healing=True)[0, ()]
+    text, tokens = check(own, healed=b"a")
     assert PIECES[tokens[0].id].startswith(b"a")
     assert text.encode() == b"".join(PIECES[token.id] for token in tokens)[1:] or "�" in text
 
 
 def test_forced_tokens_are_marked(target):
     bound = regex(VOCABULARY, "(ab|ac)thethe[0-9]+;")
-    for binding in (bound, AppliedConstraint(bound, fast_forward=False)):
-        text, tokens = check(hear("the cat", target, constraint=binding)[0, ()])
+    for applied in (bound, AppliedConstraint(bound, fast_forward=False)):
+        text, tokens = check(decode_events("the cat", target, constraint=applied)[0, ()])
         assert text.startswith(("abthethe", "acthethe"))
         forced = [token for token in tokens if token.origin == "forced"]
         assert len(forced) >= 2 and all(token.logprob == 0 for token in forced)
@@ -210,27 +210,27 @@ class Forking:
 
 @pytest.mark.parametrize("proposer", [None, Repeat(3)])
 def test_every_fork_streams_its_whole_text(target, proposer):
-    binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
-    heard = hear(["the cat", "ababab"], target, proposer=proposer, constraint=binding, max_new_tokens=10)
-    assert sorted(heard) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
+    applied = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
+    events = decode_events(["the cat", "ababab"], target, proposer=proposer, constraint=applied, max_new_tokens=10)
+    assert sorted(events) == [(0, ()), (0, (0, 1)), (1, ()), (1, (0, 1))]
     for prompt in (0, 1):
-        first, other = (ids(check(heard[prompt, branch])[1]) for branch in ((), (0, 1)))
+        first, other = (ids(check(events[prompt, branch])[1]) for branch in ((), (0, 1)))
         assert len(first) == len(other) == 10
         assert first[:1] == other[:1] and other[1:3] != [0, 1]
-    alone = hear(["the cat", "ababab"], target, proposer=None, constraint=binding, max_new_tokens=10)
-    assert {key: ids(tell(said)[1]) for key, said in heard.items()} == {
-        key: ids(tell(said)[1]) for key, said in alone.items()
+    alone = decode_events(["the cat", "ababab"], target, proposer=None, constraint=applied, max_new_tokens=10)
+    assert {key: ids(output_of(own)[1]) for key, own in events.items()} == {
+        key: ids(output_of(own)[1]) for key, own in alone.items()
     }
     assert target.lm.cells.references.sum() == 0
 
 
 def test_the_last_event_of_a_dropped_branch_is_its_end(target):
     controlled = ControllerConstraint(lambda request: Forking(), len(PIECES), keep=lambda ended: [1])
-    heard = hear("the cat", target, constraint=controlled)
-    check(heard[0, ()])
-    check(heard[0, (0, 1)])
-    assert heard[0, ()][-1].event == Dropped()
-    assert isinstance(heard[0, (0, 1)][-1].event, Finish)
+    events = decode_events("the cat", target, constraint=controlled)
+    check(events[0, ()])
+    check(events[0, (0, 1)])
+    assert events[0, ()][-1].event == Dropped()
+    assert isinstance(events[0, (0, 1)][-1].event, Finish)
 
 
 def test_an_error_ends_only_its_request_and_is_named(target):
@@ -240,13 +240,13 @@ def test_an_error_ends_only_its_request_and_is_named(target):
             return [Branch(0, [])] if self.count == 4 else [Branch()]
 
     controlled = ControllerConstraint(lambda request: Broken() if request.id == 0 else Forking(-100), len(PIECES))
-    heard = hear(["the cat", "ababab"], target, constraint=controlled)
-    finish = heard[0, ()][-1]
+    events = decode_events(["the cat", "ababab"], target, constraint=controlled)
+    finish = events[0, ()][-1]
     assert finish.event.reason == "stuck" and "request 'prompt 0', step " in finish.error
-    assert len(tell(heard[0, ()])[1]) == 3
-    _, tokens = check(heard[1, ()])
+    assert len(output_of(events[0, ()])[1]) == 3
+    _, tokens = check(events[1, ()])
     assert len(tokens) == 24 or tokens[-1].id == END
-    assert heard[1, ()][-1].error == ""
+    assert events[1, ()][-1].error == ""
 
 
 def test_closing_early_frees_every_cell(target):
@@ -258,7 +258,7 @@ def test_closing_early_frees_every_cell(target):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "said"),
+    ("prompts", "options", "named"),
     [
         ([], {}, "prompts "),
         (3, {}, "prompts .*Prompt.* 3"),
@@ -271,8 +271,8 @@ def test_closing_early_frees_every_cell(target):
         ("a", {"vocabulary": Vocabulary.plain(PIECES[:5], 4)}, "bytes .*61 tokens"),
     ],
 )
-def test_invalid_arguments_are_refused_at_the_call(target, prompts, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_arguments_are_refused_at_the_call(target, prompts, options, named):
+    with pytest.raises(ValueError, match=named):
         spec_lab.generate(prompts, target, **{"vocabulary": VOCABULARY} | options)
 
 
@@ -302,33 +302,33 @@ def show(target, tmp_path, prompt="the cat", terminal=False, **parts):
 
 
 def test_without_a_terminal_the_text_alone_is_printed(target, tmp_path):
-    code, said, figures = show(target, tmp_path)
-    text, tokens = check(hear("the cat", target, max_new_tokens=12)[0, ()])
-    assert (code, said) == (0, text)
+    code, printed, figures = show(target, tmp_path)
+    text, tokens = check(decode_events("the cat", target, max_new_tokens=12)[0, ()])
+    assert (code, printed) == (0, text)
     accepted = sum(token.origin == "accepted" for token in tokens) / len(tokens)
     assert figures.startswith(f"{len(tokens)} tokens in ") and f"accepted {accepted:.0%}, forced 0%, " in figures
 
 
 def test_on_a_terminal_tokens_are_shaded_by_origin_and_control_characters_harmless(target, tmp_path):
     pieces = [b"\x1b[2J" if piece == b"a" else piece for piece in PIECES]
-    code, said, _ = show(target, tmp_path, terminal=True, pieces=pieces, prompt="ababab")
+    code, printed, _ = show(target, tmp_path, terminal=True, pieces=pieces, prompt="ababab")
     assert code == 0
-    assert "\x1b[2J" not in said
-    assert said.startswith("\x1b[2mababab\x1b[0m") and said.endswith("\n")
-    assert "48;2;183;228;176m" in said or "48;2;148;211;140m" in said
+    assert "\x1b[2J" not in printed
+    assert printed.startswith("\x1b[2mababab\x1b[0m") and printed.endswith("\n")
+    assert "48;2;183;228;176m" in printed or "48;2;148;211;140m" in printed
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_forks_follow_under_headings(target, tmp_path, terminal):
-    binding = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
-    heard = hear("the cat", target, constraint=binding, max_new_tokens=12)
-    first, other = (tell(heard[0, branch])[0] for branch in ((), (0, 1)))
-    code, said, figures = show(target, tmp_path, binding=binding, terminal=terminal)
+    applied = AppliedConstraint(ControllerConstraint(lambda request: Forking(), len(PIECES)))
+    events = decode_events("the cat", target, constraint=applied, max_new_tokens=12)
+    first, other = (output_of(events[0, branch])[0] for branch in ((), (0, 1)))
+    code, printed, figures = show(target, tmp_path, applied=applied, terminal=terminal)
     assert code == 0
     if terminal:
-        assert said.count("── fork 0.1 ──") == 1 and "\x1b[9;31m" in said
+        assert printed.count("── fork 0.1 ──") == 1 and "\x1b[9;31m" in printed
     else:
-        assert said == f"{first}\n── fork 0.1 ──\n{other}"
+        assert printed == f"{first}\n── fork 0.1 ──\n{other}"
     assert figures.rstrip().endswith("; length, length")
 
 
@@ -379,32 +379,32 @@ def test_options_other_than_the_prompt_are_left_to_hydra():
 )
 def test_the_command_line_prints_the_text_and_writes_no_files(cli, tmp_path, bundled, options, pattern, same):
     few = ["target.dtype=float32", "proposer=ngram", "max_new_tokens=12"]
-    code, said, errors = cli("+experiment=stream", *few, f"task.prompt={PROMPT}", *options)
+    code, printed, errors = cli("+experiment=stream", *few, f"task.prompt={PROMPT}", *options)
     assert code == 0, errors
     bound = None if pattern is None else regex(Vocabulary.of(bundled), pattern)
     alone = spec_lab.generate(PROMPT, bundled, max_new_tokens=12, constraint=bound, **same)
-    assert said == tell(list(alone))[0] != ""
+    assert printed == output_of(list(alone))[0] != ""
     assert errors.splitlines()[-1].split(" in ")[0].endswith(" tokens")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "named"),
     [
         (["+experiment=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
         (["task=stream"], "task.prompt has no default: give task.prompt=... on the command line"),
     ],
 )
-def test_the_task_requires_a_prompt(cli, tmp_path, options, said):
+def test_the_task_requires_a_prompt(cli, tmp_path, options, named):
     code, _, errors = cli(*options)
-    assert code == 1 and f"spec_lab: {said}" in errors
+    assert code == 1 and f"spec_lab: {named}" in errors
     assert not list(tmp_path.iterdir())
 
 
 def test_the_bundled_model(bundled):
     options = dict(max_new_tokens=12, token_healing=True, stop_strings=("\n\n",))
-    said = list(spec_lab.generate(PROMPT, bundled, Ngram.load(bundled), **options))
+    events = list(spec_lab.generate(PROMPT, bundled, Ngram.load(bundled), **options))
     alone = list(spec_lab.generate(PROMPT, bundled, **options))
-    assert tell(said)[0] == tell(alone)[0] != ""
-    assert ids(tell(said)[1]) == ids(tell(alone)[1])
-    assert any(token.origin == "accepted" for token in tell(said)[1])
+    assert output_of(events)[0] == output_of(alone)[0] != ""
+    assert ids(output_of(events)[1]) == ids(output_of(alone)[1])
+    assert any(token.origin == "accepted" for token in output_of(events)[1])

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from spec_lab.analysis.metrics import SCHEMA_VERSION
+from spec_lab.analysis.metrics import SCHEMA_VERSION, speedup
 from spec_lab.analysis.text import WIDE
 from spec_lab.cli.main import main
 from spec_lab.core.randomness import CounterDraws
@@ -20,10 +22,10 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, arrival_times, serve, serve_segment, summarise, tell
+from spec_lab.tasks.serve import SERVED, arrival_times, check_waits, print_summary, serve, serve_segment, summarise
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
-from tests.labs import TEXTS, lab, settings
+from tests.labs import TEXTS, Repeat, lab, settings
 from tests.propose.lab import COLD, WARM, draft_model
 from tests.tiny import tiny_target
 
@@ -227,6 +229,28 @@ def test_a_missing_trace_is_refused_by_its_option(tmp_path):
             arrival_times("file", 3, 1.0, trace, 0)
 
 
+def test_arrivals_more_than_a_day_apart_are_refused_by_the_line_of_the_trace(tmp_path):
+    file = tmp_path / "trace.txt"
+    file.write_text("0\n5\n1e12\n")
+    with pytest.raises(ValueError, match=r"task\.trace: line 3 of .*trace\.txt is 1e\+12.*86400 s"):
+        run(tmp_path / "out", requests=3, segment=3, arrivals="file", trace=str(file))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rate", [1e-9, 5e-324])
+def test_a_rate_whose_arrivals_take_more_than_a_day_is_refused(tmp_path, rate):
+    with pytest.raises(ValueError, match=r"task\.rate is .*86400 s"):
+        run(tmp_path / "out", arrivals="poisson", rate=rate)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_time_between_arrivals_of_one_segment_counts_as_waiting():
+    day = module.MAX_WAIT
+    check_waits([0.0, day, 1e12, 1e12], 2, "file", 1.0, "trace")  # one day within segments, and any time between them
+    with pytest.raises(ValueError, match="line 4"):
+        check_waits([0.0, day, 1e12, 1e12 + 1], 2, "file", 1.0, "trace")
+
+
 # The summary -------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +274,7 @@ def test_throughput_latencies_and_goodput_by_hand():
     assert found["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
     assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
     assert found["tpot"]["mean"] == pytest.approx((0.5 + 1.0 + 0.0) / 3) and found["tpot"]["p50"] == 0.5
-    assert found["speedup"]["mean"] == pytest.approx(1.0)
+    assert np.isnan(found["speedup"]["mean"])  # no baseline
 
 
 def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
@@ -266,13 +290,13 @@ def pair(base, own):
     return frame(*rows)
 
 
-def test_the_speed_up_is_a_ratio_of_sums_over_the_last_arm_paired_by_segments():
+def test_the_speed_up_is_a_ratio_of_sums_over_the_baseline_paired_by_segments():
     base, own = [(10.0, 20), (2.0, 20), (6.0, 20)], [(4.0, 20), (2.0, 20), (3.0, 20)]
     found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
     speedup = found["draft"]["speedup"]
     assert speedup["mean"] == pytest.approx(18 / 9) != pytest.approx(np.mean([10 / 4, 2 / 2, 6 / 3]))
     assert 1.0 <= speedup["low"] < 2.0 < speedup["high"] <= 2.5
-    assert tuple(found["baseline"]["speedup"].values()) == pytest.approx((1.0, 1.0, 1.0))
+    assert np.isnan(list(found["baseline"]["speedup"].values())).all()  # as in the benchmark's table
     doubled = summarise(
         pair([(20.0, 20), (4.0, 20), (12.0, 20)], [(8.0, 20), (4.0, 20), (6.0, 20)]), ["draft", "baseline"], 1, 1
     )
@@ -286,9 +310,30 @@ def test_equal_speed_ups_have_an_interval_of_no_width_whatever_their_segments():
     assert tuple(found["draft"]["speedup"].values()) == pytest.approx((2.0, 2.0, 2.0))
 
 
-def test_where_outputs_differ_in_length_seconds_are_taken_for_each_token():
+def test_where_outputs_differ_in_length_the_speed_up_is_still_the_ratio_of_tokens_per_second():
     found = summarise(pair([(10.0, 10), (4.0, 8)], [(4.0, 20), (1.0, 2)]), ["draft", "baseline"], 1, 1)
-    assert found["draft"]["speedup"]["mean"] == pytest.approx((1.0 * 20 + 0.5 * 2) / 5.0)
+    assert found["draft"]["speedup"]["mean"] == pytest.approx((22 / 5) / (18 / 14))
+    speeds = [found[arm]["tokens_per_second"] for arm in ("draft", "baseline")]
+    assert found["draft"]["speedup"]["mean"] == pytest.approx(speeds[0] / speeds[1])
+
+
+def test_the_speed_up_is_the_one_of_the_benchmark_for_the_same_tokens_and_seconds():
+    base, own = [(10.0, 10), (4.0, 8), (3.0, 7)], [(4.0, 20), (1.0, 2), (2.0, 9)]
+    columns = ["arm", "group", "request", "decode_seconds", "decode_tokens", "finish"]
+    rows = [
+        (arm, n, n, *one, "length") for arm, each in (("draft", own), ("baseline", base)) for n, one in enumerate(each)
+    ]
+    expected = speedup(pd.DataFrame(rows, columns=columns), "draft")
+    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
+    assert tuple(found["draft"]["speedup"].values()) == pytest.approx(expected)
+
+
+def test_without_a_baseline_no_speed_up_is_stated(tmp_path):
+    console = quiet()
+    assert run(tmp_path / "out", console, lab(more_proposers={"other": Repeat(1)}), {"baseline": False}) == 0
+    arms = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]
+    assert list(arms) == ["repeat", "other"]
+    assert {end for arm in arms.values() for end in arm["speedup"].values()} == {None}
 
 
 def test_a_segment_without_tokens_does_not_undo_the_others():
@@ -388,10 +433,20 @@ def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_w
     rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
     summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0, "arms": summarise(rows, ["a"], 1, 1)}
     console = Console(file=io.StringIO(), width=width)
-    tell(summary, console, verbose)
+    print_summary(summary, console, verbose)
     shown = console.file.getvalue()
+    headings = " ".join(shown.split())
+    assert headings.count("TTFT") > 1 and headings.count("TPOT") > 1
     assert ("queue" in shown and "123" in shown and "877" in shown) is more
     assert "TTFT" in shown and "…" not in shown and all(len(line.rstrip()) <= width for line in shown.splitlines())
+
+
+def test_the_table_keeps_an_interval_on_one_line_at_80_columns():
+    rows = pair([(10.0, 900), (2.0, 920)], [(4.0, 900), (2.0, 900)])
+    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0}
+    console = Console(file=io.StringIO(), width=80)
+    print_summary({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
+    assert re.search(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", console.file.getvalue())
 
 
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
@@ -422,6 +477,24 @@ def test_finished_segments_stay_and_the_rest_is_served_after_an_interruption(tmp
     after = pd.read_parquet(out / "served.parquet")
     pd.testing.assert_frame_equal(after[after["segment"] == 0].reset_index(drop=True), before)
     assert set(after["segment"]) == {0, 1, 2} and len(after) == 10
+
+
+class Bar:
+    """Stands in for tqdm."""
+
+    def __init__(self, total, unit, **_):
+        self.total, self.unit, self.count = total, unit, 0
+
+    def update(self, count=1):
+        self.count += count
+
+
+def test_progress_counts_the_requests_of_all_arms_and_reaches_its_total(tmp_path, monkeypatch):
+    bars = []
+    monkeypatch.setattr(module, "tqdm", lambda **given: bars.append(Bar(**given)) or nullcontext(bars[-1]))
+    run(tmp_path / "out", requests=5)
+    (bar,) = bars
+    assert (bar.unit, bar.total, bar.count) == ("request", 2 * 5, 2 * 5)
 
 
 def test_warming_up_leaves_no_rows(tmp_path):

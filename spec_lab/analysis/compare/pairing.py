@@ -15,6 +15,7 @@ from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, factor, speedup_totals
 from spec_lab.analysis.names import names_in_manifest
+from spec_lab.results.manifest import without_groups
 
 Verdict = Literal["significant", "not significant", "identical", "too few", "not tested"]
 
@@ -33,12 +34,12 @@ class RunRows:
         """Read the finished groups.
 
         Raises:
-            ValueError: no group is finished, or a request broke in each.
+            ValueError: the task has no groups, no group is finished, or a request broke in each.
         """
         folder = selected.folder
         manifest, tables = manifest_of(folder), metrics.load(folder)
         if tables.requests.empty:
-            raise ValueError(f"no group of the run in {folder} is finished: wait for its first group")
+            raise ValueError(without_groups(folder, manifest))
         run = RunRows(selected, manifest, tables, frozenset(metrics.broken_groups(tables.requests)))
         if run.requests.empty:
             raise ValueError(f"in every group of {folder} a request broke; see 'errors' in its summary.json")

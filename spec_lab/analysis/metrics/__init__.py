@@ -68,6 +68,7 @@ from spec_lab.analysis.metrics.speed import (
     prefill_seconds,
     short_groups,
     speedup,
+    speedup_of_totals,
     time_per_output_token,
     time_to_first_token,
     tokens_per_second,

@@ -64,7 +64,18 @@ def speedup(requests: pd.DataFrame, arm: str, baseline: str = "baseline", prefil
         return Interval(*[float("nan")] * 3)
     full = requests[~requests["group"].isin(short_groups(requests))]
     totals = [one for name in (arm, baseline) for one in _tokens_and_seconds(full, name, prefill)]
-    sums = pd.concat(totals, axis=1, join="inner").to_numpy(dtype=float)  # [groups, 4]
+    return speedup_of_totals(*totals)
+
+
+def speedup_of_totals(
+    tokens: pd.Series, seconds: pd.Series, baseline_tokens: pd.Series, baseline_seconds: pd.Series
+) -> Interval:
+    """Return the speed-up with its 95 % interval, from the tokens and seconds of each paired unit.
+
+    Each series is indexed by unit. Units that only one arm has, or in which one of the four is 0, are left out.
+    """
+    totals = [tokens, seconds, baseline_tokens, baseline_seconds]
+    sums = pd.concat(totals, axis=1, join="inner").to_numpy(dtype=float)  # [units, 4]
     sums = sums[(sums > 0).all(axis=1)]
 
     def ratio_of_speeds(totals: np.ndarray) -> np.ndarray:  # [R, 4] -> [R]

@@ -10,7 +10,7 @@ from spec_lab.analysis.tracking import client, series
 from spec_lab.analysis.tracking.client import Mode
 from spec_lab.core.files import Unreadable, read_json
 from spec_lab.results import sweep
-from spec_lab.results.manifest import begun
+from spec_lab.results.manifest import begun, without_groups
 
 
 def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mode: Mode = "auto") -> str:
@@ -29,7 +29,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
         The upload's address, or its folder.
 
     Raises:
-        ValueError: there is no run, or none of its groups is finished; its files are not readable.
+        ValueError: there is no run, its task has no groups, or none of them is finished; its files are not readable.
         sweep.Locked: the run is still running.
         OSError: Weights & Biases cannot be reached, or fails.
     """
@@ -45,7 +45,7 @@ def track(folder: Path, project: str = "spec_lab", entity: str | None = None, mo
     with sweep.holding(folder):
         tables = metrics.load(folder)
         if tables.requests.empty:
-            raise ValueError(f"{folder} holds no finished group of prompts: wait for its first group")
+            raise ValueError(without_groups(folder, manifest))
         written = read_json(folder / "summary.json")
         files = [] if written is None else sorted((folder / "figures").glob("*.png"))  # else older than the rows
         pictures = [file for file in files if file.is_file()]

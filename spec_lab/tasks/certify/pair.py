@@ -173,7 +173,7 @@ class Certifier:
         """
         for proposer in [self.lab.proposer, *self.lab.more_proposers.values()]:
             check_sampling(proposer, self.sampling)
-        applied = self.lab.binding
+        applied = self.lab.applied
         if applied is not None and not self.requests and applied.on_target:
             raise ValueError(
                 f"constraint '{applied.constraint.name}' refuses every prompt, so nothing can be decoded under it: "
@@ -185,8 +185,8 @@ class Certifier:
         fit, refused = [], []
         for request in self.lab.requests(self.settings):
             try:
-                if self.lab.binding is not None:
-                    self.lab.binding.constraint.start(request)
+                if self.lab.applied is not None:
+                    self.lab.applied.constraint.start(request)
                 fit.append(request)
             except ConstraintError as error:
                 refused.append(str(error))
@@ -205,7 +205,7 @@ class Certifier:
     @cached_property
     def own(self) -> tuple[Instance, ...]:
         """Instances under the run's own constraint."""
-        return under(self.lab.binding)
+        return under(self.lab.applied)
 
     @property
     def parts(self) -> int:
@@ -214,7 +214,7 @@ class Certifier:
 
     def masks(self, tick: Callable[[float], object]) -> MaskComparison | None:
         """Compare the masks of the run's own constraint with those of fresh states; None without a constraint."""
-        applied = self.lab.binding
+        applied = self.lab.applied
         if applied is None or not self.mask_rows:
             return None
         with attributed("constraint", applied.constraint):
@@ -239,7 +239,7 @@ class Certifier:
             texts, expected = self.texts(drafts, verifier, self.settings.seed, 1, progress, watched=False)
         pair = Pair(proposer, verifier, proof, drafts, texts, expected)
         pair.checks.append(histogram(texts, expected, self.settings.seed))
-        acts = self.lab.binding is not None and self.lab.binding.constraint.has_actions
+        acts = self.lab.applied is not None and self.lab.applied.constraint.has_actions
         if verifier.lossless and self.tokens and not acts:  # with actions, single tokens do not follow p
             pair.checks += self.scored(pair, self.settings.seed, 1, _scaled(tick, 100))
         pair.seconds = time.perf_counter() - start
@@ -259,7 +259,7 @@ class Certifier:
 
     def scored(self, pair: Pair, seed: int, times: int, tick: Callable[[int], object] = lambda _: None) -> list[Check]:
         """Run the score tests with the real target on the lab's prompts, repeated as often as the tokens require."""
-        applied = self.lab.binding
+        applied = self.lab.applied
         prompts = self.requests if applied is not None and applied.on_target else self.lab.requests(self.settings)
         count = -(-times * self.tokens // self.settings.max_new_tokens)
         requests = [replace(prompts[n % len(prompts)], id=n, sampling=self.sampling) for n in range(count)]

@@ -168,9 +168,9 @@ def _facts(
     if control is not None and lossless:
         certified = control.p_value < ALPHA and all(pair.certified for pair in lossless) and not broken and not wrong
     constraint = None
-    if lab.binding is not None:
+    if lab.applied is not None:
         enumerated = bool(own) and all(one.proof.findings for one in pairs)
-        constraint = lab.binding.facts | {"enumerated": enumerated, "masks": masks}
+        constraint = lab.applied.facts | {"enumerated": enumerated, "masks": masks}
     instances = (*every_instance(), *own) if any(one.proof.findings for one in pairs) else ()
     return {
         "complete": control is not None,
@@ -199,7 +199,7 @@ def _mask_facts(compared: MaskComparison, lab: Lab, refused: Sequence[str]) -> d
         lab: the run's.
         refused: the constraint's messages, one for each prompt that it refuses.
     """
-    assert lab.binding is not None
+    assert lab.applied is not None
     facts: dict[str, Any] = {
         "rows": compared.rows,
         "different": compared.different,
@@ -218,7 +218,7 @@ def _mask_facts(compared: MaskComparison, lab: Lab, refused: Sequence[str]) -> d
         some = {name: [decode([token]) for token in tokens[:SHOWN]] for name, tokens in only.items()}
         facts["first"] = vars(one) | {"text": decode(output)} | some
         facts["failed"] = (
-            f"constraint '{lab.binding.constraint.name}': {compared.different} of {compared.rows} masks differ from "
+            f"constraint '{lab.applied.constraint.name}': {compared.different} of {compared.rows} masks differ from "
             f"those of a state that processed no draft; the first ({one.what}, {one.asked} draft) after "
             f"{decode(output)!r} of request '{one.request}', of which {len(one.drafted)} tokens are drafted: allowed "
             f"only with drafts: {_shown(some['only_with_drafts'], one.added)}; only without: "

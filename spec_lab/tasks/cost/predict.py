@@ -71,7 +71,7 @@ class Cost:
 
     @staticmethod
     def of(frame: pd.DataFrame) -> Cost:
-        """Return the medians over turns of the rows of ``measure``.
+        """Return the medians over repeats of the rows of ``measure``.
 
         Raises:
             ValueError: a point of the grid has no row.
@@ -174,7 +174,7 @@ def _seconds(cost: Cost, tables: Tables, arm: str) -> pd.Series:
 
 
 def _grid(frame: pd.DataFrame, axes: tuple[str, ...], parts: tuple[str, ...]) -> Grid:
-    """Return the median over turns of the sum of ``parts``, at every point of the grid.
+    """Return the median over repeats of the sum of ``parts``, at every point of the grid.
 
     Raises:
         ValueError: a point is missing.

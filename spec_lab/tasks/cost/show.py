@@ -19,7 +19,7 @@ from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
 
 
 def summarise(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return medians over turns, with quartiles, in seconds: t(n) at every point, and what each arm adds."""
+    """Return medians over repeats, with quartiles, in seconds: t(n) at every point, and what each arm adds."""
     fixed, own = frame[frame["fixed"]], frame[~frame["fixed"]]
     return {
         "nodes": _spread(fixed, ["batch", "context", "nodes"], fixed[list(OF_NODES)].sum(axis=1)),
@@ -33,10 +33,10 @@ def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict
     return three.reset_index().to_dict("records")
 
 
-def tell(summary: Mapping[str, Any], console: Console) -> None:
+def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print the tables of ``summary.json``."""
     console.print(
-        f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} turns of "
+        f"{summary['experiment']}: temperature {summary['temperature']:g}, medians of {summary['turns']} repeats of "
         f"{summary['rounds']} steps",
         style="bold",
         highlight=False,
@@ -78,7 +78,7 @@ def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
 def nodes(rows: list[dict[str, Any]]) -> Figure:
     """Plot t(n): a column of panels for each context, a line for each batch size.
 
-    The upper panels show milliseconds with the quartiles over turns, the lower ones t(n) / t(0).
+    The upper panels show milliseconds with the quartiles over repeats, the lower ones t(n) / t(0).
     """
     frame = pd.DataFrame(rows)
     contexts = sorted(frame["context"].unique())

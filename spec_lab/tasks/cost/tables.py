@@ -20,7 +20,7 @@ COST = {
     "context": (_WHOLE, "computed tokens of each sequence when the arm's first step began"),
     "arm": (_TEXT, "an arm of the lab, or 'nodes N' for a fixed tree of N nodes"),
     "fixed": (_FLAG, "whether it was a fixed tree"),
-    "turn": (_WHOLE, "number of the turn, from 0; each turn times every arm at every batch size and context"),
+    "turn": (_WHOLE, "number of the repeat, from 0; each repeat times every arm at every batch size and context"),
     "nodes": (_REAL, "draft nodes of each sequence, mean over the timed steps"),
     "propose": (_REAL, "seconds of drafting; like all seconds here, the median over the timed steps"),
     "target": (_REAL, "seconds of the target's forward, packing and KV bookkeeping included"),
@@ -31,7 +31,7 @@ COST = {
     "between": (_REAL, "seconds from a step's end to the start of the next"),
     "whole": (_REAL, "seconds from a step's start to the start of the next"),
 }
-"""One row for each turn, batch size, context and arm."""
+"""One row for each repeat, batch size, context and arm."""
 
 
 def parts(out: str | Path) -> TableParts:

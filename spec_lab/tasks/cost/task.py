@@ -30,13 +30,13 @@ def measure(
     nodes: Sequence[int] = (0, 1, 2, 4, 8, 16, 26, 32, 64),
     batches: Sequence[int] = (1, 2, 4, 8),
     contexts: Sequence[int] = (64, 256, 1024),
-    turns: int = 5,
+    repeats: int = 5,
     rounds: int = 6,
 ) -> int:
     """Time the steps of fixed draft trees and of the lab's own arms, at every batch size and context.
 
-    In each turn every arm decodes ``rounds`` steps at every pair of batch size and context, so the timings of one pair
-    are spread over the whole measurement. The texts are the lab's prompts, joined and repeated. The rows of a pair are
+    In each repeat every arm decodes ``rounds`` steps at every pair of batch size and context, so the timings of one
+    pair are spread over the whole run. The texts are the lab's prompts, joined and repeated. The rows of a pair are
     written when it has been timed; the same command with the same ``output_dir`` resumes the measurement.
 
     Args:
@@ -47,8 +47,8 @@ def measure(
         nodes: numbers of nodes of the fixed trees; 0, the baseline's, is always added.
         batches: numbers of sequences decoded together.
         contexts: numbers of tokens of each sequence.
-        turns: number of times that every pair of batch size and context is measured.
-        rounds: number of timed steps of each arm in a turn.
+        repeats: number of times that every pair of batch size and context is measured.
+        rounds: number of timed steps of each arm in a measurement.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -61,7 +61,7 @@ def measure(
     console = console or Console()
     nodes = sorted({0, *_sizes("task.nodes", nodes, 0)})
     batches, contexts = _sizes("task.batches", batches), _sizes("task.contexts", contexts)
-    whole("task.turns", turns)
+    whole("task.repeats", repeats)
     whole("task.rounds", rounds)
     arms = _arms(lab, settings, nodes)
     longest = lab.target.context - room(arms, rounds)
@@ -72,34 +72,35 @@ def measure(
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
     tables = parts(settings.output_dir)
-    visits = list(product(range(turns), batches, contexts))
+    measurements = list(product(range(repeats), batches, contexts))
 
     def finished() -> set[tuple[int, int, int]]:
         return set(tables.load()["cost"][["turn", "batch", "context"]].itertuples(index=False, name=None))
 
     def work(facts: Mapping[str, Any]) -> Done:
         before = finished()
-        todo = [visit for visit in visits if visit not in before]
-        for turn, batch, context in tqdm(todo, desc=settings.name, unit="visit", disable=None):
+        todo = [one for one in measurements if one not in before]
+        for repeat, batch, context in tqdm(todo, desc=settings.name, unit="measurement", disable=None):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
-            rows = time_arms(arms, requests, turn, rounds)
-            tables.write(f"{turn:04d}-{batch:04d}-{context:06d}", {"cost": rows})
+            rows = time_arms(arms, requests, repeat, rounds)
+            tables.write(f"{repeat:04d}-{batch:04d}-{context:06d}", {"cost": rows})
             none = next(row for row in rows if row["arm"] == "nodes 0")
-            lab.tracker.group(visits.index((turn, batch, context)), {"seconds without nodes": none["whole"]})
+            number = measurements.index((repeat, batch, context))
+            lab.tracker.group(number, {"seconds without nodes": none["whole"]})
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
-        summary |= {"turns": turns, "rounds": rounds, **show.summarise(frame)}
+        summary |= {"turns": repeats, "rounds": rounds, **show.summarise(frame)}
         names = names_in_manifest(facts)
 
-        def tell(found: Mapping[str, Any]) -> None:
+        def print_summary(found: Mapping[str, Any]) -> None:
             arms = [{**one, "arm": names.get(one["arm"], one["arm"])} for one in found["arms"]]
-            show.tell({**found, "arms": arms}, console)
+            show.print_summary({**found, "arms": arms}, console)
 
-        return Done(summary, lambda: show.draw(frame, settings.output_dir / "figures"), tell)
+        return Done(summary, lambda: show.draw(frame, settings.output_dir / "figures"), print_summary)
 
     def left() -> tuple[int, str]:
         done = len(finished())
-        return done, f"{done} of {len(visits)} visits to a batch size and context are in {settings.output_dir}"
+        return done, f"{done} of {len(measurements)} measurements are in {settings.output_dir}"
 
     return Task(lab, settings, config, arms, work, left, tables).run(console)
 
@@ -110,7 +111,7 @@ def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]
     Raises:
         ValueError: the lab has a constraint, peers, an arm with the name of a fixed tree, or an incompatible pair.
     """
-    if lab.binding is not None:
+    if lab.applied is not None:
         raise ValueError("task=cost does not support constraints; set constraint=none")
     if lab.peers:
         raise ValueError(f"task=cost times spec_lab's own steps, which peers do not run; remove peers {[*lab.peers]}")

@@ -29,7 +29,7 @@ from spec_lab.tasks.lab import Loop
 from spec_lab.verify import Match, check_pair
 
 
-def bush(nodes: int) -> Shape:
+def binary_tree(nodes: int) -> Shape:
     """Return the binary tree of so many nodes: every row has two children until the nodes are used up."""
     return Shape(1, np.arange(nodes, dtype=np.int64) // 2)
 
@@ -59,7 +59,7 @@ class Fixed(Lifecycle):
         count = len(batch.sequences)
         if count not in self._drafts:
             tokens = torch.arange(count * self.nodes, device=batch.device) % self.vocabulary
-            self._drafts[count] = Draft(forest((bush(self.nodes),) * count), tokens)
+            self._drafts[count] = Draft(forest((binary_tree(self.nodes),) * count), tokens)
         return self._drafts[count]
 
 
@@ -81,7 +81,7 @@ def room(arms: Mapping[str, Loop], rounds: int) -> int:
     return (rounds + 3) * (max(arm.proposer.nodes for arm in arms.values()) + 1)
 
 
-def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, rounds: int) -> Rows:
+def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int, rounds: int) -> Rows:
     """Time ``rounds`` steps of every arm on the same sequences, one arm after the other.
 
     Each arm decodes one step before the timed ones and one after them; then the sequences are truncated to their
@@ -90,7 +90,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, 
     Args:
         arms: by name; all of one target, without constraints.
         requests: decoded as one batch; their prompts have the same length and leave ``room`` in the target's context.
-        turn: number of the turn; it seeds the order of the arms.
+        repeat: number of the repeat; it seeds the order of the arms.
         rounds: number of timed steps.
 
     Returns:
@@ -137,11 +137,11 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], turn: int, 
             decode(name, 1, 0 if arm.proposer.requires.hidden else context - 1)
             for sequence, token in zip(sequences, first, strict=True):
                 sequence.tokens[context:] = [token]
-        rows, facts = [], {"batch": len(requests), "context": context, "turn": turn}
-        for place in np.random.default_rng(turn).permutation(len(arms)):
+        rows, facts = [], {"batch": len(requests), "context": context, "turn": repeat}
+        for place in np.random.default_rng(repeat).permutation(len(arms)):
             name = list(arms)[place]
             done = decode(name, rounds + 2)  # the first is a warm-up; the last only ends the time of the one before
-            key = {"id": f"{len(requests)}/{context}/{name}/{turn}", "arm": name}
+            key = {"id": f"{len(requests)}/{context}/{name}/{repeat}", "arm": name}
             rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(done)})
         return rows
     finally:

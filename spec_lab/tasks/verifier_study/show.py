@@ -21,7 +21,7 @@ from spec_lab.tasks.verifier_study.pooled import OUTCOME
 ROW = 0.27  # inches of a verifier's row
 
 
-def tell(summary: Mapping[str, Any], console: Console) -> None:
+def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print ``summary.json`` as tables."""
     console.print(
         f"{summary['experiment']}: {summary['requests']} prompts, {summary['tokens']} tokens of the target at "

@@ -90,7 +90,7 @@ def study_verifiers(
         return Done(
             summary,
             lambda: show.draw(finite(summary), settings.output_dir / "figures"),
-            lambda found: show.tell(found, console),
+            lambda found: show.print_summary(found, console),
         )
 
     def left() -> tuple[int, str]:
