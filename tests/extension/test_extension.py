@@ -160,6 +160,21 @@ def test_a_lossless_pair_is_certified(flat_cli, left_behind):
     assert "bigram point agree lossless, proved" in said
 
 
+@pytest.mark.parametrize("instances", ["quick", pytest.param("every", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("verifier", ["token", "traversal"])
+def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
+    flat_cli, left_behind, monkeypatch, verifier, instances
+):
+    if instances == "quick":
+        monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
+    code, _, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=union", f"verifier={verifier}")
+    assert code == 0, errors
+    (pair,) = left_behind("certificate.json")["pairs"]
+    exact = pair["exact"]
+    assert pair["certified"] == "exact" and exact["drafts"] == "proposer" and exact["missing"] == []
+    assert exact["worst_tv"] < 1e-12 and exact["worst_mass_error"] < 1e-12 and exact["drafted"] > 1000
+
+
 def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
     assert code == 0, errors
