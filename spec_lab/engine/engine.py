@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, check_requires, draws_of
+from spec_lab.engine.proposer import Proposer, branches, check_requires, draws_of, release
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -158,17 +159,18 @@ class Engine:
             self._make_room()
             ready, chunks = self._plan()
             info = step(ready, self.parts, chunks)
+            self.steps += 1
+            for sequence, why in info.errors.items():
+                self._note(sequence, why)
+            for got in info.committed:
+                self._live += got.forks
+                self.sequences += got.forks
+            self._retire()
+            return info
         except BaseException:
-            self.close()
+            with suppress(Exception):  # the first error is the one to raise
+                self.close()
             raise
-        self.steps += 1
-        for sequence, why in info.errors.items():
-            self._note(sequence, why)
-        for got in info.committed:
-            self._live += got.forks
-            self.sequences += got.forks
-        self._retire()
-        return info
 
     def __iter__(self) -> Iterator[StepInfo]:
         """Decode until nothing is left; an iterator that is closed or fails closes the engine as well."""
@@ -180,13 +182,16 @@ class Engine:
             self.close()
 
     def close(self) -> None:
-        """End decoding: free all KV caches and states, and drop waiting requests."""
-        for sequence in self._live:
-            self._free(sequence)
-        self._live = []
+        """End decoding: free all KV caches and states, and drop waiting requests.
+
+        Raises:
+            PartError: the proposer's first error, after everything is freed.
+        """
+        live, self._live = self._live, []
         self._waiting.clear()
         if self.parts.constraint is not None:
             self.parts.constraint.close()
+        release(self.proposer, live)
 
     # Admission -------------------------------------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class Engine:
         # An action waits for the first step, which computes the prompt: forks then share its cells.
         if constraint.applied.on_target and sequence.constraint.action() is None:
             done = Committed([])
-            settle(sequence, self.parts, done)
+            settle([(sequence, done)], self.parts)
             if done.error:
                 self._note(sequence, done.error)
             self._live += done.forks
@@ -268,7 +273,7 @@ class Engine:
         room = self.limits.max_kv_tokens
         while room is not None and len(self._live) > 1 and self._used() > room:
             sequence = self._live.pop()
-            self._free(sequence)
+            release(self.proposer, [sequence])
             self._waiting.appendleft(sequence)
 
     def _plan(self) -> tuple[list[SequenceState], list[Chunk]]:
@@ -295,8 +300,8 @@ class Engine:
             return
         for sequence in over:
             _end_text(sequence)
-            self._free(sequence)
         self._live = [one for one in self._live if one.finish is None]
+        release(self.proposer, over)
         left = {id(one.request) for one in self._live}
         left |= {id(one.request) for one in self._waiting if isinstance(one, SequenceState)}
         for request in {id(one.request): one.request for one in over}.values():
@@ -322,11 +327,6 @@ class Engine:
             return
         for place, sequence in enumerate(own):
             sequence.kept = place in kept
-
-    def _free(self, sequence: SequenceState) -> None:
-        self.proposer.close(sequence.state)
-        sequence.state = None
-        sequence.kv.close()
 
     def _note(self, sequence: SequenceState, why: str) -> None:
         self.errors[sequence.request.id] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.request import Request
@@ -227,6 +228,25 @@ def check_requires(proposer: Proposer, runner: Any) -> None:
                 f"proposer '{proposer.name}' requires hidden state {layer} of the target, whose runner returns {has}. "
                 "Choose another proposer, or another target."
             )
+
+
+def release(proposer: Proposer, sequences: Iterable[SequenceState]) -> None:
+    """Free the KV caches of sequences, and close the proposer's states for them.
+
+    Raises:
+        PartError: the first error of the proposer, after everything is freed.
+    """
+    first: BaseException | None = None
+    for sequence in sequences:
+        sequence.kv.close()
+        state, sequence.state = sequence.state, None
+        try:
+            with attributed("proposer", proposer):
+                proposer.close(state)
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,7 +26,7 @@ from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_pro
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import NO_NODES, Commit, Committed, Decision, act, commit
-from spec_lab.engine.proposer import Observation, Proposer
+from spec_lab.engine.proposer import Observation, Proposer, release
 from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, silence_
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
@@ -263,9 +264,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         with attributed("proposer", parts.proposer):
             parts.proposer.observe(observed)
         if constraint is not None and on_target:
-            for tree in fine:
-                if sequences[tree].finish is None:
-                    settle(sequences[tree], parts, committed[tree])
+            settle([(sequences[n], committed[n]) for n in fine if sequences[n].finish is None], parts)
         for tree, got in enumerate(committed):
             if got.error:
                 errors[tree] = got.error
@@ -318,25 +317,30 @@ def propose(parts: Parts, batch: Batch) -> Draft:
     return draft
 
 
-def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
-    """Let the sequence's constraint act, and tell the proposer of forks and removed tokens."""
+def settle(committed: Sequence[tuple[SequenceState, Committed]], parts: Parts) -> None:
+    """Let the constraint of each sequence act, and tell the proposer of forks and removed tokens.
+
+    Raises:
+        PartError: the proposer or the constraint raised an error. All forks are closed again.
+    """
     if parts.constraint is None:
         return
-    proposer = parts.proposer
+    proposer, applied = parts.proposer, parts.constraint.applied
 
     def fork_state(one: SequenceState) -> object:
         with attributed("proposer", proposer):
             return proposer.fork(one.state)
 
     try:
-        rewound = act(sequence, parts.constraint.applied, parts.target.context, done, parts.made, fork_state)
-    except BaseException:  # nobody knows the forks yet
-        for one in done.forks:
-            one.kv.close()
+        for sequence, done in committed:
+            rewound = act(sequence, applied, parts.target.context, done, parts.made, fork_state)
+            for one, length in rewound.items():
+                with attributed("proposer", proposer):
+                    proposer.rewind(one.state, length)
+    except BaseException:  # the engine does not track these forks yet
+        with suppress(Exception):  # the first error is the one to raise
+            release(proposer, [one for _, done in committed for one in done.forks])
         raise
-    for one, length in rewound.items():
-        with attributed("proposer", proposer):
-            proposer.rewind(one.state, length)
 
 
 def _followed(shape: Shape, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,7 +9,8 @@ import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
-from spec_lab.core.draft import ComputedOnly, Draft, chain, forest, tree
+from spec_lab.core.draft import ComputedOnly, Draft, chain, empty, forest, tree
+from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
 from spec_lab.engine.proposer import Lifecycle, Requires
@@ -286,6 +287,83 @@ def test_a_proposer_that_fails_is_named_and_everything_is_freed(target, failing)
         list(engine)
     assert not target.lm.cells.references.any() and not engine.has_unfinished()
     assert proposer.made == proposer.log.count("c")
+
+
+class Counts(Lifecycle):
+    """Drafts nothing and counts its open states; one call of one method fails."""
+
+    name, drawn, nodes = "counts", "point", 0
+
+    def __init__(self, failing, at):
+        self.failing, self.left, self.opened, self.closed = failing, at, [], []
+
+    def call(self, method):
+        self.left -= method == self.failing
+        if method == self.failing and self.left == 0:
+            raise RuntimeError("it broke")
+
+    def open(self):
+        self.opened.append(object())
+        return self.opened[-1]
+
+    def init(self, request):
+        return self.open()
+
+    def propose(self, batch):
+        return empty(len(batch.sequences))
+
+    def fork(self, state):
+        self.call("fork")
+        return self.open()
+
+    def rewind(self, state, length):
+        self.call("rewind")
+
+    def close(self, state):
+        self.closed.append(state)
+        self.call("close")
+
+
+def decode(engine):
+    """To the end, without the iterator's own ``close``."""
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(2), Limits(None, 4)], ids=called)
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(("failing", "at"), [("fork", 1), ("fork", 3), ("fork", 4), ("rewind", 1), ("rewind", 2),
+                                             ("close", 1), ("close", 3), ("close", 5)])  # fmt: skip
+def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cell_is_held(
+    target, failing, at, start, limits
+):
+    forks = after(start, [Branch(0), Branch(min(start, 1)), Branch(min(start, 1))])
+    if start == 0 and failing == "rewind":
+        forks = after(3, [Branch(2), Branch(1)])
+    applied = AppliedConstraint(ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, "scripted"))
+    proposer = Counts(failing, at)
+    engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=limits)
+    for one in wanted():
+        engine.add(one)
+    with pytest.raises(PartError, match="proposer 'counts' raised RuntimeError: it broke"):
+        decode(engine)
+    assert len(proposer.closed) == len(proposer.opened) and set(proposer.closed) == set(proposer.opened)
+    assert not target.lm.cells.references.any() and not any(target.lm.cells._users)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("ending", ["close", "abort"])
+def test_a_proposer_whose_close_fails_is_named_after_everything_is_freed(target, ending):
+    proposer = Counts("close", 1)
+    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    for one in wanted():
+        engine.add(one)
+    engine.step()
+    with pytest.raises(PartError, match="proposer 'counts'"):
+        engine.close() if ending == "close" else engine.abort(2)
+    engine.close()
+    assert len(proposer.closed) == len(proposer.opened) == len(set(proposer.closed))
+    assert not target.lm.cells.references.any()
 
 
 # Observations of a proposer ------------------------------------------------------------------------------------------
