@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
-from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences
+from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences, calling
 from spec_lab.core.faults import attributed
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
@@ -236,17 +236,20 @@ class Engine:
         constraint = self.parts.constraint
         if constraint is None:
             return
+        on_target = constraint.applied.on_target
         try:
             sequence.constraint = constraint.start(sequence.request)
+            with calling(constraint.constraint):
+                acts = on_target and sequence.constraint.action() is not None
         except ConstraintError as error:
-            if constraint.applied.on_target:
+            if on_target:
                 sequence.finish = "stuck"
                 self._note(sequence, str(error))
             else:
                 sequence.unwatch(str(error))
             return
         # An action waits for the first step, which computes the prompt: forks then share its cells.
-        if constraint.applied.on_target and sequence.constraint.action() is None:
+        if on_target and not acts:
             done = Committed([])
             settle([(sequence, done)], self.parts)
             if done.error:

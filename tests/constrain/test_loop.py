@@ -1,10 +1,14 @@
 """The decode loop under constraints has exactly the masked distribution."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError
+from spec_lab.constrain.applied import PLACES
+from spec_lab.constrain.combined import Combined
+from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
@@ -91,6 +95,57 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
         assert group.sequences[number].emitted == free.sequences[number].emitted
     assert group.sequences[1].emitted == text[: twice + 1], "drafts do not change where it ends"
     assert target.lm.cells.references.sum() == 0
+
+
+@dataclass
+class Defective:
+    """Allows everything; the second call of one method raises what no constraint should."""
+
+    failing: str
+    calls: Counter
+    has_actions: bool = False
+    name: str = "defective"
+    vocabulary: int = VOCABULARY
+
+    def call(self, method):
+        self.calls[method] += 1
+        if method == self.failing and self.calls[method] == 2:
+            raise KeyError("it broke")
+
+    def start(self, request):
+        self.call("start")
+        return self
+
+    def fork(self):
+        self.call("fork")
+        return self
+
+    def advance(self, token):
+        self.call("advance")
+
+    def mask(self):
+        self.call("mask")
+
+    def action(self):
+        self.call("action")
+
+
+@pytest.mark.parametrize("failing", ["start", "fork", "advance", "mask", "action"])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "combined"])
+@pytest.mark.parametrize(
+    "options",
+    [{"placement": one} for one in PLACES]
+    + [{"fast_forward": True}, {"async_masks": True}, {"placement": "target", "async_masks": True}],
+)
+def test_an_error_in_a_constraint_ends_the_run_and_names_it_with_the_line(failing, others, options):
+    target, constraint = tiny_target(), Defective(failing, Counter())
+    if others:
+        constraint = Combined([Table(lambda _: range(VOCABULARY), VOCABULARY), constraint])
+    requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=6) for number in range(3)]
+    group = fixed_group(target, Repeat(3), Token(), requests, CounterDraws(0), AppliedConstraint(constraint, **options))
+    with pytest.raises(PartError, match=r"^constraint 'defective' raised KeyError: 'it broke' \(.*test_loop.py:\d+, "):
+        list(group)
+    assert not target.lm.cells.references.any() and not group.has_unfinished()
 
 
 def test_a_row_that_allows_nothing_ends_its_request_by_name():

@@ -119,6 +119,20 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     assert "proposer.depth must be a whole number of 1 or more, not 0" in errors
 
 
+@pytest.mark.parametrize(
+    ("failing", "options"),
+    [("start", []), ("mask", []), ("mask", ["min_new_tokens=2"]), ("advance", ["constraint.placement=none"])],
+)
+def test_an_error_in_a_plugin_s_constraint_ends_the_run_with_one_message(flat_cli, monkeypatch, failing, options):
+    def fails(self, *arguments):
+        return {}["lost"]
+
+    monkeypatch.setattr(part("apart", "Apart" if failing == "start" else "After"), failing, fails)
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=agree", "constraint=apart", *options)
+    assert code == 1 and errors.count("constraint 'apart' raised KeyError: 'lost'") == 1, errors
+    assert "Traceback" not in errors
+
+
 # The plugin's parts
 
 
