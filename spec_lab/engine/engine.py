@@ -67,7 +67,7 @@ class Engine:
         record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
 
     After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` the
-    errors, by the request's id.
+    error of each sequence that has one.
 
     Raises:
         Misfit: a verifier that does not support what the proposer draws.
@@ -83,7 +83,7 @@ class Engine:
     limits: Limits = field(default_factory=Limits)
     record: bool = False
     sequences: list[SequenceState] = field(init=False, default_factory=list)
-    errors: dict[int, str] = field(init=False, default_factory=dict)
+    errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -326,13 +326,13 @@ class Engine:
         except Exception as error:  # all of them stay
             what = f"{type(error).__name__}: {error}"
             why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
-            self.errors.setdefault(request.id, why)
+            self.errors.setdefault(own[0], why)
             return
         for place, sequence in enumerate(own):
             sequence.kept = place in kept
 
     def _note(self, sequence: SequenceState, why: str) -> None:
-        self.errors[sequence.request.id] = (
+        self.errors[sequence] = (
             f"request '{sequence.request.name}', step {max(sequence.step - 1, 0)}: "
             f"{without_name(sequence.request, why)}; "
             f"it ends with the {len(sequence.emitted)} tokens emitted so far"

@@ -205,7 +205,7 @@ class _Ear:
         self.tokens = self.characters = 0  # of events yielded and not withdrawn
         self.origins = _Characters(sequence, pieces)
 
-    def listen(self, errors: dict[int, str]) -> list[Said]:
+    def listen(self, errors: dict[SequenceState, str]) -> list[Said]:
         """Return the sequence's events since the last call."""
         sequence = self.sequence
         events, sequence.events = net(sequence.events), []
@@ -222,7 +222,7 @@ class _Ear:
         held = [Held(stream.held)] if stream.held else []
         return [*said, *held, *(event for event in events if isinstance(event, Finish))]
 
-    def _say(self, event: Event, errors: dict[int, str]) -> Said:
+    def _say(self, event: Event, errors: dict[SequenceState, str]) -> Said:
         sequence, request = self.sequence, self.sequence.request
         tokens: tuple[OutputToken, ...] = ()
         shares: tuple[Share, ...] = ()
@@ -238,7 +238,7 @@ class _Ear:
                 shares = self.origins.shares(self.tokens, self.characters, event.text)
                 self.characters += len(event.text)
             elif event.reason in BROKEN:
-                error = errors.get(request.id, "")
+                error = errors.get(sequence, "")
             self.tokens += event.tokens
         return Said(request.id, sequence.lineage, event, tokens, shares, error)
 

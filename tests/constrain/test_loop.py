@@ -89,8 +89,9 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
         assert [one.unwatched for one in group.sequences[::2]] == ["", ""]
         return
     assert [one.finish for one in group.sequences] == ["length", "stuck", "length"]
-    assert "came twice" in group.errors["r1"]
-    assert group.errors["r1"].count("request 'r1'") == 1 and "tokens emitted so far" in group.errors["r1"]
+    assert list(group.errors) == [group.sequences[1]]
+    error = group.errors[group.sequences[1]]
+    assert "came twice" in error and error.count("request 'r1'") == 1 and "tokens emitted so far" in error
     for number in (0, 2):
         assert group.sequences[number].emitted == free.sequences[number].emitted
     assert group.sequences[1].emitted == text[: twice + 1], "drafts do not change where it ends"
@@ -156,7 +157,7 @@ def test_a_row_that_allows_nothing_ends_its_request_by_name():
     )
     list(group)
     assert group.sequences[0].finish == "stuck" and len(group.sequences[0].emitted) == 4
-    assert group.errors["r"].startswith("request 'r', step 4: its constraint")
+    assert group.errors[group.sequences[0]].startswith("request 'r', step 4: its constraint")
 
 
 def test_an_observed_constraint_is_counted_and_changes_nothing():

@@ -298,8 +298,8 @@ def test_nan_logits_end_their_own_request_only(target, truth, bad, drawn, temper
     group, _ = decode(target, proposer, requests())
     assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
     assert [emitted(group)[i] for i in (0, 2)] == [truth[0], truth[2]]
-    assert list(group.errors) == ["p1"]
-    assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors["p1"]
+    assert list(group.errors) == [group.sequences[1]]
+    assert "request 'p1', step 0: the draft's logits are NaN or infinite" in group.errors[group.sequences[1]]
     again, _ = decode(target, proposer, requests()[::2])  # in the cells with NaN
     assert emitted(again) == [truth[0], truth[2]]
 
