@@ -76,7 +76,7 @@ class Committed:
         legal: drafted nodes that the constraint allows.
         removed: tokens that an action removed again.
         forks: of the sequence.
-        error: why it failed; empty if it did not.
+        errors: why it failed, or one of its new forks.
     """
 
     path: list[int]
@@ -85,7 +85,7 @@ class Committed:
     legal: int = 0
     removed: int = 0
     forks: list[SequenceState] = field(default_factory=list)
-    error: str = ""
+    errors: dict[SequenceState, str] = field(default_factory=dict)
 
     def count(self, accepted: bool = False, forced: bool = False, kept: bool = False) -> int:
         """How many tokens were emitted; of them, only accepted ones, only forced ones, only kept ones."""
@@ -154,12 +154,13 @@ def _commit(
             legal = bool(masks.legal[at]) and (place < accepted or allows(masks.bits[at], token))
             _watch(sequence, legal)
         logprob = decision.logprobs[tree][place] if decision.logprobs is not None else float("nan")
-        done.error = _append(sequence, token, logprob, origin, applied, context)
+        if error := _append(sequence, token, logprob, origin, applied, context):
+            done.errors[sequence] = error
         kept += place < accepted
     sequence.kv.accept(shape.places[np.array(done.path[:kept], dtype=np.int64)] if kept else NO_NODES)
     on_target = applied is not None and applied.on_target
     if sequence.finish is None and on_target and last < 0 and masks is not None and not masks.barrier[row]:
-        sequence.finish, done.error = "stuck", NOTHING_LEFT
+        sequence.finish, done.errors[sequence] = "stuck", NOTHING_LEFT
     return done
 
 
@@ -208,7 +209,8 @@ def act(
                     if token is None:
                         break
                     actions = 0
-                    done.error = _append(one, token, 0.0, "forced", applied, context) or done.error
+                    if why := _append(one, token, 0.0, "forced", applied, context):
+                        done.errors[one] = why
                     done.tokens.append(Emitted(token, "forced", True))
                 elif not action:
                     one.finish = "constraint"
@@ -236,7 +238,7 @@ def act(
                             remove(live, onward.backtrack)
                             rewound[live] = len(live.kv)
         except ConstraintError as error:
-            one.finish, done.error = "stuck", str(error)
+            one.finish, done.errors[one] = "stuck", str(error)
         if len(one.kv) >= len(one.tokens):  # the last token is always pending
             one.kv.truncate(len(one.tokens) - 1)
         if len(one.kv) < computed or one in rewound:

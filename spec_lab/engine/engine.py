@@ -252,8 +252,8 @@ class Engine:
         if on_target and not acts:
             done = Committed([])
             settle([(sequence, done)], self.parts)
-            if done.error:
-                self._note(sequence, done.error)
+            for one, why in done.errors.items():
+                self._note(one, why)
             self._live += done.forks
             self.sequences += done.forks
 

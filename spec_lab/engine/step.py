@@ -265,13 +265,13 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             parts.proposer.observe(observed)
         if constraint is not None and on_target:
             settle([(sequences[n], committed[n]) for n in fine if sequences[n].finish is None], parts)
-        for tree, got in enumerate(committed):
-            if got.error:
-                errors[tree] = got.error
+        failed = {sequences[tree]: why for tree, why in errors.items()}
+        for got in committed:
+            failed |= got.errors
     return StepInfo(
         sequences, draft, committed, context, [len(tokens) for tokens in pending], prefill, host["expected"],
         host["expected_emitted"], given, host["empty"], output.attended, list(chunks),
-        {sequences[tree]: why for tree, why in errors.items()}, clock, began, clock.mark(), clock.take(),
+        failed, clock, began, clock.mark(), clock.take(),
         seconds + (0.0 if found is None else found.seconds), seconds, before, read.copies - before,
         Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING)) if parts.record else None,
     )  # fmt: skip

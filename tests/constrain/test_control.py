@@ -296,6 +296,21 @@ def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
     assert "there are sequences 0 to 2" in group.errors[group.sequences[0]]
 
 
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_fork_that_fails_at_once_does_not_fail_the_sequence_it_came_from(target, at_start):
+    def script(events):
+        if events[-1].branch:
+            raise LookupError("it broke")
+        return [Branch(), Branch(0, None, ((5,),))] if len(events) == 3 - 2 * at_start else GO
+
+    bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
+    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
+    list(group)
+    first, fork = group.sequences
+    assert (first.finish, fork.finish) == ("length", "stuck") and list(group.errors) == [fork]
+    assert "LookupError: it broke" in group.errors[fork]
+
+
 def test_every_fork_that_fails_has_an_error_of_its_own(target):
     def script(events):
         number = next((event.branch for event in reversed(events) if event.branch), 0)
