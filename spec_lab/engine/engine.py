@@ -14,9 +14,10 @@ from typing import Any
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
 from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences, calling
 from spec_lab.core.faults import attributed
+from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, check_requires, draws_of, release
+from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, release
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -47,8 +48,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_prefill_tokens", "max_kv_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 (got {value})")
+            if value is not None:
+                whole(name, value, otherwise=", or null")
 
 
 @dataclass(eq=False)
@@ -87,7 +88,7 @@ class Engine:
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        check_requires(self.proposer, self.target.lm)
+        check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         constraint = None if self.applied is None else StepConstraint(self.applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
@@ -104,9 +105,13 @@ class Engine:
 
         Raises:
             ValueError: a prompt that does not fit the target's context, or the KV cache by itself; an id that was added
-                before; stop strings without the bytes of the tokens.
+                before; stop strings without the bytes of the tokens; sampling that the proposer cannot draft for.
         """
         request.check_fits(self.target.context, self.target.vocabulary)
+        try:
+            check_sampling(self.proposer, request.sampling)
+        except ValueError as error:
+            raise ValueError(f"request '{request.name}': proposer '{self.proposer.name}': {error}") from error
         if request.id in self._ids:
             raise ValueError(f"request '{request.name}' has the id {request.id} of another one, which keys its choices")
         if self.pieces is None and (request.stop_strings or self.listen):

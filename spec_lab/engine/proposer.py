@@ -208,19 +208,18 @@ def check_sampling(proposer: Proposer, sampling: Sampling) -> None:
         proposer.check(sampling)
 
 
-def check_requires(proposer: Proposer, runner: Any) -> None:
-    """Refuse a proposer that requires what the target's runner does not return.
-
-    Args:
-        proposer: to be checked.
-        runner: a ``runner.Runner``.
+def check_requires(proposer: Proposer, target: Target) -> None:
+    """Refuse a proposer that requires what the target does not return.
 
     Raises:
         ValueError: names the proposer and what is missing.
     """
-    if not proposer.requires.hidden:
-        return
-    last = runner.capabilities.hidden_layers
+    if not 0 <= proposer.requires.top_k <= target.vocabulary:
+        raise ValueError(
+            f"proposer '{proposer.name}' requires the top_k={proposer.requires.top_k} likeliest tokens of each row, "
+            f"but the target has {target.vocabulary} tokens: require between 0 and {target.vocabulary} of them."
+        )
+    last = target.lm.capabilities.hidden_layers
     for layer in proposer.requires.hidden:
         if not last or not -last - 1 <= layer <= last:
             has = f"hidden states 0 to {last}" if last else "no hidden states"

@@ -356,9 +356,9 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
     Raises:
         ValueError: names such a token.
     """
-    if not draft.shape.nodes or draft.token.device.type != "cpu":
+    if not draft.computed_shape.nodes or draft.token.device.type != "cpu":
         return
-    tokens = draft.token.tolist()
+    tokens = draft.computed_token.tolist()
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high

@@ -237,10 +237,19 @@ def test_a_closed_engine_holds_nothing(target):
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_prefill_tokens", "max_kv_tokens"])
-@pytest.mark.parametrize("value", [0, -3])
-def test_a_limit_below_one_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"{name} .*\(got {value}\)"):
+@pytest.mark.parametrize("value", [0, -3, 1.5, True, "8"])
+def test_a_limit_that_is_no_whole_number_from_one_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name} .*{value!r}$"):
         Limits(**{name: value})
+
+
+def test_sampling_that_the_proposer_cannot_draft_for_is_refused_when_the_request_is_added(target):
+    engine = Engine(target, draft_model("2x1", "iid"), Token(), CounterDraws(0))
+    with pytest.raises(ValueError, match=r"request 'p1': proposer 'draft_model': .*proposer.drawn=point"):
+        engine.add(wanted(COLD)[1])
+    assert not engine.has_unfinished()
+    run(engine, wanted(WARM)[1:2])
+    assert len(engine.sequences[0].emitted) == NEW + 1
 
 
 def test_a_request_that_the_kv_cache_can_never_hold_is_refused_by_name(target):
@@ -439,16 +448,16 @@ class Guess:
     def rewind(self, state, length):
         self.log += "r"
         assert length < len(state.tokens)
-        self.check(state)
+        self.check_observed(state)
         del state.tokens[length:], state.hidden[length:]
 
     def close(self, state):
         self.log += "c"
         assert not state.closed
         state.closed = True
-        self.check(state)
+        self.check_observed(state)
 
-    def check(self, state):
+    def check_observed(self, state):
         """The observed hidden states are those of a plain forward over the observed tokens."""
         if not state.tokens or not self.requires.hidden:
             return
@@ -537,6 +546,13 @@ def test_cells_of_rows_that_are_computed_only_are_freed(target):
 def test_a_proposer_that_requires_a_hidden_state_that_there_is_not_is_refused_at_once(target, layer):
     with pytest.raises(ValueError, match=f"'guess' .*{layer}"):
         Engine(target, Guess(target, Requires(hidden=(0, layer))), Token(), CounterDraws(0))
+
+
+@pytest.mark.parametrize("top_k", [-1, VOCABULARY + 1, 10**6])
+def test_a_proposer_that_requires_more_likeliest_tokens_than_there_are_is_refused_at_once(target, top_k):
+    with pytest.raises(ValueError, match=rf"'guess' .*top_k={top_k}\b.* {VOCABULARY} tokens"):
+        Engine(target, Guess(target, Requires(top_k=top_k)), Token(), CounterDraws(0))
+    Engine(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0))
 
 
 def test_hidden_states_that_no_proposer_requires_are_not_computed(target):
