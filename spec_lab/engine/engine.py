@@ -127,17 +127,13 @@ class Engine:
 
     def abort(self, id: int) -> None:
         """End all sequences of a request, with finish "aborted"; nothing happens where it has ended already."""
-        self._waiting = deque(one for one in self._waiting if _id(one) != id or not self._end(one))
-        for sequence in self._live:
+        # A request that never started leaves no sequence.
+        preempted = [one for one in self._waiting if isinstance(one, SequenceState) and one.request.id == id]
+        self._waiting = deque(one for one in self._waiting if _id(one) != id)
+        for sequence in preempted + self._live:
             if sequence.request.id == id:
                 sequence.finish = "aborted"
-        self._retire()
-
-    def _end(self, waiting: Request | SequenceState) -> bool:
-        if isinstance(waiting, SequenceState):  # preempted before; a request that never started leaves no sequence
-            waiting.finish = "aborted"
-            _end_text(waiting)
-        return True
+        self._retire(preempted)
 
     def has_unfinished(self) -> bool:
         """Whether a request is decoded or waiting."""
@@ -302,14 +298,20 @@ class Engine:
 
     # Retirement ------------------------------------------------------------------------------------------------------
 
-    def _retire(self) -> None:
-        over = [one for one in self._live if one.finish is not None]
+    def _retire(self, preempted: Sequence[SequenceState] = ()) -> None:
+        """Free the sequences that have finished, and end their requests.
+
+        Args:
+            preempted: finished ones that hold nothing.
+        """
+        live = [one for one in self._live if one.finish is not None]
+        over = [*live, *preempted]
         if not over:
             return
         for sequence in over:
             _end_text(sequence)
         self._live = [one for one in self._live if one.finish is None]
-        release(self.proposer, over)
+        release(self.proposer, live)
         left = {id(one.request) for one in self._live}
         left |= {id(one.request) for one in self._waiting if isinstance(one, SequenceState)}
         for request in {id(one.request): one.request for one in over}.values():

@@ -222,6 +222,33 @@ def test_an_aborted_preempted_request_ends_like_a_live_one(target):
         assert tokens == whole[key][0][: len(tokens)] and (finish == "aborted") is (key[0] == one.request.id)
 
 
+def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_where_all_are_preempted(target):
+    asked = []
+
+    def keep(ended):
+        asked.append([(one.lineage, one.finish) for one in ended])
+        return [1]
+
+    forks = after(2, [Branch(), Branch()])
+    constraint = ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, keep=keep)
+    requests = [Request(n, f"p{n}", PROMPTS[n], COLD, 12) for n in range(2)]
+    limits = Limits(max_kv_tokens=room_for(requests, 0, 6))
+    engine = Engine(target, Null(), Token(), CounterDraws(0), AppliedConstraint(constraint), limits=limits)
+    for one in requests:
+        engine.add(one)
+
+    def own():
+        return [one for one in engine.sequences if one.request.id == 1]
+
+    while not (len(own()) == 2 and not any(one in engine.live or one.finish for one in own())):
+        engine.step()
+    engine.abort(1)
+    assert asked == [[((), "aborted"), ((0, 1), "aborted")]]
+    assert [one.kept for one in own()] == [False, True]
+    list(engine)
+    assert len(asked) == 2 and not target.lm.cells.references.any()
+
+
 def test_a_closed_engine_holds_nothing(target):
     proposer = draft_model("1x1")
     engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(2, 3))
