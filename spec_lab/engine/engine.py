@@ -17,7 +17,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, release
+from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, most_rows, release
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -36,9 +36,12 @@ class Limits:
         max_prefill_tokens: most tokens of sequences with several pending tokens (prompts, tokens computed again after a
             preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
             together with the decoding of others. None for no limit.
-        max_kv_tokens: most tokens that the KV cache may hold, draft nodes included; None for no limit. Requests wait
-            until there is room. Where decoding needs more than there is, the request that was admitted last is
-            preempted: its KV cache is freed, and computed again when it is admitted again.
+        max_kv_tokens: most tokens of admitted sequences, summed over them: of each its tokens, the next one, and the
+            rows that a draft may add (``Proposer.nodes``, and ``DraftsForcedTokens.forced_nodes`` where forced tokens
+            are drafted). The cells in use are at most so many, since cells that forks share are counted for each of
+            them; allocated memory is not bounded, since it grows in blocks. None for no limit. Requests wait until
+            there is room. Where decoding needs more than there is, the sequence that was admitted last is preempted:
+            its KV cache is freed, and computed again when it is admitted again.
     """
 
     max_batch_size: int | None = None
@@ -90,12 +93,15 @@ class Engine:
     def __post_init__(self) -> None:
         check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
-        constraint = None if self.applied is None else StepConstraint(self.applied)
+        applied = self.applied
+        forces = applied is not None and applied.on_draft and bool(applied.fast_forward)
+        self._rows = most_rows(self.proposer, forces)  # below one root
+        constraint = None if applied is None else StepConstraint(applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
-        own = None if self.applied is None else self.applied.constraint
+        own = None if applied is None else applied.constraint
         self._logprobs = isinstance(own, ReadsLogprobs) and own.reads_logprobs
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ class Engine:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
-            if room is not None and self._live and self._used() + tokens + 1 + self.proposer.nodes > room:
+            if room is not None and self._live and self._used() + tokens + 1 + self._rows > room:
                 return
             self._waiting.popleft()
             if isinstance(first, SequenceState):
@@ -266,11 +272,11 @@ class Engine:
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
-        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.proposer.nodes
+        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self._rows
 
     def _used(self) -> int:
-        """Tokens that the next step's KV cache holds, if nothing else is admitted. Shared prefixes count once each."""
-        return sum(len(one.tokens) + 1 + self.proposer.nodes for one in self._live)
+        """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
+        return sum(len(one.tokens) + 1 + self._rows for one in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""

@@ -65,8 +65,8 @@ class Observation:
 class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
 
-    Abilities that a proposer may have besides are Protocols of their own, asked for with ``isinstance``: ``Branching``,
-    ``DrawsSeveralWays``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
+    Further abilities are Protocols of their own, asked for with ``isinstance``: ``Branching``, ``DrawsSeveralWays``,
+    ``DraftsForcedTokens``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
     ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
@@ -91,12 +91,12 @@ class Proposer(Protocol):
 
     @property
     def nodes(self) -> int:
-        """Most nodes drafted below one root."""
+        """Most rows below one root: drafted nodes, and rows that are computed only."""
         ...
 
     @property
     def requires(self) -> Requires:
-        """What the target must return beside the logits that are verified."""
+        """What the target must return in addition to the logits that are verified."""
         ...
 
     def init(self, request: Request) -> Any:
@@ -152,7 +152,7 @@ class Lifecycle:
 
 @runtime_checkable
 class Branching(Protocol):
-    """What a proposer may declare beside what ``Proposer`` needs."""
+    """A proposer that declares whether it drafts trees."""
 
     @property
     def branches(self) -> bool:
@@ -167,6 +167,16 @@ class DrawsSeveralWays(Protocol):
     @property
     def draws(self) -> frozenset[Drawn]:
         """All of them; ``drawn`` is the one that is sampled."""
+        ...
+
+
+@runtime_checkable
+class DraftsForcedTokens(Protocol):
+    """A proposer that drafts forced tokens in addition to its ``nodes``, where a constraint fast-forwards them."""
+
+    @property
+    def forced_nodes(self) -> int:
+        """Most forced nodes below one root."""
         ...
 
 
@@ -246,6 +256,17 @@ def release(proposer: Proposer, sequences: Iterable[SequenceState]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def most_rows(proposer: Proposer, forces: bool) -> int:
+    """Return how many rows the proposer adds below one root at most.
+
+    Args:
+        proposer: drafts.
+        forces: whether a constraint that applies to the draft fast-forwards forced tokens.
+    """
+    more = proposer.forced_nodes if forces and isinstance(proposer, DraftsForcedTokens) else 0
+    return proposer.nodes + more
 
 
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:

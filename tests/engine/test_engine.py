@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
+from spec_lab.constrain.protocol import mask_of
 from spec_lab.core.draft import ComputedOnly, Draft, chain, empty, forest, tree
 from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
@@ -16,6 +18,7 @@ from spec_lab.engine.engine import Engine, Limits, fixed_group
 from spec_lab.engine.proposer import Lifecycle, Requires
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
+from spec_lab.propose.forced import RUN
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import NgramTree
 from spec_lab.propose.trees import parse
@@ -165,6 +168,51 @@ def test_the_kv_cache_never_holds_more_tokens_than_its_limit(target, monkeypatch
     monkeypatch.setattr(target.lm, "run", watched)
     run(Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(max_kv_tokens=most)), requests)
     assert most / 2 < max(used) <= most
+
+
+class MostlyForced:
+    """Every 30th token is free, the first one too; all others are forced."""
+
+    def __init__(self, length=0):
+        self.length = length
+
+    def fork(self):
+        return MostlyForced(self.length)
+
+    def advance(self, token):
+        self.length += 1
+
+    def mask(self):
+        return mask_of([1] if self.length % 30 else range(VOCABULARY), VOCABULARY)
+
+    def action(self):
+        return None
+
+
+def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cache(target, monkeypatch):
+    used, drafted, compute = [], [], target.lm.run
+
+    def watched(prepared):
+        used.append(int((target.lm.cells.references > 0).sum()))
+        return compute(prepared)
+
+    monkeypatch.setattr(target.lm, "run", watched)
+    constraint = SimpleNamespace(
+        name="mostly forced", vocabulary=VOCABULARY, has_actions=False, start=lambda request: MostlyForced()
+    )
+    requests = wanted(new=60)
+    for proposer, applied in (
+        (draft_model("1x1", "point"), AppliedConstraint(constraint, fast_forward=True)),
+        (Window(), None),
+    ):
+        longest = max(min(len(one.tokens) + one.max_new_tokens, CONTEXT) for one in requests)
+        most = longest + (0 if applied is None else RUN) + proposer.nodes
+        engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=Limits(max_kv_tokens=most))
+        used.clear()
+        for info in run(engine, requests):
+            drafted.append(info.draft.shape.nodes - proposer.nodes * len(info.sequences))
+        assert most / 2 < max(used) <= most
+    assert max(drafted) > 10, "forced tokens are drafted beyond the declared nodes"
 
 
 # Aborts --------------------------------------------------------------------------------------------------------------
