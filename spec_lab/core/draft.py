@@ -435,8 +435,8 @@ class ComputedOnly(NamedTuple):
 class Draft:
     """A forest with its tokens, and the draft distributions they were drawn from.
 
-    Siblings below one parent may be drawn in several ways, an n-gram's continuation (``point``) beside sampled tokens
-    for example. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent is
+    Siblings below one parent may be drawn in several ways, for example an n-gram's continuation (``point``) and sampled
+    tokens. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent is
     the one *before* anything was drawn there: a proposer that samples off its points states a q in which these tokens
     are zeroed (and accepts more: what was rejected as a point is not drawn again).
 

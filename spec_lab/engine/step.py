@@ -27,7 +27,7 @@ from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import NO_NODES, Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer, release
-from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, silence_
+from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
@@ -59,7 +59,7 @@ class Memory:
         return self.scratch
 
     def certain(self, roots: int) -> dict[str, np.ndarray]:
-        """What a step without chance gives ``roots`` sequences that draft nothing, beside the token. Not to be written.
+        """The outcome, except the token, of a step without randomness and without drafted nodes. Read-only.
 
         (NumPy's functions cost more in a real step than in a loop of their own: the forward has emptied the caches.)
         """
@@ -156,7 +156,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             draft = no_draft(len(sequences), lm.device)
     seconds = 0.0 if draft_masks is None else draft_masks.seconds
 
-    # 2. Masks of the forest, perhaps in a thread beside the forward.
+    # 2. Masks of the forest, perhaps in a thread during the forward.
     found: StepMasks | Future[StepMasks] | None = None
     if constraint is not None:
         with clock.phase("mask"):
@@ -187,14 +187,14 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         plain = allowed is None and seen is None and parts.choose is choose
         plain = plain and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record))
         greedy = plain and all(one.temperature == 0 for one in samplings)
-        silent = None
-        if greedy:  # p is one-hot: the arg max of each row says all
+        no_token = None
+        if greedy:  # p is one-hot: the arg max of each row suffices
             ask["token"], without = argmax_of_finite(logits)
         else:
             without = finite_(logits)
             p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
             if masks is not None and on_target:
-                silent = ask["silent"] = silence_(p, draft, masks)
+                no_token = ask["no_token"] = without_token_(p, draft, masks)
         if without is not None:
             ask["without"] = without
 
@@ -209,7 +209,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
                 choice = parts.choose(verdict, shape, p, parts.draws, [one.key for one in sequences])
             given, ask["row"], ask["token"], ask["empty"] = verdict.given, *choice
             forced = masks.forced if masks is not None and on_target else None
-            ask["expected"], ask["expected_emitted"] = expected_counts(verdict, shape, forced, silent)
+            ask["expected"], ask["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
         if shape.nodes:
             ask["drafted"] = draft.token
         if logprobs:
@@ -241,8 +241,8 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
                     broken[tree], errors[tree] = "stuck", why
                 else:
                     sequences[tree].unwatch(why)
-        if silent is not None:
-            token = np.where(host["silent"][row], -1, token)
+        if no_token is not None:
+            token = np.where(host["no_token"][row], -1, token)
         drafted: list[int] = host["drafted"].tolist() if shape.nodes else []
         of_path = None
         if "logprobs" in host:
@@ -344,7 +344,7 @@ def settle(committed: Sequence[tuple[SequenceState, Committed]], parts: Parts) -
 
 
 def _followed(shape: Shape, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The outcome of a step without chance, given the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
+    """The outcome of a step without randomness, from the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
     row = greedy_path(shape, host["drafted"], host["token"])
     accepted = shape.depth[row]
     return {"row": row, "token": host["token"][row], "expected": accepted, "expected_emitted": accepted + 1}
@@ -387,7 +387,6 @@ def _observation(
         hidden = output.pending[tree]
         if len(accepted):
             hidden = torch.cat([hidden, output.nodes[tree][torch.from_numpy(accepted).to(hidden.device)]])
-        hidden = hidden[: end - start]
     if requires.logits or requires.top_k:
         own = shape.trees[tree]
         rows = [sequence.tokens[context - 1], *host["computed"][own[1:] - shape.roots].tolist()]
