@@ -19,6 +19,7 @@ from spec_lab.constrain.protocol import (
     ConstraintState,
     Masks,
     allows,
+    calling,
     masks_by_forking,
     masks_of,
     single_token,
@@ -128,7 +129,7 @@ class DraftTreeMasks:
     """
 
     def __init__(self, states: Sequence[ConstraintState | None], applied: AppliedConstraint) -> None:
-        self.vocabulary = applied.constraint.vocabulary
+        self.constraint, self.vocabulary = applied.constraint, applied.constraint.vocabulary
         self.forces = bool(applied.fast_forward)
         most, self.seconds_left = applied.budget()
         self.left = [most] * len(states)
@@ -145,15 +146,16 @@ class DraftTreeMasks:
         """
         start, self.used = time.perf_counter(), True
         allowed = np.ones((len(rows), self.vocabulary), dtype=bool)
-        for place, row in enumerate(rows.tolist()):
-            try:
-                mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
-            except ConstraintError:  # an error only if the verifier accepts the row
-                self.dead.add(row)
-            if row in self.dead:
-                allowed[place] = False
-            elif mask is not None:
-                allowed[place] = unpack(mask, self.vocabulary)
+        with calling(self.constraint):
+            for place, row in enumerate(rows.tolist()):
+                try:
+                    mask = self._mask(shape, row, token, self.seconds + time.perf_counter() - start)
+                except ConstraintError:  # an error only if the verifier accepts the row
+                    self.dead.add(row)
+                if row in self.dead:
+                    allowed[place] = False
+                elif mask is not None:
+                    allowed[place] = unpack(mask, self.vocabulary)
         self.seconds += time.perf_counter() - start
         return allowed
 
@@ -214,7 +216,8 @@ class StepConstraint:
 
     def start(self, request: Request) -> ConstraintState:
         """See ``Constraint.start``."""
-        return self.constraint.start(request)
+        with calling(self.constraint):
+            return self.constraint.start(request)
 
     def draft_masks(self, states: Sequence[ConstraintState | None]) -> DraftTreeMasks | None:
         """Return the masks for a draft below these states; None where drafts are not masked."""
@@ -271,12 +274,13 @@ class StepConstraint:
     def _masks(self, states: Sequence[ConstraintState | None], shape: Shape, token: np.ndarray) -> StepMasks:
         start = time.perf_counter()
         failed: dict[int, str] = {}
-        try:
-            masks = masks_of(self.constraint, states, shape, token)
-        except ConstraintError:  # of one tree, perhaps at a node that is not accepted: compute each tree by itself
-            each = [self._alone(tree, states, shape, token, failed) for tree in range(len(states))]
-            own = shape.root, np.arange(shape.rows)
-            masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
+        with calling(self.constraint):
+            try:
+                masks = masks_of(self.constraint, states, shape, token)
+            except ConstraintError:  # of one tree, perhaps at a node that is not accepted: compute each tree by itself
+                each = [self._alone(tree, states, shape, token, failed) for tree in range(len(states))]
+                own = shape.root, np.arange(shape.rows)
+                masks = Masks(*(np.stack([getattr(one, part) for one in each])[own] for part in PARTS))
         return StepMasks(masks, failed, time.perf_counter() - start)
 
     def _alone(

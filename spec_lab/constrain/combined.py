@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,12 +15,15 @@ from spec_lab.constrain.protocol import (
     Masks,
     ReadsLogprobs,
     SelectsSequences,
+    calling,
     masks_of,
     supports_drafts,
 )
 from spec_lab.core.draft import Shape
 from spec_lab.core.protocols import facts_of
 from spec_lab.engine.request import Request
+
+T = TypeVar("T")
 
 History = tuple["History", int] | None
 """The tokens since the start as a linked list, the last one first, which forks share."""
@@ -62,15 +65,16 @@ class Combined:
 
     def start(self, request: Request) -> CombinedState:
         """See ``Constraint``."""
-        states = tuple(part.start(request) for part in self.parts)
-        return CombinedState(states, tuple(state.fork() for state in states) if self.has_actions else states, None)
+        origins = tuple(_call(part, part.start, request) for part in self.parts)
+        state = CombinedState(self.parts, origins, origins, None)
+        return state.fork() if self.has_actions else state
 
     def masks(self, states: Sequence[CombinedState | None], shape: Shape, token: np.ndarray) -> Masks:
         """See ``TreeMasks``."""
         each = []
         for number, part in enumerate(self.parts):
             own = [None if state is None else state.states[number] for state in states]
-            each.append(masks_of(part, own, shape, token))
+            each.append(_call(part, masks_of, part, own, shape, token))
         return reduce(Masks.intersect, each)
 
 
@@ -78,35 +82,42 @@ class CombinedState:
     """The states of all parts. See ``ConstraintState``.
 
     Args:
-        states: of the parts.
+        parts: the constraints.
+        states: theirs.
         origins: the states at the start, never advanced; used only where a part has actions.
         history: the tokens since then.
     """
 
     def __init__(
-        self, states: tuple[ConstraintState, ...], origins: tuple[ConstraintState, ...], history: History
+        self,
+        parts: tuple[Constraint, ...],
+        states: tuple[ConstraintState, ...],
+        origins: tuple[ConstraintState, ...],
+        history: History,
     ) -> None:
-        self.states, self.origins, self.history = states, origins, history
+        self.parts, self.states, self.origins, self.history = parts, states, origins, history
 
     def fork(self) -> CombinedState:
         """See ``ConstraintState``."""
-        return CombinedState(tuple(state.fork() for state in self.states), self.origins, self.history)
+        states = tuple(_call(part, state.fork) for part, state in zip(self.parts, self.states, strict=True))
+        return CombinedState(self.parts, states, self.origins, self.history)
 
     def advance(self, token: int) -> None:
         """See ``ConstraintState``."""
-        for state in self.states:
-            state.advance(token)
+        for part, state in zip(self.parts, self.states, strict=True):
+            _call(part, state.advance, token)
         self.history = (self.history, token)
 
     def mask(self) -> np.ndarray | None:
         """See ``ConstraintState``."""
-        masks = [mask for mask in (state.mask() for state in self.states) if mask is not None]
+        each = [_call(part, state.mask) for part, state in zip(self.parts, self.states, strict=True)]
+        masks = [mask for mask in each if mask is not None]
         return reduce(np.bitwise_and, masks) if masks else None
 
     def action(self) -> tuple[Continuation, ...] | None:
         """See ``ConstraintState``."""
-        for number, state in enumerate(self.states):
-            action = state.action()
+        for number, (part, state) in enumerate(zip(self.parts, self.states, strict=True)):
+            action = _call(part, state.action)
             if action is not None:
                 return tuple(Continuation(one.backtrack, self._continued(number, one)) for one in action)
         return None
@@ -119,14 +130,20 @@ class CombinedState:
                 break  # into the prompt: the engine, which removes the tokens, refuses it
             history = history[0]
         states = []
-        for number, (state, origin) in enumerate(zip(self.states, self.origins, strict=True)):
+        for number, (part, state, origin) in enumerate(zip(self.parts, self.states, self.origins, strict=True)):
             if number == acting:
                 states.append(continuation.state)
             elif not continuation.backtrack:
-                states.append(state.fork())
+                states.append(_call(part, state.fork))
             else:
-                states.append(_advanced(origin, history))
-        return CombinedState(tuple(states), self.origins, history)
+                states.append(_call(part, _advanced, origin, history))
+        return CombinedState(self.parts, tuple(states), self.origins, history)
+
+
+def _call(part: Constraint, call: Callable[..., T], *arguments: Any) -> T:
+    """Call a method of one constraint, so that an error names it and not all of them."""
+    with calling(part):
+        return call(*arguments)
 
 
 def _advanced(origin: ConstraintState, history: History) -> ConstraintState:

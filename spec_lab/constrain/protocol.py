@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 
 from spec_lab.core.draft import Shape
+from spec_lab.core.faults import attributed
 from spec_lab.engine.request import Ended, Request
 
 if TYPE_CHECKING:
@@ -26,8 +27,14 @@ if TYPE_CHECKING:
 class ConstraintError(ValueError):
     """A constraint that cannot continue for one request: unsatisfiable, beyond a limit, broken. The message says why.
 
-    It ends that request with the finish reason "stuck"; the rest of the batch continues.
+    It ends that request with the finish reason "stuck"; the rest of the batch continues. Any other error that a
+    constraint raises ends the run.
     """
+
+
+def calling(constraint: Constraint) -> attributed:
+    """A context for calls of a constraint: ``ConstraintError`` passes, any other error names the constraint."""
+    return attributed("constraint", constraint, ConstraintError)
 
 
 class ConstraintState(Protocol):

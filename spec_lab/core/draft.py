@@ -435,8 +435,8 @@ class ComputedOnly(NamedTuple):
 class Draft:
     """A forest with its tokens, and the draft distributions they were drawn from.
 
-    Siblings below one parent may be drawn in several ways, an n-gram's continuation (``point``) beside sampled tokens
-    for example. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent is
+    Siblings below one parent may be drawn in several ways, for example an n-gram's continuation (``point``) and sampled
+    tokens. They are verified in the order drawn, each by the distribution it was drawn from. The q of a parent is
     the one *before* anything was drawn there: a proposer that samples off its points states a q in which these tokens
     are zeroed (and accepts more: what was rejected as a point is not drawn again).
 
@@ -473,6 +473,9 @@ class Draft:
             self._check_each()
         if ("gumbel" in self.ways) != (self.noise is not None):
             raise ValueError("a draft drawn 'gumbel' carries the noise of its race, no other does")
+        extra = self.computed_only
+        if extra is not None and len(extra.token) != self.computed_shape.nodes - self.shape.nodes:
+            raise ValueError(f"{len(extra.token)} tokens for {len(extra.parent)} rows that are computed only")
 
     def _check_each(self) -> None:
         assert isinstance(self.drawn, np.ndarray)
@@ -550,8 +553,11 @@ class Draft:
         both = np.concatenate([np.arange(shape.roots), shape.roots + kept])
         q_row = None if self.q_row is None else self.q_row[both]
         token = self.token[torch.from_numpy(kept)]
-        drawn = self.drawn if isinstance(self.drawn, str) else self.drawn[kept]
-        return Draft(smaller, token, drawn, self.q, q_row, self.noise, self.broken, extra), both
+        drawn, noise = self.drawn, self.noise
+        if not isinstance(drawn, str):
+            drawn = drawn[kept]
+            noise = noise if GUMBEL in drawn else None
+        return Draft(smaller, token, drawn, self.q, q_row, noise, self.broken, extra), both
 
 
 def empty(roots: int, device: torch.device | str = "cpu") -> Draft:

@@ -22,20 +22,21 @@ class attributed:
     Args:
         kind: of part, such as "proposer".
         part: what is called inside.
+        but: errors that the part may raise, which are not changed either.
 
     Raises:
         PartError: an error was raised inside. ``Passing`` and ``PartError`` are not changed.
     """
 
-    __slots__ = ("kind", "part")
+    __slots__ = ("but", "kind", "part")
 
-    def __init__(self, kind: str, part: object) -> None:
-        self.kind, self.part = kind, part
+    def __init__(self, kind: str, part: object, *but: type[Exception]) -> None:
+        self.kind, self.part, self.but = kind, part, but
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, PartError | Passing):
+        if not isinstance(error, Exception) or isinstance(error, (PartError, Passing, *self.but)):
             return
         name = self.part.name if isinstance(self.part, Named) else type(self.part).__name__
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

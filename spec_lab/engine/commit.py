@@ -11,7 +11,7 @@ import numpy as np
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, Masks
 from spec_lab.constrain.applied import forced_token
-from spec_lab.constrain.protocol import allows
+from spec_lab.constrain.protocol import allows, calling
 from spec_lab.core.draft import Draft
 from spec_lab.engine.sequence import SequenceState
 
@@ -76,7 +76,7 @@ class Committed:
         legal: drafted nodes that the constraint allows.
         removed: tokens that an action removed again.
         forks: of the sequence.
-        error: why it failed; empty if it did not.
+        errors: why it failed, or one of its new forks.
     """
 
     path: list[int]
@@ -85,7 +85,7 @@ class Committed:
     legal: int = 0
     removed: int = 0
     forks: list[SequenceState] = field(default_factory=list)
-    error: str = ""
+    errors: dict[SequenceState, str] = field(default_factory=dict)
 
     def count(self, accepted: bool = False, forced: bool = False, kept: bool = False) -> int:
         """How many tokens were emitted; of them, only accepted ones, only forced ones, only kept ones."""
@@ -154,12 +154,13 @@ def _commit(
             legal = bool(masks.legal[at]) and (place < accepted or allows(masks.bits[at], token))
             _watch(sequence, legal)
         logprob = decision.logprobs[tree][place] if decision.logprobs is not None else float("nan")
-        done.error = _append(sequence, token, logprob, origin, applied is None or applied.on_target, context)
+        if error := _append(sequence, token, logprob, origin, applied, context):
+            done.errors[sequence] = error
         kept += place < accepted
     sequence.kv.accept(shape.places[np.array(done.path[:kept], dtype=np.int64)] if kept else NO_NODES)
     on_target = applied is not None and applied.on_target
     if sequence.finish is None and on_target and last < 0 and masks is not None and not masks.barrier[row]:
-        sequence.finish, done.error = "stuck", NOTHING_LEFT
+        sequence.finish, done.errors[sequence] = "stuck", NOTHING_LEFT
     return done
 
 
@@ -194,7 +195,8 @@ def act(
         computed = len(one.kv)
         try:
             while one.finish is None:
-                action = one.constraint.action()
+                with calling(applied.constraint):
+                    action = one.constraint.action()
                 actions += 1
                 if actions > MAX_ACTIONS:
                     raise ConstraintError(f"its constraint took {MAX_ACTIONS} actions without a token between them")
@@ -202,11 +204,13 @@ def act(
                     _limit(one, context)
                     if one.finish is not None:
                         break
-                    token = forced_token(one.constraint) if applied.fast_forward else None
+                    with calling(applied.constraint):
+                        token = forced_token(one.constraint) if applied.fast_forward else None
                     if token is None:
                         break
                     actions = 0
-                    done.error = _append(one, token, 0.0, "forced", True, context) or done.error
+                    if why := _append(one, token, 0.0, "forced", applied, context):
+                        done.errors[one] = why
                     done.tokens.append(Emitted(token, "forced", True))
                 elif not action:
                     one.finish = "constraint"
@@ -234,7 +238,7 @@ def act(
                             remove(live, onward.backtrack)
                             rewound[live] = len(live.kv)
         except ConstraintError as error:
-            one.finish, done.error = "stuck", str(error)
+            one.finish, done.errors[one] = "stuck", str(error)
         if len(one.kv) >= len(one.tokens):  # the last token is always pending
             one.kv.truncate(len(one.tokens) - 1)
         if len(one.kv) < computed or one in rewound:
@@ -291,7 +295,9 @@ def _check(sequence: SequenceState, count: int) -> int:
     return emitted
 
 
-def _append(sequence: SequenceState, token: int, logprob: float, origin: str, on_target: bool, context: int) -> str:
+def _append(
+    sequence: SequenceState, token: int, logprob: float, origin: str, applied: AppliedConstraint | None, context: int
+) -> str:
     """Append one token; unless it ends the sequence, advance the constraint. Return the error, or an empty string."""
     request = sequence.request
     sequence.tokens.append(token)
@@ -304,13 +310,14 @@ def _append(sequence: SequenceState, token: int, logprob: float, origin: str, on
     if token in request.stop or (sequence.stream is not None and sequence.stream.finished):
         sequence.finish = "stop"
         return ""
-    if sequence.constraint is not None:
+    if applied is not None and sequence.constraint is not None:
         try:
-            sequence.constraint.advance(token)
-            if sequence.constraint.action() is not None:
-                return ""  # it may remove tokens: limits count afterwards
+            with calling(applied.constraint):
+                sequence.constraint.advance(token)
+                if sequence.constraint.action() is not None:
+                    return ""  # it may remove tokens: limits count afterwards
         except ConstraintError as error:
-            if on_target:
+            if applied.on_target:
                 sequence.finish = "stuck"
                 return str(error)
             sequence.unwatch(str(error))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError, StepConstraint
-from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences
+from spec_lab.constrain.protocol import ReadsLogprobs, SelectsSequences, calling
 from spec_lab.core.faults import attributed
+from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, check_requires, draws_of
+from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, most_rows, release
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -35,9 +37,12 @@ class Limits:
         max_prefill_tokens: most tokens of sequences with several pending tokens (prompts, tokens computed again after a
             preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
             together with the decoding of others. None for no limit.
-        max_kv_tokens: most tokens that the KV cache may hold, draft nodes included; None for no limit. Requests wait
-            until there is room. Where decoding needs more than there is, the request that was admitted last is
-            preempted: its KV cache is freed, and computed again when it is admitted again.
+        max_kv_tokens: most tokens of admitted sequences, summed over them: of each its tokens, the next one, and the
+            rows that a draft may add (``Proposer.nodes``, and ``DraftsForcedTokens.forced_nodes`` where forced tokens
+            are drafted). The cells in use are at most so many, since cells that forks share are counted for each of
+            them; allocated memory is not bounded, since it grows in blocks. None for no limit. Requests wait until
+            there is room. Where decoding needs more than there is, the sequence that was admitted last is preempted:
+            its KV cache is freed, and computed again when it is admitted again.
     """
 
     max_batch_size: int | None = None
@@ -47,8 +52,8 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_prefill_tokens", "max_kv_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 (got {value})")
+            if value is not None:
+                whole(name, value, otherwise=", or null")
 
 
 @dataclass(eq=False)
@@ -67,7 +72,7 @@ class Engine:
         record: whether each step records the drafted tokens with their probabilities (``StepInfo.recorded``).
 
     After decoding, ``sequences`` holds every sequence in the order of admission, forks after them, and ``errors`` the
-    errors, by the request's id.
+    error of each sequence that has one.
 
     Raises:
         Misfit: a verifier that does not support what the proposer draws.
@@ -83,19 +88,22 @@ class Engine:
     limits: Limits = field(default_factory=Limits)
     record: bool = False
     sequences: list[SequenceState] = field(init=False, default_factory=list)
-    errors: dict[int, str] = field(init=False, default_factory=dict)
+    errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
     steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        check_requires(self.proposer, self.target.lm)
+        check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
-        constraint = None if self.applied is None else StepConstraint(self.applied)
+        applied = self.applied
+        forces = applied is not None and applied.on_draft and bool(applied.fast_forward)
+        self._rows = most_rows(self.proposer, forces)  # below one root
+        constraint = None if applied is None else StepConstraint(applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
         self._at_once = self.target.lm.capabilities.sequences  # in one forward; others wait
-        own = None if self.applied is None else self.applied.constraint
+        own = None if applied is None else applied.constraint
         self._logprobs = isinstance(own, ReadsLogprobs) and own.reads_logprobs
 
     # Requests --------------------------------------------------------------------------------------------------------
@@ -105,9 +113,13 @@ class Engine:
 
         Raises:
             ValueError: a prompt that does not fit the target's context, or the KV cache by itself; an id that was added
-                before; stop strings without the bytes of the tokens.
+                before; stop strings without the bytes of the tokens; sampling that the proposer cannot draft for.
         """
         request.check_fits(self.target.context, self.target.vocabulary)
+        try:
+            check_sampling(self.proposer, request.sampling)
+        except ValueError as error:
+            raise ValueError(f"request '{request.name}': proposer '{self.proposer.name}': {error}") from error
         if request.id in self._ids:
             raise ValueError(f"request '{request.name}' has the id {request.id} of another one, which keys its choices")
         if self.pieces is None and (request.stop_strings or self.listen):
@@ -123,17 +135,13 @@ class Engine:
 
     def abort(self, id: int) -> None:
         """End all sequences of a request, with finish "aborted"; nothing happens where it has ended already."""
-        self._waiting = deque(one for one in self._waiting if _id(one) != id or not self._end(one))
-        for sequence in self._live:
+        # A request that never started leaves no sequence.
+        preempted = [one for one in self._waiting if isinstance(one, SequenceState) and one.request.id == id]
+        self._waiting = deque(one for one in self._waiting if _id(one) != id)
+        for sequence in preempted + self._live:
             if sequence.request.id == id:
                 sequence.finish = "aborted"
-        self._retire()
-
-    def _end(self, waiting: Request | SequenceState) -> bool:
-        if isinstance(waiting, SequenceState):  # preempted before; a request that never started leaves no sequence
-            waiting.finish = "aborted"
-            _end_text(waiting)
-        return True
+        self._retire(preempted)
 
     def has_unfinished(self) -> bool:
         """Whether a request is decoded or waiting."""
@@ -160,17 +168,18 @@ class Engine:
             self._make_room()
             ready, chunks = self._plan()
             info = step(ready, self.parts, chunks)
+            self.steps += 1
+            for sequence, why in info.errors.items():
+                self._note(sequence, why)
+            for got in info.committed:
+                self._live += got.forks
+                self.sequences += got.forks
+            self._retire()
+            return info
         except BaseException:
-            self.close()
+            with suppress(Exception):  # the first error is the one to raise
+                self.close()
             raise
-        self.steps += 1
-        for sequence, why in info.errors.items():
-            self._note(sequence, why)
-        for got in info.committed:
-            self._live += got.forks
-            self.sequences += got.forks
-        self._retire()
-        return info
 
     def __iter__(self) -> Iterator[StepInfo]:
         """Decode until nothing is left; an iterator that is closed or fails closes the engine as well."""
@@ -182,13 +191,16 @@ class Engine:
             self.close()
 
     def close(self) -> None:
-        """End decoding: free all KV caches and states, and drop waiting requests."""
-        for sequence in self._live:
-            self._free(sequence)
-        self._live = []
+        """End decoding: free all KV caches and states, and drop waiting requests.
+
+        Raises:
+            PartError: the proposer's first error, after everything is freed.
+        """
+        live, self._live = self._live, []
         self._waiting.clear()
         if self.parts.constraint is not None:
             self.parts.constraint.close()
+        release(self.proposer, live)
 
     # Admission -------------------------------------------------------------------------------------------------------
 
@@ -202,7 +214,7 @@ class Engine:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
-            if room is not None and self._live and self._used() + tokens + 1 + self.proposer.nodes > room:
+            if room is not None and self._live and self._used() + tokens + 1 + self._rows > room:
                 return
             self._waiting.popleft()
             if isinstance(first, SequenceState):
@@ -235,21 +247,24 @@ class Engine:
         constraint = self.parts.constraint
         if constraint is None:
             return
+        on_target = constraint.applied.on_target
         try:
             sequence.constraint = constraint.start(sequence.request)
+            with calling(constraint.constraint):
+                acts = on_target and sequence.constraint.action() is not None
         except ConstraintError as error:
-            if constraint.applied.on_target:
+            if on_target:
                 sequence.finish = "stuck"
                 self._note(sequence, str(error))
             else:
                 sequence.unwatch(str(error))
             return
         # An action waits for the first step, which computes the prompt: forks then share its cells.
-        if constraint.applied.on_target and sequence.constraint.action() is None:
+        if on_target and not acts:
             done = Committed([])
-            settle(sequence, self.parts, done)
-            if done.error:
-                self._note(sequence, done.error)
+            settle([(sequence, done)], self.parts)
+            for one, why in done.errors.items():
+                self._note(one, why)
             self._live += done.forks
             self.sequences += done.forks
 
@@ -261,18 +276,18 @@ class Engine:
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
-        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.proposer.nodes
+        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self._rows
 
     def _used(self) -> int:
-        """Tokens that the next step's KV cache holds, if nothing else is admitted. Shared prefixes count once each."""
-        return sum(len(one.tokens) + 1 + self.proposer.nodes for one in self._live)
+        """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
+        return sum(len(one.tokens) + 1 + self._rows for one in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""
         room = self.limits.max_kv_tokens
         while room is not None and len(self._live) > 1 and self._used() > room:
             sequence = self._live.pop()
-            self._free(sequence)
+            release(self.proposer, [sequence])
             self._waiting.appendleft(sequence)
 
     def _plan(self) -> tuple[list[SequenceState], list[Chunk]]:
@@ -293,14 +308,20 @@ class Engine:
 
     # Retirement ------------------------------------------------------------------------------------------------------
 
-    def _retire(self) -> None:
-        over = [one for one in self._live if one.finish is not None]
+    def _retire(self, preempted: Sequence[SequenceState] = ()) -> None:
+        """Free the sequences that have finished, and end their requests.
+
+        Args:
+            preempted: finished ones that hold nothing.
+        """
+        live = [one for one in self._live if one.finish is not None]
+        over = [*live, *preempted]
         if not over:
             return
         for sequence in over:
             _end_text(sequence)
-            self._free(sequence)
         self._live = [one for one in self._live if one.finish is None]
+        release(self.proposer, live)
         left = {id(one.request) for one in self._live}
         left |= {id(one.request) for one in self._waiting if isinstance(one, SequenceState)}
         for request in {id(one.request): one.request for one in over}.values():
@@ -322,18 +343,13 @@ class Engine:
         except Exception as error:  # all of them stay
             what = f"{type(error).__name__}: {error}"
             why = f"request '{request.name}': its constraint cannot choose which sequences to keep: {what}"
-            self.errors.setdefault(request.id, why)
+            self.errors.setdefault(own[0], why)
             return
         for place, sequence in enumerate(own):
             sequence.kept = place in kept
 
-    def _free(self, sequence: SequenceState) -> None:
-        self.proposer.close(sequence.state)
-        sequence.state = None
-        sequence.kv.close()
-
     def _note(self, sequence: SequenceState, why: str) -> None:
-        self.errors[sequence.request.id] = (
+        self.errors[sequence] = (
             f"request '{sequence.request.name}', step {max(sequence.step - 1, 0)}: "
             f"{without_name(sequence.request, why)}; "
             f"it ends with the {len(sequence.emitted)} tokens emitted so far"

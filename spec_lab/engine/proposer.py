@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -11,9 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn
+from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
-from spec_lab.engine.runner import ABILITIES, Ability, DraftRunner, Runner
+from spec_lab.engine.runner import ABILITIES, Ability, DraftRunner
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 
@@ -66,8 +67,8 @@ class Observation:
 class Proposer(Protocol):
     """Drafts a tree below each sequence. It never sees the verifier. ``Lifecycle`` has defaults for most methods.
 
-    Abilities that a proposer may have besides are Protocols of their own, asked for with ``isinstance``: ``Branching``,
-    ``DrawsSeveralWays``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
+    Further abilities are Protocols of their own, asked for with ``isinstance``: ``Branching``, ``DrawsSeveralWays``,
+    ``DraftsForcedTokens``, ``ChecksSampling``, ``CertifiableProposer``, and ``Described`` and ``Hashed`` of
     ``core.protocols``.
 
     A draft must follow from the sequences, from the states, from stores that are declared, and from the random choices
@@ -92,12 +93,12 @@ class Proposer(Protocol):
 
     @property
     def nodes(self) -> int:
-        """Most nodes drafted below one root."""
+        """Most rows below one root: drafted nodes, and rows that are computed only."""
         ...
 
     @property
     def requires(self) -> Requires:
-        """What the target must return beside the logits that are verified."""
+        """What the target must return in addition to the logits that are verified."""
         ...
 
     def init(self, request: Request) -> Any:
@@ -153,7 +154,7 @@ class Lifecycle:
 
 @runtime_checkable
 class Branching(Protocol):
-    """What a proposer may declare beside what ``Proposer`` needs."""
+    """A proposer that declares whether it drafts trees."""
 
     @property
     def branches(self) -> bool:
@@ -168,6 +169,16 @@ class DrawsSeveralWays(Protocol):
     @property
     def draws(self) -> frozenset[Drawn]:
         """All of them; ``drawn`` is the one that is sampled."""
+        ...
+
+
+@runtime_checkable
+class DraftsForcedTokens(Protocol):
+    """A proposer that drafts forced tokens in addition to its ``nodes``, where a constraint fast-forwards them."""
+
+    @property
+    def forced_nodes(self) -> int:
+        """Most forced nodes below one root."""
         ...
 
 
@@ -209,25 +220,24 @@ def check_sampling(proposer: Proposer, sampling: Sampling) -> None:
         proposer.check(sampling)
 
 
-def check_requires(proposer: Proposer, runner: Runner) -> None:
-    """Refuse a proposer that requires what the target's runner does not return.
-
-    Args:
-        proposer: to be checked.
-        runner: the target's.
+def check_requires(proposer: Proposer, target: Target) -> None:
+    """Refuse a proposer that requires what the target does not return.
 
     Raises:
         ValueError: names the proposer and what is missing.
     """
-    has_abilities = runner.capabilities.abilities
+    has_abilities = target.lm.capabilities.abilities
     for name in sorted(proposer.requires.abilities - has_abilities):
         raise ValueError(
             f"proposer '{proposer.name}' requires {name} of the target ({ABILITIES[name]}), whose runner has "
             f"{', '.join(sorted(has_abilities)) or 'no such ability'}. Choose another proposer, or another target."
         )
-    if not proposer.requires.hidden:
-        return
-    last = runner.capabilities.hidden_layers
+    if not 0 <= proposer.requires.top_k <= target.vocabulary:
+        raise ValueError(
+            f"proposer '{proposer.name}' requires the top_k={proposer.requires.top_k} likeliest tokens of each row, "
+            f"but the target has {target.vocabulary} tokens: require between 0 and {target.vocabulary} of them."
+        )
+    last = target.lm.capabilities.hidden_layers
     for layer in proposer.requires.hidden:
         if not last or not -last - 1 <= layer <= last:
             has = f"hidden states 0 to {last}" if last else "no hidden states"
@@ -235,6 +245,36 @@ def check_requires(proposer: Proposer, runner: Runner) -> None:
                 f"proposer '{proposer.name}' requires hidden state {layer} of the target, whose runner returns {has}. "
                 "Choose another proposer, or another target."
             )
+
+
+def release(proposer: Proposer, sequences: Iterable[SequenceState]) -> None:
+    """Free the KV caches of sequences, and close the proposer's states for them.
+
+    Raises:
+        PartError: the first error of the proposer, after everything is freed.
+    """
+    first: BaseException | None = None
+    for sequence in sequences:
+        sequence.kv.close()
+        state, sequence.state = sequence.state, None
+        try:
+            with attributed("proposer", proposer):
+                proposer.close(state)
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def most_rows(proposer: Proposer, forces: bool) -> int:
+    """Return how many rows the proposer adds below one root at most.
+
+    Args:
+        proposer: drafts.
+        forces: whether a constraint that applies to the draft fast-forwards forced tokens.
+    """
+    more = proposer.forced_nodes if forces and isinstance(proposer, DraftsForcedTokens) else 0
+    return proposer.nodes + more
 
 
 def draws_of(proposer: Proposer) -> frozenset[Drawn]:

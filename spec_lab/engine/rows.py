@@ -17,28 +17,28 @@ from spec_lab.verify.arrays import Array, Arrays
 from spec_lab.verify.verdict import in_trees
 
 
-def silence_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
+def without_token_(p: Tensor, draft: Draft, masks: Masks) -> Array:  # [R] bool
     """Rows at which nothing is emitted: barriers, and legal ones whose allowed tokens have no mass.
 
     A verifier needs a distribution at every row. There it gets all mass on the first token that no child holds, in
     place, so that a path that reaches the row ends there; the token itself is never emitted.
     """
     arrays = Arrays.like(p)
-    silent = arrays.index(masks.barrier) | (arrays.index(masks.legal) & arrays.read(p.sum(-1) == 0))
-    if arrays.device is None and not silent.any():
-        return silent
+    no_token = arrays.index(masks.barrier) | (arrays.index(masks.legal) & arrays.read(p.sum(-1) == 0))
+    if arrays.device is None and not no_token.any():
+        return no_token
     table = arrays.tensor(arrays.shape(draft.shape).table)  # [R, K] rows of children
-    rows, none = arrays.tensor(silent), draft.token.new_full((1,), -1)
+    rows, none = arrays.tensor(no_token), draft.token.new_full((1,), -1)
     below = torch.cat([none, draft.token])[(table - draft.shape.roots + 1).clamp_min(0)]  # [R, K] tokens of children
     taken = (below[:, :, None] == torch.arange(below.shape[1] + 1, device=p.device)).any(1)  # [R, K + 1]
     free = (~taken).to(torch.int8).argmax(-1, keepdim=True)  # [R, 1]
     p.masked_fill_(rows[:, None], 0.0)
     p.scatter_(-1, free, torch.where(rows[:, None], 1.0, p.gather(-1, free)))
-    return silent
+    return no_token
 
 
 def expected_counts(
-    verdict: Verdict, shape: Shape, forced: np.ndarray | None, silent: Array | None
+    verdict: Verdict, shape: Shape, forced: np.ndarray | None, no_token: Array | None
 ) -> tuple[Array, Array]:
     """Expected accepted and emitted tokens of each tree ``[B]``, forced ones left out.
 
@@ -46,21 +46,21 @@ def expected_counts(
         verdict: of the step.
         shape: of the forest.
         forced: ``[R]`` rows with a forced token; None without a constraint on the target.
-        silent: ``[R]`` rows at which nothing is emitted, as of ``silence_``.
+        no_token: ``[R]`` rows at which nothing is emitted, as of ``without_token_``.
     """
-    if forced is None or silent is None:
+    if forced is None or no_token is None:
         accepted = verdict.expected_accepted(shape)
         return accepted, accepted + 1.0
     free = np.append(~forced, False)  # the last entry is for -1 in the lineage
     depth = free[shape.lineage].sum(1) - free[:-1]  # of the path above each row
-    if isinstance(silent, np.ndarray):
-        accepted, emitted = depth, depth + (~forced & ~silent)
+    if isinstance(no_token, np.ndarray):
+        accepted, emitted = depth, depth + (~forced & ~no_token)
         return tuple(np.bincount(shape.root, weights=verdict.stop * what, minlength=shape.roots)
                      for what in (accepted, emitted))  # type: ignore[return-value]  # fmt: skip
-    here = torch.from_numpy(np.stack([depth, ~forced])).to(silent.device)
-    grid = shape.on(silent.device).grid
+    here = torch.from_numpy(np.stack([depth, ~forced])).to(no_token.device)
+    grid = shape.on(no_token.device).grid
     return in_trees(verdict.stop * here[0], grid).sum(1), in_trees(
-        verdict.stop * (here[0] + here[1] * ~silent), grid
+        verdict.stop * (here[0] + here[1] * ~no_token), grid
     ).sum(1)
 
 

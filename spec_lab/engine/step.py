@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,8 +26,8 @@ from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_pro
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import NO_NODES, Commit, Committed, Decision, act, commit
-from spec_lab.engine.proposer import Observation, Proposer
-from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, silence_
+from spec_lab.engine.proposer import Observation, Proposer, release
+from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
 from spec_lab.engine.step_info import Chunk, Recorded, StepInfo
@@ -58,7 +59,7 @@ class Memory:
         return self.scratch
 
     def certain(self, roots: int) -> dict[str, np.ndarray]:
-        """What a step without chance gives ``roots`` sequences that draft nothing, beside the token. Not to be written.
+        """The outcome, except the token, of a step without randomness and without drafted nodes. Read-only.
 
         (NumPy's functions cost more in a real step than in a loop of their own: the forward has emptied the caches.)
         """
@@ -154,7 +155,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             draft = no_draft(len(sequences), lm.device)
     seconds = 0.0 if draft_masks is None else draft_masks.seconds
 
-    # 2. Masks of the forest, perhaps in a thread beside the forward.
+    # 2. Masks of the forest, perhaps in a thread during the forward.
     found: StepMasks | Future[StepMasks] | None = None
     if constraint is not None:
         with clock.phase("mask"):
@@ -183,8 +184,8 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         plain = allowed is None and seen is None and parts.choose is choose
         plain = plain and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record))
         greedy = plain and all(one.temperature == 0 for one in samplings)
-        silent = None
-        if greedy:  # p is one-hot: the arg max of each row says all
+        no_token = None
+        if greedy:  # p is one-hot: the arg max of each row suffices
             ask["token"], without = argmax_of_finite(raw)
         else:
             memory = parts.memory.like(raw)
@@ -192,7 +193,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             without = finite_(logits)
             p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
             if masks is not None and on_target:
-                silent = ask["silent"] = silence_(p, draft, masks)
+                no_token = ask["no_token"] = without_token_(p, draft, masks)
         if without is not None:
             ask["without"] = without
 
@@ -207,7 +208,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
                 choice = parts.choose(verdict, shape, p, parts.draws, [one.key for one in sequences])
             given, ask["row"], ask["token"], ask["empty"] = verdict.given, *choice
             forced = masks.forced if masks is not None and on_target else None
-            ask["expected"], ask["expected_emitted"] = expected_counts(verdict, shape, forced, silent)
+            ask["expected"], ask["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
         if shape.nodes:
             ask["drafted"] = draft.token
         if logprobs:
@@ -239,8 +240,8 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
                     broken[tree], errors[tree] = "stuck", why
                 else:
                     sequences[tree].unwatch(why)
-        if silent is not None:
-            token = np.where(host["silent"][row], -1, token)
+        if no_token is not None:
+            token = np.where(host["no_token"][row], -1, token)
         drafted: list[int] = host["drafted"].tolist() if shape.nodes else []
         of_path = None
         if "logprobs" in host:
@@ -262,16 +263,14 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         with attributed("proposer", parts.proposer):
             parts.proposer.observe(observed)
         if constraint is not None and on_target:
-            for tree in fine:
-                if sequences[tree].finish is None:
-                    settle(sequences[tree], parts, committed[tree])
-        for tree, got in enumerate(committed):
-            if got.error:
-                errors[tree] = got.error
+            settle([(sequences[n], committed[n]) for n in fine if sequences[n].finish is None], parts)
+        failed = {sequences[tree]: why for tree, why in errors.items()}
+        for got in committed:
+            failed |= got.errors
     return StepInfo(
         sequences, draft, committed, context, [len(tokens) for tokens in pending], prefill, host["expected"],
         host["expected_emitted"], given, host["empty"], output.attended, list(chunks),
-        {sequences[tree]: why for tree, why in errors.items()}, clock, began, clock.mark(), clock.take(),
+        failed, clock, began, clock.mark(), clock.take(),
         seconds + (0.0 if found is None else found.seconds), seconds, before, read.copies - before,
         Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING)) if parts.record else None,
     )  # fmt: skip
@@ -317,29 +316,34 @@ def propose(parts: Parts, batch: Batch) -> Draft:
     return draft
 
 
-def settle(sequence: SequenceState, parts: Parts, done: Committed) -> None:
-    """Let the sequence's constraint act, and tell the proposer of forks and removed tokens."""
+def settle(committed: Sequence[tuple[SequenceState, Committed]], parts: Parts) -> None:
+    """Let the constraint of each sequence act, and tell the proposer of forks and removed tokens.
+
+    Raises:
+        PartError: the proposer or the constraint raised an error. All forks are closed again.
+    """
     if parts.constraint is None:
         return
-    proposer = parts.proposer
+    proposer, applied = parts.proposer, parts.constraint.applied
 
     def fork_state(one: SequenceState) -> object:
         with attributed("proposer", proposer):
             return proposer.fork(one.state)
 
     try:
-        rewound = act(sequence, parts.constraint.applied, parts.target.context, done, parts.made, fork_state)
-    except BaseException:  # nobody knows the forks yet
-        for one in done.forks:
-            one.kv.close()
+        for sequence, done in committed:
+            rewound = act(sequence, applied, parts.target.context, done, parts.made, fork_state)
+            for one, length in rewound.items():
+                with attributed("proposer", proposer):
+                    proposer.rewind(one.state, length)
+    except BaseException:  # the engine does not track these forks yet
+        with suppress(Exception):  # the first error is the one to raise
+            release(proposer, [one for _, done in committed for one in done.forks])
         raise
-    for one, length in rewound.items():
-        with attributed("proposer", proposer):
-            proposer.rewind(one.state, length)
 
 
 def _followed(shape: Shape, host: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The outcome of a step without chance, given the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
+    """The outcome of a step without randomness, from the drafted tokens ``[M]`` and the arg max of each row ``[R]``."""
     row = greedy_path(shape, host["drafted"], host["token"])
     accepted = shape.depth[row]
     return {"row": row, "token": host["token"][row], "expected": accepted, "expected_emitted": accepted + 1}
@@ -351,9 +355,9 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
     Raises:
         ValueError: names such a token.
     """
-    if not draft.shape.nodes or draft.token.device.type != "cpu":
+    if not draft.computed_shape.nodes or draft.token.device.type != "cpu":
         return
-    tokens = draft.token.tolist()
+    tokens = draft.computed_token.tolist()
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
@@ -382,7 +386,6 @@ def _observation(
         hidden = output.pending[tree]
         if len(accepted):
             hidden = torch.cat([hidden, output.nodes[tree][torch.from_numpy(accepted).to(hidden.device)]])
-        hidden = hidden[: end - start]
     if requires.logits or requires.top_k:
         own = shape.trees[tree]
         rows = [sequence.tokens[context - 1], *host["computed"][own[1:] - shape.roots].tolist()]

@@ -31,6 +31,7 @@ class Capture:
     p: Tensor | None = None
     name: str = "capture"
     accepts: ClassVar[frozenset[Drawn]] = frozenset({"iid", "without", "point", "gumbel"})
+    accepts_mixed: ClassVar[bool] = True
     lossless: bool = False
 
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:

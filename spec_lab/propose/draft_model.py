@@ -28,7 +28,7 @@ from spec_lab.models.support import model_context
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_cache import DraftCache, Tentative
-from spec_lab.propose.forced import ForcedChains
+from spec_lab.propose.forced import RUN, ForcedChains
 from spec_lab.propose.growth import Growth
 from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, parse, width_of, widths, write
 
@@ -186,6 +186,11 @@ class DraftModel(Lifecycle):
             facts |= {"tree": "best first", "children": own.children, "max_depth": own.depth, "width": own.width}
         return facts | {"confidence": self.confidence}
 
+    @property
+    def forced_nodes(self) -> int:
+        """See ``DraftsForcedTokens``."""
+        return RUN if self._drafts_forced else 0
+
     def init(self, request: Request) -> DraftCache:
         """The draft's KV cache for a sequence, empty."""
         tokens = min(len(request.tokens) + request.max_new_tokens, self.context)
@@ -267,8 +272,11 @@ class DraftModel(Lifecycle):
 
     def _fast_forwards(self, batch: Batch) -> bool:
         """Whether forced tokens are drafted without a forward: in chains, if a constraint fast-forwards."""
-        chains = self.drawn != "gumbel" and width_of(self.tree) <= 1
-        return chains and batch.draft_masks is not None and batch.draft_masks.forces
+        return self._drafts_forced and batch.draft_masks is not None and batch.draft_masks.forces
+
+    @property
+    def _drafts_forced(self) -> bool:
+        return self.budget is None and self.drawn != "gumbel" and width_of(self.tree) <= 1
 
     def sampling(self, request: Sampling) -> Sampling:
         """How the draft samples for a request."""

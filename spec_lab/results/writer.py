@@ -119,13 +119,13 @@ def computed_shares(info: StepInfo) -> dict[SequenceState, float]:
     return {sequence: tokens / total for sequence, tokens in computed.items()}
 
 
-def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[int, str]) -> list[Outcome]:
+def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[SequenceState, str]) -> list[Outcome]:
     """Return the outcome of each sequence of a fixed group. On a GPU, call it only after ``clock.synchronise``.
 
     Args:
         sequences: all of the group's, including forks and those that took part in no step.
         infos: all steps of the group.
-        errors: by the request's id.
+        errors: of the sequences that have one.
     """
     place, found = numbered(sequences), []
     admitted: dict[int, StepInfo] = {}  # by request: the first step that computed a part of its prompt
@@ -165,7 +165,7 @@ def outcomes(sequences: Seq[SequenceState], infos: Seq[StepInfo], errors: dict[i
                 prefill_seconds=prefill,
                 decode_seconds=decode,
                 prefill_compute_seconds=computing.get(sequence, 0.0),
-                error=errors.get(sequence.request.id, "") if sequence.finish in BROKEN else unwatched(sequence),
+                error=errors.get(sequence) or unwatched(sequence),
                 sequence=number,
                 parent=parent,
                 violated=-1 if sequence.violated is None else sequence.violated,

@@ -206,7 +206,7 @@ class _EventReader:
         self.tokens = self.characters = 0  # of events yielded and not withdrawn
         self.origins = _Characters(sequence, pieces)
 
-    def read(self, errors: dict[int, str]) -> list[SequenceEvent]:
+    def read(self, errors: dict[SequenceState, str]) -> list[SequenceEvent]:
         """Return the sequence's events since the last call."""
         sequence = self.sequence
         events, sequence.events = net(sequence.events), []
@@ -224,7 +224,7 @@ class _EventReader:
         held = [Held(stream.held)] if stream.held else []
         return [*texts, *held, *(event for event in events if isinstance(event, Finish))]
 
-    def _sequence_event(self, event: Event, errors: dict[int, str]) -> SequenceEvent:
+    def _sequence_event(self, event: Event, errors: dict[SequenceState, str]) -> SequenceEvent:
         sequence, request = self.sequence, self.sequence.request
         tokens: tuple[OutputToken, ...] = ()
         shares: tuple[Share, ...] = ()
@@ -240,7 +240,7 @@ class _EventReader:
                 shares = self.origins.shares(self.tokens, self.characters, event.text)
                 self.characters += len(event.text)
             elif event.reason in BROKEN:
-                error = errors.get(request.id, "")
+                error = errors.get(sequence, "")
             self.tokens += event.tokens
         return SequenceEvent(request.id, sequence.lineage, event, tokens, shares, error)
 

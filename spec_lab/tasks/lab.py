@@ -210,7 +210,7 @@ class Lab:
         for name, proposer in proposers.items():
             check_pair(proposer.name, draws_of(proposer), self.verifier, branches(proposer))
             check_sampling(proposer, self.sampling)
-            check_requires(proposer, self.target.lm)
+            check_requires(proposer, self.target)
             if (nodes := settings.batch_size * proposer.nodes) > MOST_NODES:
                 raise ValueError(
                     f"batch_size={settings.batch_size} with up to {proposer.nodes} nodes each ({proposer.name}) makes "

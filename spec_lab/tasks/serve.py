@@ -297,11 +297,12 @@ def serve_segment(
         if not sequence.lineage:
             row = rows[sequence.request.id]
             row["tokens"], row["finish"] = len(sequence.emitted), sequence.finish or ""
-            row["error"] = engine.errors.get(sequence.request.id, "")
+            row["error"] = engine.errors.get(sequence, "")
             for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
                 row.setdefault(name, row["arrival"])
         elif sequence.finish in BROKEN:  # a fork, after the sequence it was forked from
-            rows[sequence.request.id]["finish"] = sequence.finish
+            row = rows[sequence.request.id]
+            row["finish"], row["error"] = sequence.finish, row["error"] or engine.errors.get(sequence, "")
     return list(rows.values())
 
 

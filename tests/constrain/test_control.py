@@ -17,6 +17,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
+from spec_lab.results.writer import outcomes
 from spec_lab.tasks.certify.exact import decoded
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import Instance
@@ -190,8 +191,9 @@ def test_a_controller_that_cannot_be_forked_may_not_fork_its_sequence(target):
     bound = AppliedConstraint(ControllerConstraint(lambda r: Forking(), VOCABULARY, "forking", supports_drafts=False))
     group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     list(group)
-    assert "controller 'forking' at Event(" in group.errors[0]
-    assert "NotImplementedError: it holds a connection" in group.errors[0]
+    (error,) = group.errors.values()
+    assert "controller 'forking' at Event(" in error
+    assert "NotImplementedError: it holds a connection" in error
 
 
 def test_the_committed_controller_sees_every_event_once_whatever_forks_saw(target):
@@ -239,8 +241,9 @@ def test_a_controller_that_raises_ends_only_its_own_request_and_is_named(target,
     scripts = {"p0": after(2, [Branch(1)]), "p1": script, "p2": at(1, [Branch(), Branch()])}
     group = play(target, lambda r: scripts[r.name], proposer, PROMPTS, new)
     list(group)
-    assert set(group.errors) == {"p1"}
-    assert message in group.errors["p1"] and group.errors["p1"].startswith("request 'p1', step ")
+    assert set(group.errors) == {one for one in group.sequences if one.finish == "stuck"}
+    for one, error in group.errors.items():
+        assert one.request.name == "p1" and message in error and error.startswith("request 'p1', step ")
     assert "stuck" in [s.finish for s in group.sequences if s.request.name == "p1"]
     mates = [one for one in results(group) if one[0] != "p1"]
     well = play(target, lambda r: scripts[r.name] if r.name != "p1" else at(0, []), proposer, PROMPTS, new)
@@ -253,7 +256,7 @@ def test_an_error_of_a_controller_is_named_with_the_event(target):
     script = lambda events: GO if len(events) < 3 else 1 // 0  # noqa: E731
     group = play(target, lambda r: script, Null())
     list(group)
-    error = group.errors["p0"]
+    (error,) = group.errors.values()
     assert "controller 'scripted' at Event(branch=0, backtrack=0, append=(" in error
     assert "ZeroDivisionError" in error and "2 tokens emitted" in error
 
@@ -262,7 +265,7 @@ def test_a_controller_that_cannot_be_constructed_is_named(target):
     bound = AppliedConstraint(ControllerConstraint(lambda request: {}[request.name], VOCABULARY, "absent"))
     group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 9)], CounterDraws(0), bound)
     assert list(group) == [] and group.sequences[0].finish == "stuck"
-    assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors[0]
+    assert "controller 'absent' cannot be made: KeyError: 'p'" in group.errors[group.sequences[0]]
 
 
 def test_endless_backtracking_is_ended(target):
@@ -289,7 +292,43 @@ def test_every_sequence_is_kept_unless_the_constraint_chooses(target):
     )
     assert both.keep is len and both.reads_logprobs
     group = group_of(keep=lambda ended: [3])
-    assert [s.kept for s in group.sequences] == [True] * 3 and "there are sequences 0 to 2" in group.errors["p0"]
+    assert [s.kept for s in group.sequences] == [True] * 3 and list(group.errors) == group.sequences[:1]
+    assert "there are sequences 0 to 2" in group.errors[group.sequences[0]]
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_fork_that_fails_at_once_does_not_fail_the_sequence_it_came_from(target, at_start):
+    def script(events):
+        if events[-1].branch:
+            raise LookupError("it broke")
+        return [Branch(), Branch(0, None, ((5,),))] if len(events) == 3 - 2 * at_start else GO
+
+    bound = AppliedConstraint(ControllerConstraint(lambda r: Scripted(script), VOCABULARY), fast_forward=True)
+    group = fixed_group(target, Null(), Token(), [Request(0, "p", PROMPTS[0], WARM, 6)], CounterDraws(0), bound)
+    list(group)
+    first, fork = group.sequences
+    assert (first.finish, fork.finish) == ("length", "stuck") and list(group.errors) == [fork]
+    assert "LookupError: it broke" in group.errors[fork]
+
+
+def test_every_fork_that_fails_has_an_error_of_its_own(target):
+    def script(events):
+        number = next((event.branch for event in reversed(events) if event.branch), 0)
+        if len(events) == 5 + 2 * number:
+            raise LookupError(f"branch {number}")
+        return [Branch()] * 3 if len(events) == 2 else GO
+
+    bound = AppliedConstraint(
+        ControllerConstraint(lambda r: Scripted(script), VOCABULARY, keep=lambda ended: [len(ended)])
+    )
+    wanted = [Request(number, f"p{number}", PROMPTS[number], WARM, 12) for number in range(2)]
+    group = fixed_group(target, Null(), Token(), wanted, CounterDraws(0), bound)
+    infos = list(group)
+    assert len(group.sequences) == 6 and set(group.errors) == set(group.sequences)
+    for one, outcome in zip(group.sequences, outcomes(group.sequences, infos, group.errors), strict=True):
+        branch = one.lineage[-1] if one.lineage else 0
+        assert f"LookupError: branch {branch};" in outcome.error and outcome.error == group.errors[one]
+        assert f"it ends with the {len(one.emitted)} tokens" in outcome.error
 
 
 @pytest.mark.parametrize(

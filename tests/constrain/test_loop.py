@@ -1,10 +1,14 @@
 """The decode loop under constraints has exactly the masked distribution."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
 
 from spec_lab.constrain import AppliedConstraint, ConstraintError
+from spec_lab.constrain.applied import PLACES
+from spec_lab.constrain.combined import Combined
+from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
@@ -85,12 +89,64 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
         assert [one.unwatched for one in group.sequences[::2]] == ["", ""]
         return
     assert [one.finish for one in group.sequences] == ["length", "stuck", "length"]
-    assert "came twice" in group.errors["r1"]
-    assert group.errors["r1"].count("request 'r1'") == 1 and "tokens emitted so far" in group.errors["r1"]
+    assert list(group.errors) == [group.sequences[1]]
+    error = group.errors[group.sequences[1]]
+    assert "came twice" in error and error.count("request 'r1'") == 1 and "tokens emitted so far" in error
     for number in (0, 2):
         assert group.sequences[number].emitted == free.sequences[number].emitted
     assert group.sequences[1].emitted == text[: twice + 1], "drafts do not change where it ends"
     assert target.lm.cells.references.sum() == 0
+
+
+@dataclass
+class Defective:
+    """Allows everything; the second call of one method raises what no constraint should."""
+
+    failing: str
+    calls: Counter
+    has_actions: bool = False
+    name: str = "defective"
+    vocabulary: int = VOCABULARY
+
+    def call(self, method):
+        self.calls[method] += 1
+        if method == self.failing and self.calls[method] == 2:
+            raise KeyError("it broke")
+
+    def start(self, request):
+        self.call("start")
+        return self
+
+    def fork(self):
+        self.call("fork")
+        return self
+
+    def advance(self, token):
+        self.call("advance")
+
+    def mask(self):
+        self.call("mask")
+
+    def action(self):
+        self.call("action")
+
+
+@pytest.mark.parametrize("failing", ["start", "fork", "advance", "mask", "action"])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "combined"])
+@pytest.mark.parametrize(
+    "options",
+    [{"placement": one} for one in PLACES]
+    + [{"fast_forward": True}, {"async_masks": True}, {"placement": "target", "async_masks": True}],
+)
+def test_an_error_in_a_constraint_ends_the_run_and_names_it_with_the_line(failing, others, options):
+    target, constraint = tiny_target(), Defective(failing, Counter())
+    if others:
+        constraint = Combined([Table(lambda _: range(VOCABULARY), VOCABULARY), constraint])
+    requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=6) for number in range(3)]
+    group = fixed_group(target, Repeat(3), Token(), requests, CounterDraws(0), AppliedConstraint(constraint, **options))
+    with pytest.raises(PartError, match=r"^constraint 'defective' raised KeyError: 'it broke' \(.*test_loop.py:\d+, "):
+        list(group)
+    assert not target.lm.cells.references.any() and not group.has_unfinished()
 
 
 def test_a_row_that_allows_nothing_ends_its_request_by_name():
@@ -101,7 +157,7 @@ def test_a_row_that_allows_nothing_ends_its_request_by_name():
     )
     list(group)
     assert group.sequences[0].finish == "stuck" and len(group.sequences[0].emitted) == 4
-    assert group.errors["r"].startswith("request 'r', step 4: its constraint")
+    assert group.errors[group.sequences[0]].startswith("request 'r', step 4: its constraint")
 
 
 def test_an_observed_constraint_is_counted_and_changes_nothing():

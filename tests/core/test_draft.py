@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import MOST_DERIVED, ComputedOnly, Draft, Shape, chain, empty, forest, tree
+from spec_lab.core.draft import MOST_DERIVED, WAYS, ComputedOnly, Draft, Shape, chain, empty, forest, tree
 from spec_lab.propose import Null
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "spec_lab" / "propose" / "published_trees.json").read_text())
@@ -212,7 +212,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     shape = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     token = torch.from_numpy(rng.integers(0, 5, shape.nodes))
-    drawn = draw(st.sampled_from(["iid", "without", "point", "each"]))
+    drawn = draw(st.sampled_from(["iid", "without", "point", "gumbel", "each"]))
     extra = None
     if draw(st.booleans()):
         above = [draw(st.integers(0, shape.rows + x - 1)) for x in range(draw(st.integers(1, 5)))]
@@ -220,12 +220,14 @@ def drafts(draw: st.DrawFn) -> Draft:
     if drawn == "point":
         return Draft(shape, token, computed_only=extra)
     if drawn == "each":
-        drawn = rng.integers(0, 3, shape.nodes).astype(np.int8)
+        drawn = rng.integers(0, len(WAYS), shape.nodes).astype(np.int8)
     expanded = rng.permutation(np.unique(shape.parent)).astype(np.int64)
     q_row = np.full(shape.rows, -1)
     q_row[expanded] = np.arange(len(expanded))
     q = torch.from_numpy(rng.dirichlet(np.ones(5), len(expanded)).reshape(-1, 5))
-    return Draft(shape, token, drawn, q, q_row, computed_only=extra)
+    raced = drawn == "gumbel" if isinstance(drawn, str) else WAYS.index("gumbel") in drawn
+    noise = torch.from_numpy(rng.gumbel(size=(len(expanded), 5))) if raced else None
+    return Draft(shape, token, drawn, q, q_row, noise, computed_only=extra)
 
 
 @settings(max_examples=150)
@@ -244,6 +246,7 @@ def test_cut_keeps_shallow_nodes_and_their_distributions(draft, data):
         assert less.shape.root[new + shape.roots] == shape.root[old + shape.roots]
     if draft.q is not None:
         assert less.q is draft.q
+        assert less.noise is (draft.noise if "gumbel" in less.ways else None)
         for new, old in enumerate(wanted):
             assert less.q_row[less.shape.parent[new]] == draft.q_row[shape.parent[old]]
 

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from spec_lab.core.draft import Draft, chain, forest
+from spec_lab.core.draft import ComputedOnly, Draft, chain, forest
 from spec_lab.core.faults import PartError, Passing, attributed, of_a_part
 from spec_lab.engine.step import propose
 from spec_lab.verify import Match
@@ -65,6 +66,31 @@ def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault
     parts = SimpleNamespace(proposer=Beyond(), verifier=Match())
     batch = SimpleNamespace(sequences=[None], target=SimpleNamespace(vocabulary=5), room=lambda: [2])
     with pytest.raises(PartError, match=f"proposer 'beyond' .*token {token}.* 5 tokens"):
+        propose(parts, batch)
+
+
+@pytest.mark.parametrize(
+    ("parent", "token", "said"),
+    [
+        ([0], [7], "token 7.* 5 tokens"),
+        ([0, 0], [1, -2], "token -2.* 5 tokens"),
+        ([4], [1], "earlier row"),
+        ([-1], [1], "earlier row"),
+        ([0, 1], [1], "1 tokens for 2 rows that are computed only"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [0, 2])
+def test_rows_computed_only_that_cannot_be_computed_are_the_proposer_s_fault(parent, token, said, nodes):
+    class Beyond:
+        name = "beyond"
+
+        def propose(self, batch):
+            extra = ComputedOnly(np.array(parent), torch.tensor(token))
+            return Draft(forest((chain(nodes),)), torch.zeros(nodes, dtype=torch.long), computed_only=extra)
+
+    parts = SimpleNamespace(proposer=Beyond(), verifier=Match())
+    batch = SimpleNamespace(sequences=[None], target=SimpleNamespace(vocabulary=5), room=lambda: [2])
+    with pytest.raises(PartError, match=f"proposer 'beyond' .*{said}"):
         propose(parts, batch)
 
 

@@ -46,9 +46,11 @@ PROPOSERS = {
     "medusa": lambda t: Medusa(Heads.random(t, 2, False), TREE),
     "draft_chain": lambda t: DraftModel(t.lm, 64, CHAIN),
     "draft_points": lambda t: DraftModel(t.lm, 64, TREE, drawn="point"),
-    "draft_without": lambda t: DraftModel(t.lm, 64, TREE, drawn="without"),
+    "draft_without": lambda t: DraftModel(t.lm, 64, TREE, drawn="without", temperature=1.0),
     "draft_gumbel": lambda t: DraftModel(t.lm, 64, TREE, drawn="gumbel"),
-    "draft_best_first": lambda t: DraftModel(t.lm, 64, (), drawn="without", budget=Budget(4, 2, 2, width=1)),
+    "draft_best_first": lambda t: DraftModel(
+        t.lm, 64, (), drawn="without", temperature=1.0, budget=Budget(4, 2, 2, width=1)
+    ),
     "draft_confident": lambda t: DraftModel(t.lm, 64, CHAIN, confidence=0.001),
 }
 """Each with the number of levels that its draft model computes."""

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
-from spec_lab.core.draft import ComputedOnly, Draft, chain, forest, tree
+from spec_lab.constrain.protocol import mask_of
+from spec_lab.core.draft import ComputedOnly, Draft, chain, empty, forest, tree
+from spec_lab.core.faults import PartError
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
 from spec_lab.engine.proposer import Lifecycle, Requires
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
+from spec_lab.propose.forced import RUN
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import NgramTree
 from spec_lab.propose.trees import parse
@@ -166,6 +170,51 @@ def test_the_kv_cache_never_holds_more_tokens_than_its_limit(target, monkeypatch
     assert most / 2 < max(used) <= most
 
 
+class MostlyForced:
+    """Every 30th token is free, the first one too; all others are forced."""
+
+    def __init__(self, length=0):
+        self.length = length
+
+    def fork(self):
+        return MostlyForced(self.length)
+
+    def advance(self, token):
+        self.length += 1
+
+    def mask(self):
+        return mask_of([1] if self.length % 30 else range(VOCABULARY), VOCABULARY)
+
+    def action(self):
+        return None
+
+
+def test_forced_runs_and_rows_computed_only_stay_within_the_limit_of_the_kv_cache(target, monkeypatch):
+    used, drafted, compute = [], [], target.lm.run
+
+    def watched(prepared):
+        used.append(int((target.lm.cells.references > 0).sum()))
+        return compute(prepared)
+
+    monkeypatch.setattr(target.lm, "run", watched)
+    constraint = SimpleNamespace(
+        name="mostly forced", vocabulary=VOCABULARY, has_actions=False, start=lambda request: MostlyForced()
+    )
+    requests = wanted(new=60)
+    for proposer, applied in (
+        (draft_model("1x1", "point"), AppliedConstraint(constraint, fast_forward=True)),
+        (Window(), None),
+    ):
+        longest = max(min(len(one.tokens) + one.max_new_tokens, CONTEXT) for one in requests)
+        most = longest + (0 if applied is None else RUN) + proposer.nodes
+        engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=Limits(max_kv_tokens=most))
+        used.clear()
+        for info in run(engine, requests):
+            drafted.append(info.draft.shape.nodes - proposer.nodes * len(info.sequences))
+        assert most / 2 < max(used) <= most
+    assert max(drafted) > 10, "forced tokens are drafted beyond the declared nodes"
+
+
 # Aborts --------------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +270,33 @@ def test_an_aborted_preempted_request_ends_like_a_live_one(target):
         assert tokens == whole[key][0][: len(tokens)] and (finish == "aborted") is (key[0] == one.request.id)
 
 
+def test_the_constraint_of_an_aborted_request_chooses_among_its_sequences_also_where_all_are_preempted(target):
+    asked = []
+
+    def keep(ended):
+        asked.append([(one.lineage, one.finish) for one in ended])
+        return [1]
+
+    forks = after(2, [Branch(), Branch()])
+    constraint = ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, keep=keep)
+    requests = [Request(n, f"p{n}", PROMPTS[n], COLD, 12) for n in range(2)]
+    limits = Limits(max_kv_tokens=room_for(requests, 0, 6))
+    engine = Engine(target, Null(), Token(), CounterDraws(0), AppliedConstraint(constraint), limits=limits)
+    for one in requests:
+        engine.add(one)
+
+    def own():
+        return [one for one in engine.sequences if one.request.id == 1]
+
+    while not (len(own()) == 2 and not any(one in engine.live or one.finish for one in own())):
+        engine.step()
+    engine.abort(1)
+    assert asked == [[((), "aborted"), ((0, 1), "aborted")]]
+    assert [one.kept for one in own()] == [False, True]
+    list(engine)
+    assert len(asked) == 2 and not target.lm.cells.references.any()
+
+
 def test_a_closed_engine_holds_nothing(target):
     proposer = draft_model("1x1")
     engine = Engine(target, proposer, Token(), CounterDraws(0), limits=Limits(2, 3))
@@ -236,10 +312,19 @@ def test_a_closed_engine_holds_nothing(target):
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_prefill_tokens", "max_kv_tokens"])
-@pytest.mark.parametrize("value", [0, -3])
-def test_a_limit_below_one_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"{name} .*\(got {value}\)"):
+@pytest.mark.parametrize("value", [0, -3, 1.5, True, "8"])
+def test_a_limit_that_is_no_whole_number_from_one_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name} .*{value!r}$"):
         Limits(**{name: value})
+
+
+def test_sampling_that_the_proposer_cannot_draft_for_is_refused_when_the_request_is_added(target):
+    engine = Engine(target, draft_model("2x1", "iid"), Token(), CounterDraws(0))
+    with pytest.raises(ValueError, match=r"request 'p1': proposer 'draft_model': .*proposer.drawn=point"):
+        engine.add(wanted(COLD)[1])
+    assert not engine.has_unfinished()
+    run(engine, wanted(WARM)[1:2])
+    assert len(engine.sequences[0].emitted) == NEW + 1
 
 
 def test_a_request_that_the_kv_cache_can_never_hold_is_refused_by_name(target):
@@ -286,6 +371,83 @@ def test_a_proposer_that_fails_is_named_and_everything_is_freed(target, failing)
         list(engine)
     assert not target.lm.cells.references.any() and not engine.has_unfinished()
     assert proposer.made == proposer.log.count("c")
+
+
+class Counts(Lifecycle):
+    """Drafts nothing and counts its open states; one call of one method fails."""
+
+    name, drawn, nodes = "counts", "point", 0
+
+    def __init__(self, failing, at):
+        self.failing, self.left, self.opened, self.closed = failing, at, [], []
+
+    def call(self, method):
+        self.left -= method == self.failing
+        if method == self.failing and self.left == 0:
+            raise RuntimeError("it broke")
+
+    def open(self):
+        self.opened.append(object())
+        return self.opened[-1]
+
+    def init(self, request):
+        return self.open()
+
+    def propose(self, batch):
+        return empty(len(batch.sequences))
+
+    def fork(self, state):
+        self.call("fork")
+        return self.open()
+
+    def rewind(self, state, length):
+        self.call("rewind")
+
+    def close(self, state):
+        self.closed.append(state)
+        self.call("close")
+
+
+def decode(engine):
+    """To the end, without the iterator's own ``close``."""
+    while engine.has_unfinished():
+        engine.step()
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(2), Limits(None, 4)], ids=called)
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize(("failing", "at"), [("fork", 1), ("fork", 3), ("fork", 4), ("rewind", 1), ("rewind", 2),
+                                             ("close", 1), ("close", 3), ("close", 5)])  # fmt: skip
+def test_whatever_call_of_a_proposer_fails_every_state_is_closed_once_and_no_cell_is_held(
+    target, failing, at, start, limits
+):
+    forks = after(start, [Branch(0), Branch(min(start, 1)), Branch(min(start, 1))])
+    if start == 0 and failing == "rewind":
+        forks = after(3, [Branch(2), Branch(1)])
+    applied = AppliedConstraint(ControllerConstraint(lambda request: Scripted(forks), VOCABULARY, "scripted"))
+    proposer = Counts(failing, at)
+    engine = Engine(target, proposer, Token(), CounterDraws(0), applied, limits=limits)
+    for one in wanted():
+        engine.add(one)
+    with pytest.raises(PartError, match="proposer 'counts' raised RuntimeError: it broke"):
+        decode(engine)
+    assert len(proposer.closed) == len(proposer.opened) and set(proposer.closed) == set(proposer.opened)
+    assert not target.lm.cells.references.any() and not any(target.lm.cells._users)
+    assert not engine.has_unfinished()
+
+
+@pytest.mark.parametrize("ending", ["close", "abort"])
+def test_a_proposer_whose_close_fails_is_named_after_everything_is_freed(target, ending):
+    proposer = Counts("close", 1)
+    engine = Engine(target, proposer, Token(), CounterDraws(0))
+    for one in wanted():
+        engine.add(one)
+    engine.step()
+    with pytest.raises(PartError, match="proposer 'counts'"):
+        engine.close() if ending == "close" else engine.abort(2)
+    engine.close()
+    assert len(proposer.closed) == len(proposer.opened) == len(set(proposer.closed))
+    assert not target.lm.cells.references.any()
 
 
 # Observations of a proposer ------------------------------------------------------------------------------------------
@@ -361,16 +523,16 @@ class Guess:
     def rewind(self, state, length):
         self.log += "r"
         assert length < len(state.tokens)
-        self.check(state)
+        self.check_observed(state)
         del state.tokens[length:], state.hidden[length:]
 
     def close(self, state):
         self.log += "c"
         assert not state.closed
         state.closed = True
-        self.check(state)
+        self.check_observed(state)
 
-    def check(self, state):
+    def check_observed(self, state):
         """The observed hidden states are those of a plain forward over the observed tokens."""
         if not state.tokens or not self.requires.hidden:
             return
@@ -459,6 +621,13 @@ def test_cells_of_rows_that_are_computed_only_are_freed(target):
 def test_a_proposer_that_requires_a_hidden_state_that_there_is_not_is_refused_at_once(target, layer):
     with pytest.raises(ValueError, match=f"'guess' .*{layer}"):
         Engine(target, Guess(target, Requires(hidden=(0, layer))), Token(), CounterDraws(0))
+
+
+@pytest.mark.parametrize("top_k", [-1, VOCABULARY + 1, 10**6])
+def test_a_proposer_that_requires_more_likeliest_tokens_than_there_are_is_refused_at_once(target, top_k):
+    with pytest.raises(ValueError, match=rf"'guess' .*top_k={top_k}\b.* {VOCABULARY} tokens"):
+        Engine(target, Guess(target, Requires(top_k=top_k)), Token(), CounterDraws(0))
+    Engine(target, Guess(target, Requires(top_k=VOCABULARY)), Token(), CounterDraws(0))
 
 
 def test_hidden_states_that_no_proposer_requires_are_not_computed(target):

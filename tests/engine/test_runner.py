@@ -72,7 +72,7 @@ def test_a_proposer_that_requires_an_ability_that_the_runner_lacks_is_refused_at
 
 def test_a_runner_without_any_ability_is_named_as_such():
     with pytest.raises(ValueError, match="'none' requires layer_ranges .* no such ability"):
-        check_requires(requiring(abilities=frozenset({"layer_ranges"})), declaring().lm)
+        check_requires(requiring(abilities=frozenset({"layer_ranges"})), declaring())
 
 
 def test_a_proposer_whose_requirements_the_runner_meets_is_accepted():

@@ -164,11 +164,12 @@ def test_nan_logits_end_only_their_request_and_are_named(truth, attention, sampl
     if attention == "spans":
         assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
         assert emitted(group) == [well[0], [], well[1]]
-        assert list(group.errors) == [1]
+        assert list(group.errors) == [group.sequences[1]]
     else:  # under the dense mask one NaN reaches the whole batch
         assert [s.finish for s in group.sequences] == ["nan"] * 3
-        assert list(group.errors) == [0, 1, 2]
-    assert "step 0" in group.errors[1] and "NaN" in group.errors[1]
+        assert list(group.errors) == group.sequences
+    error = group.errors[group.sequences[1]]
+    assert "step 0" in error and "NaN" in error
     later, _ = decode(target, Null(), requests(sampling, prompts=(PROMPTS[0], PROMPTS[1], PROMPTS[2])))
     assert emitted(later)[::2] == well, "cells that a shorter owner does not overwrite must not leak into it"
     assert {s.finish for s in later.sequences} == {"length"}

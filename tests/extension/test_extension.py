@@ -121,6 +121,20 @@ def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     assert "proposer.depth must be a whole number of 1 or more, not 0" in errors
 
 
+@pytest.mark.parametrize(
+    ("failing", "options"),
+    [("start", []), ("mask", []), ("mask", ["min_new_tokens=2"]), ("advance", ["constraint.placement=none"])],
+)
+def test_an_error_in_a_plugin_s_constraint_ends_the_run_with_one_message(flat_cli, monkeypatch, failing, options):
+    def fails(self, *arguments):
+        return {}["lost"]
+
+    monkeypatch.setattr(part("apart", "Apart" if failing == "start" else "After"), failing, fails)
+    code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=agree", "constraint=apart", *options)
+    assert code == 1 and errors.count("constraint 'apart' raised KeyError: 'lost'") == 1, errors
+    assert "Traceback" not in errors
+
+
 # The plugin's parts
 
 
@@ -160,6 +174,21 @@ def test_a_lossless_pair_is_certified(flat_cli, left_behind):
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 1000
     assert "bigram point agree lossless, proved" in said
+
+
+@pytest.mark.parametrize("instances", ["quick", pytest.param("every", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("verifier", ["token", "traversal"])
+def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
+    flat_cli, left_behind, monkeypatch, verifier, instances
+):
+    if instances == "quick":
+        monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
+    code, _, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=union", f"verifier={verifier}")
+    assert code == 0, errors
+    (pair,) = left_behind("certificate.json")["pairs"]
+    exact = pair["exact"]
+    assert pair["certified"] == "exact" and exact["drafts"] == "proposer" and exact["missing"] == []
+    assert exact["worst_tv"] < 1e-12 and exact["worst_mass_error"] < 1e-12 and exact["drafted"] > 1000
 
 
 def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):

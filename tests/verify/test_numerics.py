@@ -439,7 +439,7 @@ def test_unusable_logits_are_reported_with_request_and_step(poison, temperature)
     assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
     assert emitted(group) == [well if n != 1 else well[:3] for n, well in enumerate(emitted(healthy))]
     said = "request 'p1', step 3: the target's logits are NaN or infinite; it ends with the 3 tokens emitted so far"
-    assert group.errors == {1: said}
+    assert group.errors == {group.sequences[1]: said}
 
 
 def test_medusa_heads_with_nan_logits_change_no_output():

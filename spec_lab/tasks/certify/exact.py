@@ -35,9 +35,9 @@ from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Parts, step
 from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
-from spec_lab.propose import CertifiableProposer, Proposer, branches, draws_of
+from spec_lab.propose import CertifiableProposer, Proposer, branches, check_sampling, draws_of
 from spec_lab.propose.draft_model import DraftModel
-from spec_lab.propose.trees import Choices, depth_of, parse
+from spec_lab.propose.trees import Choices, depth_of, parse, widths
 from spec_lab.tasks.certify.enumerate import side_by_side
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import PLAIN, Instance
@@ -123,17 +123,28 @@ def toy_parts(
     instance: Instance, proposer: Proposer | Drawn, sampling: Sampling = PLAIN, dtype: torch.dtype = torch.float64
 ) -> ToyParts:
     """Return the instance's parts: with the proposer's toy version where it has one (``CertifiableProposer``), else
-    with the proposer itself; for a way of drawing with the reference.
+    with the proposer itself; for a way of drawing with the reference. A tree that cannot be drafted for the sampling is
+    replaced by a chain: at temperature 0 sampled siblings have no other tokens to draw.
     """
     tree = parse(instance.tree)
     longest = max(min(instance.tokens + depth_of(tree), MOST_TOKENS), len(instance.start) + LEAST)
     target, draft = table_models(instance.toy, longest, dtype=dtype)
+    toy = _toy(proposer, target, draft, tree)
+    try:
+        check_sampling(toy, sampling)
+    except ValueError:
+        toy = _toy(proposer, target, draft, widths([1] * depth_of(tree)))
+    return ToyParts(target, toy, warped(instance.toy, longest, sampling))
+
+
+def _toy(proposer: Proposer | Drawn, target: Target, draft: DraftRunner, tree: Choices) -> Proposer:
+    """Return a proposer that drafts ``tree`` for a toy target."""
     if isinstance(proposer, str):
-        proposer = reference(proposer, target, draft, tree)
-    elif isinstance(proposer, CertifiableProposer):
-        with attributed("proposer", proposer):
-            proposer = proposer.toy(target, draft, tree)
-    return ToyParts(target, proposer, warped(instance.toy, longest, sampling))
+        return reference(proposer, target, draft, tree)
+    if not isinstance(proposer, CertifiableProposer):
+        return proposer
+    with attributed("proposer", proposer):
+        return proposer.toy(target, draft, tree)
 
 
 @torch.inference_mode()

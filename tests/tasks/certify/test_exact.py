@@ -123,6 +123,12 @@ def test_the_run_s_own_sampling_is_enumerated(sampling):
     require_exact(prove(draft_model(), Token(), LOOPS[:2], sampling))
 
 
+def test_a_chain_of_sampled_tokens_is_enumerated_at_temperature_0_where_the_toy_s_tree_branches():
+    branching = next(one for one in LOOPS if not one.chain)
+    found = examine(branching, draft_model("1x1", "iid"), Token(), Sampling(0.0))
+    assert found.wrong is None and found.drafted > 0
+
+
 def test_a_step_may_begin_anywhere():
     for start in ((3,), (1, 2)):
         assert examine(Instance(RandomToy(1), "2x1", start=start), "without", Traversal()).wrong is None

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from spec_lab.core.draft import WAYS, Draft, Drawn, Shape, forest
+from spec_lab.core.options import whole
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.sequence import Batch
+from spec_lab.models.target import Target
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class Union(Lifecycle):
     drawn: Drawn = "iid"
     draws: frozenset[Drawn] = frozenset({"point", "iid"})
     branches: bool = True
+
+    @staticmethod
+    def load(target: Target, depth: int = 2) -> "Union":
+        """The factory that the config names."""
+        return Union(whole("proposer.depth", depth))
 
     @property
     def nodes(self) -> int:
