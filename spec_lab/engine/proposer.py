@@ -186,7 +186,7 @@ class DraftsForcedTokens(Protocol):
 class ChecksSampling(Protocol):
     """A proposer that cannot draft for every way of sampling."""
 
-    def check(self, sampling: Sampling) -> None:
+    def check_sampling(self, sampling: Sampling) -> None:
         """Check the sampling of the requests when the run is composed.
 
         Raises:
@@ -217,7 +217,7 @@ def check_sampling(proposer: Proposer, sampling: Sampling) -> None:
         ValueError: it cannot draft for requests that are sampled so.
     """
     if isinstance(proposer, ChecksSampling):
-        proposer.check(sampling)
+        proposer.check_sampling(sampling)
 
 
 def check_requires(proposer: Proposer, target: Target) -> None:

@@ -159,7 +159,7 @@ class DraftModel(Lifecycle):
         context = model_context(model.config)
         return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256, budget)
 
-    def check(self, request: Sampling) -> None:
+    def check_sampling(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.
 
         Raises:

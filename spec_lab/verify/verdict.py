@@ -85,7 +85,7 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class ChainsOnly(Protocol):
-    """What a verifier may declare beside what ``Verifier`` needs."""
+    """A verifier that can verify nothing but chains declares it."""
 
     @property
     def chains_only(self) -> bool:
@@ -95,7 +95,7 @@ class ChainsOnly(Protocol):
 
 @runtime_checkable
 class AcceptsMixed(Protocol):
-    """What a verifier may declare beside what ``Verifier`` needs."""
+    """A verifier of drafts whose nodes are drawn in several ways declares it."""
 
     @property
     def accepts_mixed(self) -> bool:
@@ -105,7 +105,7 @@ class AcceptsMixed(Protocol):
 
 @runtime_checkable
 class FollowsArgmax(Protocol):
-    """What a verifier may declare beside what ``Verifier`` needs."""
+    """A verifier that needs nothing but the arg max at temperature 0 declares it."""
 
     @property
     def follows_argmax(self) -> bool:

@@ -450,8 +450,8 @@ def test_wrong_options_are_named(spoken, path, options, named):
 def test_drawn_siblings_are_refused_at_temperature_0(drawn):
     """There a tree would be a chain."""
     with pytest.raises(ValueError, match=r"proposer\.drawn=point"):
-        best_first(Budget(6), drawn).check(COLD)
-    best_first(Budget(6), drawn).check(WARM)
-    best_first(Budget(6), drawn, temperature=1.0).check(COLD)
-    best_first(Budget(6), "point").check(COLD)
-    best_first(Budget(6, 1), drawn).check(COLD)
+        best_first(Budget(6), drawn).check_sampling(COLD)
+    best_first(Budget(6), drawn).check_sampling(WARM)
+    best_first(Budget(6), drawn, temperature=1.0).check_sampling(COLD)
+    best_first(Budget(6), "point").check_sampling(COLD)
+    best_first(Budget(6, 1), drawn).check_sampling(COLD)

@@ -399,13 +399,13 @@ def test_other_tokenizers_are_refused(spoken, tmp_path):
 def test_a_tree_of_drawn_siblings_is_refused_at_temperature_0(drawn):
     cold, warm = Sampling(0.0), Sampling(1.0)
     with pytest.raises(ValueError, match=rf"drawn {drawn} .*proposer\.drawn=p"):
-        draft_model("2x1", drawn).check(cold)
-    draft_model("2x1", drawn).check(warm)
-    draft_model("2x1", drawn, temperature=1.0).check(cold)
-    draft_model("2x1", "point").check(cold)
-    draft_model("1x1", drawn).check(cold)
+        draft_model("2x1", drawn).check_sampling(cold)
+    draft_model("2x1", drawn).check_sampling(warm)
+    draft_model("2x1", drawn, temperature=1.0).check_sampling(cold)
+    draft_model("2x1", "point").check_sampling(cold)
+    draft_model("1x1", drawn).check_sampling(cold)
     with pytest.raises(ValueError, match="shrink the tree"):
-        draft_model("2x1", drawn, temperature=0.0).check(warm)
+        draft_model("2x1", drawn, temperature=0.0).check_sampling(warm)
 
 
 def sureness(proposer, sequences, draft):
