@@ -51,8 +51,8 @@ def constraint(kind):
     """The constraint of the config, for whole texts."""
     config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "constraint", f"{kind}.yaml")), resolve=True)
     load = {"json_schema": json_schema, "lark": lark}[config.pop("_target_").rpartition(".")[2]]
-    binding = ("placement", "draft_budget", "fast_forward", "async_masks")
-    return load(bundled(), **{key: value for key, value in config.items() if key not in binding})
+    applied = ("placement", "draft_budget", "fast_forward", "async_masks")
+    return load(bundled(), **{key: value for key, value in config.items() if key not in applied})
 
 
 def lines(text):

@@ -106,15 +106,15 @@ def measure(config: DictConfig, out: Path, limit: int, temperature: int) -> int:
     parts = {"draft_chain": "proposer"} | {name: f"arms.{name}" for name in names if name != "draft_chain"}
     proposers = {name: cli.build(config, parts[name], target=target) for name in names}
     verifier, sampling = cli.build(config, "verifier"), cli.build(config, "sampling")
-    binding = cli.apply_constraint(config, settings, target)[0]
+    applied = cli.apply_constraint(config, settings, target)[0]
     arms = {}
     for way in ways(temperature):
-        own = replace(binding, placement=way.placement, fast_forward=way.fast_forward)
+        own = replace(applied, placement=way.placement, fast_forward=way.fast_forward)
         if way.proposer != NULL:
             arms[way.arm] = Loop(target, proposers[way.proposer], verifier, settings.seed, own)
         elif way.arm != "baseline":  # that one every run has
             arms[way.arm] = Loop(target, Null.load(target), Match(), settings.seed, own)
-    prompts = [prompt for prompt in cli.build(config, "prompts") if follows(binding, target, prompt, sampling)]
+    prompts = [prompt for prompt in cli.build(config, "prompts") if follows(applied, target, prompt, sampling)]
     tracker = cli.build(config, "tracker")
     lab = Lab(target, Null.load(target), Match(), sampling, prompts[:limit], tracker, peers=arms)
     resolved["limit"] = limit
@@ -130,10 +130,10 @@ def chosen_tree(out: Path) -> str | None:
     return next((tree for tree in trees if tree != "calibrated"), None)
 
 
-def follows(binding: AppliedConstraint, target: Any, prompt: Any, sampling: Any) -> bool:
+def follows(applied: AppliedConstraint, target: Any, prompt: Any, sampling: Any) -> bool:
     """Whether the constrained text can begin with the prompt: JSON Lines are not JSON."""
     try:
-        binding.constraint.start(requests_of(target, [prompt], sampling, 1)[0])
+        applied.constraint.start(requests_of(target, [prompt], sampling, 1)[0])
     except ConstraintError:
         return False
     return True

@@ -86,7 +86,7 @@ def pairs(proposers: dict[str, Proposer]) -> list[tuple[str, Verifier]]:
 
 
 def some_prompts(limit: int | None) -> list[Prompt]:
-    """The bundled prompts, workloads in turns."""
+    """The bundled prompts, workloads alternating."""
     files = [jsonl(str(ZOO / "prompts" / f"{workload}.jsonl")) for workload in WORKLOADS]
     return [one for one in chain.from_iterable(zip_longest(*files)) if one is not None][:limit]
 
@@ -135,7 +135,7 @@ def main() -> None:
     """Compare, print, and write ``greedy.json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--prompts", type=int, default=None, help="of the bundled ones, workloads in turns; default all"
+        "--prompts", type=int, default=None, help="of the bundled ones, workloads alternating; default all"
     )
     parser.add_argument("--new", type=int, default=64, help="tokens emitted for each")
     parser.add_argument("--batch-size", type=int, default=8)

@@ -61,10 +61,10 @@ def main() -> None:
     (HERE / "async_masks.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
 
 
-def measure(target, proposer, binding, requests, size, bar) -> dict:
+def measure(target, proposer, applied, requests, size, bar) -> dict:
     """Measure serial and asynchronous masks, alternating group by group."""
     ways = {
-        way: Loop(target, proposer, Token(), 0, replace(binding, async_masks=way == "async"))
+        way: Loop(target, proposer, Token(), 0, replace(applied, async_masks=way == "async"))
         for way in ("serial", "async")
     }
     for loop in ways.values():

@@ -135,7 +135,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     lm = target.lm
     clock = lm.clock
     clock.take()
-    lm.capture(parts.proposer.requires.hidden)  # in every step: parts with other needs may take turns
+    lm.capture(parts.proposer.requires.hidden)  # in every step: parts with other needs may alternate
     began = clock.mark()
     if not sequences:
         return _only_chunks(parts, chunks)

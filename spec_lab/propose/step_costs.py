@@ -100,7 +100,7 @@ def measure(
 
     How it resists the load of other processes:
 
-    1. Sizes take turns (round robin, rising and falling in alternation), so that a change of load hits all sizes alike
+    1. Sizes alternate (round robin, rising and falling in alternation), so that a change of load hits all sizes alike
        and not those that happened to be timed then.
     2. The cost of a size is the lowest tenth of its timed steps: other processes only ever add time. The plain
        minimum depends on a single step, so on a machine under constant load one fast step could change the choice;

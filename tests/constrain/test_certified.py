@@ -65,8 +65,8 @@ def test_the_output_has_the_masked_distribution_however_siblings_are_drawn(tree,
 
 
 def check(engine, kind, tree, drawn, tokens, verifier, placement):
-    binding = AppliedConstraint(constraint(engine, kind), placement, fast_forward=placement == "both")
-    instance = Instance(CONSTRAINED, tree, tokens, END, applied=binding)
+    applied = AppliedConstraint(constraint(engine, kind), placement, fast_forward=placement == "both")
+    instance = Instance(CONSTRAINED, tree, tokens, END, applied=applied)
     found, wanted = decoded(instance, drawn, verifier), truth(instance)
     assert len(wanted) > 2
     assert distance(found, wanted) < 1e-12
@@ -76,8 +76,8 @@ def check(engine, kind, tree, drawn, tokens, verifier, placement):
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 @pytest.mark.parametrize("placement", ["draft", "both"])
 def test_the_output_does_not_depend_on_how_many_masks_the_draft_uses(budget, tree, drawn, tokens, placement):
-    binding = AppliedConstraint(constraint("llguidance", "regex"), placement, draft_budget=budget)
-    instance = Instance(CONSTRAINED, tree, tokens, END, applied=binding)
+    applied = AppliedConstraint(constraint("llguidance", "regex"), placement, draft_budget=budget)
+    instance = Instance(CONSTRAINED, tree, tokens, END, applied=applied)
     assert distance(decoded(instance, drawn, Token()), truth(instance)) < 1e-12
 
 

@@ -56,25 +56,25 @@ def test_the_output_has_the_distribution_of_the_protocol_with_and_without_drafts
     plans = [("1x1", Null(), number), ("1x1", "iid", number), (*TREES[number % 3], 5 * number + 2)]
     for tree, drawn, way in plans:
         verifier, placement, fast_forward = WAYS[way % len(WAYS)]
-        binding = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
-        found = decoded(Instance(world, tree, tokens, applied=binding), drawn, verifier)
+        applied = AppliedConstraint(constraint(script), placement, fast_forward=fast_forward)
+        found = decoded(Instance(world, tree, tokens, applied=applied), drawn, verifier)
         assert distance(found, wanted) < 1e-12, (tree, drawn, verifier.name, placement, fast_forward)
 
 
 @pytest.mark.parametrize("name", [name for name in ALONE | SEVERAL if "breaks" not in name])
 def test_the_readable_oracle_agrees(name):
     _, script, world, tokens = next(one for one in SCRIPTS if one[0] == name)
-    binding = AppliedConstraint(constraint(script))
-    assert distance(truth(Instance(world, "1", tokens, applied=binding)), oracle(world, makes(script), tokens)) < 1e-12
+    applied = AppliedConstraint(constraint(script))
+    assert distance(truth(Instance(world, "1", tokens, applied=applied)), oracle(world, makes(script), tokens)) < 1e-12
 
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("name", ["puts after what is sampled", "takes back, puts after what is sampled", "puts later"])
 def test_forced_lists_use_no_random_choice_with_any_verifier(name, fast_forward, verifier):
-    binding = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
+    applied = AppliedConstraint(constraint(ALONE[name]), fast_forward=fast_forward)
     wanted = oracle(FEW, makes(ALONE[name]), 3)
-    assert distance(decoded(Instance(FEW, "2x1", 3, applied=binding), "point", verifier), wanted) < 1e-12
+    assert distance(decoded(Instance(FEW, "2x1", 3, applied=applied), "point", verifier), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("drawn", ["iid", "point"])

@@ -82,8 +82,8 @@ def test_text_options_that_cannot_be_met_are_refused():
 def test_the_default_of_forcing_follows_the_placement():
     made = load.regex(toy(), "a+")
     for placement in ("target", "draft", "both", "none"):
-        binding = AppliedConstraint(made, placement, fast_forward=None)
-        assert binding.fast_forward is (placement in ("target", "both"))
+        applied = AppliedConstraint(made, placement, fast_forward=None)
+        assert applied.fast_forward is (placement in ("target", "both"))
 
 
 def test_unknown_options_of_an_engine_are_refused_by_name():
@@ -102,9 +102,9 @@ def test_the_facts_of_a_run_change_with_the_source_in_a_file(tmp_path):
 
 
 def test_a_run_whose_prompts_have_no_source_is_refused_at_start_up(tmp_path):
-    binding = AppliedConstraint(load.regex(toy()))
+    applied = AppliedConstraint(load.regex(toy()))
     with pytest.raises(ValueError, match="constraint=regex .*'p0'"):
-        replace(lab(), applied=binding).requests(settings(tmp_path))
+        replace(lab(), applied=applied).requests(settings(tmp_path))
 
 
 @pytest.mark.parametrize("kind", [load.json_schema, load.lark])

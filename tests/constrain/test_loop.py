@@ -30,8 +30,8 @@ DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)
 @pytest.mark.parametrize(("tree", "drawn", "tokens"), DRAFTS)
 def test_the_output_has_the_masked_distribution(placement, fast_forward, verifier, tree, drawn, tokens):
-    binding = AppliedConstraint(Table(uneven), placement, fast_forward=fast_forward)
-    instance = Instance(WORLD, tree, tokens, applied=binding)
+    applied = AppliedConstraint(Table(uneven), placement, fast_forward=fast_forward)
+    instance = Instance(WORLD, tree, tokens, applied=applied)
     assert distance(decoded(instance, drawn, verifier), truth(instance)) < 1e-12
 
 
@@ -74,8 +74,8 @@ def test_a_constraint_that_raises_ends_only_its_own_request(placement, async_mas
     target = tiny_target()
     requests = [Request(number, f"r{number}", (number + 1, 5, 9), max_new_tokens=12) for number in range(3)]
 
-    def decode(some, binding):
-        group = fixed_group(target, Repeat(3), Token(), some, CounterDraws(0), binding)
+    def decode(some, applied):
+        group = fixed_group(target, Repeat(3), Token(), some, CounterDraws(0), applied)
         steps = list(group)
         return group, steps
 

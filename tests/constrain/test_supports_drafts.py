@@ -43,11 +43,11 @@ def test_a_controller_that_cannot_be_forked_receives_committed_tokens_only(place
     outputs = []
     for proposer in (Null(), draft(target), Repeat(3)):
         own = Listens()
-        binding = AppliedConstraint(
+        applied = AppliedConstraint(
             ControllerConstraint(lambda _, own=own: own, VOCABULARY, supports_drafts=False), placement
         )
         group = fixed_group(
-            target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), binding
+            target, proposer, Token(), [Request(0, "r", (1, 2), max_new_tokens=6)], CounterDraws(0), applied
         )
         assert all(not done.draft.shape.nodes for done in group)
         assert [token for append in own.heard for token in append] == group.sequences[0].emitted
@@ -57,7 +57,7 @@ def test_a_controller_that_cannot_be_forked_receives_committed_tokens_only(place
 
 def test_a_batch_mates_penalty_changes_nothing():
     target = tiny_target()
-    binding = AppliedConstraint(
+    applied = AppliedConstraint(
         Table(lambda said: [5] if len(said) % 3 == 2 else range(VOCABULARY), VOCABULARY), "both", None, True
     )
     for seed in range(4):
@@ -65,7 +65,7 @@ def test_a_batch_mates_penalty_changes_nothing():
         mates = [[*alone, Request(1, "b", (4, 5), Sampling(1.0, repetition_penalty=p), 12)] for p in (1.0, 1.4)]
         outputs = []
         for requests in (alone, *mates):
-            group = fixed_group(target, draft(target), Token(), requests, CounterDraws(seed), binding)
+            group = fixed_group(target, draft(target), Token(), requests, CounterDraws(seed), applied)
             list(group)
             outputs.append(group.sequences[0].emitted)
         assert outputs[0] == outputs[1] == outputs[2]
@@ -91,8 +91,8 @@ def test_the_limit_on_forks_does_not_depend_on_drafts(monkeypatch):
     for most, broken in ((3, False), (2, True)):
         monkeypatch.setattr(commit, "MAX_FORKS", most)
         for proposer in (Null(), Repeat(3)):
-            binding = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
-            group = fixed_group(target, proposer, Token(), [request], CounterDraws(0), binding)
+            applied = AppliedConstraint(ControllerConstraint(lambda _: Doubles(), VOCABULARY))
+            group = fixed_group(target, proposer, Token(), [request], CounterDraws(0), applied)
             list(group)
             assert ("stuck" in {one.finish for one in group.sequences}) is broken
             assert bool(group.errors) is broken

@@ -119,8 +119,8 @@ def bare(model, state, request) -> list[int]:
     return tokens[len(request.tokens) :]
 
 
-def decode(target, proposer, verifier, requests, binding) -> list[list[int]]:
-    group = fixed_group(target, proposer, verifier, requests, CounterDraws(0), binding)
+def decode(target, proposer, verifier, requests, applied) -> list[list[int]]:
+    group = fixed_group(target, proposer, verifier, requests, CounterDraws(0), applied)
     for _ in group:
         pass
     assert not group.errors
@@ -139,16 +139,16 @@ def test_the_sources_vary_and_most_outputs_finish(kind, cases, truths):
 def test_speculation_changes_no_token(kind, name, target, cases, truths):
     constraint, requests = cases[kind]
     placement, fast = ("both", True) if name in ("draft_chain", "ngram_tree") else ("target", False)
-    binding = AppliedConstraint(constraint, placement, fast_forward=fast)
-    found = decode(target, PROPOSERS[name](target), PAIRS[name], requests, binding)
+    applied = AppliedConstraint(constraint, placement, fast_forward=fast)
+    found = decode(target, PROPOSERS[name](target), PAIRS[name], requests, applied)
     assert found == truths[kind]
 
 
 def test_budgets_and_threads_change_no_token(target, cases, truths):
     constraint, requests = cases["json"]
     short = [replace(one, max_new_tokens=12) for one in requests]
-    binding = AppliedConstraint(constraint, "both", draft_budget=2, async_masks=True)
-    found = decode(target, PROPOSERS["draft_chain"](target), Token(), short, binding)
+    applied = AppliedConstraint(constraint, "both", draft_budget=2, async_masks=True)
+    found = decode(target, PROPOSERS["draft_chain"](target), Token(), short, applied)
     assert found == [one[:12] for one in truths["json"]]
 
 

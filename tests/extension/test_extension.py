@@ -238,8 +238,8 @@ def test_the_output_under_the_plugin_s_constraint_has_the_masked_distribution(pl
 
 def enumerated(placement: str):
     """Every text of a toy under the constraint, drafted by a tree, compared with autoregressive decoding by hand."""
-    binding = AppliedConstraint(part("apart", "Apart")(CONSTRAINED.v), placement)
-    return examine(Instance(CONSTRAINED, "2x1", 2, END, applied=binding), "iid", Token())
+    applied = AppliedConstraint(part("apart", "Apart")(CONSTRAINED.v), placement)
+    return examine(Instance(CONSTRAINED, "2x1", 2, END, applied=applied), "iid", Token())
 
 
 def test_a_constraint_whose_states_share_data_fails(monkeypatch):

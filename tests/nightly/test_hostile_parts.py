@@ -66,8 +66,8 @@ def decoded(
         for n in range(3)
     ]
     made = proposer or draft_model("2x1", vocab_size=len(TOKENS))
-    binding = None if constraint is None else AppliedConstraint(constraint)
-    group = fixed_group(target, made, verifier or Token(), wanted, CounterDraws(0), binding)
+    applied = None if constraint is None else AppliedConstraint(constraint)
+    group = fixed_group(target, made, verifier or Token(), wanted, CounterDraws(0), applied)
     list(group)
     assert all(sequence.finish != "nan" for sequence in group.sequences)
 
