@@ -39,6 +39,8 @@ def main() -> None:
     options.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     options.add_argument("--threads", type=int, default=2)
     given = options.parse_args()
+    if given.new < 8:
+        options.error("--new must be at least 8: shorter outputs may have no step after the prompt's")
     torch.set_num_threads(given.threads)
 
     target = Target.load(zoo("target"))
