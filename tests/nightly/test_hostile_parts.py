@@ -65,7 +65,7 @@ def decoded(
         )
         for n in range(3)
     ]
-    made = proposer or draft_model("2x1", vocab_size=len(TOKENS))
+    made = proposer or draft_model("2x1", vocab_size=len(TOKENS), temperature=1.0)  # trees at any temperature
     applied = None if constraint is None else AppliedConstraint(constraint)
     group = fixed_group(target, made, verifier or Token(), wanted, CounterDraws(0), applied)
     list(group)
