@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 from spec_lab.core.draft import Draft, Shape, chain, tree
 from spec_lab.verify import Cascade, Token
-from tests.laws import twin_zoo
-from tests.laws.tabular import Outputs, World
-from tests.laws.test_lossless import TREES, WORLDS, require_lossless
+from tests.distributions import twin_zoo
+from tests.distributions.tabular import Outputs, World
+from tests.distributions.test_lossless import TREES, WORLDS, require_lossless
 from tests.verify.test_twins import drafts
 
 CASCADES = [Cascade(0.4, "chow"), Cascade(0.1, "diff"), Cascade(0.3, "opt")]

@@ -16,7 +16,7 @@ from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
 from spec_lab.tasks.certify.toy_models import code
 from spec_lab.verify import Gumbel, Match, Token, Traversal, check_pair, choose, match_probability
-from tests.laws.tabular import World
+from tests.distributions.tabular import World
 from tests.verify.test_twins import joint, random_distribution
 
 # Drafts ------------------------------------------------------------------------------------------------------------

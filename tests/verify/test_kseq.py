@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from spec_lab.core.draft import Draft, forest, tree
 from spec_lab.verify import KSeq, Token, Verdict, kseq
 from spec_lab.verify.kseq import least_rho
-from tests.laws import twin_zoo
-from tests.laws.tabular import Outputs, Verify, World
-from tests.laws.test_closed_forms import WORLDS as MORE_WORLDS
-from tests.laws.test_closed_forms import Same
-from tests.laws.test_lossless import TREES, WORLDS, require_lossless
-from tests.laws.twin_zoo import beta, bisected, one_of
+from tests.distributions import twin_zoo
+from tests.distributions.tabular import Outputs, Verify, World
+from tests.distributions.test_closed_forms import WORLDS as MORE_WORLDS
+from tests.distributions.test_closed_forms import Same
+from tests.distributions.test_lossless import TREES, WORLDS, require_lossless
+from tests.distributions.twin_zoo import beta, bisected, one_of
 from tests.verify.test_twins import drafts, joint, random_distribution
 
 KINDS = ["generic", "peaked", "zeros", "one-hot"]

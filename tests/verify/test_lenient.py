@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from spec_lab.core.draft import chain
 from spec_lab.verify import Lenient, Token
-from tests.laws.tabular import Outputs, World
-from tests.laws.test_closed_forms import WORLDS, Constant
-from tests.laws.test_lossless import TREES, require_lossless
+from tests.distributions.tabular import Outputs, World
+from tests.distributions.test_closed_forms import WORLDS, Constant
+from tests.distributions.test_lossless import TREES, require_lossless
 from tests.verify.test_twins import drafts, joint
 
 DRAWN = pytest.mark.parametrize("drawn", ["iid", "without", "point"])

@@ -34,7 +34,7 @@ from spec_lab.verify import (
     Typical,
     choose,
 )  # fmt: skip
-from tests.laws import twin, twin_zoo
+from tests.distributions import twin, twin_zoo
 from tests.propose.lab import PROMPTS, decode, draft_model, emitted, plain_greedy, requests
 from tests.tiny import VOCABULARY, tiny_target
 from tests.verify.test_twins import joint

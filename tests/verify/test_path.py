@@ -9,9 +9,9 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest, tree
 from spec_lab.verify import Match, Relaxed, Typical
 from spec_lab.verify.path import ends
-from tests.laws.tabular import Outputs, World
-from tests.laws.test_closed_forms import Constant
-from tests.laws.test_lossless import TREES
+from tests.distributions.tabular import Outputs, World
+from tests.distributions.test_closed_forms import Constant
+from tests.distributions.test_lossless import TREES
 
 BOTH = pytest.mark.parametrize("verifier", [Typical(0.3, 0.9), Relaxed(2, 0.5)], ids=lambda v: v.name)
 SHAPE = tree(((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 0, 0), (1, 1, 0)))

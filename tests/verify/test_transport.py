@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 from spec_lab.core.draft import tree
 from spec_lab.verify import Match, Token, Traversal
 from spec_lab.verify.transport import all_inside, transport_bound
-from tests.laws.tabular import Outputs, World
+from tests.distributions.tabular import Outputs, World
 
 WAYS = ["iid", "without"]
 KINDS = ["generic", "peaked", "zeros", "equal", "disjoint", "one-hot p", "one-hot q", "both one-hot"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, empty, forest, tree
 from spec_lab.verify import Match, Token, Traversal, choose, follows_argmax, greedy_path, siblings
-from tests.laws import twin
-from tests.laws.tabular import explore
+from tests.distributions import twin
+from tests.distributions.tabular import explore
 
 PAIRS = [(Token(), twin.token), (Traversal(), twin.traversal), (Match(), twin.match)]
 BY_NAME = pytest.mark.parametrize(("verifier", "direct"), PAIRS, ids=[one.name for one, _ in PAIRS])

@@ -25,7 +25,7 @@ from spec_lab.verify import (
     choose,
     misfit,
 )
-from tests.laws.tabular import explore
+from tests.distributions.tabular import explore
 
 SHAPE = forest((chain(1), chain(0), tree(((0,), (1,), (0, 0)))))  # trees of 2, 1 and 4 rows
 WHO = [(7, 0, 3), (8, 0, 3), (9, 1, 0)]

@@ -13,7 +13,7 @@ from spec_lab.tasks.certify.enumerate import explore
 from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Typical, choose, kseq, path
 from spec_lab.verify import cascade as cascade_module
 from spec_lab.verify.kseq import least_rho
-from tests.laws import twin, twin_zoo
+from tests.distributions import twin, twin_zoo
 from tests.verify.test_twins import alone, drafts, joint
 
 CASES = [

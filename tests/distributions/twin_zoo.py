@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from spec_lab.core.draft import Draft
-from tests.laws import twin
-from tests.laws.twin import Ends, norm, ratio
+from tests.distributions import twin
+from tests.distributions.twin import Ends, norm, ratio
 
 # K-SEQ
 

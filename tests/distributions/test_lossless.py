@@ -9,7 +9,7 @@ from spec_lab.tasks.certify.enumerate import Reused, Script, explore
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import TOYS, Instance
 from spec_lab.verify import Match, Token, Traversal
-from tests.laws.tabular import Outputs, World, every_draft, propose
+from tests.distributions.tabular import Outputs, World, every_draft, propose
 
 EXACT = 1e-12
 WORLDS = [World(one.seed, one.v, plain=one.plain) for one in TOYS]

@@ -8,9 +8,9 @@ import pytest
 from spec_lab.core.draft import Draft
 from spec_lab.verify import Lenient, Match, Token, Traversal, Verdict
 from spec_lab.verify.siblings import Siblings, recursive_rejection
-from tests.laws.mutants import edited
-from tests.laws.tabular import Growing, Outputs, World
-from tests.laws.test_lossless import WORLDS, require_lossless
+from tests.distributions.mutants import edited
+from tests.distributions.tabular import Growing, Outputs, World
+from tests.distributions.test_lossless import WORLDS, require_lossless
 
 EXACT = [Token(), Traversal(), Match(), Lenient(1.0)]
 

@@ -11,8 +11,8 @@ import heapq
 import pytest
 
 from spec_lab.verify import KSeq, Match, Token, Traversal
-from tests.laws.tabular import Growing, Outputs, World, explore
-from tests.laws.test_lossless import WORLDS, require_lossless
+from tests.distributions.tabular import Growing, Outputs, World, explore
+from tests.distributions.test_lossless import WORLDS, require_lossless
 
 EXACT = [Token(), Traversal(), Match()]
 

@@ -1,7 +1,7 @@
 """Broken verifiers, proposers, draws and loops, as found in public code, each with the check that must kill it.
 
 They are small patches of the real code or wrappers around it, and go through ``certify`` as a correct pair does.
-``python -m tests.laws.mutants > experiments/exactness/mutants.md`` writes their table.
+``python -m tests.distributions.mutants > experiments/exactness/mutants.md`` writes their table.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from spec_lab.tasks.certify.statistics import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
-from tests.laws import twin
-from tests.laws.tabular import Verify, paths_of
+from tests.distributions import twin
+from tests.distributions.tabular import Verify, paths_of
 
 # Patches
 
@@ -646,7 +646,7 @@ def table() -> str:
     lines = [
         "Broken variants kept as negative controls, and what kills each: the enumerated distribution of one *step*,",
         "the enumerated *loop*, the *seam* of all choices (a key that names two of them), or a chi-square test of",
-        "*samples*; `python -m tests.laws.mutants` writes this table.",
+        "*samples*; `python -m tests.distributions.mutants` writes this table.",
         "",
         "| mutant | how it is broken | killed by | TV | where |",
         "|---|---|---|---|---|",

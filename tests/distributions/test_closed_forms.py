@@ -7,8 +7,8 @@ import pytest
 
 from spec_lab.core.draft import chain, tree
 from spec_lab.verify import Match, Token, Traversal
-from tests.laws.tabular import Outputs, World
-from tests.laws.test_lossless import TREES
+from tests.distributions.tabular import Outputs, World
+from tests.distributions.test_lossless import TREES
 
 WORLDS = [World(seed) for seed in range(20, 26)] + [World(seed, plain=True) for seed in (26, 27)]
 EVERY_WORLD = pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"world{w.seed}")

@@ -37,7 +37,7 @@ EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.n
         for one in LOSSLESS
     ],
 )
-def test_four_tokens_have_the_target_s_law(tree, tokens, drawn, verifier):
+def test_four_tokens_have_the_target_s_distribution(tree, tokens, drawn, verifier):
     assert examine(Instance(FEW, tree, tokens), drawn, verifier).wrong is None
 
 
@@ -60,14 +60,14 @@ def test_k_seq_as_well(tree, tokens):
     ],
     ids=["temperature", "top-k", "top-p", "min-p", "penalty", "all", "greedy"],
 )
-def test_warped_laws_are_kept(sampling, verifier):
+def test_warped_distributions_are_kept(sampling, verifier):
     for tree, drawn in (("1x1", "iid"), ("2", "point")):
         assert examine(Instance(FEW, tree, tokens=3), drawn, verifier, sampling).wrong is None
 
 
 @pytest.mark.parametrize("proposer", [Null(), Ngram(3, 3, 1), NgramTree(5, 3, 3, 1)], ids=lambda p: p.name)
 @EVERY_VERIFIER
-def test_proposers_without_a_model_keep_the_law(proposer, verifier):
+def test_proposers_without_a_model_keep_the_distribution(proposer, verifier):
     for stop in (frozenset(), STOP):
         assert examine(Instance(FEW, "1", tokens=4, stop=stop), proposer, verifier).wrong is None
 
@@ -146,7 +146,7 @@ class Moody:
 @pytest.mark.parametrize(
     "verifier", [pytest.param(Token(), marks=pytest.mark.nightly), Traversal()], ids=lambda v: v.name
 )
-def test_empty_drafts_among_others_keep_the_law(verifier):
+def test_empty_drafts_among_others_keep_the_distribution(verifier):
     instance = Instance(FEW, "2x1", tokens=3)
     parts = toy_parts(instance, "without")
     parts = parts._replace(proposer=Moody(parts.proposer))
@@ -165,7 +165,7 @@ def test_empty_drafts_among_others_keep_the_law(verifier):
         pytest.param((1, 2, 0), marks=pytest.mark.nightly),
     ],
 )
-def test_a_sampled_request_among_greedy_ones_keeps_its_law_and_they_theirs(order, verifier):
+def test_a_sampled_request_among_greedy_ones_keeps_its_distribution_and_they_theirs(order, verifier):
     """One script makes all choices of the batch; greedy requests leave it nothing to choose."""
     instance, cold = Instance(FEW, "1x1", tokens=3), Sampling(0.0)
     parts, greedy = toy_parts(instance, "iid"), toy_parts(instance, "iid", cold).p

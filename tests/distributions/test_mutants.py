@@ -13,10 +13,10 @@ from spec_lab.tasks.certify.instances import LOOPS, PLAIN, QUICK, STEPS, Instanc
 from spec_lab.tasks.certify.sampled import JOINT, scores
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Lenient, Token, Verdict
-from tests.laws import mutants, twin
-from tests.laws.mutants import ALPHA, MUTANTS, PINNED, WEIGHT_IS_S, WEIGHT_STAYS, identify
-from tests.laws.tabular import Outputs, World
-from tests.laws.test_lossless import TREES
+from tests.distributions import mutants, twin
+from tests.distributions.mutants import ALPHA, MUTANTS, PINNED, WEIGHT_IS_S, WEIGHT_STAYS, identify
+from tests.distributions.tabular import Outputs, World
+from tests.distributions.test_lossless import TREES
 
 NOTES = (
     "residual = p",

@@ -13,7 +13,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
-from tests.laws.tabular import explore
+from tests.distributions.tabular import explore
 from tests.tiny import tiny_model, tiny_target
 
 V, PROMPT, LENGTH = 3, (1, 2, 0), 2
