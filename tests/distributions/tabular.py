@@ -225,15 +225,15 @@ def side_by_side(drafts: Sequence[Draft]) -> Draft:
     """Several one-tree drafts as one forest."""
     roots = len(drafts)
     parent, q_row = [], [np.full(roots, -1)]
-    nodes = laws = 0
+    nodes = offset = 0
     for root, draft in enumerate(drafts):
         above = draft.shape.parent
         parent.append(np.where(above == 0, root, above - 1 + roots + nodes))
         if draft.q is not None:
-            mine = np.where(draft.q_row >= 0, draft.q_row + laws, -1)
+            mine = np.where(draft.q_row >= 0, draft.q_row + offset, -1)
             q_row[0][root] = mine[0]
             q_row.append(mine[1:])
-            laws += len(draft.q)
+            offset += len(draft.q)
         nodes += draft.shape.nodes
     shape = Shape(roots, np.concatenate(parent).astype(np.int64))
     token = torch.cat([draft.token for draft in drafts])

@@ -1,4 +1,4 @@
-"""The joint law of several tokens through the real loop: drafts, cells, masks, laws, verdicts, commits, enumerated."""
+"""The joint distribution of several tokens through the real loop: drafts, KV cache, masks, p, verdicts, commits."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ def distribution_of(outcomes, stop=frozenset()):
 
 @EVERY_VERIFIER
 def test_a_stop_token_ends_the_text_wherever_it_stands(verifier):
-    """Inside an accepted path, as its end, as the residual and as the bonus: all of them occur, and the law is kept."""
+    """Inside an accepted path, as its end, as residual and as bonus: all of them occur, the distribution is kept."""
     instance = Instance(FEW, "1x1", tokens=3, stop=STOP)
     parts, places, texts = toy_parts(instance, "iid"), Counter(), []
     for probability, (text, rounds) in decoded(parts, verifier, STOP, 3):

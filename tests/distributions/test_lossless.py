@@ -80,7 +80,7 @@ def test_the_real_proposer_and_target_accept_what_their_twins_do(world, name, dr
 
 
 def test_worlds_hold_every_kind_of_context():
-    p, q = (np.concatenate(laws) for laws in zip(*(World(1).probabilities(k) for k in range(4)), strict=True))
+    p, q = (np.concatenate(rows) for rows in zip(*(World(1).probabilities(k) for k in range(4)), strict=True))
     assert (p == q).all(1).any() and ((p * q).sum(1) == 0).any()
     assert (p.max(1) == 1).any() and (q.max(1) == 1).any() and ((p == 0) & (q > 0)).any()
 

@@ -116,11 +116,11 @@ def pi(p: np.ndarray, q: np.ndarray, alpha: float, rule: str) -> np.ndarray:
 
 def aim(draft: Draft, p: np.ndarray, alpha: float, rule: str) -> np.ndarray:
     """``[R, V]``: pi at every row; p where nothing was drawn."""
-    laws = p.copy()
+    targets = p.copy()
     for row in range(draft.shape.rows):
         if len(draft.shape.children[row]):
-            laws[row] = pi(p[row], draft.q[draft.q_row[row]].double().numpy(), alpha, rule)
-    return laws
+            targets[row] = pi(p[row], draft.q[draft.q_row[row]].double().numpy(), alpha, rule)
+    return targets
 
 
 def cascade(draft: Draft, p: np.ndarray, alpha: float, rule: str) -> Ends:
