@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from uuid import uuid4
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -16,6 +17,18 @@ from hypothesis import settings  # noqa: E402
 
 settings.register_profile("spec_lab", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("spec_lab")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    """``one_in(n)``: of a test's cases the short run has every n-th, the first included; the others are nightly."""
+    seen = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("nightly"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker("nightly")
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

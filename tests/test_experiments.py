@@ -27,6 +27,7 @@ def batching():
     return script("batching")
 
 
+@pytest.mark.nightly
 def test_batching_measures_every_way_on_every_full_group(batching, tmp_path, monkeypatch):
     folder = zoo(tmp_path)
     target, heads, prompts = Target.load(str(folder / "target")), str(folder / "medusa"), folder / "prompts"

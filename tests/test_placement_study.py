@@ -92,12 +92,14 @@ def test_the_schema_is_one_and_holds_every_record_that_is_generated():
     assert not valid.is_valid(value | {"more": 1}) and not valid.is_valid({})
 
 
+@pytest.mark.nightly
 def test_the_masks_of_the_schema_allow_every_record_as_it_is_laid_out():
     for seed in SEEDS:
         text = lines(record(seed)[1])[0].rstrip("\n")  # JSON ends with its value, and one line is one value
         assert walk("records", text)[0] is None, seed
 
 
+@pytest.mark.nightly
 def test_the_grammar_allows_every_document_literally_and_forces_more_tokens():
     shares = []
     for seed in SEEDS:

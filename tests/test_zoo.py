@@ -40,6 +40,7 @@ def windows(texts, size):
     return {t[i : i + size] for t in texts for i in range(len(t) - size + 1)}
 
 
+@pytest.mark.nightly
 def test_no_training_document_holds_a_window_of_a_held_out_prompt(training, shipped):
     held = windows([p["prompt"] for p in shipped if p["workload"] != "json"], 64)
     for document in training:

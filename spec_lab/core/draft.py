@@ -170,7 +170,7 @@ class Shape:
         """The rows of each tree, its root first, then its nodes in order; -1 fills up shorter trees."""
         if self.roots == 1:
             return np.arange(self.rows)[None]
-        grid = np.full((self.roots, int(self._size.max(initial=0))), -1, dtype=np.int64)
+        grid = np.full((self.roots, int(self.sizes.max(initial=0))), -1, dtype=np.int64)
         grid[self.root, self.places + 1] = np.arange(self.rows)
         return grid
 
@@ -179,7 +179,7 @@ class Shape:
         """For each root the rows of its tree: the root, then its nodes in order."""
         if self.roots == 1:
             return [self.grid[0]]
-        return [rows[:size] for rows, size in zip(self.grid, self._size.tolist(), strict=True)]
+        return [rows[:size] for rows, size in zip(self.grid, self.sizes.tolist(), strict=True)]
 
     @cached_property
     def tree_depths(self) -> list[np.ndarray]:
@@ -192,7 +192,7 @@ class Shape:
         if self.roots == 1:
             return np.arange(-1, self.rows - 1)
         order = np.argsort(self.root, kind="stable")
-        first = np.cumsum(self._size) - self._size
+        first = np.cumsum(self.sizes) - self.sizes
         places = np.empty(self.rows, dtype=np.int64)
         places[order] = np.arange(self.rows) - first[self.root[order]] - 1
         return places
@@ -281,7 +281,8 @@ class Shape:
         return np.array(visit, dtype=np.int64)
 
     @cached_property
-    def _size(self) -> np.ndarray:  # [B]
+    def sizes(self) -> np.ndarray:  # [B]
+        """The number of rows of each tree, its root included."""
         return np.bincount(self.root, minlength=self.roots)
 
     def path(self, row: int) -> list[int]:

@@ -17,7 +17,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, most_rows, release
+from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, release
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -95,8 +95,6 @@ class Engine:
         check_requires(self.proposer, self.target)
         check_pair(self.proposer.name, draws_of(self.proposer), self.verifier, branches(self.proposer))
         applied = self.applied
-        forces = applied is not None and applied.on_draft and bool(applied.fast_forward)
-        self._rows = most_rows(self.proposer, forces)  # below one root
         constraint = None if applied is None else StepConstraint(applied)
         self.parts = Parts(self.target, self.proposer, self.verifier, self.draws, constraint, record=self.record)
         self._ids: set[int] = set()
@@ -214,7 +212,7 @@ class Engine:
                 return
             tokens = len(first.tokens)
             room = self.limits.max_kv_tokens
-            if room is not None and self._live and self._used() + tokens + 1 + self._rows > room:
+            if room is not None and self._live and self._used() + tokens + 1 + self.parts.most_rows > room:
                 return
             self._waiting.popleft()
             if isinstance(first, SequenceState):
@@ -276,11 +274,11 @@ class Engine:
 
     def _tokens(self, request: Request) -> int:
         """Most tokens of the KV cache that a sequence of the request needs."""
-        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self._rows
+        return min(len(request.tokens) + request.max_new_tokens, self.target.context) + self.parts.most_rows
 
     def _used(self) -> int:
         """See ``Limits.max_kv_tokens``: what the next step needs if nothing else is admitted."""
-        return sum(len(one.tokens) + 1 + self._rows for one in self._live)
+        return sum(len(one.tokens) + 1 + self.parts.most_rows for one in self._live)
 
     def _make_room(self) -> None:
         """Preempt the sequences admitted last until the next step fits."""

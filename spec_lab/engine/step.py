@@ -26,7 +26,7 @@ from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_pro
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
 from spec_lab.engine.commit import NO_NODES, Commit, Committed, Decision, act, commit
-from spec_lab.engine.proposer import Observation, Proposer, release
+from spec_lab.engine.proposer import Observation, Proposer, most_rows, release
 from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
 from spec_lab.engine.runner import Output
 from spec_lab.engine.sequence import Batch, SequenceState, by_row
@@ -107,6 +107,12 @@ class Parts:
     @cached_property
     def _follows_argmax(self) -> bool:
         return follows_argmax(self.verifier)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """How many rows the proposer adds below one root at most."""
+        applied = None if self.constraint is None else self.constraint.applied
+        return most_rows(self.proposer, applied is not None and applied.on_draft and bool(applied.fast_forward))
 
     def follows_argmax(self, draft: Draft) -> bool:
         """Whether the verifier follows the arg max of each row down this draft at temperature 0."""
@@ -301,7 +307,7 @@ def propose(parts: Parts, batch: Batch) -> Draft:
 
     Raises:
         PartError: the proposer raised an error, or returned no draft for the batch, or one with tokens that the target
-            does not have, or one that the verifier does not support; names it.
+            does not have or with more rows than it declares, or one that the verifier does not support; names it.
     """
     proposer = parts.proposer
     with attributed("proposer", proposer):
@@ -311,6 +317,8 @@ def propose(parts: Parts, batch: Batch) -> Draft:
         if draft.shape.roots != len(batch.sequences):
             raise ValueError(f"its draft has {draft.shape.roots} trees for {len(batch.sequences)} sequences")
         _check_tokens(draft, batch.target.vocabulary)
+        if draft.computed_shape.nodes and (rows := int(draft.computed_shape.sizes.max()) - 1) > parts.most_rows:
+            raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {parts.most_rows}")
     draft = draft.cut(batch.room())
     check_draft(proposer.name, parts.verifier, draft, parts.chains_only)
     return draft

@@ -211,6 +211,7 @@ def test_a_killed_run_replayed_shows_what_the_live_one_showed(tracked, seen, tmp
         pd.testing.assert_frame_equal(table(out, name), table(tracked, name))
 
 
+@pytest.mark.nightly
 def test_a_run_tracked_again_has_one_view(tracked, tmp_path):
     out = killed(tracked, tmp_path / "run", groups=1)
     track(out, mode="offline")
@@ -221,6 +222,7 @@ def test_a_run_tracked_again_has_one_view(tracked, tmp_path):
     assert before not in after and "offline-run-1-another" in [one.name for one in after] and len(after) == 2
 
 
+@pytest.mark.nightly
 def test_a_sweep_is_tracked_run_by_run(tracked, tmp_path):
     sweep.plan(tmp_path / "sweep", [["seed=1"], ["seed=2"], ["seed=3"]])
     killed(tracked, tmp_path / "sweep" / "seed=1", groups=1)

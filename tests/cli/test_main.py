@@ -104,6 +104,7 @@ GIVEN_BY_USERS = {
 SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "file",
     [
@@ -145,6 +146,7 @@ def tiny_zoo(tmp_path_factory):
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -20,6 +20,8 @@ from spec_lab.results import schema, sweep
 from tests import checkpoints
 from tests.cli.composing import compose, remember_compositions
 
+pytestmark = pytest.mark.nightly
+
 TIMES = {
     "rounds": [name for name, (kind, _) in schema.ROUNDS.items() if kind == "double"],
     "steps": [],

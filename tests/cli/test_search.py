@@ -169,6 +169,7 @@ def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, 
     assert len(decoded) == 2 + 4 * (len(runs) - 3), "it went on from its finished groups"
 
 
+@pytest.mark.nightly
 def test_a_value_not_recorded_before_a_kill_is_read_from_the_run(cli, tiny, tmp_path, decoded, monkeypatch):
     some = [*tiny, SPACE[0], "prompts.limit=1", "hydra.sweeper.n_trials=3"]
     tell, told = optuna.Study.tell, []
@@ -216,6 +217,7 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
     assert {one.state for one in tried[5:]} == {TrialState.FAIL} and len(decoded) == ran
 
 
+@pytest.mark.nightly
 def test_a_trial_whose_run_has_not_ended_is_tried_again(cli, tiny, tmp_path):
     """Here another process held the run; the same holds for a job that failed on a cluster."""
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=1", "hydra.sweeper.n_trials=4"]
@@ -240,6 +242,7 @@ def test_when_every_trial_fails_one_line_reports_it(cli, tiny):
     assert "Traceback" not in errors
 
 
+@pytest.mark.nightly
 def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path, decoded):
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=3", "max_new_tokens=12", "hydra.sweeper.n_trials=4"]
     assert cli(*some)[0] == 0
@@ -322,6 +325,7 @@ def test_a_missing_extra_is_named(cli, tiny, tmp_path, monkeypatch):
     assert line.endswith("pip install 'spec-lab[search]'")
 
 
+@pytest.mark.nightly
 def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_path, decoded):
     few = [*tiny, "prompts.limit=1", "hydra.sweeper.n_trials=1"]
     assert cli(*few, "proposer.depth=1,2")[0] == 0
@@ -428,6 +432,7 @@ def test_trials_run_in_parallel(cli, tiny, tmp_path):
     assert len(complete(tmp_path / "swept")) == 3 and "best tokens_per_second of 3 trials" in said
 
 
+@pytest.mark.nightly
 def test_the_experiment_tunes_nodes_and_depth_of_the_tree(cli, tmp_path):
     folder = checkpoints.zoo(tmp_path / "zoo")
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)

@@ -5,7 +5,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from spec_lab.core.draft import empty
+from spec_lab.core.draft import Draft, chain, empty, forest
+from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
@@ -14,6 +15,11 @@ from spec_lab.verify import Match, Token, Traversal
 from tests.engine.foretold import NEW, Foretold
 from tests.propose.lab import PROMPTS, WARM, decode, emitted, requests
 from tests.tiny import CONTEXT, VOCABULARY, tiny_target
+
+
+def forest_of(tokens):
+    """The same chain below each of three roots, with these tokens."""
+    return Draft(forest((chain(len(tokens) // 3),) * 3), torch.tensor(tokens))
 
 
 def test_the_null_proposer_is_plain_greedy_decoding(target, truth):
@@ -87,6 +93,24 @@ def test_other_requests_of_a_batch_do_not_change_a_request_s_tokens(target, trut
 
 
 # Refused requests
+
+
+@pytest.mark.parametrize(
+    ("draft", "refused"),
+    [
+        (None, "Draft.*NoneType"),
+        (empty(2), "2 trees .*3 sequences"),
+        (forest_of([VOCABULARY, 0, 0]), rf"token {VOCABULARY}\b"),
+        (forest_of([-1, 0, 0]), "token -1"),
+        (forest_of(range(9)), "3 rows .*at most 2"),
+    ],
+)
+def test_a_draft_that_cannot_be_is_refused_with_its_proposer(target, truth, draft, refused):
+    proposer = Foretold(truth, nodes=2)
+    proposer.propose = lambda batch: draft
+    with pytest.raises(PartError, match=f"proposer 'foretold' .*{refused}"):
+        decode(target, proposer, requests())
+    assert not target.lm.cells.references.any()
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, -1, 10**6])

@@ -53,6 +53,7 @@ def left_behind(tmp_path):
 # In runs
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("error:provider=hydra.searchpath")  # Hydra reports a missing search path
 @pytest.mark.parametrize(
     ("found", "proposer", "verifier", "constraint", "options"),
@@ -168,6 +169,7 @@ def test_the_verifier_has_the_distribution_of_sampling_and_matching():
 # Certified
 
 
+@pytest.mark.nightly
 def test_a_lossless_pair_is_certified(flat_cli, left_behind):
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
     assert code == 0, errors
@@ -191,6 +193,7 @@ def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
     assert exact["worst_tv"] < 1e-12 and exact["worst_mass_error"] < 1e-12 and exact["drafted"] > 1000
 
 
+@pytest.mark.nightly
 def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
     code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
     assert code == 0, errors

@@ -87,12 +87,14 @@ def test_a_run_is_resumed_with_the_trees_it_began_with(command, interrupted, mon
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_other_accuracies_of_the_heads_identify_another_run(command, interrupted, zoo, capsys):
     (zoo / "medusa" / "calibration.json").write_text(json.dumps({"accuracy": [[0.9, 0.1]] * 3}))
     assert command() == 1
     assert "already holds another run (weights_sha256.proposer: " in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_another_commit_is_another_run(command, interrupted, monkeypatch, capsys):
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "later")
     assert command() == 1
@@ -100,6 +102,7 @@ def test_another_commit_is_another_run(command, interrupted, monkeypatch, capsys
     assert "already holds another run (commit: " in said and "'later' here); choose another output_dir=DIR" in said
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_with_any_cache_of_costs(command, interrupted, monkeypatch, capsys):
     calibrating(monkeypatch)  # nothing is calibrated again
     assert command("proposer.recalibrate=true", "arms.other.cache=elsewhere") == 0, capsys.readouterr().err

@@ -564,6 +564,7 @@ def test_unknown_commands_are_refused_with_the_known_ones(cli):
     assert "state" in errors and "collect" in errors
 
 
+@pytest.mark.nightly
 def test_a_run_locked_by_another_process_is_skipped(cli, tiny, tmp_path, decoded):
     sweep.plan(tmp_path / "swept", [])
     some = ["--multirun", *tiny, "prompts.limit=1", "seed=1,2"]
@@ -592,6 +593,7 @@ def experiment(tmp_path):
     return write
 
 
+@pytest.mark.nightly
 def test_a_sweep_in_an_experiment_file_needs_no_flag_and_a_changed_one_is_refused(
     cli, tiny, tmp_path, experiment, decoded
 ):
@@ -652,6 +654,7 @@ def test_ctrl_c_in_a_sweep_prints_how_to_resume(tiny, tmp_path):
     assert second.groups == 0
 
 
+@pytest.mark.nightly
 def test_a_run_with_damaged_files_has_failed_and_is_rebuilt_from_its_rows_on_request(cli, tiny, tmp_path, decoded):
     some = ["--multirun", *tiny, "prompts.limit=2", "seed=1,2"]
     assert cli(*some)[0] == 0
@@ -668,6 +671,7 @@ def test_a_run_with_damaged_files_has_failed_and_is_rebuilt_from_its_rows_on_req
     assert not decoded and json.loads((first / "summary.json").read_text()) == was
 
 
+@pytest.mark.nightly
 def test_a_run_with_changed_prompts_is_another_run(cli, tiny, tmp_path):
     own = checkpoints.prompts(tmp_path / "own.jsonl", ["a b a b", "c d c d"])
     some = ["--multirun", *tiny, f"prompts.path={own}"]

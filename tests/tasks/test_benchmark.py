@@ -110,6 +110,7 @@ def certified(tmp_path, **parts):
     return {name: arm["certified"] for name, arm in summary["arms"].items()}, " ".join(console.file.getvalue().split())
 
 
+@pytest.mark.nightly
 def test_a_run_certifies_its_own_pairs(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), more_proposers={"longer": Repeat(4)})
     assert found == dict.fromkeys(["speculative", "longer", "baseline"], "quick")
@@ -117,6 +118,7 @@ def test_a_run_certifies_its_own_pairs(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["certificate"]["worst_tv"] < 1e-12
 
 
+@pytest.mark.nightly
 def test_a_lossy_verifier_is_named_and_not_certified(tmp_path):
     found, printed = certified(tmp_path, proposer=draft_model("1x1"), verifier=Lenient(0.5))
     assert found == {"speculative": None, "baseline": "quick"}
@@ -135,6 +137,7 @@ def test_a_pair_that_cannot_be_enumerated_is_not_certified(tmp_path):
     assert "not certified: draft_model;" in printed and "Gumbel noise cannot be enumerated" in printed
 
 
+@pytest.mark.nightly
 def test_a_verifier_that_fails_on_toys_does_not_lose_the_run(tmp_path):
     class Narrow(Claims):
         def __call__(self, draft, p):
@@ -478,6 +481,7 @@ def test_wrong_types_are_refused_by_name(tmp_path, change, said):
         settings(tmp_path, **change)
 
 
+@pytest.mark.nightly
 def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
     seen = []
 

@@ -206,6 +206,7 @@ def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_the_experiment_is_one_command(tmp_path, monkeypatch):
     folder = checkpoints.zoo(tmp_path / "zoo")
     options = [

@@ -224,6 +224,7 @@ def test_rows_are_the_verdicts(done):
     assert (rows["target_forward"] <= rows["target"]).all()
 
 
+@pytest.mark.nightly
 def test_no_verifier_beats_the_bound_on_average_over_drafts():
     """The bound holds for the expectation over drafts, here over seeds; a single draft may exceed it."""
     one = recorded_lab(more_proposers=proposers(iid="3", without="3"))
@@ -342,6 +343,7 @@ def test_the_cells_are_given_back_where_a_verifier_fails(tmp_path):
     assert held(one) == 0
 
 
+@pytest.mark.nightly
 def test_the_run_depends_on_the_seed_alone(done, tmp_path):
     same, other = tmp_path / "same", tmp_path / "other"
     assert study_verifiers(recorded_lab(), one_at_a_time(same, warmup=4), {}, quiet(), every=3, repeats=2) == 0

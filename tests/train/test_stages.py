@@ -267,6 +267,7 @@ def test_texts_too_short_to_count_repeats_come_last():
     assert chosen["json"] == []
 
 
+@pytest.mark.nightly
 def test_later_stages_start_from_shipped_models_where_none_were_trained(trained, tmp_path):
     elsewhere = replace(trained, work=tmp_path / "work", zoo=tmp_path / "zoo")
     shutil.copytree(trained.zoo, elsewhere.zoo)

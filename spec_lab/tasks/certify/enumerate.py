@@ -49,9 +49,13 @@ class RandomChoice(NamedTuple):
         """Return whether both are the same choice. Other requests of the batch may pad the weights with zeros and
         change their rounding.
         """
-        mine, theirs = np.zeros((2, max(len(self.weights), len(other.weights))))
-        mine[: len(self.weights)], theirs[: len(other.weights)] = self.weights, other.weights
-        return self.key == other.key and np.allclose(mine, theirs, rtol=0, atol=SAME)
+        mine, theirs = sorted((self.weights, other.weights), key=len)
+        common = len(mine)
+        return (
+            self.key == other.key
+            and bool((abs(theirs[:common] - mine) <= SAME).all())
+            and bool((theirs[common:] <= SAME).all())
+        )
 
     def __str__(self) -> str:
         options = np.flatnonzero(self.weights > 0).tolist()
@@ -93,13 +97,13 @@ class Script:
             raise ValueError(f"{key} chooses among weights none of which is positive: {weights.tolist()}")
         if len(options) == 1:
             return int(options[0])
-        number = len(self.chosen)
-        choice = RandomChoice(key._replace(request=0, step=0), weights / weights.sum())
+        number, probabilities = len(self.chosen), weights / weights.sum()
+        choice = RandomChoice(key._replace(request=0, step=0), probabilities)
         if number < len(self.known) and not choice.like(self.known[number]):
             raise Unrepeatable(f"choice {number} was {self.known[number]}, and is {choice} when it is replayed")
         self.choices.append(choice)
         index = self.prefix[number] if number < len(self.prefix) else options[0]
-        self.probability *= float(weights[index] / weights.sum())
+        self.probability *= float(probabilities[index])
         self.chosen.append(index)
         self.options.append(options)
         return index

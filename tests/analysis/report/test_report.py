@@ -70,6 +70,7 @@ def swept(ran, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_run_that_drafted_nothing_has_a_report(ran, tmp_path):
     out = tmp_path / "none"
     shutil.copytree(ran, out)
@@ -187,6 +188,7 @@ def test_a_tree_in_a_notation_of_another_package_is_left_out(ran, tmp_path):
     assert report.write(tmp_path).is_file()
 
 
+@pytest.mark.nightly
 def test_the_variance_that_exact_acceptance_saves_has_a_column(ran, tmp_path):
     assert "variance reduction" not in columns(report.write(ran))  # at temperature 0 there is none
     steps = pd.read_parquet(ran / "steps.parquet")
@@ -299,6 +301,7 @@ def test_papers_find_the_figures_beside_the_page(page):
 # Sweeps --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_sweep_says_where_its_runs_stand(swept):
     parsed = Parsed(report.write(swept))
     assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 waiting" in parsed.text
@@ -403,6 +406,7 @@ def test_the_browser_would_tell_of_an_error(tmp_path):
     assert "nowhere is not defined" in " ".join(browse(page, tmp_path, "--dump-dom")[1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("temperature", "says"), [(0.0, "100.0%"), (0.7, "n/a (temperature 0.7)")])
 def test_identical_outputs_are_shown_at_temperature_0_only(tmp_path, temperature, says):
     run(lab(temperature=temperature), settings(tmp_path / "run"), {"sampling": {"temperature": temperature}})

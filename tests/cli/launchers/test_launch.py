@@ -59,6 +59,7 @@ def on(quick_cli, tiny, monkeypatch):
     return call
 
 
+@pytest.mark.nightly
 def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on, tmp_path, cli):
     code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"

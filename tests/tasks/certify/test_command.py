@@ -87,6 +87,7 @@ def test_without_tokens_the_real_target_is_left_alone(flat_cli, certificate):
     assert [check["name"] for check in certificate()["pairs"][0]["sampled"]] == ["joint distribution of four tokens"]
 
 
+@pytest.mark.nightly
 def test_the_experiment_as_it_stands_certifies_the_draft_model(flat_cli, certificate):
     code, said, errors = flat_cli(*SHORT)
     assert code == 0, errors
@@ -97,6 +98,7 @@ def test_the_experiment_as_it_stands_certifies_the_draft_model(flat_cli, certifi
     assert "draft_chain iid token lossless, proved" in said
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("thorough")
 def test_the_run_s_own_sampling_is_certified_if_it_is_random(flat_cli, certificate):
     assert flat_cli(*NGRAM, "task.tokens=0", "sampling.temperature=0.7", "sampling.top_k=2")[0] == 0
@@ -106,6 +108,7 @@ def test_the_run_s_own_sampling_is_certified_if_it_is_random(flat_cli, certifica
     assert found["certified"] is True
 
 
+@pytest.mark.nightly
 def test_at_temperature_0_temperature_1_is_tested_instead(flat_cli, certificate):
     assert flat_cli(*NGRAM, "sampling=greedy")[0] == 0
     assert certificate()["sampling"]["temperature"] == 1
@@ -114,6 +117,7 @@ def test_at_temperature_0_temperature_1_is_tested_instead(flat_cli, certificate)
 # Many pairs
 
 
+@pytest.mark.nightly
 def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cli, certificate):
     more = ["+proposer@arms.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
     code, said, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
@@ -136,6 +140,7 @@ def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, 
     assert "relaxed lossy" in said and "typical lossy" in said and "FAILS" not in said
 
 
+@pytest.mark.nightly
 def test_a_cascade_is_tested_against_its_own_target(flat_cli, certificate):
     code, said, errors = flat_cli(*SHORT, "verifier=cascade")
     assert code == 0, errors
@@ -143,6 +148,7 @@ def test_a_cascade_is_tested_against_its_own_target(flat_cli, certificate):
     assert "cascade lossy, exact for its own target" in said
 
 
+@pytest.mark.nightly
 @pytest.mark.nightly
 def test_gumbel_drafts_are_certified_by_samples_and_the_reason_is_printed(flat_cli, certificate):
     code, said, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
@@ -200,6 +206,7 @@ def test_an_interrupt_while_a_rejection_is_confirmed_leaves_no_complete_certific
     assert certificate()["complete"] is False and len(certificate()["pairs"]) == 1
 
 
+@pytest.mark.nightly
 def test_another_run_s_directory_is_refused(flat_cli):
     assert flat_cli(*NGRAM, "task.tokens=0")[0] == 0
     code, _, errors = flat_cli(*NGRAM, "task.tokens=0", "seed=1")
@@ -272,6 +279,7 @@ def mine(tmp_path, monkeypatch):
     return ["--config-dir", str(tmp_path / "conf")]
 
 
+@pytest.mark.nightly
 def test_a_correct_verifier_of_the_user_is_certified(flat_cli, certificate, mine):
     code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine")
     assert code == 0, errors
@@ -290,6 +298,7 @@ def test_a_verifier_wrongly_declared_lossless_fails_and_the_first_wrong_text_is_
     assert "Traceback" not in errors
 
 
+@pytest.mark.nightly
 def test_a_verifier_that_raises_leaves_no_folder_and_the_corrected_command_uses_it(flat_cli, tmp_path, mine):
     tree = ["proposer=draft_tree", "proposer.tree=2", "verifier=fussy", "task.tokens=0"]
     code, _, errors = flat_cli(*mine, *SHORT, *tree)
@@ -311,6 +320,7 @@ def test_a_pair_that_raises_is_reported_and_the_others_are_kept(flat_cli, certif
     assert "draft_tree (point), mine FAILS: verifier 'mine' raised KeyError: 'sibling'" in said
 
 
+@pytest.mark.nightly
 def test_a_verifier_declared_lossy_gets_its_total_variation(flat_cli, certificate, mine):
     code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
     assert code == 0, errors
@@ -319,6 +329,7 @@ def test_a_verifier_declared_lossy_gets_its_total_variation(flat_cli, certificat
     assert "ngram point mine lossy" in said
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
 def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, certificate, mine, skew, failed):
     code, said, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
@@ -329,6 +340,7 @@ def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, cert
     assert ("uniform (iid), token FAILS: after [] token" in said) is failed
 
 
+@pytest.mark.nightly
 def test_a_bias_that_only_samples_show_is_confirmed_and_fails(flat_cli, certificate, monkeypatch):
     """Gumbel drafts are not enumerated. A verifier that reuses their noise is rejected, and again with more samples."""
 

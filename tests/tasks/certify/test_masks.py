@@ -360,6 +360,7 @@ def mine(flat_cli, tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.nightly
 def test_certify_compares_masks_of_the_run_s_own_constraint(mine):
     code, said, errors, found = mine(*MINE, "task.mask_rows=400")
     assert code == 0, errors
@@ -380,6 +381,7 @@ def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
     assert "FAILS: constraint 'mine'" in said and "masks are wrong" in said
 
 
+@pytest.mark.nightly
 def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
     code, said, errors, found = mine(*MINE, "task.mask_rows=400", "constraint.options={refuses: [1]}")
     assert code == 0, errors
@@ -389,6 +391,7 @@ def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
     assert "1 prompt refused" in said
 
 
+@pytest.mark.nightly
 def test_where_every_prompt_is_refused_the_table_reports_that_nothing_was_compared(mine):
     refuses_all = ["constraint.options={refuses: [0, 1]}", "constraint.placement=draft"]
     code, said, errors, found = mine(*MINE, "task.mask_rows=400", *refuses_all)
