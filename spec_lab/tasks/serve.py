@@ -13,22 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import pyarrow as pa
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.analysis.figures.style import STYLE, colours
-from spec_lab.analysis.metrics import Interval, ratio, speedup_of_totals
 from spec_lab.analysis.names import arm_names, renamed
-from spec_lab.analysis.text import WIDE, interval, number, table
-from spec_lab.core.files import Unreadable, own_folder, read_text, replacing
+from spec_lab.analysis.serving import draw, print_summary, summarise
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
@@ -36,6 +28,7 @@ from spec_lab.engine.request import BROKEN, Request
 from spec_lab.results.parts import TableParts
 from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
+from spec_lab.tasks.arrivals import arrival_times, check_waits
 from spec_lab.tasks.lab import Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 
@@ -62,10 +55,7 @@ SERVED = {
 
 NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
-PERCENTILES = (50, 90, 99)
 MAX_RATE = 1e6
-MAX_WAIT = 24 * 3600.0
-"""Most seconds between arrivals within segments, summed over the stream: an arm may wait as long while it is idle."""
 MAX_REQUESTS = 2**20
 
 
@@ -191,61 +181,6 @@ def serve(
     return Task(lab, settings, config, arms, work, left, tables).run(console)
 
 
-def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: int) -> list[float]:
-    """Return the arrival times of ``count`` requests, in seconds, ascending.
-
-    Raises:
-        ValueError: a trace that is missing, too short or not ascending.
-        OSError: the trace cannot be read.
-    """
-    if kind == "all":
-        return [0.0] * count
-    if kind == "poisson":
-        with np.errstate(over="ignore"):  # infinite times are refused by check_waits
-            return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
-    if not isinstance(trace, str) or not trace:
-        raise ValueError(
-            "task.arrivals=file requires task.trace: a text file with one arrival time per line, in seconds "
-            f"(task.trace is {trace!r})"
-        )
-    try:
-        lines = read_text(Path(trace)).split()[:count]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"task.trace: {trace} does not exist; name a file of arrival times") from error
-    except Unreadable as error:
-        raise Unreadable(f"task.trace: {error}") from error
-    try:
-        times = [float(line) for line in lines]
-    except ValueError as error:
-        raise Unreadable(f"task.trace: {trace} must hold one number of seconds per line ({error})") from error
-    if len(times) < count or sorted(times) != times or not np.isfinite(times).all() or (times and times[0] < 0):
-        raise ValueError(
-            f"task.trace: {trace} must hold at least {count} ascending arrival times from 0 on (it has {len(times)})"
-        )
-    return times
-
-
-def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, trace: str | None) -> None:
-    """Refuse arrivals that an idle arm would wait for longer than ``MAX_WAIT`` in all.
-
-    Time between segments does not count: each begins with the arrival of its first request.
-
-    Raises:
-        ValueError: names the option, and the line of the trace with which the limit is passed.
-    """
-    waited = 0.0
-    for place in range(1, len(times)):
-        waited += times[place] - times[place - 1] if place % segment else 0.0
-        if not waited <= MAX_WAIT:  # infinities make it NaN
-            what, instead = f"task.rate is {rate:g}", "give a higher rate"
-            if kind == "file":
-                what, instead = f"task.trace: line {place + 1} of {trace} is {times[place]:g}", "name a denser trace"
-            raise ValueError(
-                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, for which every arm "
-                f"would wait: {instead}, or set fewer task.requests"
-            )
-
-
 def engine_of(arm: Loop, limits: Limits) -> Engine:
     """Return an empty engine with the arm's parts."""
     draws = CounterDraws(arm.seed)
@@ -304,129 +239,3 @@ def serve_segment(
             row = rows[sequence.request.id]
             row["finish"], row["error"] = sequence.finish, row["error"] or engine.errors.get(sequence, "")
     return list(rows.values())
-
-
-def latencies(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with their latencies in seconds.
-
-    Columns: ``queue``, ``prefill`` (from the admission to the first token), ``ttft`` (time to first token: both) and
-    ``tpot`` (time per further token).
-    """
-    return frame.assign(
-        queue=frame["admitted"] - frame["arrival"],
-        prefill=frame["first_token"] - frame["admitted"],
-        ttft=frame["first_token"] - frame["arrival"],
-        tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
-    )
-
-
-def summarise(
-    frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float, baseline: str | None = "baseline"
-) -> dict[str, Any]:
-    """Return throughput, latencies and goodput of every arm, and its speed-up over the baseline.
-
-    Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
-    over segments. The speed-up is the ratio of the two throughputs on the same requests (``metrics.speedup``), with an
-    interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
-    NaN.
-    """
-    frame = latencies(frame)
-    good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
-    each = frame.assign(good=good).groupby(["arm", "segment"])
-    spans = pd.DataFrame(
-        {
-            "seconds": each["end"].max() - each["arrival"].min(),
-            "tokens": each["tokens"].sum(),
-            "good": each["good"].sum(),
-        }
-    )
-    arm_of = spans.index.get_level_values("arm")
-    found: dict[str, Any] = {}
-    for arm in arms:
-        own, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
-        base = spans[arm_of == baseline].droplevel("arm")
-        speedup = Interval(*[float("nan")] * 3)
-        if arm != baseline:
-            speedup = speedup_of_totals(mine["tokens"], mine["seconds"], base["tokens"], base["seconds"])
-        found[arm] = {
-            "requests": len(own),
-            "tokens": int(mine["tokens"].sum()),
-            "seconds": float(mine["seconds"].sum()),
-            "tokens_per_second": ratio(mine["tokens"].sum(), mine["seconds"].sum()),
-            "goodput": ratio(mine["good"].sum(), mine["seconds"].sum()),
-            "speedup": speedup._asdict(),
-            **{
-                name: {f"p{p}": float(own[name].quantile(p / 100)) for p in PERCENTILES}
-                | {"mean": float(own[name].mean())}
-                for name in ("queue", "prefill", "ttft", "tpot")
-            },
-        }
-    return found
-
-
-def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Plot the cumulative distributions of the time to first token and of the time per output token."""
-    frame = latencies(frame)
-    names = list(dict.fromkeys(frame["arm"]))
-    colour = colours(names)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-        for axes, column, label in zip(
-            figure.subplots(1, 2, sharey=True), ("ttft", "tpot"), ("time to first token", "time per output token"),
-            strict=True,
-        ):  # fmt: skip
-            for name in names:
-                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].to_numpy()
-                axes.ecdf(milliseconds, color=colour[name], label=name)
-            axes.set_xlabel(f"{label} [ms]")
-        figure.axes[0].set_ylabel("share of requests")
-        figure.axes[1].legend(loc="lower right", frameon=False)
-        own_folder(folder)
-        with replacing(folder / "latency.png") as stream:
-            figure.savefig(stream, bbox_inches="tight")
-    return [folder / "latency.png"]
-
-
-def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
-    """Print each arm's throughput, speed-up over the baseline, goodput, and latencies in milliseconds.
-
-    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
-    first token, and means. A note names the segments that were left out because a request broke.
-    """
-    arms = summary["arms"]
-    shown = table(
-        f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, arrivals: {summary['arrivals']}"
-    )
-    shown.add_column("arm", overflow="fold")
-    ends = [(what, p) for what in ("ttft", "tpot") for p in ("p50", "p99")]
-    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", *(f"{what.upper()}\n{p} ms" for what, p in ends)):
-        shown.add_column(name, justify="right")
-    for arm, own in arms.items():
-        times = (_milliseconds(own[what][p]) for what, p in ends)
-        rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
-        shown.add_row(arm, *rates, *times)
-    console.print(shown)
-    if verbose or console.width >= WIDE:
-        parts = table("Latencies in milliseconds")
-        parts.add_column("arm", overflow="fold")
-        columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
-        columns += [("ttft", "mean"), ("tpot", "mean")]
-        for what, key in columns:
-            parts.add_column(f"{what.upper() if what in ('ttft', 'tpot') else what} {key}", justify="right")
-        for arm, own in arms.items():
-            parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
-        console.print(parts)
-    console.print(
-        "speed-up: total tokens/s over the baseline's on the same segments. TTFT, TPOT: time to the first token, per "
-        "output token.",
-        highlight=False,
-    )
-    if summary["broken_segments"]:
-        console.print(
-            f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "
-            "the figures of all arms; see 'errors' in summary.json."
-        )
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return number(None if seconds is None else 1e3 * seconds, ".0f")

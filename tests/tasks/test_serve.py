@@ -1,20 +1,17 @@
-"""Serving a stream: when each request waits, starts and ends, arrivals, the summary, and the task."""
+"""Serving a stream: when each request waits, starts and ends, and the task."""
 
 import io
 import json
-import re
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from rich.console import Console
 
-from spec_lab.analysis.metrics import SCHEMA_VERSION, speedup
-from spec_lab.analysis.text import WIDE
+from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.cli.main import main
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
@@ -22,7 +19,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, arrival_times, check_waits, print_summary, serve, serve_segment, summarise
+from spec_lab.tasks.serve import SERVED, serve, serve_segment
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, Repeat, lab, settings
@@ -184,165 +181,6 @@ def test_an_engine_that_fails_frees_its_cells(time, plain, monkeypatch):
     assert not plain.target.lm.cells.references.any()
 
 
-# Arrivals ----------------------------------------------------------------------------------------------------------
-
-
-def test_all_arrive_at_once():
-    assert arrival_times("all", 3, 1.0, None, 0) == [0.0, 0.0, 0.0]
-
-
-def test_poisson_arrivals_are_seeded_rise_and_have_their_rate():
-    times = arrival_times("poisson", 4000, 8.0, None, 5)
-    assert times == arrival_times("poisson", 4000, 8.0, None, 5) != arrival_times("poisson", 4000, 8.0, None, 6)
-    gaps = np.diff([0.0, *times])
-    assert (gaps > 0).all()
-    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05) and gaps.std() == pytest.approx(1 / 8, rel=0.1)
-    np.testing.assert_allclose(arrival_times("poisson", 4000, 16.0, None, 5), np.array(times) / 2)
-    assert arrival_times("poisson", 10, 8.0, None, 5) == times[:10]
-
-
-def test_a_trace_s_first_times_are_read(tmp_path):
-    file = tmp_path / "trace.txt"
-    file.write_text("0\n0.5\n0.5\n1e1\n12\n")
-    assert arrival_times("file", 4, 1.0, str(file), 0) == [0.0, 0.5, 0.5, 10.0]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"0\n1\n", b"", b"0\n2\n1\n3\n", b"-1\n0\n1\n", b"0\n1\ntwo\n", b"0\n1\nnan\n", b"0\n1\ninf\n", b"0\n\xff\n1\n"],
-    ids=["too short", "empty", "not rising", "before the start", "no number", "nan", "infinite", "not UTF-8"],
-)
-def test_a_trace_that_cannot_be_used_is_refused_by_its_option(tmp_path, content):
-    file = tmp_path / "trace.txt"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"task\.trace.*trace\.txt"):
-        arrival_times("file", 3, 1.0, str(file), 0)
-
-
-def test_a_missing_trace_is_refused_by_its_option(tmp_path):
-    with pytest.raises(OSError, match=r"task\.trace.*missing"):
-        arrival_times("file", 3, 1.0, str(tmp_path / "missing"), 0)
-    with pytest.raises(ValueError, match=r"task\.trace.*folder"):
-        arrival_times("file", 3, 1.0, str(tmp_path), 0)
-    for trace in (None, "", 5):
-        with pytest.raises(ValueError, match=r"task\.arrivals=file .*task\.trace"):
-            arrival_times("file", 3, 1.0, trace, 0)
-
-
-def test_arrivals_more_than_a_day_apart_are_refused_by_the_line_of_the_trace(tmp_path):
-    file = tmp_path / "trace.txt"
-    file.write_text("0\n5\n1e12\n")
-    with pytest.raises(ValueError, match=r"task\.trace: line 3 of .*trace\.txt is 1e\+12.*86400 s"):
-        run(tmp_path / "out", requests=3, segment=3, arrivals="file", trace=str(file))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("rate", [1e-9, 5e-324])
-def test_a_rate_whose_arrivals_take_more_than_a_day_is_refused(tmp_path, rate):
-    with pytest.raises(ValueError, match=r"task\.rate is .*86400 s"):
-        run(tmp_path / "out", arrivals="poisson", rate=rate)
-    assert not (tmp_path / "out").exists()
-
-
-def test_only_time_between_arrivals_of_one_segment_counts_as_waiting():
-    day = module.MAX_WAIT
-    check_waits([0.0, day, 1e12, 1e12], 2, "file", 1.0, "trace")  # one day within segments, and any time between them
-    with pytest.raises(ValueError, match="line 4"):
-        check_waits([0.0, day, 1e12, 1e12 + 1], 2, "file", 1.0, "trace")
-
-
-# The summary -------------------------------------------------------------------------------------------------------
-
-
-def frame(*rows):
-    names = ["arm", "segment", "arrival", "admitted", "first_token", "end", "tokens"]
-    return pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
-
-
-def test_throughput_latencies_and_goodput_by_hand():
-    """Two segments: seconds from the first arrival to the last token, summed; time between segments does not count."""
-    found = summarise(
-        frame(
-            ("a", 0, 0.0, 0.5, 1.0, 3.0, 5), ("a", 0, 1.0, 1.0, 3.0, 4.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.0, 1),
-        ),
-        ["a"], ttft_bound=2.0, tpot_bound=0.5,
-    )["a"]  # fmt: skip
-    assert (found["requests"], found["tokens"], found["seconds"]) == (3, 8, 6.0)
-    assert found["tokens_per_second"] == pytest.approx(8 / 6)
-    assert found["goodput"] == pytest.approx(2 / 6)  # the second's later token came 1 s after its first
-    assert found["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
-    assert found["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
-    assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
-    assert found["tpot"]["mean"] == pytest.approx((0.5 + 1.0 + 0.0) / 3) and found["tpot"]["p50"] == 0.5
-    assert np.isnan(found["speedup"]["mean"])  # no baseline
-
-
-def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
-    rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 0, 0.0, 0.0, 2.0, 2.5, 2), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
-    counts = [summarise(rows, ["a"], *bounds)["a"]["goodput"] * 4 for bounds in ((1, 1), (2, 1), (2, 3), (0.5, 3))]
-    assert counts == pytest.approx([1, 2, 3, 0])
-
-
-def pair(base, own):
-    """Segments of one request each: (seconds, tokens) of the baseline and of an arm."""
-    rows = [("draft", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(own)]
-    rows += [("baseline", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(base)]
-    return frame(*rows)
-
-
-def test_the_speed_up_is_a_ratio_of_sums_over_the_baseline_paired_by_segments():
-    base, own = [(10.0, 20), (2.0, 20), (6.0, 20)], [(4.0, 20), (2.0, 20), (3.0, 20)]
-    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
-    speedup = found["draft"]["speedup"]
-    assert speedup["mean"] == pytest.approx(18 / 9) != pytest.approx(np.mean([10 / 4, 2 / 2, 6 / 3]))
-    assert 1.0 <= speedup["low"] < 2.0 < speedup["high"] <= 2.5
-    assert np.isnan(list(found["baseline"]["speedup"].values())).all()  # as in the benchmark's table
-    doubled = summarise(
-        pair([(20.0, 20), (4.0, 20), (12.0, 20)], [(8.0, 20), (4.0, 20), (6.0, 20)]), ["draft", "baseline"], 1, 1
-    )
-    assert doubled["draft"]["speedup"] == pytest.approx(speedup)
-
-
-def test_equal_speed_ups_have_an_interval_of_no_width_whatever_their_segments():
-    found = summarise(
-        pair([(10.0, 9), (1.0, 9), (4.0, 9)], [(5.0, 9), (0.5, 9), (2.0, 9)]), ["draft", "baseline"], 1, 1
-    )
-    assert tuple(found["draft"]["speedup"].values()) == pytest.approx((2.0, 2.0, 2.0))
-
-
-def test_where_outputs_differ_in_length_the_speed_up_is_still_the_ratio_of_tokens_per_second():
-    found = summarise(pair([(10.0, 10), (4.0, 8)], [(4.0, 20), (1.0, 2)]), ["draft", "baseline"], 1, 1)
-    assert found["draft"]["speedup"]["mean"] == pytest.approx((22 / 5) / (18 / 14))
-    speeds = [found[arm]["tokens_per_second"] for arm in ("draft", "baseline")]
-    assert found["draft"]["speedup"]["mean"] == pytest.approx(speeds[0] / speeds[1])
-
-
-def test_the_speed_up_is_the_one_of_the_benchmark_for_the_same_tokens_and_seconds():
-    base, own = [(10.0, 10), (4.0, 8), (3.0, 7)], [(4.0, 20), (1.0, 2), (2.0, 9)]
-    columns = ["arm", "group", "request", "decode_seconds", "decode_tokens", "finish"]
-    rows = [
-        (arm, n, n, *one, "length") for arm, each in (("draft", own), ("baseline", base)) for n, one in enumerate(each)
-    ]
-    expected = speedup(pd.DataFrame(rows, columns=columns), "draft")
-    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
-    assert tuple(found["draft"]["speedup"].values()) == pytest.approx(expected)
-
-
-def test_without_a_baseline_no_speed_up_is_stated(tmp_path):
-    console = quiet()
-    assert run(tmp_path / "out", console, lab(more_proposers={"other": Repeat(1)}), {"baseline": False}) == 0
-    arms = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]
-    assert list(arms) == ["repeat", "other"]
-    assert {end for arm in arms.values() for end in arm["speedup"].values()} == {None}
-
-
-def test_a_segment_without_tokens_does_not_undo_the_others():
-    """A constraint may end every request of a segment before its first step."""
-    found = summarise(pair([(10.0, 10), (0.0, 0)], [(5.0, 10), (0.0, 0)]), ["draft", "baseline"], 1, 1)
-    assert found["draft"]["speedup"]["mean"] == pytest.approx(2.0)
-    assert found["draft"]["tokens_per_second"] == pytest.approx(2.0)
-
-
 # The task ----------------------------------------------------------------------------------------------------------
 
 
@@ -428,25 +266,27 @@ def test_where_every_segment_is_broken_no_figure_is_stated(tmp_path):
     assert "3 of 3 segments" in " ".join(console.file.getvalue().split())
 
 
-@pytest.mark.parametrize(("width", "verbose", "more"), [(80, False, False), (80, True, True), (WIDE, False, True)])
-def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_wide_terminal(width, verbose, more):
-    rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
-    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0, "arms": summarise(rows, ["a"], 1, 1)}
-    console = Console(file=io.StringIO(), width=width)
-    print_summary(summary, console, verbose)
-    shown = console.file.getvalue()
-    headings = " ".join(shown.split())
-    assert headings.count("TTFT") > 1 and headings.count("TPOT") > 1
-    assert ("queue" in shown and "123" in shown and "877" in shown) is more
-    assert "TTFT" in shown and "…" not in shown and all(len(line.rstrip()) <= width for line in shown.splitlines())
+def test_arrivals_more_than_a_day_apart_are_refused_by_the_line_of_the_trace(tmp_path):
+    file = tmp_path / "trace.txt"
+    file.write_text("0\n5\n1e12\n")
+    with pytest.raises(ValueError, match=r"task\.trace: line 3 of .*trace\.txt is 1e\+12.*86400 s"):
+        run(tmp_path / "out", requests=3, segment=3, arrivals="file", trace=str(file))
+    assert not (tmp_path / "out").exists()
 
 
-def test_the_table_keeps_an_interval_on_one_line_at_80_columns():
-    rows = pair([(10.0, 900), (2.0, 920)], [(4.0, 900), (2.0, 900)])
-    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0}
-    console = Console(file=io.StringIO(), width=80)
-    print_summary({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
-    assert re.search(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", console.file.getvalue())
+@pytest.mark.parametrize("rate", [1e-9, 5e-324])
+def test_a_rate_whose_arrivals_take_more_than_a_day_is_refused(tmp_path, rate):
+    with pytest.raises(ValueError, match=r"task\.rate is .*86400 s"):
+        run(tmp_path / "out", arrivals="poisson", rate=rate)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_baseline_no_speed_up_is_stated(tmp_path):
+    console = quiet()
+    assert run(tmp_path / "out", console, lab(more_proposers={"other": Repeat(1)}), {"baseline": False}) == 0
+    arms = json.loads((tmp_path / "out" / "summary.json").read_text())["arms"]
+    assert list(arms) == ["repeat", "other"]
+    assert {end for arm in arms.values() for end in arm["speedup"].values()} == {None}
 
 
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):

@@ -1,0 +1,149 @@
+"""Figures of a served stream of requests: throughput, latencies, goodput, and speed-ups paired by segment.
+
+The rows are those of ``task=serve_trace``: for each request and arm the times of its arrival, its admission, its first
+and its last token, in seconds from the start of its segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from spec_lab.analysis.figures.style import STYLE, colours
+from spec_lab.analysis.metrics import Interval, ratio, speedup_of_totals
+from spec_lab.analysis.text import WIDE, interval, number, table
+from spec_lab.core.files import own_folder, replacing
+
+PERCENTILES = (50, 90, 99)
+
+
+def latencies(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with their latencies in seconds.
+
+    Columns: ``queue``, ``prefill`` (from the admission to the first token), ``ttft`` (time to first token: both) and
+    ``tpot`` (time per further token).
+    """
+    return frame.assign(
+        queue=frame["admitted"] - frame["arrival"],
+        prefill=frame["first_token"] - frame["admitted"],
+        ttft=frame["first_token"] - frame["arrival"],
+        tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
+    )
+
+
+def summarise(
+    frame: pd.DataFrame, arms: Sequence[str], ttft_bound: float, tpot_bound: float, baseline: str | None = "baseline"
+) -> dict[str, Any]:
+    """Return throughput, latencies and goodput of every arm, and its speed-up over the baseline.
+
+    Throughput is the number of tokens over the seconds from a segment's first arrival to its last token, both summed
+    over segments. The speed-up is the ratio of the two throughputs on the same requests (``metrics.speedup``), with an
+    interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
+    NaN.
+    """
+    frame = latencies(frame)
+    good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
+    each = frame.assign(good=good).groupby(["arm", "segment"])
+    spans = pd.DataFrame(
+        {
+            "seconds": each["end"].max() - each["arrival"].min(),
+            "tokens": each["tokens"].sum(),
+            "good": each["good"].sum(),
+        }
+    )
+    arm_of = spans.index.get_level_values("arm")
+    found: dict[str, Any] = {}
+    for arm in arms:
+        own, mine = frame[frame["arm"] == arm], spans[arm_of == arm].droplevel("arm")
+        base = spans[arm_of == baseline].droplevel("arm")
+        speedup = Interval(*[float("nan")] * 3)
+        if arm != baseline:
+            speedup = speedup_of_totals(mine["tokens"], mine["seconds"], base["tokens"], base["seconds"])
+        found[arm] = {
+            "requests": len(own),
+            "tokens": int(mine["tokens"].sum()),
+            "seconds": float(mine["seconds"].sum()),
+            "tokens_per_second": ratio(mine["tokens"].sum(), mine["seconds"].sum()),
+            "goodput": ratio(mine["good"].sum(), mine["seconds"].sum()),
+            "speedup": speedup._asdict(),
+            **{
+                name: {f"p{p}": float(own[name].quantile(p / 100)) for p in PERCENTILES}
+                | {"mean": float(own[name].mean())}
+                for name in ("queue", "prefill", "ttft", "tpot")
+            },
+        }
+    return found
+
+
+def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
+    """Plot the cumulative distributions of the time to first token and of the time per output token."""
+    frame = latencies(frame)
+    names = list(dict.fromkeys(frame["arm"]))
+    colour = colours(names)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+        for axes, column, label in zip(
+            figure.subplots(1, 2, sharey=True), ("ttft", "tpot"), ("time to first token", "time per output token"),
+            strict=True,
+        ):  # fmt: skip
+            for name in names:
+                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].to_numpy()
+                axes.ecdf(milliseconds, color=colour[name], label=name)
+            axes.set_xlabel(f"{label} [ms]")
+        figure.axes[0].set_ylabel("share of requests")
+        figure.axes[1].legend(loc="lower right", frameon=False)
+        own_folder(folder)
+        with replacing(folder / "latency.png") as stream:
+            figure.savefig(stream, bbox_inches="tight")
+    return [folder / "latency.png"]
+
+
+def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = False) -> None:
+    """Print each arm's throughput, speed-up over the baseline, goodput, and latencies in milliseconds.
+
+    With ``verbose``, and on a terminal of ``WIDE`` columns or more, a second table has the parts of the time to the
+    first token, and means. A note names the segments that were left out because a request broke.
+    """
+    arms = summary["arms"]
+    shown = table(
+        f"{summary['experiment']}: {next(iter(arms.values()))['requests']} requests, arrivals: {summary['arrivals']}"
+    )
+    shown.add_column("arm", overflow="fold")
+    ends = [(what, p) for what in ("ttft", "tpot") for p in ("p50", "p99")]
+    for name in ("tokens/s", "speed-up [95 %]", "goodput/s", *(f"{what.upper()}\n{p} ms" for what, p in ends)):
+        shown.add_column(name, justify="right")
+    for arm, own in arms.items():
+        times = (_milliseconds(own[what][p]) for what, p in ends)
+        rates = number(own["tokens_per_second"], ".0f"), interval(own["speedup"]), number(own["goodput"])
+        shown.add_row(arm, *rates, *times)
+    console.print(shown)
+    if verbose or console.width >= WIDE:
+        parts = table("Latencies in milliseconds")
+        parts.add_column("arm", overflow="fold")
+        columns = [(what, key) for what in ("queue", "prefill") for key in ("mean", "p50", "p99")]
+        columns += [("ttft", "mean"), ("tpot", "mean")]
+        for what, key in columns:
+            parts.add_column(f"{what.upper() if what in ('ttft', 'tpot') else what} {key}", justify="right")
+        for arm, own in arms.items():
+            parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
+        console.print(parts)
+    console.print(
+        "speed-up: total tokens/s over the baseline's on the same segments. TTFT, TPOT: time to the first token, per "
+        "output token.",
+        highlight=False,
+    )
+    if summary["broken_segments"]:
+        console.print(
+            f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "
+            "the figures of all arms; see 'errors' in summary.json."
+        )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1e3 * seconds, ".0f")

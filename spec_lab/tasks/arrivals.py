@@ -1,0 +1,68 @@
+"""When the requests of a stream arrive: all at once, as a Poisson process, or as a file says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spec_lab.core.files import Unreadable, read_text
+
+MAX_WAIT = 24 * 3600.0
+"""Most seconds between arrivals within segments, summed over the stream: an arm may wait as long while it is idle."""
+
+
+def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: int) -> list[float]:
+    """Return the arrival times of ``count`` requests, in seconds, ascending.
+
+    Raises:
+        ValueError: a trace that is missing, too short or not ascending.
+        OSError: the trace cannot be read.
+    """
+    if kind == "all":
+        return [0.0] * count
+    if kind == "poisson":
+        with np.errstate(over="ignore"):  # infinite times are refused by check_waits
+            return np.random.default_rng(seed).exponential(1.0 / rate, count).cumsum().tolist()
+    if not isinstance(trace, str) or not trace:
+        raise ValueError(
+            "task.arrivals=file requires task.trace: a text file with one arrival time per line, in seconds "
+            f"(task.trace is {trace!r})"
+        )
+    try:
+        lines = read_text(Path(trace)).split()[:count]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"task.trace: {trace} does not exist; name a file of arrival times") from error
+    except Unreadable as error:
+        raise Unreadable(f"task.trace: {error}") from error
+    try:
+        times = [float(line) for line in lines]
+    except ValueError as error:
+        raise Unreadable(f"task.trace: {trace} must hold one number of seconds per line ({error})") from error
+    if len(times) < count or sorted(times) != times or not np.isfinite(times).all() or (times and times[0] < 0):
+        raise ValueError(
+            f"task.trace: {trace} must hold at least {count} ascending arrival times from 0 on (it has {len(times)})"
+        )
+    return times
+
+
+def check_waits(times: Sequence[float], segment: int, kind: str, rate: float, trace: str | None) -> None:
+    """Refuse arrivals that an idle arm would wait for longer than ``MAX_WAIT`` in all.
+
+    Time between segments does not count: each begins with the arrival of its first request.
+
+    Raises:
+        ValueError: names the option, and the line of the trace with which the limit is passed.
+    """
+    waited = 0.0
+    for place in range(1, len(times)):
+        waited += times[place] - times[place - 1] if place % segment else 0.0
+        if not waited <= MAX_WAIT:  # infinities make it NaN
+            what, instead = f"task.rate is {rate:g}", "give a higher rate"
+            if kind == "file":
+                what, instead = f"task.trace: line {place + 1} of {trace} is {times[place]:g}", "name a denser trace"
+            raise ValueError(
+                f"{what}, so the arrivals of requests 0 to {place} take more than {MAX_WAIT:g} s, for which every arm "
+                f"would wait: {instead}, or set fewer task.requests"
+            )

@@ -1,0 +1,115 @@
+"""Throughput, latencies, goodput and speed-ups of a served stream, checked by hand, and their table."""
+
+import io
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from spec_lab.analysis.metrics import speedup
+from spec_lab.analysis.serving import print_summary, summarise
+from spec_lab.analysis.text import WIDE
+
+
+def frame(*rows):
+    names = ["arm", "segment", "arrival", "admitted", "first_token", "end", "tokens"]
+    return pd.DataFrame([dict(zip(names, row, strict=True)) for row in rows])
+
+
+def test_throughput_latencies_and_goodput_by_hand():
+    """Two segments: seconds from the first arrival to the last token, summed; time between segments does not count."""
+    found = summarise(
+        frame(
+            ("a", 0, 0.0, 0.5, 1.0, 3.0, 5), ("a", 0, 1.0, 1.0, 3.0, 4.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.0, 1),
+        ),
+        ["a"], ttft_bound=2.0, tpot_bound=0.5,
+    )["a"]  # fmt: skip
+    assert (found["requests"], found["tokens"], found["seconds"]) == (3, 8, 6.0)
+    assert found["tokens_per_second"] == pytest.approx(8 / 6)
+    assert found["goodput"] == pytest.approx(2 / 6)  # the second's later token came 1 s after its first
+    assert found["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
+    assert found["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
+    assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
+    assert found["tpot"]["mean"] == pytest.approx((0.5 + 1.0 + 0.0) / 3) and found["tpot"]["p50"] == 0.5
+    assert np.isnan(found["speedup"]["mean"])  # no baseline
+
+
+def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
+    rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 0, 0.0, 0.0, 2.0, 2.5, 2), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
+    counts = [summarise(rows, ["a"], *bounds)["a"]["goodput"] * 4 for bounds in ((1, 1), (2, 1), (2, 3), (0.5, 3))]
+    assert counts == pytest.approx([1, 2, 3, 0])
+
+
+def pair(base, own):
+    """Segments of one request each: (seconds, tokens) of the baseline and of an arm."""
+    rows = [("draft", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(own)]
+    rows += [("baseline", n, 0.0, 0.0, 0.1, seconds, tokens) for n, (seconds, tokens) in enumerate(base)]
+    return frame(*rows)
+
+
+def test_the_speed_up_is_a_ratio_of_sums_over_the_baseline_paired_by_segments():
+    base, own = [(10.0, 20), (2.0, 20), (6.0, 20)], [(4.0, 20), (2.0, 20), (3.0, 20)]
+    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
+    speedup = found["draft"]["speedup"]
+    assert speedup["mean"] == pytest.approx(18 / 9) != pytest.approx(np.mean([10 / 4, 2 / 2, 6 / 3]))
+    assert 1.0 <= speedup["low"] < 2.0 < speedup["high"] <= 2.5
+    assert np.isnan(list(found["baseline"]["speedup"].values())).all()  # as in the benchmark's table
+    doubled = summarise(
+        pair([(20.0, 20), (4.0, 20), (12.0, 20)], [(8.0, 20), (4.0, 20), (6.0, 20)]), ["draft", "baseline"], 1, 1
+    )
+    assert doubled["draft"]["speedup"] == pytest.approx(speedup)
+
+
+def test_equal_speed_ups_have_an_interval_of_no_width_whatever_their_segments():
+    found = summarise(
+        pair([(10.0, 9), (1.0, 9), (4.0, 9)], [(5.0, 9), (0.5, 9), (2.0, 9)]), ["draft", "baseline"], 1, 1
+    )
+    assert tuple(found["draft"]["speedup"].values()) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_where_outputs_differ_in_length_the_speed_up_is_still_the_ratio_of_tokens_per_second():
+    found = summarise(pair([(10.0, 10), (4.0, 8)], [(4.0, 20), (1.0, 2)]), ["draft", "baseline"], 1, 1)
+    assert found["draft"]["speedup"]["mean"] == pytest.approx((22 / 5) / (18 / 14))
+    speeds = [found[arm]["tokens_per_second"] for arm in ("draft", "baseline")]
+    assert found["draft"]["speedup"]["mean"] == pytest.approx(speeds[0] / speeds[1])
+
+
+def test_the_speed_up_is_the_one_of_the_benchmark_for_the_same_tokens_and_seconds():
+    base, own = [(10.0, 10), (4.0, 8), (3.0, 7)], [(4.0, 20), (1.0, 2), (2.0, 9)]
+    columns = ["arm", "group", "request", "decode_seconds", "decode_tokens", "finish"]
+    rows = [
+        (arm, n, n, *one, "length") for arm, each in (("draft", own), ("baseline", base)) for n, one in enumerate(each)
+    ]
+    expected = speedup(pd.DataFrame(rows, columns=columns), "draft")
+    found = summarise(pair(base, own), ["draft", "baseline"], 1, 1)
+    assert tuple(found["draft"]["speedup"].values()) == pytest.approx(expected)
+
+
+def test_a_segment_without_tokens_does_not_undo_the_others():
+    """A constraint may end every request of a segment before its first step."""
+    found = summarise(pair([(10.0, 10), (0.0, 0)], [(5.0, 10), (0.0, 0)]), ["draft", "baseline"], 1, 1)
+    assert found["draft"]["speedup"]["mean"] == pytest.approx(2.0)
+    assert found["draft"]["tokens_per_second"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("width", "verbose", "more"), [(80, False, False), (80, True, True), (WIDE, False, True)])
+def test_the_parts_of_the_time_to_the_first_token_are_shown_if_verbose_or_on_a_wide_terminal(width, verbose, more):
+    rows = frame(("a", 0, 0.0, 0.123, 1.0, 2.0, 5), ("a", 1, 0.0, 0.123, 1.0, 2.0, 5))
+    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0, "arms": summarise(rows, ["a"], 1, 1)}
+    console = Console(file=io.StringIO(), width=width)
+    print_summary(summary, console, verbose)
+    shown = console.file.getvalue()
+    headings = " ".join(shown.split())
+    assert headings.count("TTFT") > 1 and headings.count("TPOT") > 1
+    assert ("queue" in shown and "123" in shown and "877" in shown) is more
+    assert "TTFT" in shown and "…" not in shown and all(len(line.rstrip()) <= width for line in shown.splitlines())
+
+
+def test_the_table_keeps_an_interval_on_one_line_at_80_columns():
+    rows = pair([(10.0, 900), (2.0, 920)], [(4.0, 900), (2.0, 900)])
+    summary = {"experiment": "x", "arrivals": "all", "broken_segments": 0}
+    console = Console(file=io.StringIO(), width=80)
+    print_summary({**summary, "arms": summarise(rows, ["draft", "baseline"], 1, 1)}, console)
+    assert re.search(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", console.file.getvalue())
