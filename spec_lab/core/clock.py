@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,12 +12,8 @@ Mark = Any
 """A float of seconds on the CPU, a CUDA event on a GPU."""
 
 
-class Span(NamedTuple):
-    """A phase with its start and end."""
-
-    name: str
-    start: Mark
-    end: Mark
+Span = tuple[str, Mark, Mark]
+"""A phase with its start and end."""
 
 
 class Phase:
@@ -31,7 +28,7 @@ class Phase:
         self.start = self.clock.mark()
 
     def __exit__(self, *_: object) -> None:
-        self.clock.spans.append(Span(self.name, self.start, self.clock.mark()))
+        self.clock.spans.append((self.name, self.start, self.clock.mark()))
 
 
 class Clock:
@@ -45,11 +42,10 @@ class Clock:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self.spans: list[Span] = []
-
-    def mark(self) -> Mark:
+        self.mark: Callable[[], Mark] = self._event if self.cuda else time.perf_counter
         """Return a mark of the current time."""
-        if not self.cuda:
-            return time.perf_counter()
+
+    def _event(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event

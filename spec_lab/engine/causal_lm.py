@@ -155,9 +155,8 @@ class CausalLM:
         """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
         return self._packer.prompts(sequences, pending, draft, prefill, self.chunk)
 
-    @torch.inference_mode()
     def run(self, prepared: Prepared, timed: Phase | None = None) -> Output:
-        """See ``runner.Runner``.
+        """See ``runner.Runner``. Called in inference mode.
 
         Args:
             prepared: by ``prepare``.

@@ -126,6 +126,22 @@ class Cells:
         self.references[sequence.span, free] = 1
         return free
 
+    def take_next(self, sequence: CellSequence) -> int:
+        """``take`` of the one cell after all others of a sequence without holes; -1 if there are some or it is used."""
+        end = sequence.extent
+        if end != sequence._length or end >= self.references.shape[1] or self.references.item(sequence.span, end):
+            return -1
+        self.references[sequence.span, end] = 1
+        return end
+
+    def keep_next(self, sequence: CellSequence, cell: int) -> None:
+        """``keep`` of the cell that ``take_next`` returned."""
+        if cell == len(sequence._slots):
+            return self.keep(sequence, np.array([cell]))
+        sequence._slots[cell] = cell
+        sequence._length = sequence.extent = cell + 1
+        sequence.bias(cell + 1)[cell] = 0.0
+
     def keep(self, sequence: CellSequence, slots: np.ndarray) -> None:
         """Append held cells to the sequence: their tokens are committed."""
         end = len(sequence) + len(slots)

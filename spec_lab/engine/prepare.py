@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Shape, upload
 from spec_lab.engine.attention import FULL, AttentionKind, Pack, Segment, attention_mask
-from spec_lab.engine.kv_cache import Cells, CellSequence, as_index
+from spec_lab.engine.kv_cache import NONE_HELD, Cells, CellSequence, as_index
 
 DenseMasks = Tensor | dict[str, Tensor]
 """A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
@@ -103,6 +103,13 @@ class Packer:
         chunk: int,
     ) -> Prepared:
         """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
+        if not (draft.shape.nodes or prefill or self.kinds or self.dense) and all(len(one) == 1 for one in pending):
+            cells = [self.cells.take_next(one) for one in sequences]
+            if -1 not in cells:
+                return self._one_token_each(sequences, pending, cells)
+            for one, cell in zip(sequences, cells, strict=True):
+                if cell >= 0:
+                    self.cells.references[one.span, cell] -= 1
         every = [*sequences, *(one for one, _ in prefill)]
         rest = [*pending, *(tokens for _, tokens in prefill)]
         early = []
@@ -163,6 +170,28 @@ class Packer:
         if shape is not None and draft is not None:
             given[0, index[trees:] if trees > 1 else node_rows[0]] = draft.token
         return self._prepared(given[:1], given[1:], segments, keep, attended, pending_rows, node_rows)
+
+    def _one_token_each(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], cells: list[int]
+    ) -> Prepared:
+        """What ``forest`` prepares for one token of each sequence in the cell after its others, in half the time.
+
+        So the step of autoregressive decoding, whose host work is a visible share of it, is not slowed down by what
+        only trees need.
+        """
+        numbers = torch.tensor([[one[0] for one in pending], cells], device=self.device)  # positions are cells here
+        segments = [
+            Segment(one.span, row, row + 1, slice(cell, cell + 1), 0, cell + 1, None, False)
+            for row, (one, cell) in enumerate(zip(sequences, cells, strict=True))
+        ]
+        for one, cell in zip(sequences, cells, strict=True):
+            self.cells.keep_next(one, cell)
+            one.held = NONE_HELD
+        rows, pack = range(len(cells)), Pack(self.cells, self.kinds, {FULL: segments}, self.device)
+        pending_rows, no_nodes = [slice(row, row + 1) for row in rows], [slice(row + 1, row + 1) for row in rows]
+        keep = 1 if len(cells) == 1 else 0
+        attended = sum(cells) + len(cells)
+        return Prepared(numbers[:1], None, numbers[1:], pack, keep, None, attended, pending_rows, no_nodes)
 
     def level(
         self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
