@@ -99,10 +99,13 @@ class Shape:
     _devices: dict[torch.device, DeviceShape] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        wrong = "every node's parent must be an earlier row: a root or a node listed before it"
+        if self.parent.ndim != 1:
+            raise ValueError(wrong)
         depth, rank, count = [0] * self.roots, [], [0] * self.rows
         for row, parent in enumerate(self.parent.tolist(), start=self.roots):
-            if self.parent.ndim != 1 or not 0 <= parent < row:
-                raise ValueError("every node's parent must be an earlier row: a root or a node listed before it")
+            if not 0 <= parent < row:
+                raise ValueError(wrong)
             depth.append(depth[parent] + 1)
             rank.append(count[parent])
             count[parent] += 1
