@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +12,12 @@ Mark = Any
 """A float of seconds on the CPU, a CUDA event on a GPU."""
 
 
-Span = tuple[str, Mark, Mark]
-"""A phase with its start and end."""
+class Span(NamedTuple):
+    """A phase with its start and end."""
+
+    name: str
+    start: Mark
+    end: Mark
 
 
 class Phase:
@@ -28,7 +32,7 @@ class Phase:
         self.start = self.clock.mark()
 
     def __exit__(self, *_: object) -> None:
-        self.clock.spans.append((self.name, self.start, self.clock.mark()))
+        self.clock.spans.append(Span(self.name, self.start, self.clock.mark()))
 
 
 class Clock:
