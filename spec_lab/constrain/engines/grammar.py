@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-from spec_lab.constrain.engines.source import MAX_THREADS, as_text, check_numbers, missing, read_source, shown
+from spec_lab.constrain.engines.source import MAX_THREADS, as_text, check_numbers, matcher_of, read_source, shown
 from spec_lab.constrain.engines.tree_masks import DEAD_END, GrammarState, brief, masks
 from spec_lab.constrain.protocol import ConstraintError, Masks, width
 from spec_lab.constrain.vocabulary import Vocabulary
@@ -110,13 +110,7 @@ class Grammar:
             ConstraintError: the request's own source does not compile, or it has none and the constraint neither; its
                 prompt does not follow the grammar.
         """
-        own = request.constraint or self.source
-        if own is None:
-            raise missing(self.kind, request)
-        try:
-            matcher = self._matcher(own)
-        except ValueError as error:
-            raise ConstraintError(f"request '{request.name}': its {self.kind}: {error}") from None
+        matcher = matcher_of(self.kind, self.source, request, self._matcher)
         if self.prompt:
             self._read(matcher, request)
         return GrammarState(matcher, self.vocabulary, request.name)

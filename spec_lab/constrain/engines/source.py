@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spec_lab.constrain.protocol import ConstraintError
 from spec_lab.core.files import read_text
 from spec_lab.core.options import brief
 from spec_lab.engine.request import Request
+
+T = TypeVar("T")
 
 MAX_RECORDED = 200
 """Maximum characters of a source that the manifest holds as it is; of a longer one it holds the hash."""
@@ -66,9 +68,19 @@ def shown(source: Any) -> dict[str, Any]:
     return {"source": text}
 
 
-def missing(kind: str, request: Request) -> ConstraintError:
-    """Return the error of a request without a source where the constraint has none either."""
-    return ConstraintError(f"request '{request.name}' has no {kind} of its own, and the constraint has none either")
+def matcher_of(kind: str, source: str | None, request: Request, compiled: Callable[[str], T]) -> T:
+    """Return what ``compiled`` makes of the request's own source, or of the constraint's where it has none.
+
+    Raises:
+        ConstraintError: the source does not compile, or there is none.
+    """
+    own = request.constraint or source
+    if own is None:
+        raise ConstraintError(f"request '{request.name}' has no {kind} of its own, and the constraint has none either")
+    try:
+        return compiled(own)
+    except ValueError as error:
+        raise ConstraintError(f"request '{request.name}': its {kind}: {error}") from None
 
 
 def check_numbers(schema: Any) -> None:

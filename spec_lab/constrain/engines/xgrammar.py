@@ -20,7 +20,7 @@ import numpy as np
 import xgrammar
 
 from spec_lab.constrain.engines.dialect import check_exact, either, pattern_for
-from spec_lab.constrain.engines.source import MAX_THREADS, as_text, missing, read_source, shown
+from spec_lab.constrain.engines.source import MAX_THREADS, as_text, matcher_of, read_source, shown
 from spec_lab.constrain.protocol import ConstraintError, Masks, full_mask, width
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.draft import Shape
@@ -154,13 +154,7 @@ class XGrammar:
             ConstraintError: the request's own source does not compile, or it has none and the constraint neither; its
                 prompt does not follow the grammar.
         """
-        own = request.constraint or self.source
-        if own is None:
-            raise missing(self.kind, request)
-        try:
-            matcher = self._matcher(own)
-        except ValueError as error:
-            raise ConstraintError(f"request '{request.name}': its {self.kind}: {error}") from None
+        matcher = matcher_of(self.kind, self.source, request, self._matcher)
         if self.prompt:
             text = b"".join(self.tokens.bytes[token] for token in request.tokens)
             if text and not matcher.accept_string(text):
