@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from uuid import uuid4
+from zlib import crc32
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -21,14 +22,24 @@ settings.load_profile("spec_lab")
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
-    """``one_in(n)``: of a test's cases the short run has every n-th, the first included; the others are nightly."""
-    seen = Counter()
+    """``one_in(n)``: the short run has one case in n of a test, and every value that several cases share at least once.
+
+    Which cases follows from a hash of their names. The others are nightly.
+    """
+    tests = defaultdict(list)
     for item in items:
-        if (mark := item.get_closest_marker("one_in")) and not item.get_closest_marker("nightly"):
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % mark.args[0]:
-                item.add_marker("nightly")
-            seen[test] += 1
+        if item.get_closest_marker("one_in") and not item.get_closest_marker("nightly"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        (n,) = cases[0].get_closest_marker("one_in").args
+        values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
+        uses = Counter(value for own in values.values() for value in own)
+        seen = {value for value, count in uses.items() if count == 1}
+        for number, case in enumerate(sorted(cases, key=lambda case: crc32(case.nodeid.encode()))):
+            if number * n >= len(cases) and values[case] <= seen:
+                case.add_marker("nightly")
+            else:
+                seen |= values[case]
 
 
 @pytest.fixture(autouse=True)

@@ -153,7 +153,7 @@ class CausalLM:
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
     ) -> Prepared:
         """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
-        return self._packer.prompts(sequences, pending, draft, prefill, self.chunk)
+        return self._packer.prepare(sequences, pending, draft, prefill, self.chunk)
 
     def run(self, prepared: Prepared, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. Called in inference mode.

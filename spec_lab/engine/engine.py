@@ -41,8 +41,8 @@ class Limits:
             rows that a draft may add (``Proposer.nodes``, and ``DraftsForcedTokens.forced_nodes`` where forced tokens
             are drafted). The cells in use are at most so many, since cells that forks share are counted for each of
             them; allocated memory is not bounded, since it grows in blocks. None for no limit. Requests wait until
-            there is room. Where decoding needs more than there is, the sequence that was admitted last is preempted:
-            its KV cache is freed, and computed again when it is admitted again.
+            there is room. Where decoding needs more than there is, the sequence that was admitted last, or was
+            forked last, is preempted: its KV cache is freed, and computed again when it is admitted again.
     """
 
     max_batch_size: int | None = None
@@ -89,7 +89,6 @@ class Engine:
     record: bool = False
     sequences: list[SequenceState] = field(init=False, default_factory=list)
     errors: dict[SequenceState, str] = field(init=False, default_factory=dict)
-    steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         check_requires(self.proposer, self.target)
@@ -131,13 +130,13 @@ class Engine:
         self._ids.add(request.id)
         self._waiting.append(replace(request, logprobs=True) if self._logprobs else request)
 
-    def abort(self, id: int) -> None:
+    def abort(self, request_id: int) -> None:
         """End all sequences of a request, with finish "aborted"; nothing happens where it has ended already."""
         # A request that never started leaves no sequence.
-        preempted = [one for one in self._waiting if isinstance(one, SequenceState) and one.request.id == id]
-        self._waiting = deque(one for one in self._waiting if _id(one) != id)
+        preempted = [one for one in self._waiting if isinstance(one, SequenceState) and one.request.id == request_id]
+        self._waiting = deque(one for one in self._waiting if _id(one) != request_id)
         for sequence in preempted + self._live:
-            if sequence.request.id == id:
+            if sequence.request.id == request_id:
                 sequence.finish = "aborted"
         self._retire(preempted)
 
@@ -166,7 +165,6 @@ class Engine:
             self._make_room()
             ready, chunks = self._plan()
             info = step(ready, self.parts, chunks)
-            self.steps += 1
             for sequence, why in info.errors.items():
                 self._note(sequence, why)
             for got in info.committed:

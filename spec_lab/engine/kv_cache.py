@@ -153,7 +153,7 @@ class Cells:
             sequence.extent = max(sequence.extent, max(slots.tolist()) + 1)
             sequence.bias(sequence.extent)[slots] = 0.0
 
-    def drop(self, sequence: CellSequence, slots: np.ndarray) -> None:
+    def drop(self, sequence: CellSequence, slots: np.ndarray | int) -> None:
         """Give up held cells: their tokens were rejected."""
         self.references[sequence.span, slots] -= 1
 
@@ -220,15 +220,15 @@ class Cells:
         capacity = max(self.capacity, -(-capacity // GRAIN) * GRAIN)
         old_spans, old_capacity = self.references.shape
 
-        def larger(store: Tensor, first: int) -> Tensor:
-            new = store.new_zeros(first, *store.shape[1:-2], capacity, store.shape[-1])
-            new[: len(store), ..., :old_capacity, :] = store
+        def larger(store: Tensor) -> Tensor:
+            new = store.new_zeros(*store.shape[:-2], capacity, store.shape[-1])
+            new[..., :old_capacity, :] = store
             return new
 
         for layers in (self.keys, self.values):
             for layer in layers:
                 if capacity > old_capacity:
-                    layer[:] = [larger(store, 1) for store in layer]
+                    layer[:] = [larger(store) for store in layer]
                 layer += [torch.zeros_like(layer[0]) for _ in range(spans - old_spans)]
         references = np.zeros((spans, capacity), dtype=np.int32)
         references[:old_spans, :old_capacity] = self.references

@@ -94,7 +94,7 @@ class Packer:
     dense: bool
     split: bool
 
-    def prompts(
+    def prepare(
         self,
         sequences: Sequence[CellSequence],
         pending: Sequence[Sequence[int]],
@@ -103,13 +103,14 @@ class Packer:
         chunk: int,
     ) -> Prepared:
         """``CausalLM.prepare``: ``forest``, with pending tokens beyond ``chunk`` in earlier forwards."""
-        if not (draft.shape.nodes or prefill or self.kinds or self.dense) and all(len(one) == 1 for one in pending):
+        plain = sequences and not (draft.shape.nodes or prefill or self.kinds or self.dense)
+        if plain and all(len(one) == 1 for one in pending):
             cells = [self.cells.take_next(one) for one in sequences]
             if -1 not in cells:
                 return self._one_token_each(sequences, pending, cells)
             for one, cell in zip(sequences, cells, strict=True):
                 if cell >= 0:
-                    self.cells.references[one.span, cell] -= 1
+                    self.cells.drop(one, cell)
         every = [*sequences, *(one for one, _ in prefill)]
         rest = [*pending, *(tokens for _, tokens in prefill)]
         early = []
@@ -149,7 +150,9 @@ class Packer:
                 roots.append(start + count - 1)
             start = stop
         for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
-            self.cells.keep(sequence, slots[: len(tokens)])  # only now: if memory runs out above, no sequence has grown
+            self.cells.keep(
+                sequence, slots[: len(tokens)]
+            )  # only now: if memory runs out above, none has grown in this forward
             if tree < trees:
                 sequence.held = slots[len(tokens) :]
         keep: Tensor | int

@@ -162,10 +162,10 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     seconds = 0.0 if draft_masks is None else draft_masks.seconds
 
     # 2. Masks of the forest, perhaps in a thread during the forward.
-    found: StepMasks | Future[StepMasks] | None = None
+    masked: StepMasks | Future[StepMasks] | None = None
     if constraint is not None:
         with clock.phase("mask"):
-            draft, found = constraint.masks([one.constraint for one in sequences], draft, draft_masks, read)
+            draft, masked = constraint.masks([one.constraint for one in sequences], draft, draft_masks, read)
     shape, before = draft.shape, read.copies
 
     # 3. The target's forward.
@@ -174,59 +174,63 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         forest = computed_forest(draft)
         output: Output = lm.run(lm.prepare([one.kv for one in sequences], pending, forest, parts_of_prompts))
         raw = output.logits[: shape.rows]
-    if isinstance(found, Future):
+    if isinstance(masked, Future):
         with clock.phase("wait"):
-            found = found.result()
-    masks = None if found is None else found.masks
+            masked = masked.result()
+    masks = None if masked is None else masked.masks
     on_target = constraint is not None and constraint.applied.on_target
 
     # 4. Target probabilities p.
     with clock.phase("probabilities"):
-        ask: dict[str, Array] = {}  # what the host reads
+        to_read: dict[str, Array] = {}  # by the host
         samplings = [one.request.sampling for one in sequences]
         seen = history(sequences, draft, target) if any(s.repetition_penalty != 1 for s in samplings) else None
         allowed = open_mask(masks, raw.shape[-1], raw.device) if masks is not None and on_target else None
         logprobs = any(one.request.logprobs for one in sequences)
-        plain = allowed is None and seen is None and parts.choose is choose
-        plain = plain and (not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record))
-        greedy = plain and all(one.temperature == 0 for one in samplings)
+        without_p = allowed is None and seen is None and parts.choose is choose
+        without_p = without_p and (
+            not shape.nodes or (parts.follows_argmax(draft) and not logprobs and not parts.record)
+        )
+        greedy = without_p and all(one.temperature == 0 for one in samplings)
         no_token = None
         if greedy:  # p is one-hot: the arg max of each row suffices
-            ask["token"], without = argmax_of_finite(raw)
+            to_read["token"], undefined = argmax_of_finite(raw)
         else:
             memory = parts.memory.like(raw)
             logits = memory[: len(raw)].copy_(raw)
-            without = finite_(logits)
+            undefined = finite_(logits)
             p = logits_to_probs(logits, by_row(samplings, shape.root), seen, allowed, scratch=memory)
             if masks is not None and on_target:
-                no_token = ask["no_token"] = without_token_(p, draft, masks)
-        if without is not None:
-            ask["without"] = without
+                no_token = to_read["no_token"] = without_token_(p, draft, masks)
+        if undefined is not None:
+            to_read["undefined"] = undefined
 
     # 5. Verify: the distribution of where the accepted paths end; sample it. Then the one copy to the host.
     with clock.phase("verify"):
         given = "draft"
         if greedy and not shape.nodes:
-            ask |= parts.memory.certain(shape.roots)
+            to_read |= parts.memory.certain(shape.roots)
         elif not greedy:
             with attributed("verifier", parts.verifier):
                 verdict = parts.verifier(draft, p)
                 choice = parts.choose(verdict, shape, p, parts.draws, [one.key for one in sequences])
-            given, ask["row"], ask["token"], ask["empty"] = verdict.given, *choice
+            given, to_read["row"], to_read["token"], to_read["empty"] = verdict.given, *choice
             forced = masks.forced if masks is not None and on_target else None
-            ask["expected"], ask["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
+            to_read["expected"], to_read["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
         if shape.nodes:
-            ask["drafted"] = draft.token
+            to_read["drafted"] = draft.token
         if logprobs:
-            ask["logprobs"], ask["last_logprob"] = logprobs_of(raw, allowed, draft, ask["row"], ask["token"])
+            to_read["logprobs"], to_read["last_logprob"] = logprobs_of(
+                raw, allowed, draft, to_read["row"], to_read["token"]
+            )
         if parts.record and shape.nodes:
-            ask["p"], ask["q"] = drafted_probabilities(draft, p)
+            to_read["p"], to_read["q"] = drafted_probabilities(draft, p)
         requires = parts.proposer.requires
         if requires.top_k:
-            ask["top_k"] = output.logits.topk(requires.top_k, -1).indices
+            to_read["top_k"] = output.logits.topk(requires.top_k, -1).indices
         if requires.top_k or requires.logits:
-            ask["computed"] = forest.token
-        host = dict(zip(ask, read(*ask.values()), strict=True))
+            to_read["computed"] = forest.token
+        host = dict(zip(to_read, read(*to_read.values()), strict=True))
         if greedy and shape.nodes:
             host |= parts.memory.certain(shape.roots) | _followed(shape, host)
         if parts.choose is choose and not greedy:
@@ -237,11 +241,11 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
     with clock.phase("commit"):
         row, token = host["row"], host["token"]
         broken, errors = dict.fromkeys(draft.broken, "nan"), dict(draft.broken)
-        if "without" in host:
-            for tree in set(shape.root[host["without"]].tolist()):
+        if "undefined" in host:
+            for tree in set(shape.root[host["undefined"]].tolist()):
                 broken[tree], errors[tree] = "nan", "the target's logits are NaN or infinite"
-        if found is not None:
-            for tree, why in found.failed.items():
+        if masked is not None:
+            for tree, why in masked.failed.items():
                 if on_target:
                     broken[tree], errors[tree] = "stuck", why
                 else:
@@ -260,25 +264,29 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         committed = parts.commit(sequences, decision, applied, target.context)
 
         # 7. The proposer learns what was computed; then constraints act: forks and removed tokens.
-        fine = [tree for tree in range(len(sequences)) if tree not in broken]
+        unbroken = [tree for tree in range(len(sequences)) if tree not in broken]
         observed = [
             _observation(parts, sequences[n], n, forest, committed[n], output, host, computed[n], context[n])
-            for n in fine
+            for n in unbroken
         ]
         observed += [_chunk(parts, one, count, output, len(sequences) + n) for n, (one, count) in enumerate(chunks)]
         with attributed("proposer", parts.proposer):
             parts.proposer.observe(observed)
         if constraint is not None and on_target:
-            settle([(sequences[n], committed[n]) for n in fine if sequences[n].finish is None], parts)
+            settle([(sequences[n], committed[n]) for n in unbroken if sequences[n].finish is None], parts)
         failed = {sequences[tree]: why for tree, why in errors.items()}
         for got in committed:
             failed |= got.errors
+    recorded = None
+    if parts.record:
+        recorded = Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING))
     return StepInfo(
-        sequences, draft, committed, context, [len(tokens) for tokens in pending], prefill, host["expected"],
-        host["expected_emitted"], given, host["empty"], output.attended, list(chunks),
-        failed, clock, began, clock.mark(), clock.take(),
-        seconds + (0.0 if found is None else found.seconds), seconds, before, read.copies - before,
-        Recorded(drafted, host.get("p", NOTHING), host.get("q", NOTHING)) if parts.record else None,
+        sequences=sequences, draft=draft, committed=committed, chunks=list(chunks), errors=failed,
+        context=context, pending=[len(tokens) for tokens in pending], prefill=prefill, attended=output.attended,
+        expected=host["expected"], expected_emitted=host["expected_emitted"], given=given, empty=host["empty"],
+        clock=clock, began=began, ended=clock.mark(), spans=clock.take(),
+        mask_busy=seconds + (0.0 if masked is None else masked.seconds), draft_masks=seconds,
+        copies_before=before, copies_after=read.copies - before, recorded=recorded,
     )  # fmt: skip
 
 
@@ -292,8 +300,10 @@ def _only_chunks(parts: Parts, chunks: Sequence[Chunk]) -> StepInfo:
     with clock.phase("commit"), attributed("proposer", parts.proposer):
         parts.proposer.observe([_chunk(parts, one, count, output, n) for n, (one, count) in enumerate(chunks)])
     return StepInfo(
-        [], draft, [], [], [], [], nothing, nothing, "draft", nothing, output.attended, list(chunks), {}, clock, began,
-        clock.mark(), clock.take(),
+        sequences=[], draft=draft, committed=[], chunks=list(chunks), errors={},
+        context=[], pending=[], prefill=[], attended=output.attended,
+        expected=nothing, expected_emitted=nothing, given="draft", empty=nothing,
+        clock=clock, began=began, ended=clock.mark(), spans=clock.take(),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Recorded:
     q: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StepInfo:
     """What one step did: a row of the table ``rounds``, and for each sequence a row of the table ``steps``.
 

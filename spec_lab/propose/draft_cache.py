@@ -44,24 +44,22 @@ class Tentative:
 
 @dataclass(eq=False)
 class DraftCache:
-    """A draft's KV cache for one sequence.
+    """A draft model's KV cache for one sequence.
 
     The stable part holds a prefix of the sequence. The tentative part holds the nodes drafted last. Each step starts
-    from the longest prefix of the sequence found in both; after a rewind, a fork or a forced
-    token that prefix is only shorter. A drafter whose tentative keys and values rest on its own
-    features, not on the target's, sets ``promote`` to False: its tentative part is dropped in every step.
+    from the longest prefix of the sequence found in both; after a rewind, a fork or a forced token that prefix is only
+    shorter. (A drafter whose tentative keys and values rest on its own features, not on the target's, needs only the
+    KV cache itself: ``KVSequence.accept()`` drops its tentative part in every step.)
 
     Args:
         kv: in the draft's runner.
         tokens: those whose positions the stable part holds, and those that follow it for certain.
         tentative: what was drafted last.
-        promote: whether tentative nodes that became part of the sequence are kept.
     """
 
     kv: KVSequence
     tokens: list[int] = field(default_factory=list)
     tentative: Tentative | None = None
-    promote: bool = True
 
     def follow(self, tokens: list[int]) -> list[int]:
         """Keep the longest common prefix with ``tokens``, drop the rest; return the tokens not yet computed.
@@ -71,7 +69,7 @@ class DraftCache:
         end = len(self.tokens)
         if end < len(tokens) and tokens[:end] == self.tokens:
             found: list[int] = []
-            if self.tentative is not None and self.promote:
+            if self.tentative is not None:
                 found = self.tentative.find(tokens[end:-1])
                 found = self.tentative.shape.places[np.array(found, dtype=np.int64)].tolist()
             self.kv.accept(found)
@@ -88,7 +86,7 @@ class DraftCache:
 
     def fork(self) -> DraftCache:
         """A cache for a fork of the sequence, which shares the stable part."""
-        return DraftCache(self.kv.fork(), list(self.tokens), None, self.promote)
+        return DraftCache(self.kv.fork(), list(self.tokens))
 
     def close(self) -> None:
         """Free the cells."""

@@ -181,7 +181,7 @@ GRAMMARS = [
     'start: LINE{2}\nLINE: WORD (" " WORD)* "\\n"\nWORD: /[^ \\n]+/',
 ]  # fmt: skip
 KINDS = {"regex": REGEXES, "choice": CHOICES, "json_schema": SCHEMAS, "lark": GRAMMARS}
-CASES = [pytest.param(kind, source, id=f"{kind}-{n}") for kind, all in KINDS.items() for n, source in enumerate(all)]
+CASES = [pytest.param(kind, source, id=f"{kind}-{n}") for kind, own in KINDS.items() for n, source in enumerate(own)]
 
 
 @pytest.mark.parametrize(("kind", "source"), CASES)

@@ -77,7 +77,7 @@ class Layers:
         before = [len(sequence) for sequence in self.sequences]
         pending = [[1] * count for count in counts]
         draft = Draft(shape, torch.zeros(shape.nodes, dtype=torch.long))
-        prepared = self.packer.prompts(self.sequences, pending, draft, (), 100)
+        prepared = self.packer.prepare(self.sequences, pending, draft, (), 100)
         assert list(prepared.pack.segments) == KINDS
         for kind, segments in prepared.pack.segments.items():
             for number, (segment, sequence) in enumerate(zip(segments, self.sequences, strict=True)):

@@ -472,7 +472,7 @@ class Guess:
         self.target, self.log, self.made, self.longest = target, "", 0, 0
         self.known = {} if known is None else known
         self.requires = Requires(hidden=LAYERS) if requires is None else requires
-        self.accepted = 0
+        self.accepted, self.rewound = 0, []
 
     def likeliest(self, text):
         if tuple(text) not in self.known:
@@ -503,6 +503,7 @@ class Guess:
 
     def observe(self, observed):
         self.log += "o"
+        self.rewound.clear()
         assert len({id(one.sequence) for one in observed}) == len(observed)
         for one in observed:
             state, end = one.sequence.state, len(one.sequence.kv)
@@ -518,11 +519,13 @@ class Guess:
 
     def fork(self, state):
         self.log += "f"
+        assert not any(state is one for one in self.rewound), "forks come before the rewinds of the same step"
         self.made += 1
         return Seen(state.tokens, state.hidden)
 
     def rewind(self, state, length):
         self.log += "r"
+        self.rewound.append(state)
         assert length < len(state.tokens)
         self.check_observed(state)
         del state.tokens[length:], state.hidden[length:]

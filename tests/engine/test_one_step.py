@@ -9,7 +9,7 @@ import spec_lab
 
 ROOT = Path(spec_lab.__file__).parent
 
-COMPUTES = {"prepare", "run", "forward", "extend"}
+COMPUTES = {"prepare", "run", "forward", "forward_embeds", "extend"}
 """Methods of a runner that compute, or prepare it."""
 
 RUNS = {
@@ -34,8 +34,22 @@ PLAIN = {"tasks/certify/sampled.py"}
 
 
 def called(source: str) -> set[str]:
-    """Every function and method that a module calls, as written, without arguments."""
-    return {ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)}
+    """Every function and method that a module calls, without arguments; other names for a runner are replaced."""
+    tree, aliases = list(ast.walk(ast.parse(source))), {}
+    for node in tree:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            value = ast.unparse(node.value)
+            if value.split(".")[-1] in RUNNERS:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                aliases |= {one.id: value for one in targets if isinstance(one, ast.Name)}
+    calls = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
+    return {
+        f"{aliases.get(owner, owner)}.{name}" if owner else name
+        for owner, _, name in (c.rpartition(".") for c in calls)
+    }
+
+
+RUNNERS = {"lm", "runner"}
 
 
 def runs(calls: set[str], own: str | None = None) -> set[str]:
@@ -43,7 +57,7 @@ def runs(calls: set[str], own: str | None = None) -> set[str]:
     found = set()
     for call in calls:
         runner, _, method = call.rpartition(".")
-        if method in COMPUTES and runner.split(".")[-1] in {"lm", "runner"} and runner != own:
+        if method in COMPUTES and runner.split(".")[-1] in RUNNERS and runner != own:
             found.add(call)
     return found
 
@@ -87,6 +101,8 @@ def test_a_runners_model_is_called_by_the_runner_and_where_plain_forwards_are_th
         "if batch.target.lm.extend(*rows)[0]: pass",
         "output = runner.run(prepared)",
         "self.lm.forward(paths, pending, draft)",
+        "model = target.lm\noutput = model.run(pack)",
+        "if (model := lab.target.lm): model.forward_embeds(kvs, lengths, embeds)",
     ],
 )
 def test_a_module_that_runs_the_target_is_found(code):

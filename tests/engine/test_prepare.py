@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_lab.core.draft import chain, empty
+from spec_lab.core.draft import Draft, chain, empty
 from spec_lab.engine.attention import FULL, AttentionKind
 from spec_lab.engine.kv_cache import GRAIN, Cells
 from spec_lab.engine.prepare import Packer
@@ -27,7 +27,7 @@ def prepared(world, tokens, whole):
     pending, draft = [[token] for token in tokens], empty(len(tokens))
     if whole:
         return world.packer.forest(world.sequences, pending, draft, len(tokens))
-    return world.packer.prompts(world.sequences, pending, draft, [], CHUNK)
+    return world.packer.prepare(world.sequences, pending, draft, [], CHUNK)
 
 
 def facts(one):
@@ -71,21 +71,20 @@ def happen(world, action, number):
     if action == "open" or (not sequences and action != "step"):
         sequences.append(packer.cells.open())
         if number:  # else nothing of it is computed
-            packer.prompts(sequences[-1:], [[*range(number % 7 + 1)]], empty(1), [], CHUNK)
+            packer.prepare(sequences[-1:], [[*range(number % 7 + 1)]], empty(1), [], CHUNK)
     elif action == "fork":
         sequences.append(sequences[place].fork())
     elif action == "backtrack":
         sequences[place].truncate(number % (len(sequences[place]) + 1))
     elif action == "tree":  # the accepted end of a chain whose beginning was rejected leaves a hole
-        packer.prompts([sequences[place]], [[1]], chain_draft(3), [], CHUNK)
+        packer.prepare([sequences[place]], [[1]], chain_draft(3), [], CHUNK)
         sequences[place].accept([number % 3])
     elif action == "close":
         sequences.pop(place).close()
 
 
 def chain_draft(depth):
-    draft = empty(1)
-    return type(draft)(chain(depth), torch.arange(depth))
+    return Draft(chain(depth), torch.arange(depth))
 
 
 def test_sequences_without_holes_take_the_short_way(monkeypatch):
@@ -98,15 +97,15 @@ def test_sequences_without_holes_take_the_short_way(monkeypatch):
     assert [len(sequence) for sequence in one.sequences] == [5, 6]
 
 
-@pytest.mark.parametrize("given", [{"kinds": {0: AttentionKind(sliding_window=2)}}, {"dense": True}], ids=list)
-def test_windows_and_dense_masks_are_prepared_as_forests(given):
+@pytest.mark.parametrize("kinds", [{0: AttentionKind(sliding_window=2)}, {}], ids=["window", "dense"])
+def test_windows_and_dense_masks_are_prepared_as_forests(kinds):
     found = []
     for whole in (False, True):
-        one = world(**given)
+        one = world(kinds, dense=not kinds)
         happen(one, "open", 4)
         found.append(facts(prepared(one, [9], whole)))
     assert found[0] == found[1]
-    assert given.get("dense") or len(found[0][2]) == 2
+    assert len(found[0][2]) == 1 + len(kinds)
 
 
 def test_two_forks_never_get_one_cell():
@@ -125,7 +124,7 @@ def test_a_sequence_with_a_hole_leaves_the_others_cells_as_they_are():
     happen(one, "open", 0)
     happen(one, "open", 4)
     packer = one.packer
-    packer.prompts(one.sequences[1:], [[1]], chain_draft(2), [], CHUNK)
+    packer.prepare(one.sequences[1:], [[1]], chain_draft(2), [], CHUNK)
     one.sequences[1].accept([1])
     prepared(one, [7, 8], whole=False)
     assert packer.cells.references[0].sum() == 1 and packer.cells.references.max() == 1

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from spec_lab.constrain.engines.source import missing, read_source, shown
+from spec_lab.constrain.engines.source import read_source, shown
 from spec_lab.constrain.protocol import ConstraintError, mask_of
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.options import one_of, whole
@@ -216,7 +216,7 @@ class Automaton:
         except ValueError as error:
             raise ConstraintError(f"request '{request.name}': {error}") from error
         if reader is None:
-            raise missing(self.kind, request)
+            raise ConstraintError(f"request '{request.name}' has no {self.kind} of its own")
         at: Set | None = reader.start
         if self.prompt:
             at = reader.run(reader.start, b"".join(self.tokens.bytes[token] for token in request.tokens))

@@ -252,9 +252,11 @@ def test_the_prompts_with_fewest_repeated_8_grams_are_shipped(trained):
     assert Counter(row["workload"] for row in shipped) == trained.prompts
     for workload in corpus.WORKLOADS:
         texts = [row["prompt"] for row in shipped if row["workload"] == workload]
-        kept = [shares[id] for id, row in candidates.items() if row["prompt"] in texts]
+        kept = [shares[name] for name, row in candidates.items() if row["prompt"] in texts]
         left = [
-            shares[id] for id, row in candidates.items() if row["workload"] == workload and row["prompt"] not in texts
+            shares[name]
+            for name, row in candidates.items()
+            if row["workload"] == workload and row["prompt"] not in texts
         ]
         assert max(kept) <= min(left)
 

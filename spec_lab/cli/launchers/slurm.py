@@ -79,11 +79,13 @@ class Slurm:
     def living(self) -> dict[str, str]:
         """See ``Backend``."""
         found = {}
-        for id, known in self.queue.items():
+        for job_id, known in self.queue.items():
             array = Path(known.comment)
             if array.parent == self.folder:
                 runs = (read_json(array / "runs.json") or {"runs": []})["runs"]
-                found.update({runs[place]: id for place in [int(id.partition("_")[2] or 0)] if place < len(runs)})
+                found.update(
+                    {runs[place]: job_id for place in [int(job_id.partition("_")[2] or 0)] if place < len(runs)}
+                )
         return found
 
     def launch(self, jobs: Sequence[Job], names: Sequence[str]) -> Iterator[Queued | JobEnded]:
@@ -111,8 +113,8 @@ class Slurm:
             print(f"\n{len(waiting)} jobs keep running in Slurm; scancel {arrays} ends them.", file=sys.stderr)
             raise
 
-    def _job(self, id: str) -> submitit.Job[Any]:
-        return submitit.SlurmJob(Path(self.queue[id].comment) / "%j", id)
+    def _job(self, job_id: str) -> submitit.Job[Any]:
+        return submitit.SlurmJob(Path(self.queue[job_id].comment) / "%j", job_id)
 
     def _handed(self, jobs: Sequence[Job], names: Sequence[str]) -> list[submitit.Job[Any]]:
         array = self.folder / uuid4().hex[:12]
@@ -251,7 +253,7 @@ def _queue() -> dict[str, Known] | None:
     if said is None:
         return None
     lines = (line.split("|", 3) for line in said.splitlines())
-    return {id: Known(*known) for id, *known in lines}
+    return {job_id: Known(*known) for job_id, *known in lines}
 
 
 def _why(ids: Collection[str]) -> dict[str, str]:
@@ -263,12 +265,13 @@ def _why(ids: Collection[str]) -> dict[str, str]:
     if said is None:
         return dict.fromkeys(ids, "left the queue without a result, and sacct does not answer")
     found = {}
-    for id, state, exit_code, nodes in (line.split("|") for line in said.splitlines()):
+    for job_id, state, exit_code, nodes in (line.split("|") for line in said.splitlines()):
         code, _, signal = exit_code.partition(":")
         how = f", exit code {code}" * (code != "0") + f", signal {signal}" * (signal != "0")
-        found[id] = state + how + f", on {nodes}" * (nodes != "None assigned")
+        found[job_id] = state + how + f", on {nodes}" * (nodes != "None assigned")
     # sacct is some seconds behind squeue and may still list an ended job as running
-    return {id: what for id, what in found.items() if not what.startswith(("PENDING", "RUNNING", "REQUEUED"))}
+    still = ("PENDING", "RUNNING", "REQUEUED")
+    return {job_id: what for job_id, what in found.items() if not what.startswith(still)}
 
 
 def _result(n: int, job: submitit.Job[Any]) -> JobEnded:

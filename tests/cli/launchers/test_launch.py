@@ -210,10 +210,10 @@ def engine(slurm, folder: Path):
     return slurm.module.Slurm(folder, {}, 3, 10, slurm.module._queue())
 
 
-def job(folder: Path, id: str):
+def job(folder: Path, job_id: str):
     from submitit import SlurmJob
 
-    return SlurmJob(folder / "a" / "%j", id)
+    return SlurmJob(folder / "a" / "%j", job_id)
 
 
 def test_jobs_are_identified_by_the_array_s_folder_not_by_a_number_that_may_be_reused(slurm, tmp_path):
