@@ -291,7 +291,7 @@ def test_without_a_baseline_no_speed_up_is_stated(tmp_path):
 
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
     trace = tmp_path / "trace.txt"
-    trace.write_text("0 0.01 5.0 5.02 9.0")
+    trace.write_text("0\n0.01\n5.0\n5.02\n9.0\n")
     assert run(tmp_path / "out", arrivals="file", trace=str(trace)) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
     own = rows[rows["arm"] == "baseline"].sort_values("request")["arrival"]
