@@ -25,6 +25,7 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import BROKEN, Request
+from spec_lab.engine.sequence import SequenceState
 from spec_lab.results.parts import TableParts
 from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
@@ -41,17 +42,17 @@ SERVED = {
     "order": (_WHOLE, "the arm's place in its segment's order, from 0"),
     "request": (_WHOLE, "number of the request in the stream"),
     "prompt_tokens": (_WHOLE, "length of the prompt"),
-    "tokens": (_WHOLE, "emitted tokens"),
-    "finish": (_TEXT, "why it ended (engine.request.FINISHES)"),
+    "tokens": (_WHOLE, "tokens emitted by its kept sequences; those before a fork count once"),
+    "finish": (_TEXT, "finish reason (engine.request.FINISHES) of its first broken, else its first kept sequence"),
     "error": (_TEXT, "why it broke; empty where it did not"),
     "arrival": (_REAL, "seconds from the start of the segment, as all times here"),
     "admitted": (_REAL, "start of the first step that computed a part of its prompt"),
     "first_token": (_REAL, "end of the step that emitted its first token"),
     "end": (_REAL, "end of its last step"),
-    "steps": (_WHOLE, "steps that sampled for it"),
+    "steps": (_WHOLE, "steps that sampled for it; one that sampled for several of its sequences counts for each"),
     "prefill_compute_seconds": REQUESTS["prefill_compute_seconds"],
 }
-"""One row for each request and arm."""
+"""One row for each request and arm, whatever number of sequences its constraint forked it into."""
 
 NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
@@ -138,8 +139,11 @@ def serve(
         todo = {number: rows for number, rows in segments.items() if number not in before}
         if todo and settings.warmup:
             for arm in arms.values():
-                short = replace(stream[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
-                serve_segment(arm, [short], [0.0], limits)
+                short = [
+                    replace(one, max_new_tokens=min(settings.warmup, one.max_new_tokens))
+                    for one in stream[: settings.batch_size]
+                ]
+                serve_segment(arm, short, [0.0] * len(short), limits)
         total = sum(map(len, todo.values())) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for number, places in todo.items():
@@ -228,14 +232,43 @@ def serve_segment(
                 row["steps"] += 1
     finally:
         engine.close()
+    sequences: dict[int, list[SequenceState]] = {number: [] for number in rows}
     for sequence in engine.sequences:
-        if not sequence.lineage:
-            row = rows[sequence.request.id]
-            row["tokens"], row["finish"] = len(sequence.emitted), sequence.finish or ""
-            row["error"] = engine.errors.get(sequence, "")
-            for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
-                row.setdefault(name, row["arrival"])
-        elif sequence.finish in BROKEN:  # a fork, after the sequence it was forked from
-            row = rows[sequence.request.id]
-            row["finish"], row["error"] = sequence.finish, row["error"] or engine.errors.get(sequence, "")
+        sequences[sequence.request.id].append(sequence)
+    for number, row in rows.items():
+        row |= outcome(sequences[number], engine.errors)
+        for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
+            row.setdefault(name, row["arrival"])
     return list(rows.values())
+
+
+def outcome(sequences: Sequence[SequenceState], errors: Mapping[SequenceState, str]) -> dict[str, Any]:
+    """Return the columns ``tokens``, ``finish`` and ``error`` of a finished request.
+
+    A request is broken if any of its sequences is, even one that its constraint did not keep.
+
+    Args:
+        sequences: all of the request's.
+        errors: of the sequences that have one.
+    """
+    ordered = sorted(sequences, key=lambda one: one.lineage)
+    broken, kept = [one for one in ordered if one.finish in BROKEN], [one for one in ordered if one.kept]
+    return {
+        "tokens": kept_tokens(sequences),
+        "finish": [*broken, *kept, *ordered][0].finish or "",
+        "error": next((errors[one] for one in ordered if one in errors), ""),
+    }
+
+
+def kept_tokens(sequences: Sequence[SequenceState]) -> int:
+    """Return the number of tokens that the kept sequences of a request emitted; those before a fork count once."""
+    born = {one.lineage: one.born for one in sequences}
+    ends = dict(born)  # the tokens that count are those from ``born`` to here, of each sequence
+    for one in sequences:
+        if one.kept:
+            end = len(one.tokens)
+            for length in range(len(one.lineage), -1, -2):  # the sequence itself, then those that it was forked from
+                lineage = one.lineage[:length]
+                ends[lineage] = max(ends[lineage], end)
+                end = min(end, born[lineage])
+    return sum(ends[lineage] - born[lineage] for lineage in born)
