@@ -27,13 +27,14 @@ def latencies(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the rows with their latencies in seconds.
 
     Columns: ``queue``, ``prefill`` (from the admission to the first token), ``ttft`` (time to first token: both) and
-    ``tpot`` (time per further token).
+    ``tpot`` (time per further token; NaN where there is at most one token, which ``mean`` and ``quantile`` leave out).
     """
+    further = frame["tokens"] - 1
     return frame.assign(
         queue=frame["admitted"] - frame["arrival"],
         prefill=frame["first_token"] - frame["admitted"],
         ttft=frame["first_token"] - frame["arrival"],
-        tpot=(frame["end"] - frame["first_token"]) / (frame["tokens"] - 1).clip(lower=1),
+        tpot=(frame["end"] - frame["first_token"]) / further.where(further > 0),
     )
 
 
@@ -46,9 +47,12 @@ def summarise(
     over segments. The speed-up is the ratio of the two throughputs on the same requests (``metrics.speedup``), with an
     interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
     NaN.
+
+    Requests without a further token have no time per further token: its mean and percentiles leave them out, and for
+    goodput they are within ``tpot_bound``, as in vLLM's benchmark.
     """
     frame = latencies(frame)
-    good = (frame["ttft"] <= ttft_bound) & (frame["tpot"] <= tpot_bound)
+    good = (frame["ttft"] <= ttft_bound) & ~(frame["tpot"] > tpot_bound)
     each = frame.assign(good=good).groupby(["arm", "segment"])
     spans = pd.DataFrame(
         {
@@ -82,19 +86,23 @@ def summarise(
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
-    """Plot the cumulative distributions of the time to first token and of the time per output token."""
+    """Plot the cumulative distributions of the time to first token and of the time per further token, in that order.
+
+    The second is over the requests with more than one token.
+    """
     frame = latencies(frame)
     names = list(dict.fromkeys(frame["arm"]))
     colour = colours(names)
     with rc_context(STYLE):
         figure = Figure(figsize=(7.6, 3.2), layout="constrained")
         for axes, column, label in zip(
-            figure.subplots(1, 2, sharey=True), ("ttft", "tpot"), ("time to first token", "time per output token"),
+            figure.subplots(1, 2, sharey=True), ("ttft", "tpot"), ("time to first token", "time per further token"),
             strict=True,
         ):  # fmt: skip
             for name in names:
-                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].to_numpy()
-                axes.ecdf(milliseconds, color=colour[name], label=name)
+                milliseconds = 1e3 * frame.loc[frame["arm"] == name, column].dropna().to_numpy()
+                plot = axes.ecdf if len(milliseconds) else axes.plot  # of nothing, only the entry of the legend
+                plot(milliseconds, color=colour[name], label=name)
             axes.set_xlabel(f"{label} [ms]")
         figure.axes[0].set_ylabel("share of requests")
         figure.axes[1].legend(loc="lower right", frameon=False)
@@ -134,8 +142,8 @@ def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = 
             parts.add_row(arm, *(_milliseconds(own[what][key]) for what, key in columns))
         console.print(parts)
     console.print(
-        "speed-up: total tokens/s over the baseline's on the same segments. TTFT, TPOT: time to the first token, per "
-        "output token.",
+        "speed-up: total tokens/s over the baseline's on the same segments. TTFT: time to the first token. TPOT: time "
+        "per further token, of requests with more than one.",
         highlight=False,
     )
     if summary["broken_segments"]:

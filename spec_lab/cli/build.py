@@ -59,6 +59,7 @@ RENAMED = {
     "objective": "hydra.sweeper.objective",
     "constraint.beside": "constraint.async_masks",
     "task.turns": "task.repeats",
+    "task.rounds": "task.steps",
 }
 """Options that have another name now, by their former one."""
 

@@ -1,4 +1,4 @@
-"""When the requests of a stream arrive: all at once, as a Poisson process, or as a file says."""
+"""When the requests of a stream arrive: all at once, as a Poisson process, or as listed in a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from spec_lab.core.files import Unreadable, read_text
+from spec_lab.core.options import brief
 
 MAX_WAIT = 24 * 3600.0
 """Most seconds between arrivals within segments, summed over the stream: an arm may wait as long while it is idle."""
@@ -17,7 +18,8 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
     """Return the arrival times of ``count`` requests, in seconds, ascending.
 
     Raises:
-        ValueError: a trace that is missing, too short or not ascending.
+        ValueError: no trace is named, it has fewer lines than requests, or a line is not one finite number of at least
+            0 and at least the line before; names the option and the line.
         OSError: the trace cannot be read.
     """
     if kind == "all":
@@ -31,18 +33,28 @@ def arrival_times(kind: str, count: int, rate: float, trace: str | None, seed: i
             f"(task.trace is {trace!r})"
         )
     try:
-        lines = read_text(Path(trace)).split()[:count]
+        text = read_text(Path(trace))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"task.trace: {trace} does not exist; name a file of arrival times") from error
     except Unreadable as error:
         raise Unreadable(f"task.trace: {error}") from error
-    try:
-        times = [float(line) for line in lines]
-    except ValueError as error:
-        raise Unreadable(f"task.trace: {trace} must hold one number of seconds per line ({error})") from error
-    if len(times) < count or sorted(times) != times or not np.isfinite(times).all() or (times and times[0] < 0):
+    lines = text.splitlines()[:count]
+    times: list[float] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"task.trace: line {number} of {trace}"
+        try:
+            time = float(line)
+        except ValueError as error:
+            raise Unreadable(f"{where} must be one number of seconds, not {brief(line)}") from error
+        if not 0 <= time < float("inf"):
+            raise ValueError(f"{where} must be a finite number of at least 0 (got {time:g})")
+        if times and time < times[-1]:
+            raise ValueError(f"{where} is {time:g}, less than the line before it ({times[-1]:g}): sort the times")
+        times.append(time)
+    if len(lines) < count:
         raise ValueError(
-            f"task.trace: {trace} must hold at least {count} ascending arrival times from 0 on (it has {len(times)})"
+            f"task.trace: {trace} must have {count} lines, one for each request (it has {len(lines)}): add lines, or "
+            "set fewer task.requests"
         )
     return times
 

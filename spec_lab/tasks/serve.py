@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 from rich.console import Console
 from tqdm import tqdm
@@ -25,7 +26,8 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import BROKEN, Request
-from spec_lab.results.parts import TableParts
+from spec_lab.engine.sequence import SequenceState
+from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
 from spec_lab.tasks.arrivals import arrival_times, check_waits
@@ -41,17 +43,17 @@ SERVED = {
     "order": (_WHOLE, "the arm's place in its segment's order, from 0"),
     "request": (_WHOLE, "number of the request in the stream"),
     "prompt_tokens": (_WHOLE, "length of the prompt"),
-    "tokens": (_WHOLE, "emitted tokens"),
-    "finish": (_TEXT, "why it ended (engine.request.FINISHES)"),
+    "tokens": (_WHOLE, "tokens emitted by its kept sequences; those before a fork count once"),
+    "finish": (_TEXT, "finish reason (engine.request.FINISHES) of its first broken, else its first kept sequence"),
     "error": (_TEXT, "why it broke; empty where it did not"),
     "arrival": (_REAL, "seconds from the start of the segment, as all times here"),
     "admitted": (_REAL, "start of the first step that computed a part of its prompt"),
     "first_token": (_REAL, "end of the step that emitted its first token"),
     "end": (_REAL, "end of its last step"),
-    "steps": (_WHOLE, "steps that sampled for it"),
+    "steps": (_WHOLE, "steps that sampled for it; one that sampled for several of its sequences counts for each"),
     "prefill_compute_seconds": REQUESTS["prefill_compute_seconds"],
 }
-"""One row for each request and arm."""
+"""One row for each request and arm, whatever number of sequences its constraint forked it into."""
 
 NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
@@ -101,14 +103,12 @@ def serve(
         OSError: the directory cannot be written, or the trace cannot be read.
     """
     console = console or Console()
-    one_of("task.arrivals", arrivals, ("all", "poisson", "file"))
-    whole("task.segment", segment)
-    for name, value in (("task.rate", rate), ("task.ttft_bound", ttft_bound), ("task.tpot_bound", tpot_bound)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_RATE:
-            raise ValueError(f"{name} must be a number above 0 and at most {MAX_RATE:g} (got {value!r})")
-    for name, most in (("task.max_prefill_tokens", max_prefill_tokens), ("task.max_kv_tokens", max_kv_tokens)):
-        if most is not None:
-            whole(name, most, otherwise=", or null")
+    check_options(
+        arrivals,
+        segment,
+        numbers={"task.rate": rate, "task.ttft_bound": ttft_bound, "task.tpot_bound": tpot_bound},
+        limits={"task.max_prefill_tokens": max_prefill_tokens, "task.max_kv_tokens": max_kv_tokens},
+    )
     if lab.peers:
         raise ValueError(f"task=serve_trace does not support peers, which decode one prompt at a time: {[*lab.peers]}")
     limits = Limits(settings.batch_size, max_prefill_tokens, max_kv_tokens)
@@ -120,54 +120,37 @@ def serve(
     arms = {name: arm for name, arm in lab.arms(settings).items() if isinstance(arm, Loop)}
     baseline = "baseline" if "baseline" in arms else None
     arms = renamed(arms, arm_names({name: arm.proposer.name for name, arm in arms.items()}))
-    for arm in arms.values():  # an engine validates requests when they are added: refuse before anything is served
-        engine = engine_of(arm, limits)
-        for one in stream:
-            engine.add(one)
-        engine.close()
-    segments = {
-        number: range(start, min(start + segment, count)) for number, start in enumerate(range(0, count, segment))
-    }
+    for arm in arms.values():
+        check_requests(arm, stream, limits)
+    segments = segments_of(stream, times, segment)
     tables = TableParts(settings.output_dir, {"served": SERVED})
+    about = {
+        "experiment": settings.name,
+        "target": lab.target.name,
+        "temperature": lab.sampling.temperature,
+        "arrivals": arrivals,
+        "rate": rate if arrivals == "poisson" else None,
+        "max_batch_size": settings.batch_size,
+        "segments": len(segments),
+    }
 
     def finished() -> set[int]:
         return set(tables.load()["served"]["segment"])
 
     def work(facts: Mapping[str, Any]) -> Done:
         before = finished()
-        todo = {number: rows for number, rows in segments.items() if number not in before}
+        todo = [one for one in segments if one.number not in before]
         if todo and settings.warmup:
-            for arm in arms.values():
-                short = replace(stream[0], max_new_tokens=min(settings.warmup, settings.max_new_tokens))
-                serve_segment(arm, [short], [0.0], limits)
-        total = sum(map(len, todo.values())) * len(arms)
+            warm_up(arms, stream[: settings.batch_size], settings.warmup, limits)
+        total = sum(len(one.requests) for one in todo) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
-            for number, places in todo.items():
-                names, shift = list(arms), number % len(arms)
-                rows = []
-                for order, name in enumerate(names[shift:] + names[:shift]):
-                    base = times[places[0]]
-                    due = [times[place] - base for place in places]
-                    served = serve_segment(arms[name], [stream[place] for place in places], due, limits)
-                    key = {"segment": number, "arm": name, "order": order}
-                    rows += [{"id": f"{row['request']}/{name}", **key, **row} for row in served]
-                    for row in served:
-                        if row["error"]:
-                            bar.write(f"{name}: {row['error']}", file=sys.stderr)
-                    bar.update(len(places))
-                tables.write(f"{number:06d}", {"served": rows})
+            for one in todo:
+                tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar)})
         frame = tables.gather()["served"]
-        broken = frame["segment"].isin(frame.loc[frame["finish"].isin(BROKEN), "segment"])
-        complete = frame[~broken]
+        complete = unbroken(frame)
         summary = {
-            "experiment": settings.name,
-            "target": lab.target.name,
-            "temperature": lab.sampling.temperature,
-            "arrivals": arrivals,
-            "rate": rate if arrivals == "poisson" else None,
-            "max_batch_size": settings.batch_size,
-            "segments": len(segments),
-            "broken_segments": frame.loc[broken, "segment"].nunique(),
+            **about,
+            "broken_segments": frame["segment"].nunique() - complete["segment"].nunique(),
             "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
@@ -179,6 +162,96 @@ def serve(
         return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
 
     return Task(lab, settings, config, arms, work, left, tables).run(console)
+
+
+def check_options(arrivals: Any, segment: Any, numbers: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    """Refuse invalid options.
+
+    Args:
+        arrivals, segment: as of ``serve``.
+        numbers: by option, must be above 0 and at most ``MAX_RATE``.
+        limits: by option, must be whole numbers of at least 1, or None.
+
+    Raises:
+        ValueError: names the option.
+    """
+    one_of("task.arrivals", arrivals, ("all", "poisson", "file"))
+    whole("task.segment", segment)
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_RATE:
+            raise ValueError(f"{name} must be a number above 0 and at most {MAX_RATE:g} (got {value!r})")
+    for name, value in limits.items():
+        if value is not None:
+            whole(name, value, otherwise=", or null")
+
+
+def check_requests(arm: Loop, requests: Sequence[Request], limits: Limits) -> None:
+    """Refuse requests that an arm cannot serve, before anything is served: an engine validates those that it queues.
+
+    Raises:
+        ValueError: see ``Engine.add``.
+    """
+    engine = engine_of(arm, limits)
+    for one in requests:
+        engine.add(one)
+    engine.close()
+
+
+@dataclass(frozen=True)
+class StreamSegment:
+    """A part of the stream, which every arm serves with an empty engine.
+
+    Args:
+        number: from 0.
+        requests: in the order of their arrival.
+        due: their arrival times, in seconds from the arrival of the first.
+    """
+
+    number: int
+    requests: Sequence[Request]
+    due: Sequence[float]
+
+
+def segments_of(stream: Sequence[Request], times: Sequence[float], size: int) -> list[StreamSegment]:
+    """Return the segments of a stream, of ``size`` requests each; the last one may have fewer."""
+    return [
+        StreamSegment(number, stream[at : at + size], [due - times[at] for due in times[at : at + size]])
+        for number, at in enumerate(range(0, len(stream), size))
+    ]
+
+
+def warm_up(arms: Mapping[str, Loop], requests: Sequence[Request], tokens: int, limits: Limits) -> None:
+    """Let every arm serve a few tokens of these requests together, so that memory for a batch is allocated."""
+    short = [replace(one, max_new_tokens=min(tokens, one.max_new_tokens)) for one in requests]
+    for arm in arms.values():
+        serve_segment(arm, short, [0.0] * len(short), limits)
+
+
+def serve_with_every_arm(arms: Mapping[str, Loop], segment: StreamSegment, limits: Limits, bar: Any) -> Rows:
+    """Serve a segment with every arm; return the rows (``SERVED``). The arms alternate in going first.
+
+    Args:
+        arms: by name.
+        segment: the requests.
+        limits: of the engine.
+        bar: the progress bar; it counts requests, and prints why one broke.
+    """
+    names, shift = list(arms), segment.number % len(arms)
+    rows: Rows = []
+    for order, name in enumerate(names[shift:] + names[:shift]):
+        served = serve_segment(arms[name], segment.requests, segment.due, limits)
+        key = {"segment": segment.number, "arm": name, "order": order}
+        rows += [{"id": f"{row['request']}/{name}", **key, **row} for row in served]
+        for row in served:
+            if row["error"]:
+                bar.write(f"{name}: {row['error']}", file=sys.stderr)
+        bar.update(len(served))
+    return rows
+
+
+def unbroken(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the segments in which no request of any arm broke."""
+    return frame[~frame["segment"].isin(frame.loc[frame["finish"].isin(BROKEN), "segment"])]
 
 
 def engine_of(arm: Loop, limits: Limits) -> Engine:
@@ -194,7 +267,7 @@ def serve_segment(
     limits: Limits,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Serve requests that arrive ``due`` seconds after the start; return a row for each, in their order."""
     engine = engine_of(arm, limits)
     rows: dict[int, dict[str, Any]] = {
@@ -228,14 +301,43 @@ def serve_segment(
                 row["steps"] += 1
     finally:
         engine.close()
+    sequences: dict[int, list[SequenceState]] = {number: [] for number in rows}
     for sequence in engine.sequences:
-        if not sequence.lineage:
-            row = rows[sequence.request.id]
-            row["tokens"], row["finish"] = len(sequence.emitted), sequence.finish or ""
-            row["error"] = engine.errors.get(sequence, "")
-            for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
-                row.setdefault(name, row["arrival"])
-        elif sequence.finish in BROKEN:  # a fork, after the sequence it was forked from
-            row = rows[sequence.request.id]
-            row["finish"], row["error"] = sequence.finish, row["error"] or engine.errors.get(sequence, "")
+        sequences[sequence.request.id].append(sequence)
+    for number, row in rows.items():
+        row |= outcome(sequences[number], engine.errors)
+        for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
+            row.setdefault(name, row["arrival"])
     return list(rows.values())
+
+
+def outcome(sequences: Sequence[SequenceState], errors: Mapping[SequenceState, str]) -> dict[str, Any]:
+    """Return the columns ``tokens``, ``finish`` and ``error`` of a finished request.
+
+    A request is broken if any of its sequences is, even one that its constraint did not keep.
+
+    Args:
+        sequences: all of the request's.
+        errors: of the sequences that have one.
+    """
+    ordered = sorted(sequences, key=lambda one: one.lineage)
+    broken, kept = [one for one in ordered if one.finish in BROKEN], [one for one in ordered if one.kept]
+    return {
+        "tokens": kept_tokens(sequences),
+        "finish": [*broken, *kept, *ordered][0].finish or "",
+        "error": next((errors[one] for one in ordered if one in errors), ""),
+    }
+
+
+def kept_tokens(sequences: Sequence[SequenceState]) -> int:
+    """Return the number of tokens that the kept sequences of a request emitted; those before a fork count once."""
+    born = {one.lineage: one.born for one in sequences}
+    ends = dict(born)  # the tokens that count are those from ``born`` to here, of each sequence
+    for one in sequences:
+        if one.kept:
+            end = len(one.tokens)
+            for length in range(len(one.lineage), -1, -2):  # the sequence itself, then those that it was forked from
+                lineage = one.lineage[:length]
+                ends[lineage] = max(ends[lineage], end)
+                end = min(end, born[lineage])
+    return sum(ends[lineage] - born[lineage] for lineage in born)

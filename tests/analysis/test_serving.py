@@ -6,10 +6,11 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from spec_lab.analysis.metrics import speedup
-from spec_lab.analysis.serving import print_summary, summarise
+from spec_lab.analysis.serving import draw, print_summary, summarise
 from spec_lab.analysis.text import WIDE
 
 
@@ -32,7 +33,7 @@ def test_throughput_latencies_and_goodput_by_hand():
     assert found["queue"] == {"p50": 0.0, "p90": pytest.approx(0.4), "p99": pytest.approx(0.49), "mean": 0.5 / 3}
     assert found["prefill"]["mean"] == pytest.approx((0.5 + 2.0 + 2.0) / 3)
     assert found["ttft"]["p50"] == 2.0 and found["ttft"]["mean"] == pytest.approx(5 / 3)
-    assert found["tpot"]["mean"] == pytest.approx((0.5 + 1.0 + 0.0) / 3) and found["tpot"]["p50"] == 0.5
+    assert found["tpot"]["mean"] == found["tpot"]["p50"] == pytest.approx((0.5 + 1.0) / 2)  # the third has one token
     assert np.isnan(found["speedup"]["mean"])  # no baseline
 
 
@@ -40,6 +41,27 @@ def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
     rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 0, 0.0, 0.0, 2.0, 2.5, 2), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
     counts = [summarise(rows, ["a"], *bounds)["a"]["goodput"] * 4 for bounds in ((1, 1), (2, 1), (2, 3), (0.5, 3))]
     assert counts == pytest.approx([1, 2, 3, 0])
+
+
+def test_requests_without_a_further_token_have_no_time_per_further_token_and_are_within_its_bound():
+    rows = frame(("a", 0, 0.0, 0.0, 1.0, 1.0, 1), ("a", 0, 0.0, 0.0, 1.0, 1.0, 0), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
+    found = summarise(rows, ["a"], ttft_bound=1, tpot_bound=1)["a"]
+    assert set(found["tpot"].values()) == {3.0}
+    assert found["goodput"] == pytest.approx(2 / 4)
+    alone = summarise(rows[:2], ["a"], ttft_bound=1, tpot_bound=1)["a"]
+    assert np.isnan(list(alone["tpot"].values())).all() and alone["goodput"] == pytest.approx(2 / 1)
+
+
+def test_the_figure_shows_every_arm_also_one_without_further_tokens(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("spec_lab.analysis.serving.Figure", lambda **given: drawn.append(Figure(**given)) or drawn[-1])
+    one, two = ("a", 0, 0.0, 0.0, 1.0, 1.0, 1), ("b", 0, 0.0, 0.0, 1.0, 3.0, 2)
+    (file,) = draw(frame(one, two, ("b", 1, 0.0, 0.0, 1.0, 1.0, 1)), tmp_path / "figures")
+    assert file.stat().st_size > 5_000
+    first, further = drawn[0].axes
+    assert [text.get_text() for text in further.get_legend().get_texts()] == ["a", "b"]
+    places = [[sorted({*line.get_xdata()} - {-np.inf}) for line in axes.get_lines()] for axes in (first, further)]
+    assert places == [[[1000.0], [1000.0]], [[], [2000.0]]]
 
 
 def pair(base, own):

@@ -396,6 +396,7 @@ def test_the_shell_completes_sub_commands_their_options_and_directories(
     ("+proposer@beside.mine=ngram", "arms.mine"), ("stop=[x]", "stop_strings"), ("banned=[x]", "banned_strings"),
     ("heal=true", "token_healing"), ("constraint.beside=true", "constraint.async_masks"), ("prompt=x", "task.prompt"),
     ("objective=tau", "hydra.sweeper.objective"), ("task.turns=2", "task.repeats"),
+    ("task.rounds=2", "task.steps"),
 ])  # fmt: skip
 def test_a_former_name_of_an_option_is_refused_with_the_new_one(cli, tmp_path, option, new):
     for many in ([], ["--multirun"]):

@@ -1,5 +1,7 @@
 """Arrivals: seeded, as the trace says, and refused where an idle arm would wait for more than a day."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -27,15 +29,35 @@ def test_a_trace_s_first_times_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"0\n1\n", b"", b"0\n2\n1\n3\n", b"-1\n0\n1\n", b"0\n1\ntwo\n", b"0\n1\nnan\n", b"0\n1\ninf\n", b"0\n\xff\n1\n"],
-    ids=["too short", "empty", "not rising", "before the start", "no number", "nan", "infinite", "not UTF-8"],
-)
-def test_a_trace_that_cannot_be_used_is_refused_by_its_option(tmp_path, content):
+    ("content", "named"),
+    [
+        (b"0\n1\n", "3 lines.*has 2"),
+        (b"", "3 lines.*has 0"),
+        (b"0\n2\n1\n3\n", "line 3 .* is 1, less .*2"),
+        (b"-1\n0\n1\n", "line 1 .*-1"),
+        (b"0\n1\ntwo\n", "line 3 .*'two'"),
+        (b"0\n1 2\n3\n", "line 2 .*'1 2'"),
+        (b"0\n\n1\n2\n", "line 2 .*''"),
+        (b"0\n1\nnan\n", "line 3 .*finite"),
+        (b"0\ninf\n1\n", "line 2 .*finite"),
+        (b"0\n\xff\n1\n", "UTF-8"),
+    ],
+    ids=["too short", "empty", "not rising", "before the start", "no number", "two numbers in a line", "blank line",
+         "nan", "infinite", "not UTF-8"],
+)  # fmt: skip
+def test_a_trace_that_cannot_be_used_is_refused_by_its_option_and_line(tmp_path, content, named):
     file = tmp_path / "trace.txt"
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"task\.trace.*trace\.txt"):
+    with pytest.raises(ValueError, match=r"task\.trace.*trace\.txt") as refused:
         arrival_times("file", 3, 1.0, str(file), 0)
+    assert re.search(named, str(refused.value))
+
+
+def test_the_last_line_of_a_trace_may_end_without_a_newline_and_further_lines_are_not_read(tmp_path):
+    file = tmp_path / "trace.txt"
+    for content in ("0\n1.5", "0\r\n1.5\r\n", "0\n1.5\n\nthe end"):
+        file.write_bytes(content.encode())
+        assert arrival_times("file", 2, 1.0, str(file), 0) == [0.0, 1.5]
 
 
 def test_a_missing_trace_is_refused_by_its_option(tmp_path):

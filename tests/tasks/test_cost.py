@@ -1,6 +1,7 @@
 """Costs of steps: timing, predictions by hand-made numbers, and the study."""
 
 import importlib
+import inspect
 import io
 import json
 import sys
@@ -73,7 +74,7 @@ def test_every_arm_is_timed_from_the_same_state_and_all_cells_are_freed():
             return super().propose(batch)
 
     arms = arms_of(target, fixed=Fixed(3, target.vocabulary), draft=drafting, watched=Watched(), none=Null())
-    rows = time_arms(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), repeat=4, rounds=2)
+    rows = time_arms(arms, texts(target, PROMPTS, Sampling(1.0), 2, 12), repeat=4, steps=2)
     assert {row["arm"]: row["nodes"] for row in rows} == {"fixed": 3, "draft": 2, "watched": 2, "none": 0}
     assert places[0] == [11, 11], "it observes the end of the prompts"
     assert places[1] == [12, 12], "as every arm begins"
@@ -120,7 +121,7 @@ def test_a_proposer_that_the_verifier_does_not_support_is_refused():
 
 # The task ----------------------------------------------------------------------------------------------------------
 
-SMALL = dict(nodes=[2, 5], batches=[1, 2], contexts=[8, 16], repeats=2, rounds=1)
+SMALL = dict(nodes=[2, 5], batches=[1, 2], contexts=[8, 16], repeats=2, steps=1)
 
 
 def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
@@ -145,7 +146,7 @@ def test_measure_leaves_a_full_grid_of_rows_a_summary_and_a_figure(tmp_path):
 
 def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
     console = quiet()
-    measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], repeats=1, rounds=1)
+    measure(lab(), settings(tmp_path / "out"), {}, console, nodes=[2], batches=[1], contexts=[8], repeats=1, steps=1)
     text = console.file.getvalue()
     assert lab().proposer.name in text and "baseline" in text and "speculative" not in text
 
@@ -153,11 +154,11 @@ def test_the_printed_table_shows_the_name_of_the_proposer(tmp_path):
 def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
     out, seen = tmp_path / "out", []
 
-    def watched(arms, requests, repeat, rounds):
+    def watched(arms, requests, repeat, steps):
         seen.append((repeat, len(requests), len(requests[0].tokens)))
         if len(seen) == 4:
             raise KeyboardInterrupt
-        return time_arms(arms, requests, repeat, rounds)
+        return time_arms(arms, requests, repeat, steps)
 
     monkeypatch.setattr("spec_lab.tasks.cost.task.time_arms", watched)
     assert measure(lab(), settings(out), {}, quiet(), **SMALL) == 130
@@ -173,12 +174,23 @@ def test_a_stopped_measurement_is_resumed(tmp_path, monkeypatch):
         ({"batches": []}, "task.batches .*list"),
         ({"nodes": [-1]}, "task.nodes .*0 or more"),
         ({"repeats": 0}, "task.repeats"),
+        ({"steps": 0}, "task.steps"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         measure(lab(), settings(tmp_path), {}, quiet(), **(SMALL | options))
     assert not list(tmp_path.iterdir())
+
+
+def test_every_option_is_in_the_config_with_its_default():
+    options = {
+        one.name: one.default for one in inspect.signature(measure).parameters.values() if one.kind is one.KEYWORD_ONLY
+    }
+    config = OmegaConf.to_container(OmegaConf.load(Path(conf(), "task", "cost.yaml")))
+    assert config == {"_target_": "spec_lab.tasks.cost.measure"} | {
+        name: list(value) if isinstance(value, tuple) else value for name, value in options.items()
+    }
 
 
 def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
@@ -197,7 +209,7 @@ def test_of_long_prompts_the_middle_is_left_out(tmp_path, monkeypatch):
 def test_the_reserved_cells_hold_every_node_accepted_in_every_step():
     target = tiny_target()
     arms = arms_of(target, four=Repeat(4), none=Null())
-    assert room(arms, rounds=2) == 5 * 5  # warming up, two timed, one that ends the second; then a draft
+    assert room(arms, steps=2) == 5 * 5  # warming up, two timed, one that ends the second; then a draft
 
 
 def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
@@ -206,13 +218,13 @@ def test_an_arm_with_the_name_of_a_fixed_tree_is_refused(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_the_experiment_is_one_command(tmp_path, monkeypatch):
     folder = checkpoints.zoo(tmp_path / "zoo")
     options = [
         f"target.path={folder / 'target'}", f"proposer.path={folder / 'medusa'}", "proposer.tree=2x1",
         f"arms.draft_chain.path={folder / 'draft'}", f"prompts.path={folder / 'prompts' / 'prose.jsonl'}",
-        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.repeats=1", "output_dir=here",
+        "task.nodes=[0,2]", "task.batches=[1]", "task.contexts=[8,16]", "task.repeats=1", "task.steps=2",
+        "output_dir=here",
     ]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["spec_lab", "+experiment=cost_of_nodes", *options])
@@ -220,6 +232,7 @@ def test_the_experiment_is_one_command(tmp_path, monkeypatch):
     assert set(load("here")["arm"]) == {
         "nodes 0", "nodes 2", "speculative", "draft_chain", "ngram_chain", "baseline",
     }  # fmt: skip
+    assert json.loads(Path("here/summary.json").read_text())["rounds"] == 2
 
 
 # Prediction --------------------------------------------------------------------------------------------------------
@@ -239,11 +252,11 @@ def test_costs_are_linear_between_what_was_measured_and_refused_beyond():
     cost = by_hand()
     assert float(cost.nodes(nodes=2, batch=1, context=50)) == pytest.approx(17e-3)
     assert cost.nodes(nodes=[0, 4], batch=2, context=0) == pytest.approx([10e-3, 18e-3])
-    assert float(cost.round("draft", 3, 1.5, 10)) == pytest.approx(5e-3 + 10e-3 + 4.5e-3 + 1e-3)
+    assert float(cost.step("draft", 3, 1.5, 10)) == pytest.approx(5e-3 + 10e-3 + 4.5e-3 + 1e-3)
     with pytest.raises(ValueError, match="context .*0 to 100.* 50 to 101"):
         cost.nodes(nodes=0, batch=1, context=[50, 101])
     with pytest.raises(ValueError, match="arm 'medusa' .*draft, baseline"):
-        cost.round("medusa", 0, 1, 0)
+        cost.step("medusa", 0, 1, 0)
 
 
 def test_a_speed_up_is_tau_times_the_ratio_of_seconds():

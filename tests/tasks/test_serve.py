@@ -13,6 +13,8 @@ from rich.console import Console
 
 from spec_lab.analysis.metrics import SCHEMA_VERSION
 from spec_lab.cli.main import main
+from spec_lab.constrain import AppliedConstraint
+from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine, Limits, fixed_group
 from spec_lab.engine.request import Request
@@ -167,6 +169,72 @@ def test_every_request_has_the_tokens_it_has_alone(time, name, sampling):
     assert not target.lm.cells.references.any()
 
 
+@dataclass
+class Forking:
+    """Forks the sequence in two after its second token; the controller of the fork may fail later."""
+
+    fails: bool
+    tokens: int = 0
+
+    def fork(self):
+        return replace(self)
+
+    def step(self, event):
+        self.tokens += len(event.append)
+        if self.fails and event.branch == 1:
+            raise RuntimeError("this fork fails")
+        return [Branch()] * (2 if self.tokens == 2 else 1)
+
+
+def forking(keep=None, fails=False):
+    """Autoregressive decoding of two sequences for each request."""
+    target = tiny_target()
+    constraint = ControllerConstraint(lambda request: Forking(fails), target.vocabulary, keep=keep)
+    return Loop(target, Null(), Match(), seed=0, applied=AppliedConstraint(constraint))
+
+
+@pytest.mark.parametrize(
+    ("keep", "tokens"),
+    [(None, 2 + 3 + 3), (lambda ended: [0], 2 + 3), (lambda ended: [1], 2 + 3), (lambda ended: [], 0)],
+    ids=["all", "the first", "the fork", "none"],
+)
+def test_a_forked_request_has_the_tokens_of_its_kept_sequences_and_shared_ones_once(time, keep, tokens):
+    """Two shared tokens, then three more of each sequence."""
+    rows = time.serve(forking(keep), requests([5, 5], WARM), [0.0, 0.0])
+    assert columns(rows, "tokens", "finish", "error") == [(tokens, "length", "")] * 2
+    assert columns(rows, "steps", "end") == [(2 + 3 + 3, 5)] * 2
+
+
+def test_forks_of_a_dropped_sequence_share_its_tokens_once(time):
+    """Of three candidates that differ from their second token on, the forks are kept."""
+
+    class Three(Forking):
+        def step(self, event):
+            self.tokens += len(event.append)
+            return [Branch()] * (3 if self.tokens == 1 else 1)
+
+    target = tiny_target()
+    constraint = ControllerConstraint(lambda request: Three(False), target.vocabulary, keep=lambda ended: [1, 2])
+    arm = Loop(target, Null(), Match(), seed=0, applied=AppliedConstraint(constraint))
+    (row,) = time.serve(arm, requests([5], WARM), [0.0])
+    assert row["tokens"] == 1 + 4 + 4
+
+
+def test_the_tokens_of_a_forked_request_are_those_that_the_benchmark_counts(time):
+    arm, own = forking(), requests([5, 7, 2, 1], WARM)
+    served = {row["request"]: row["tokens"] for row in time.serve(arm, own, [0.0] * 4)}
+    counted = dict.fromkeys(served, 0)
+    for one in arm.decode(own).outcomes:
+        counted[one.request.id] += one.prefill_tokens + one.decode_tokens
+    assert served == counted == {10: 8, 11: 12, 12: 2, 13: 1}
+
+
+def test_a_request_with_a_broken_fork_is_broken_whichever_sequence_is_kept(time):
+    (row,) = time.serve(forking(lambda ended: [0], fails=True), requests([5], WARM), [0.0])
+    assert row["finish"] == "stuck" and "this fork fails" in row["error"]
+    assert row["tokens"] == 5
+
+
 def test_an_engine_that_fails_frees_its_cells(time, plain, monkeypatch):
     step = Engine.step
 
@@ -291,7 +359,7 @@ def test_without_a_baseline_no_speed_up_is_stated(tmp_path):
 
 def test_arrivals_count_from_the_start_of_their_segment(tmp_path):
     trace = tmp_path / "trace.txt"
-    trace.write_text("0 0.01 5.0 5.02 9.0")
+    trace.write_text("0\n0.01\n5.0\n5.02\n9.0\n")
     assert run(tmp_path / "out", arrivals="file", trace=str(trace)) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
     own = rows[rows["arm"] == "baseline"].sort_values("request")["arrival"]
@@ -335,6 +403,21 @@ def test_progress_counts_the_requests_of_all_arms_and_reaches_its_total(tmp_path
     run(tmp_path / "out", requests=5)
     (bar,) = bars
     assert (bar.unit, bar.total, bar.count) == ("request", 2 * 5, 2 * 5)
+
+
+def test_every_arm_warms_up_with_a_full_batch_of_short_requests(tmp_path, monkeypatch):
+    """As the benchmark does: memory for a batch is allocated before anything is measured."""
+    seen = []
+
+    def watched(arm, own, due, *given):
+        seen.append(([one.id for one in own], {one.max_new_tokens for one in own}, set(due)))
+        return serve_segment(arm, own, due, *given)
+
+    monkeypatch.setattr(module, "serve_segment", watched)
+    for batch, ids in ((3, [0, 1, 2]), (9, [0, 1, 2, 3, 4])):
+        seen.clear()
+        run(tmp_path / str(batch), changes={"warmup": 2, "batch_size": batch}, segment=5)
+        assert seen[:2] == [(ids, {2}, {0.0})] * 2 and [new for _, new, _ in seen[2:]] == [{4}, {4}]
 
 
 def test_warming_up_leaves_no_rows(tmp_path):

@@ -82,7 +82,7 @@ class Cost:
             {str(name): _grid(own, ("batch", "context"), OF_ARM) for name, own in arms.groupby("arm", sort=False)},
         )
 
-    def round(self, arm: str, nodes: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
+    def step(self, arm: str, nodes: ArrayLike, batch: ArrayLike, context: ArrayLike) -> np.ndarray:
         """Return the seconds of a step of an arm.
 
         Args:
@@ -123,7 +123,7 @@ def predict(
     Raises:
         ValueError: an arm was not measured, or the point lies outside the measured grid.
     """
-    return tau * float(cost.round(baseline, 0, batch, context) / cost.round(arm, nodes, batch, context))
+    return tau * float(cost.step(baseline, 0, batch, context) / cost.step(arm, nodes, batch, context))
 
 
 def predicted_speedups(cost: Cost, tables: Tables, arm: str, baseline: str = "baseline") -> pd.Series:
@@ -166,11 +166,11 @@ def _tokens(tables: Tables, arm: str) -> pd.Series:
 def _seconds(cost: Cost, tables: Tables, arm: str) -> pd.Series:
     """Return the predicted decode seconds of each group."""
     steps = tables.steps[(tables.steps["arm"] == arm) & ~tables.steps["prefill"]]
-    rounds = steps.groupby(["group", "round"]).agg(
+    each = steps.groupby(["group", "round"]).agg(
         nodes=("nodes", "mean"), batch=("request", "size"), context=("context", "mean")
     )
-    took = cost.round(arm, rounds["nodes"], rounds["batch"], rounds["context"])
-    return pd.Series(took, index=rounds.index).groupby(level="group").sum()
+    took = cost.step(arm, each["nodes"], each["batch"], each["context"])
+    return pd.Series(took, index=each.index).groupby(level="group").sum()
 
 
 def _grid(frame: pd.DataFrame, axes: tuple[str, ...], parts: tuple[str, ...]) -> Grid:

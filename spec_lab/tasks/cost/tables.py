@@ -15,7 +15,7 @@ PARTS = ("propose", "target", "probabilities", "verify", "commit", "between")
 """Columns of seconds that add up to those of a whole step."""
 
 COST = {
-    "id": (_TEXT, "batch/context/arm/turn"),
+    "id": (_TEXT, "batch/context/arm/repeat"),
     "batch": (_WHOLE, "sequences decoded together"),
     "context": (_WHOLE, "computed tokens of each sequence when the arm's first step began"),
     "arm": (_TEXT, "an arm of the lab, or 'nodes N' for a fixed tree of N nodes"),

@@ -29,13 +29,13 @@ def measure(
     *,
     nodes: Sequence[int] = (0, 1, 2, 4, 8, 16, 26, 32, 64),
     batches: Sequence[int] = (1, 2, 4, 8),
-    contexts: Sequence[int] = (64, 256, 1024),
-    repeats: int = 5,
-    rounds: int = 6,
+    contexts: Sequence[int] = (64, 320, 1024),
+    repeats: int = 3,
+    steps: int = 6,
 ) -> int:
     """Time the steps of fixed draft trees and of the lab's own arms, at every batch size and context.
 
-    In each repeat every arm decodes ``rounds`` steps at every pair of batch size and context, so the timings of one
+    In each repeat ``steps`` steps of every arm are timed at every pair of batch size and context, so the timings of one
     pair are spread over the whole run. The texts are the lab's prompts, joined and repeated. The rows of a pair are
     written when it has been timed; the same command with the same ``output_dir`` resumes the measurement.
 
@@ -48,7 +48,7 @@ def measure(
         batches: numbers of sequences decoded together.
         contexts: numbers of tokens of each sequence.
         repeats: number of times that every pair of batch size and context is measured.
-        rounds: number of timed steps of each arm in a measurement.
+        steps: number of timed steps of each arm in a measurement.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C.
@@ -62,13 +62,13 @@ def measure(
     nodes = sorted({0, *_sizes("task.nodes", nodes, 0)})
     batches, contexts = _sizes("task.batches", batches), _sizes("task.contexts", contexts)
     whole("task.repeats", repeats)
-    whole("task.rounds", rounds)
+    whole("task.steps", steps)
     arms = _arms(lab, settings, nodes)
-    longest = lab.target.context - room(arms, rounds)
+    longest = lab.target.context - room(arms, steps)
     if contexts[-1] > longest:
         raise ValueError(
             f"task.contexts must be at most {longest}, not {contexts[-1]}: the model's context holds "
-            f"{lab.target.context} tokens, of which {rounds} timed steps may need {lab.target.context - longest}"
+            f"{lab.target.context} tokens, of which {steps} timed steps may need {lab.target.context - longest}"
         )
     prompts = encode(lab.prompts, lab.target.tokenizer, lab.target.context, settings.max_prompt_tokens)
     tables = parts(settings.output_dir)
@@ -82,14 +82,14 @@ def measure(
         todo = [one for one in measurements if one not in before]
         for repeat, batch, context in tqdm(todo, desc=settings.name, unit="measurement", disable=None):
             requests = texts(lab.target, prompts, lab.sampling, batch, context)
-            rows = time_arms(arms, requests, repeat, rounds)
+            rows = time_arms(arms, requests, repeat, steps)
             tables.write(f"{repeat:04d}-{batch:04d}-{context:06d}", {"cost": rows})
             none = next(row for row in rows if row["arm"] == "nodes 0")
             number = measurements.index((repeat, batch, context))
             lab.tracker.group(number, {"seconds without nodes": none["whole"]})
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
-        summary |= {"turns": repeats, "rounds": rounds, **show.summarise(frame)}
+        summary |= {"turns": repeats, "rounds": steps, **show.summarise(frame)}
         names = names_in_manifest(facts)
 
         def print_summary(found: Mapping[str, Any]) -> None:

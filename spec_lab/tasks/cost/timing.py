@@ -76,13 +76,13 @@ def texts(
     return [Request(number, f"text {number}", own, sampling, target.context) for number, own in enumerate(tokens)]
 
 
-def room(arms: Mapping[str, Loop], rounds: int) -> int:
+def room(arms: Mapping[str, Loop], steps: int) -> int:
     """Return the largest number of positions that an arm uses beyond the context, draft nodes included."""
-    return (rounds + 3) * (max(arm.proposer.nodes for arm in arms.values()) + 1)
+    return (steps + 3) * (max(arm.proposer.nodes for arm in arms.values()) + 1)
 
 
-def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int, rounds: int) -> Rows:
-    """Time ``rounds`` steps of every arm on the same sequences, one arm after the other.
+def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int, steps: int) -> Rows:
+    """Time ``steps`` steps of every arm on the same sequences, one arm after the other.
 
     Each arm decodes one step before the timed ones and one after them; then the sequences are truncated to their
     prompts.
@@ -91,7 +91,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         arms: by name; all of one target, without constraints.
         requests: decoded as one batch; their prompts have the same length and leave ``room`` in the target's context.
         repeat: number of the repeat; it seeds the order of the arms.
-        rounds: number of timed steps.
+        steps: number of timed steps.
 
     Returns:
         A row for each arm, as in ``tables.COST``.
@@ -107,7 +107,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         name: Parts(target, arm.proposer, arm.verifier, CounterDraws(arm.seed), memory=memory)
         for name, arm in arms.items()
     }
-    reserve = min(context + room(arms, rounds), target.context)
+    reserve = min(context + room(arms, steps), target.context)
     sequences = [SequenceState(one, lm.open(reserve), list(one.tokens)) for one in requests]
     states: dict[str, list] = {name: [arm.proposer.init(one) for one in requests] for name, arm in arms.items()}
 
@@ -140,7 +140,7 @@ def time_arms(arms: Mapping[str, Loop], requests: Sequence[Request], repeat: int
         rows, facts = [], {"batch": len(requests), "context": context, "turn": repeat}
         for place in np.random.default_rng(repeat).permutation(len(arms)):
             name = list(arms)[place]
-            done = decode(name, rounds + 2)  # the first is a warm-up; the last only ends the time of the one before
+            done = decode(name, steps + 2)  # the first is a warm-up; the last only ends the time of the one before
             key = {"id": f"{len(requests)}/{context}/{name}/{repeat}", "arm": name}
             rows.append(key | facts | {"fixed": isinstance(arms[name].proposer, Fixed), **_seconds(done)})
         return rows
