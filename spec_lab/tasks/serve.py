@@ -43,7 +43,7 @@ SERVED = {
     "order": (_WHOLE, "the arm's place in its segment's order, from 0"),
     "request": (_WHOLE, "number of the request in the stream"),
     "prompt_tokens": (_WHOLE, "length of the prompt"),
-    "tokens": (_WHOLE, "tokens emitted by its kept sequences; those before a fork count once"),
+    "tokens": (_WHOLE, "tokens emitted by all its sequences, as in the benchmark; those before a fork count once"),
     "finish": (_TEXT, "finish reason (engine.request.FINISHES) of its first broken, else its first kept sequence"),
     "error": (_TEXT, "why it broke; empty where it did not"),
     "arrival": (_REAL, "seconds from the start of the segment, as all times here"),
@@ -323,21 +323,7 @@ def outcome(sequences: Sequence[SequenceState], errors: Mapping[SequenceState, s
     ordered = sorted(sequences, key=lambda one: one.lineage)
     broken, kept = [one for one in ordered if one.finish in BROKEN], [one for one in ordered if one.kept]
     return {
-        "tokens": kept_tokens(sequences),
+        "tokens": sum(len(one.tokens) - one.born for one in sequences),
         "finish": [*broken, *kept, *ordered][0].finish or "",
         "error": next((errors[one] for one in ordered if one in errors), ""),
     }
-
-
-def kept_tokens(sequences: Sequence[SequenceState]) -> int:
-    """Return the number of tokens that the kept sequences of a request emitted; those before a fork count once."""
-    born = {one.lineage: one.born for one in sequences}
-    ends = dict(born)  # the tokens that count are those from ``born`` to here, of each sequence
-    for one in sequences:
-        if one.kept:
-            end = len(one.tokens)
-            for length in range(len(one.lineage), -1, -2):  # the sequence itself, then those that it was forked from
-                lineage = one.lineage[:length]
-                ends[lineage] = max(ends[lineage], end)
-                end = min(end, born[lineage])
-    return sum(ends[lineage] - born[lineage] for lineage in born)
