@@ -36,7 +36,7 @@ from spec_lab.tasks.certify.exact import reference
 from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import JOINT, joint
-from spec_lab.tasks.certify.statistics import chi_square
+from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection

@@ -5,7 +5,7 @@ import pytest
 
 from spec_lab.core.draft import chain, tree
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.tasks.certify.enumerate import Reused, Script, explore
+from spec_lab.tasks.certify.enumeration import Reused, Script, explore
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import TOYS, Instance
 from spec_lab.verify import Match, Token, Traversal

@@ -9,7 +9,7 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.tasks.certify.certificate import prove
-from spec_lab.tasks.certify.enumerate import Script, Unrepeatable, side_by_side
+from spec_lab.tasks.certify.enumeration import Script, Unrepeatable, side_by_side
 from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Verdict
 from tests.tasks.certify.parts import Uniform, Verifies
