@@ -220,7 +220,7 @@ def check(swept: Path, reference: dict[str, Tables], seen: dict[str, Tables], li
     for one in found:
         name, tables = one.folder.name, rows(one.folder)
         groups = set(tables["requests"]["group"])
-        assert one.state in ({"done", "waiting", "running"} if living else {"done", "waiting"}), one
+        assert one.state in ({"done", "pending", "running"} if living else {"done", "pending"}), one
         assert one.state != "done" or groups == set(reference[name]["requests"]["group"])
         assert living or one.groups == len(groups)
         assert_same(without_times(tables), without_times(of_groups(reference[name], groups)))

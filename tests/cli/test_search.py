@@ -148,9 +148,9 @@ def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, 
     ended = {file.parent: files(file.parent) for file in tmp_path.glob("swept/*/ended.json")}
     assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING]
     code, said, errors = cli("state", "swept")
-    assert code == 0 and "2 done, 1 waiting" in said, errors
+    assert code == 0 and "2 done, 1 pending" in said, errors
     stopped = sweep.runs(tmp_path / "swept")[2]
-    assert (stopped.state, stopped.groups, stopped.of) == ("waiting", 2, 4)
+    assert (stopped.state, stopped.groups, stopped.of) == ("pending", 2, 4)
     rows = load(stopped.folder).requests
 
     code, _, errors = cli(*given)

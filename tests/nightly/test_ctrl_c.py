@@ -64,4 +64,4 @@ def test_ctrl_c_at_any_moment_is_one_line_and_130(name, tiny, tmp_path):
         else:
             process.communicate()
         if sweep.is_sweep(tmp_path / "swept"):
-            assert {one.state for one in sweep.runs(tmp_path / "swept")} <= {"waiting", "done"}
+            assert {one.state for one in sweep.runs(tmp_path / "swept")} <= {"pending", "done"}

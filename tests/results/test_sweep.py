@@ -86,7 +86,7 @@ def test_plans_add_up_in_order_and_each_run_is_once(tmp_path):
     found = sweep.runs(tmp_path / "new")
     assert [one.overrides for one in found] == [("seed=2",), ("seed=1",), ("seed=3",)]
     assert [one.folder for one in found] == [tmp_path / "new" / f"seed={seed}" for seed in (2, 1, 3)]
-    assert {one.state for one in found} == {"waiting"}
+    assert {one.state for one in found} == {"pending"}
     assert sweep.place(found[1].folder) == "2 of 3, seed=1"
 
 
@@ -163,7 +163,7 @@ def test_a_run_is_running_while_a_process_holds_it_and_pending_after_a_kill(one)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         assert (one / ".lock").exists(), "it is left behind, and stale"
-        assert stands(one).state == "waiting"
+        assert stands(one).state == "pending"
         with sweep.holding(one, patience=0.0):
             assert stands(one).state == "running"
     finally:
@@ -198,7 +198,7 @@ def test_a_run_is_held_by_one_process_at_a_time(one):
 
 def test_a_stopped_run_is_pending_with_its_finished_groups(one):
     (one / "manifest.json").write_text(json.dumps({"groups": 5, "overrides": ["seed=1"]}))
-    assert stands(one) == sweep.Run(one, ("seed=1",), "waiting", 0, 5)
+    assert stands(one) == sweep.Run(one, ("seed=1",), "pending", 0, 5)
     parts(one, 0, 1)
     assert stands(one).groups == 2
     writer.Recorder(one).gather()
@@ -223,7 +223,7 @@ def test_a_failed_run_keeps_its_error_and_traceback(one):
     assert (found.state, found.error, found.groups, found.seconds) == ("failed", "no room left", 1, 2.0)
     assert "Traceback" in sweep.ended(one)["traceback"] and "OSError: no room" in sweep.ended(one)["traceback"]
     sweep.begin(one)
-    assert stands(one).state == "waiting"
+    assert stands(one).state == "pending"
     sweep.begin(one)
 
 
@@ -237,6 +237,15 @@ def test_a_run_that_ends_during_a_status_is_not_pending(one, monkeypatch):
 
     monkeypatch.setattr(sweep, "_running", just_then)
     assert stands(one).state == "done"
+
+
+def test_the_failure_of_a_cluster_job_is_read_from_files_of_earlier_versions_too(one):
+    sweep.fail_job(one, "slurm", "TIMEOUT")
+    assert (stands(one).state, stands(one).error) == ("pending", "slurm: TIMEOUT")
+    (one / "queued.json").write_text(json.dumps({"engine": "ray", "job": "7", "lost": "cancelled"}))
+    assert (stands(one).state, stands(one).error) == ("pending", "ray job 7: cancelled")
+    sweep.begin(one)
+    assert (stands(one).state, stands(one).error) == ("pending", "ray job 7")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"state": "done"}'])
@@ -254,8 +263,8 @@ def test_unplanned_runs_are_found_too(one):
     (lone / "manifest.json").write_text(json.dumps({"groups": 2, "overrides": None}))  # made without --multirun
     sweep.fail(other, ["seed=9"], ValueError("x"), "x", 1.0)
     assert [(run.folder, run.overrides, run.state) for run in sweep.runs(one.parent)] == [
-        (one, ("seed=1",), "waiting"),
-        (lone, (), "waiting"),
+        (one, ("seed=1",), "pending"),
+        (lone, (), "pending"),
         (other, ("seed=9",), "failed"),
     ]
 
@@ -454,7 +463,7 @@ def test_an_interrupted_sweep_is_resumed_from_its_finished_groups(cli, tiny, tmp
     assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
     assert "run the same command with output_dir=swept to resume" in errors
     assert "Traceback" not in errors
-    assert states(tmp_path / "swept") == {"1": ("waiting", 2), "2": ("waiting", 0)}
+    assert states(tmp_path / "swept") == {"1": ("pending", 2), "2": ("pending", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
     before = load(first.folder).requests
     decoded.stop = ()
@@ -513,9 +522,9 @@ def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     assert told["prompts.limit=1"][:2] == ["done", "1/1"]
     assert told["prompts.limit=nothing"][:2] == ["failed", "0/?"]
     assert "prompts.limit must be a whole number" in said
-    assert told["prompts.limit=2"] == ["waiting", "1/2"]
+    assert told["prompts.limit=2"] == ["pending", "1/2"]
     assert told["prompts.limit=3"][:1] == ["running"]
-    assert summed.startswith("1 done, 1 running, 1 failed, 1 waiting")
+    assert summed.startswith("1 done, 1 running, 1 failed, 1 pending")
     assert "The same command resumes" in summed
 
     code, said, errors = cli("collect", "swept")
@@ -649,7 +658,7 @@ def test_ctrl_c_in_a_sweep_prints_how_to_resume(tiny, tmp_path):
     assert "finished groups of 400 are in " in errors and "the same command with output_dir=swept resumes it" in errors
     assert "Traceback" not in errors
     first, second = sweep.runs(tmp_path / "swept")
-    assert (first.state, second.state) == ("waiting", "waiting")
+    assert (first.state, second.state) == ("pending", "pending")
     assert 1 <= first.groups < first.of == 400
     assert second.groups == 0
 

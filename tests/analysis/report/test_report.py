@@ -304,7 +304,7 @@ def test_papers_find_the_figures_beside_the_page(page):
 @pytest.mark.nightly
 def test_a_sweep_says_where_its_runs_stand(swept):
     parsed = Parsed(report.write(swept))
-    assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 waiting" in parsed.text
+    assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 pending" in parsed.text
     assert "document.title='owned'" in parsed.text  # the error, as text
     assert "By proposer.depth" in parsed.text
     links = {unquote(link) for link in parsed.values("href") if link.endswith("report.html")}

@@ -15,15 +15,15 @@ from tests import checkpoints
 
 
 class Scripted:
-    """An engine that runs jobs in this process, except those it loses.
+    """An engine that runs jobs in this process, except those that fail.
 
     Args:
-        lose: seeds of runs whose jobs are lost, with their final states.
+        failures: seeds of runs whose jobs fail, with their final states.
         alive: seeds of runs whose jobs an earlier launcher submitted, and that are still running.
     """
 
-    def __init__(self, lose=(), alive=()):
-        self.lose, self.alive = dict(lose), alive
+    def __init__(self, failures=(), alive=()):
+        self.failures, self.alive = dict(failures), alive
         self.taken = []
 
     def living(self):
@@ -36,8 +36,8 @@ class Scripted:
                 self.taken.append(job.overrides[-1])
                 yield Queued(number, f"7_{number}")
         for number, job in enumerate(jobs):
-            if (seed := job.overrides[-1]) in self.lose:
-                yield JobEnded(number, lost=self.lose[seed])
+            if (seed := job.overrides[-1]) in self.failures:
+                yield JobEnded(number, failure=self.failures[seed])
             else:
                 yield JobEnded(number, job())
 
@@ -61,11 +61,11 @@ def on(quick_cli, tiny, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on, tmp_path, cli):
-    code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
+    code, said, errors = on(Scripted(failures={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
     assert "swept: 3 runs, of which 0 ended before, 0 are queued already: submitting 3 to slurm" in errors
-    assert "lost (CANCELLED by 1000, on n1); the same command resumes it" in errors
-    assert "swept: 2 done, 1 waiting" in said
+    (reported,) = (line for line in errors.splitlines() if "2 of 3, seed=2" in line and "CANCELLED by 1000, on n1" in line)
+    assert "swept: 2 done, 1 pending" in said
     assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
     second = Scripted()
     code, said, errors = on(second, "seed=1,2,3")
@@ -74,7 +74,7 @@ def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on,
 
 
 def test_a_pending_job_is_not_submitted_twice(on):
-    on(Scripted(lose={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
+    on(Scripted(failures={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
     again = Scripted(alive=["seed=1"])
     code, _, errors = on(again, "seed=1,2")
     assert (code, again.taken) == (0, ["seed=2"])
@@ -89,7 +89,7 @@ def test_the_status_of_a_queued_run_names_its_job(on, tmp_path):
 
     code, _, errors = on(Leaves(), "seed=1")
     (run,) = sweep.runs(tmp_path / "swept")
-    assert (code, run.state, run.error) == (1, "waiting", "slurm job 7_0")
+    assert (code, run.state, run.error) == (1, "pending", "slurm job 7_0")
     assert "Slurm has not answered" in errors and "Traceback" not in errors
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_ended_before_its_job_failed_has_ended(on, tmp_path):
         def launch(self, jobs, names):
             yield Queued(0, "7_0")
             jobs[0]()
-            yield JobEnded(0, lost="NODE_FAIL")
+            yield JobEnded(0, failure="NODE_FAIL")
 
     code, _, _ = on(Late(), "seed=1")
     assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
@@ -231,9 +231,9 @@ def test_a_job_that_left_the_queue_has_failed_with_the_state_from_sacct(slurm, t
     slurm["sacct"] = "5_0|CANCELLED by 1000|0:0|n1\n5_1|FAILED|0:9|n2\n5_2|TIMEOUT|1:0|None assigned\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(3)}
     assert list(engine(slurm, tmp_path)._ended(waiting)) == [
-        JobEnded(0, lost="CANCELLED by 1000, on n1"),
-        JobEnded(1, lost="FAILED, signal 9, on n2"),
-        JobEnded(2, lost="TIMEOUT, exit code 1"),
+        JobEnded(0, failure="CANCELLED by 1000, on n1"),
+        JobEnded(1, failure="FAILED, signal 9, on n2"),
+        JobEnded(2, failure="TIMEOUT, exit code 1"),
     ]
     assert not waiting
 
@@ -242,15 +242,15 @@ def test_a_job_has_time_to_appear_where_sacct_or_the_disk_lags(slurm, tmp_path):
     slurm["sacct"] = "5_0|RUNNING|0:0|n1\n5_1|COMPLETED|0:0|n1\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(2)}
     ends = engine(slurm, tmp_path)._ended(waiting)
-    assert next(ends) == JobEnded(1, lost="COMPLETED, on n1")
+    assert next(ends) == JobEnded(1, failure="COMPLETED, on n1")
     assert slurm.now > slurm.module.SECONDS
     slurm["sacct"] = "5_0|OUT_OF_MEMORY|0:125|n1\n"
-    assert list(ends) == [JobEnded(0, lost="OUT_OF_MEMORY, signal 125, on n1")]
+    assert list(ends) == [JobEnded(0, failure="OUT_OF_MEMORY, signal 125, on n1")]
 
 
 def test_without_accounting_a_failed_job_is_still_reported(slurm, tmp_path):
     (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
-    assert ended.lost == "left the queue without a result, and sacct does not answer"
+    assert ended.failure == "left the queue without a result, and sacct does not answer"
 
 
 def test_a_slurm_that_does_not_answer_is_waited_for_up_to_a_limit(slurm, tmp_path):
@@ -266,7 +266,7 @@ def test_a_job_that_can_never_start_is_cancelled_and_the_others_are_waited_for(s
     monkeypatch.setattr("submitit.SlurmJob.cancel", lambda self, check: cancelled.append(self.job_id))
     slurm["squeue"] = "5_0|PENDING|PartitionTimeLimit|\n5_1|PENDING|JobHeldUser|\n5_2|PENDING|Resources|\n"
     ends = engine(slurm, tmp_path)._ended({number: job(tmp_path, f"5_{number}") for number in range(3)})
-    assert next(ends) == JobEnded(0, lost="cancelled, as it would never start: PartitionTimeLimit")
+    assert next(ends) == JobEnded(0, failure="cancelled, as it would never start: PartitionTimeLimit")
     slurm["squeue"] = ""
     assert len(list(ends)) == 2 and cancelled == ["5_0"]
     said = capsys.readouterr().err

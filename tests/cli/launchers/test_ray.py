@@ -63,10 +63,10 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, u
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
     until(lambda: not any(run.state == "running" for run in on.runs().values()))
-    waiting = [seed for seed, run in on.runs().items() if run.state == "waiting"]
-    assert waiting
+    pending = [seed for seed, run in on.runs().items() if run.state == "pending"]
+    assert pending
     assert on.start(*LAUNCHER).wait(timeout=300) == 1, "one run fails"
-    assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(waiting)} ended before" in on.said()
+    assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(pending)} ended before" in on.said()
     assert_goes_on(on, was)
     assert_whole(on, undisturbed)
 
@@ -77,8 +77,8 @@ def test_a_job_that_is_killed_repeatedly_fails_with_the_cause(on, nodes):
     for pid in workers(nodes[0]):
         os.kill(pid, signal.SIGKILL)
     assert launcher.wait(timeout=120) == 1
-    lost = [run for run in on.runs().values() if run.state == "waiting"]
-    assert lost and all("WorkerCrashedError" in run.error for run in lost)
+    failed = [run for run in on.runs().values() if run.state == "pending"]
+    assert failed and all("WorkerCrashedError" in run.error for run in failed)
     assert "the same command resumes it" in on.said() and "Traceback" not in on.said()
 
 

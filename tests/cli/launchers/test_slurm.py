@@ -76,7 +76,7 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
     os.kill(process(killed), signal.SIGKILL)
     until(lambda: "CANCELLED" in on.runs()[first].error)
     until(lambda: re.search(r"FAILED, (exit code (137|9)|signal 9), on n", on.runs()[second].error))
-    assert on.runs()[first].state == on.runs()[second].state == "waiting"
+    assert on.runs()[first].state == on.runs()[second].state == "pending"
     was = finished(on, first, second)
 
     # The launcher is killed and restarted while its jobs run.
@@ -124,7 +124,7 @@ def test_jobs_that_would_stay_pending_for_ever_are_cancelled_with_the_reason(on)
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=short", seeds="0,1")  # a limit of five minutes
     assert launcher.wait(timeout=60) == 1
     for run in on.runs().values():
-        assert run.state == "waiting"
+        assert run.state == "pending"
         assert run.error.endswith(": cancelled, as it would never start: PartitionTimeLimit")
     assert asks("squeue", "--me", "--noheader") == ""
 
