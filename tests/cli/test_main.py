@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import COMMANDS
-from spec_lab.cli.main import conf, option_names, top_level_options, zoo
+from spec_lab.cli.main import VERBOSE, conf, option_names, replace_flags, top_level_options, zoo
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
@@ -370,11 +371,43 @@ def test_version_is_that_of_the_package(cli):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["-v", "--cfg", "job"], "verbose: true"),
+        (["--verbose", "+experiment=ngram_chain", "--cfg", "job"], "verbose: true"),
+        (["--cfg", "job", "-p", "_global_", "-v"], "verbose: true"),
+        (["seed=3", "name=x", "--cfg", "job", "--verbose"], "verbose: true"),
+        (["~peers", "--cfg", "job", "-v"], "verbose: true"),
+        (["-v", "verbose=false", "--cfg", "job"], "verbose: false"),
+        (["--cfg", "job"], "verbose: false"),
+    ],
+)
+def test_the_verbose_flag_of_a_run_sets_its_option_beside_hydra_s_own_flags(cli, arguments, shown):
+    code, output, errors = cli(*arguments)
+    assert (code, errors) == (0, "")
+    assert shown in output.splitlines()
+
+
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_sweep_s_runs_are_the_same_with_the_verbose_flag(cli, tiny, tmp_path):
+    run = [*tiny, "prompts.limit=1", "baseline=false", "seed=1", "output_dir=swept"]
+    assert [cli(*run, "--multirun", *flag)[0] for flag in ([], ["-v"])] == [0, 0]
+    assert len(list(tmp_path.glob("swept/*/summary.json"))) == 1
+
+
+def test_the_verbose_flag_is_not_one_of_hydra_s():
+    hydra_flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    assert "--multirun" in hydra_flags and not {*VERBOSE} & hydra_flags
+    assert replace_flags(["--info", "-v"]) == ["verbose=true", "--info"], "else it would be --info's value"
+
+
+@pytest.mark.parametrize(
     ("line", "found", "hydras"),
     [
         ("spec-lab ", ["state", "collect", "compare", "report", "track", "dashboard"], ["proposer=", "seed="]),
         ("spec-lab co", ["collect", "compare"], []), ("spec-lab prop", [], ["proposer="]),
         ("spec-lab proposer=ng", [], ["proposer=ngram"]), ("spec-lab seed=1 st", [], []),
+        ("spec-lab -v proposer=ng", [], ["proposer=ngram"]),
         ("spec-lab compare ", ["one/", "two/"], []), ("spec-lab compare one/ t", ["two/"], []),
         ("spec-lab compare one/de", ["one/deep/"], []), ("spec-lab compare --l", ["--level"], []),
     ],

@@ -64,7 +64,8 @@ def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on,
     code, said, errors = on(Scripted(failures={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
     assert "swept: 3 runs, of which 0 ended before, 0 are queued already: submitting 3 to slurm" in errors
-    (reported,) = (line for line in errors.splitlines() if "2 of 3, seed=2" in line and "CANCELLED by 1000, on n1" in line)
+    (failure,) = (line for line in errors.splitlines() if "seed=2" in line)
+    assert "2 of 3" in failure and "CANCELLED by 1000, on n1" in failure
     assert "swept: 2 done, 1 pending" in said
     assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
     second = Scripted()
