@@ -171,11 +171,11 @@ def test_the_verifier_has_the_distribution_of_sampling_and_matching():
 
 @pytest.mark.nightly
 def test_a_lossless_pair_is_certified(flat_cli, left_behind):
-    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
+    code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 1000
-    assert "bigram point agree lossless, proved" in said
+    assert "bigram point agree lossless, proved" in output
 
 
 @pytest.mark.parametrize("instances", ["quick", pytest.param("every", marks=pytest.mark.nightly)])
@@ -195,20 +195,20 @@ def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
 
 @pytest.mark.nightly
 def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
-    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
+    code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
     assert pair["exact"]["instances"] == sum(one.chain for one in every_instance())
-    assert "bigram (point), straight: chains only" in said
+    assert "bigram (point), straight: chains only" in output
 
 
 def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
-    code, said, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
+    code, output, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
-    assert "bigram (point), careless FAILS: after [" in said
+    assert "bigram (point), careless FAILS: after [" in output
 
 
 @pytest.mark.nightly
@@ -229,9 +229,9 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
 def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
-    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
+    code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors
-    assert "draft_chain (iid), agree FAILS: outputs " in said and ", apart on " in said
+    assert "draft_chain (iid), agree FAILS: outputs " in output and ", apart on " in output
 
 
 @pytest.mark.parametrize("placement", PLACES)

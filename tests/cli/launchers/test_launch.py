@@ -61,17 +61,17 @@ def on(quick_cli, tiny, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on, tmp_path, cli):
-    code, said, errors = on(Scripted(failures={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
+    code, output, errors = on(Scripted(failures={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
     assert "swept: 3 runs, of which 0 ended before, 0 are queued already: submitting 3 to slurm" in errors
     (failure,) = (line for line in errors.splitlines() if "seed=2" in line)
     assert "2 of 3" in failure and "CANCELLED by 1000, on n1" in failure
-    assert "swept: 2 done, 1 pending" in said
-    assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
+    assert "swept: 2 done, 1 pending" in output
+    assert "slurm job 7_1: CANCELLED by 1000, on n1" in output
     second = Scripted()
-    code, said, errors = on(second, "seed=1,2,3")
+    code, output, errors = on(second, "seed=1,2,3")
     assert (code, second.taken) == (0, ["seed=2"]), "a finished run is not submitted again"
-    assert "swept: 3 done" in said and "CANCELLED" not in said
+    assert "swept: 3 done" in output and "CANCELLED" not in output
 
 
 def test_a_pending_job_is_not_submitted_twice(on):
@@ -99,9 +99,9 @@ def test_a_job_that_ended_without_a_result_has_failed(on):
         def launch(self, jobs, names):
             yield JobEnded(0)
 
-    code, said, _ = on(Silent(), "seed=1")
+    code, output, _ = on(Silent(), "seed=1")
     assert code == 1
-    assert "slurm: its job ended without a result" in said
+    assert "slurm: its job ended without a result" in output
 
 
 def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
@@ -116,9 +116,9 @@ def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
 
 
 def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on):
-    code, said, _ = on(Scripted(), "seed=1,-1")
+    code, output, _ = on(Scripted(), "seed=1,-1")
     assert code == 1
-    assert "1 done, 1 failed" in said and "seed must" in said
+    assert "1 done, 1 failed" in output and "seed must" in output
     second, third = Scripted(), Scripted()
     assert on(second, "seed=1,-1")[0] == 1
     assert second.taken == []
@@ -270,8 +270,8 @@ def test_a_job_that_can_never_start_is_cancelled_and_the_others_are_waited_for(s
     assert next(ends) == JobEnded(0, failure="cancelled, as it would never start: PartitionTimeLimit")
     slurm["squeue"] = ""
     assert len(list(ends)) == 2 and cancelled == ["5_0"]
-    said = capsys.readouterr().err
-    assert "Slurm job 5_1 is pending: JobHeldUser" in said and "Resources" not in said
+    output = capsys.readouterr().err
+    assert "Slurm job 5_1 is pending: JobHeldUser" in output and "Resources" not in output
 
 
 def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cluster(tmp_path, monkeypatch):
@@ -282,13 +282,13 @@ def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cl
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    said = {"SLURM_CONF": "here", "SBATCH_ACCOUNT": "lab"}
-    for name, value in {**said, "SLURM_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+    options = {"SLURM_CONF": "here", "SBATCH_ACCOUNT": "lab"}
+    for name, value in {**options, "SLURM_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     made = slurm.engine(tmp_path / "out", cpus=3, memory_gb=None, requeue=False, setup=["module load x"])
     (job,) = made._handed([print], ["seed=1"])
     given = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
-    assert said.items() <= given.items()
+    assert options.items() <= given.items()
     assert not {"SLURM_JOB_ID", "RANK", "WORLD_SIZE"} & given.keys()
     script = job.paths.submission_file.read_text()
     (srun,) = [line for line in script.splitlines() if line.startswith("srun")]
