@@ -146,9 +146,9 @@ def test_a_pipe_does_not_block(given, call):
         file.unlink()
         os.mkfifo(file)
     code, _, errors = call("state", given)
-    assert code == 1 and "seed=2/summary.json is not readable (it is no regular file)" in errors
+    assert code == 1 and "seed=2/summary.json" in errors and "regular file" in errors
     code, _, errors = call("compare", given / "seed=1", given / "seed=3")
-    assert code == 1 and "seed=3/requests.parquet is not a readable table (no regular file)" in errors
+    assert code == 1 and "seed=3/requests.parquet" in errors and "regular file" in errors
 
 
 @pytest.mark.parametrize(

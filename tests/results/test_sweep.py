@@ -461,8 +461,7 @@ def test_an_interrupted_sweep_is_resumed_from_its_finished_groups(cli, tiny, tmp
     decoded.stop = (2,)
     code, _, errors = cli(*some)
     assert code == 130
-    assert "Interrupted: the rows of 2 finished groups of 3 are in" in errors
-    assert "run the same command with output_dir=swept to resume" in errors
+    assert "2 finished groups of 3" in errors and "output_dir=swept" in errors
     assert "Traceback" not in errors
     assert states(tmp_path / "swept") == {"1": ("pending", 2), "2": ("pending", 0)}
     (first, _) = sweep.runs(tmp_path / "swept")
@@ -483,8 +482,8 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli
     some = ["--multirun", *tiny, "prompts.limit=2", f"prompts.path=later.jsonl,{good}"]
     code, output, errors = cli(*some)
     assert code == 1
-    assert "failed: prompts file later.jsonl does not exist" in errors
-    assert "swept: 1 done, 1 failed" in output
+    assert "later.jsonl" in errors
+    assert "1 done, 1 failed" in output
     assert "retry=true" in output
     assert decoded == [0, 1]
     failed, done = sweep.runs(tmp_path / "swept")
@@ -492,12 +491,12 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_on_request_only(cli
     note = json.loads((failed.folder / "ended.json").read_text())
     assert note["traceback"].startswith("Traceback") or "\nTraceback" in note["traceback"]
     assert "FileNotFoundError" in note["traceback"] and "prompts.py" in note["traceback"]
-    assert note["error"] == failed.error and "\n" not in note["error"]
+    assert note["error"] == failed.error and "later.jsonl" in failed.error and "\n" not in failed.error
 
     checkpoints.prompts(tmp_path / "later.jsonl")
     code, _, errors = cli(*some)
     assert code == 1, "it did not go well yet"
-    assert "failed before (prompts file later.jsonl does not exist" in errors and "; retry=true tries again" in errors
+    assert failed.error in errors and "retry=true" in errors
     assert decoded == [0, 1]
 
     code, output, errors = cli(*some, "retry=true")
