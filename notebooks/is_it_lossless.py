@@ -145,7 +145,7 @@ from IPython.display import display
 
 from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.show import convergence
-from spec_lab.tasks.certify.statistics import distance, expected_distance
+from spec_lab.tasks.certify.significance import distance, expected_distance
 
 # %matplotlib inline
 

@@ -61,7 +61,7 @@ killed = sweep.runs(folder)
 
 # %% [markdown]
 # `state` prints the state of a sweep at any time, from any shell. A killed process holds no lock any more, so its run
-# is not shown as running but as waiting, like the runs that have not begun. Its finished groups are on disk.
+# is not shown as running but as pending, like the runs that have not begun. Its finished groups are on disk.
 
 # %% language="bash"
 # python -m spec_lab state depths
@@ -69,7 +69,7 @@ killed = sweep.runs(folder)
 # %%
 states = [run.state for run in killed]
 assert process.returncode == -9
-assert states[0] == "done" and states[-1] == "waiting" and "running" not in states
+assert states[0] == "done" and states[-1] == "pending" and "running" not in states
 assert sum(run.groups for run in killed) >= 10  # eight of the first run, and some of the second
 
 # %% [markdown]

@@ -110,9 +110,9 @@ def test_an_unknown_revision_and_too_few_pairs_are_refused(capsys):
 
 def test_its_options_are_options_of_this_tree(cli):
     """A renamed option is renamed here too; the run itself is nightly."""
-    code, said, errors = cli(*compare_speed.OPTIONS, "output_dir=measured", "--cfg", "job")
+    code, output, errors = cli(*compare_speed.OPTIONS, "output_dir=measured", "--cfg", "job")
     assert code == 0, errors
-    assert "limit: 4" in said and "baseline: true" in said
+    assert "limit: 4" in output and "baseline: true" in output
 
 
 @pytest.mark.nightly

@@ -232,8 +232,8 @@ def tiny_zoo(folder):
 @pytest.mark.nightly
 def test_the_study_measures_draws_and_writes_and_is_resumed(measure, tmp_path, monkeypatch):
     folder = tiny_zoo(tmp_path / "zoo")
-    said = ["constraint=regex", "constraint.pattern='[a-z ]{12,}'", "prompts=code"]
-    monkeypatch.setattr(measure, "WORKLOADS", {"patterns": ("toy", said)})
+    options = ["constraint=regex", "constraint.pattern='[a-z ]{12,}'", "prompts=code"]
+    monkeypatch.setattr(measure, "WORKLOADS", {"patterns": ("toy", options)})
     monkeypatch.setattr(measure, "TEMPERATURES", {0: ("medusa",), 1: ("draft_chain",)})
     (tmp_path / "README.md").write_text("<!-- results -->\n<!-- end of results -->\n")
     draft = f"path={folder / 'draft'}"

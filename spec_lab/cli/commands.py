@@ -120,7 +120,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 
 def _state(given: argparse.Namespace, console: Console) -> int:
-    """Print the state of each run of a sweep: done, running, failed or waiting."""
+    """Print the state of each run of a sweep: done, running, failed or pending."""
     with sweep.reading(given.folder):
         print_sweep(given.folder, console, every=True)
         return _unreadable(given.folder)
@@ -248,13 +248,13 @@ def print_sweep(folder: Path, console: Console | None = None, every: bool = Fals
             table.add_row(*map(visible, (label[one.folder.name], one.state, groups, seconds, note)))
     if table.row_count:
         console.print(table, highlight=False)
-    count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "waiting")}
+    count = {state: sum(one.state == state for one in found) for state in ("done", "running", "failed", "pending")}
     said = ", ".join(f"{number} {state}" for state, number in count.items() if number)
     _say(console, f"{folder}: {said or 'no runs'}")
     for name, values in sweep.mixed(found).items():
         console.print(visible(f"Its runs differ in {name}: {' | '.join(values)}; do not compare their figures."))
-    if count["waiting"]:
-        console.print("The same command resumes the waiting runs.", highlight=False)
+    if count["pending"]:
+        console.print("The same command resumes the pending runs.", highlight=False)
     if count["failed"]:
         console.print("retry=true runs the failed ones again; tracebacks are in ended.json.", highlight=False)
 

@@ -49,6 +49,9 @@ OmegaConf.register_new_resolver("folder_name", lambda given: sweep.folder_name(a
 LONGEST_NAME = 200
 """Maximum number of characters of the name of an option of a config group."""
 
+VERBOSE = ("-v", "--verbose")
+"""Flags that stand for the option ``verbose=true``; Hydra has no flags of these names."""
+
 
 def quote_prompt(option: str) -> str:
     """Quote the text of ``task.prompt=TEXT``, which may hold Hydra's special characters; return others as is."""
@@ -59,6 +62,18 @@ def quote_prompt(option: str) -> str:
     text = re.sub(r"(\\*)(\$\{)", r"\1\1\\\2", text)  # for OmegaConf
     text = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)  # for Hydra
     return f'{name}{equals}"{text}"'
+
+
+def replace_flags(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with ``verbose=true`` before the first override in place of the flags ``VERBOSE``.
+
+    Hydra requires that no flag stands between two overrides.
+    """
+    kept = [one for one in arguments if one not in VERBOSE]
+    if len(kept) < len(arguments):
+        overrides = (n for n, one in enumerate(kept) if one[:1] != "-" and ("=" in one or one[:1] == "~"))
+        kept.insert(next(overrides, 0), "verbose=true")
+    return kept
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
@@ -145,6 +160,7 @@ def command_line() -> None:
         print(*found, sep="\n")
         if not hydras_too:
             return
+        os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"
@@ -157,7 +173,7 @@ def command_line() -> None:
             print("\nInterrupted.", file=sys.stderr)
             sys.exit(interrupt.CODE)
     try:
-        sys.argv[1:] = moved(sys.argv[1:])
+        sys.argv[1:] = moved(replace_flags(sys.argv[1:]))
         check_overrides(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"spec_lab: {error}")

@@ -1,4 +1,4 @@
-"""The columns of a run's three tables, with their types and meanings. A round is one forward of a batch."""
+"""The columns of a run's three tables, with their types and meanings. A round is a step: one forward of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDS = {
     "prefill_chunks": (_WHOLE, "sequences that only computed a part of their prompt"),
     "copies_before": (_WHOLE, "copies from the device to the host before the target's forward, counted on the CPU too"),
     "copies_after": (_WHOLE, "the same after it"),
-    "start": (_REAL, "seconds from the start of the arm's round 0 to the start of this one"),
+    "start": (_REAL, "seconds from the start of the arm's step 0 to the start of this one"),
     "propose": (_REAL, "seconds of drafting"),
     "propose_forward": (_REAL, "of these, seconds inside module calls of a draft model or heads"),
     "mask_busy": (_REAL, "seconds of computing constraint masks, in any thread"),
@@ -39,7 +39,7 @@ STEPS = {
     "arm": (_TEXT, "as in rounds"),
     "request": (_WHOLE, "number of the prompt in its run"),
     "sequence": (_WHOLE, "number of the sequence in its request; 0 is the first, its forks follow"),
-    "parent_sequence": (_WHOLE, "the branch it was forked from; -1 for none"),
+    "parent_sequence": (_WHOLE, "number of the sequence it was forked from; -1 for none"),
     "round": (_WHOLE, "as in rounds"),
     "prefill": (_FLAG, "as in rounds"),
     "pending": (_WHOLE, "committed tokens that were not computed yet when the step began"),
@@ -65,9 +65,9 @@ STEPS = {
     "expected_kind": (_TEXT, "'exact': given the draft; 'noise': given its noise as well; empty: a failed step"),
     "empty_residual": (_FLAG, "whether the residual was all zero by rounding, so that the token was drawn from p"),
     "finish": (_TEXT, "finish reason (engine.request.FINISHES) of a sequence that ended with this step; else empty"),
-    "context": (_WHOLE, "tokens of the sequence when the round began, prompt included"),
+    "context": (_WHOLE, "tokens of the sequence when the step began, prompt included"),
 }
-"""One row for each sequence in each round."""
+"""One row for each sequence in each step."""
 
 REQUESTS = {
     "id": (_TEXT, "request/arm/sequence"),
@@ -95,7 +95,7 @@ REQUESTS = {
         "seconds of the steps until its first token, each multiplied by the share of its computed tokens (pending and "
         "drafted) that belong to this sequence; 0 for forks. Over a fixed group they add up to the prefill's seconds",
     ),
-    "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last round"),
+    "decode_seconds": (_REAL, "seconds from the prefill's end to the end of the request's last step"),
     "finish": (_TEXT, "finish reason (engine.request.FINISHES)"),
     "kept": (_FLAG, "whether the constraint kept this sequence when the request had finished"),
     "violated": (_WHOLE, "tokens emitted before the first that an observing constraint does not allow; -1 for none"),

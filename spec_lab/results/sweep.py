@@ -5,7 +5,7 @@ A run's state follows from the files in its folder, so that nothing needs repair
 - ``.lock``, held by a process: running (the kernel releases the lock when the process dies);
 - ``ended.json``: done, or failed with its traceback;
 - ``queued.json``: its last job on a cluster, and how that job ended if it could not record so itself;
-- neither: waiting, possibly with the rows of finished groups, from which it is resumed.
+- neither: pending, possibly with the rows of finished groups, from which it is resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spec_lab.results.redact import redacted
 if TYPE_CHECKING:  # only readers of tables need pandas: composing a run imports nothing heavy
     import pandas as pd
 
-State = Literal["done", "running", "failed", "waiting"]
+State = Literal["done", "running", "failed", "pending"]
 
 Known = TypeVar("Known")
 
@@ -61,8 +61,8 @@ ENDED = {
 }
 """The shape of ``ended.json``."""
 
-QUEUED = {"engine": str, "job": str, "lost": str}
-"""The shape of ``queued.json``."""
+QUEUED = {"engine": str, "job": str, "?failure": str, "?lost": str}
+"""The shape of ``queued.json``; "lost" is an earlier name of "failure"."""
 
 BEGUN = {
     "?groups": (int, None),
@@ -85,11 +85,11 @@ class Run:
     Args:
         folder: of its files.
         overrides: its options on the command line, without ``PLACES``.
-        state: done, running, failed or waiting.
+        state: done, running, failed or pending.
         groups: number of finished groups on disk.
         of: number of groups in total; None while it is not known.
         code: exit code of a run that is done.
-        error: one line: the error of a failed run, or the cluster job of a waiting one and how it ended; else empty.
+        error: one line: the error of a failed run, or the cluster job of a pending one and how it ended; else empty.
         seconds: time that the process which ended the run spent on it; None for a run that has not ended.
         unreadable: which of its files is not readable, and why; empty for none.
     """
@@ -224,25 +224,25 @@ def holding(folder: Path, patience: float = 1.0) -> Iterator[None]:
 def begin(folder: Path) -> None:
     """Remove the record of how the run ended before, and of how its last job on a cluster ended."""
     (folder / "ended.json").unlink(missing_ok=True)
-    if (known := queued(folder)) and known["lost"]:
-        write_json(folder / "queued.json", known | {"lost": ""})
+    if (known := queued(folder)) and known["failure"]:
+        write_json(folder / "queued.json", known | {"failure": ""})
 
 
 def queue(folder: Path, engine: str, job: str) -> None:
     """Record that a launcher (Slurm, Ray) has queued the run, and the name of its job."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "queued.json", {"engine": engine, "job": job, "lost": "", "at": _now()})
+    write_json(folder / "queued.json", {"engine": engine, "job": job, "failure": "", "at": _now()})
 
 
-def lose(folder: Path, engine: str, why: str) -> None:
+def fail_job(folder: Path, engine: str, why: str) -> None:
     """Record how the run's job ended where it cannot do so itself: cancelled, killed, out of time."""
     folder.mkdir(parents=True, exist_ok=True)
     known = queued(folder) or {"engine": engine, "job": ""}
-    write_json(folder / "queued.json", known | {"lost": why, "at": _now()})
+    write_json(folder / "queued.json", known | {"failure": why, "at": _now()})
 
 
 def queued(folder: Path) -> dict[str, Any] | None:
-    """Return the record of the run's last cluster job: engine, job, lost (why; or empty); None if there was none."""
+    """Return the record of the run's last cluster job: engine, job, failure (or empty); None if there was none."""
     with suppress(ValueError):  # an incomplete file is ignored
         return _queued(folder)
     return None
@@ -254,7 +254,8 @@ def _queued(folder: Path) -> dict[str, Any] | None:
     Raises:
         Unreadable: the file is not what ``queue`` writes.
     """
-    return _shaped(folder / "queued.json", QUEUED, "does not record how the run's job ended")
+    known = _shaped(folder / "queued.json", QUEUED, "does not record how the run's job ended")
+    return known and {"failure": known.pop("lost", ""), **known}
 
 
 def _shaped(file: Path, shape: Mapping[str, Any], what: str = "is not readable") -> dict[str, Any] | None:
@@ -396,7 +397,7 @@ def look(folder: Path, overrides: tuple[str, ...] = ()) -> Run:
     groups = begun.get("groups")
     done = groups or 0 if how and how["state"] == "done" else known(_groups, 0)
     given = overrides or tuple((how or {}).get("overrides", ())) or own(begun.get("overrides") or ())
-    state: State = how["state"] if how else "running" if running else "waiting"
+    state: State = how["state"] if how else "running" if running else "pending"
     error = how["error"] if how else "; ".join([*broken_files, *([job] if job else [])])
     code, seconds = (how["code"], how.get("seconds")) if how else (0, None)
     return Run(folder, given, state, done, groups, code, error, seconds, "; ".join(dict.fromkeys(broken_files)))
@@ -416,7 +417,7 @@ def _on_cluster(folder: Path) -> str:
     if known is None:
         return ""
     job = f"{known['engine']} job {known['job']}" if known["job"] else str(known["engine"])
-    return f"{job}: {known['lost']}" if known["lost"] else job
+    return f"{job}: {known['failure']}" if known["failure"] else job
 
 
 def _groups(folder: Path) -> int:

@@ -10,6 +10,7 @@ from spec_lab.verify.token import Token
 from spec_lab.verify.traversal import Traversal
 from spec_lab.verify.typical import Typical
 from spec_lab.verify.verdict import (
+    AcceptsMixed,
     ChainsOnly,
     Choice,
     FollowsArgmax,
@@ -26,6 +27,7 @@ from spec_lab.verify.verdict import (
 )
 
 __all__ = [
+    "AcceptsMixed",
     "Cascade",
     "ChainsOnly",
     "Choice",

@@ -227,9 +227,9 @@ def test_a_sweep_is_tracked_run_by_run(tracked, tmp_path):
     sweep.plan(tmp_path / "sweep", [["seed=1"], ["seed=2"], ["seed=3"]])
     killed(tracked, tmp_path / "sweep" / "seed=1", groups=1)
     killed(tracked, tmp_path / "sweep" / "seed=2", groups=0)
-    said = list(track_all(tmp_path / "sweep", mode="offline"))
-    assert ["offline-run" in one for one in said] == [True, False, False]
-    assert "is finished" in said[1] and "does not exist" in said[2]
+    lines = list(track_all(tmp_path / "sweep", mode="offline"))
+    assert ["offline-run" in one for one in lines] == [True, False, False]
+    assert "is finished" in lines[1] and "does not exist" in lines[2]
     assert read_back(tmp_path / "sweep" / "seed=1")["run"][0]["run_group"] == "sweep"
     assert [one.partition(": ")[0] for one in track_all(tmp_path / "sweep" / "seed=1", mode="offline")]
 
@@ -324,8 +324,8 @@ def test_while_a_run_goes_on_only_its_groups_are_logged(tmp_path, monkeypatch):
 def test_a_run_outlives_weights_and_biases_and_says_so(tmp_path, monkeypatch, capsys, at):
     monkeypatch.setattr(client, "begin", lambda *_: Broken(at))
     assert run(lab(tracker=Wandb(mode="offline")), settings(tmp_path), CONFIG) == 0
-    said = capsys.readouterr().err
-    assert said.count("Weights & Biases failed") == 1 and f"spec-lab track {tmp_path}" in said
+    output = capsys.readouterr().err
+    assert output.count("Weights & Biases failed") == 1 and f"spec-lab track {tmp_path}" in output
     assert len(metrics.load(tmp_path).requests) == 10 and (tmp_path / "summary.json").is_file()
 
 

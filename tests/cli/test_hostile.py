@@ -124,14 +124,14 @@ def test_a_bad_file_is_named_and_the_other_runs_are_read(given, call, name, text
     (given / "seed=2" / name).write_text(text)
     if name == "queued.json":
         (given / "seed=2" / "ended.json").unlink()
-    code, said, errors = call("state", given)
-    assert code == 1 and "2 done" in said
+    code, output, errors = call("state", given)
+    assert code == 1 and "2 done" in output
     assert "unreadable: " in errors and f"seed=2/{name}" in errors
-    code, said, errors = call("collect", given)
-    assert code == 1 and "2 runs, 4 rows" in said and f"seed=2/{name}" in errors
+    code, output, errors = call("collect", given)
+    assert code == 1 and "2 runs, 4 rows" in output and f"seed=2/{name}" in errors
     assert set(pd.read_parquet(given / "table.parquet")["run"]) == {"seed=1", "seed=3"}
-    code, said, errors = call("compare", given)
-    assert code == 1 and "Compared" in said and f"seed=2/{name}" in errors
+    code, output, errors = call("compare", given)
+    assert code == 1 and "Compared" in output and f"seed=2/{name}" in errors
 
 
 def test_a_report_of_a_sweep_shows_the_others(given, call):
@@ -146,9 +146,9 @@ def test_a_pipe_does_not_block(given, call):
         file.unlink()
         os.mkfifo(file)
     code, _, errors = call("state", given)
-    assert code == 1 and "seed=2/summary.json is not readable (it is no regular file)" in errors
+    assert code == 1 and "seed=2/summary.json" in errors and "regular file" in errors
     code, _, errors = call("compare", given / "seed=1", given / "seed=3")
-    assert code == 1 and "seed=3/requests.parquet is not a readable table (no regular file)" in errors
+    assert code == 1 and "seed=3/requests.parquet" in errors and "regular file" in errors
 
 
 @pytest.mark.parametrize(
@@ -165,16 +165,16 @@ def test_a_table_with_something_else_in_it_is_named(given, call, spoil, why):
     pq.write_table(spoil(pq.read_table(file)), file)
     code, _, errors = call("report", given / "seed=2")
     assert code == 1 and "seed=2/steps.parquet is not a readable table" in errors and why in errors
-    code, said, errors = call("compare", given)
-    assert code == 1 and "seed=2/steps.parquet" in errors and "Compared" in said
+    code, output, errors = call("compare", given)
+    assert code == 1 and "seed=2/steps.parquet" in errors and "Compared" in output
 
 
 @pytest.mark.parametrize("name", ["../mine", "/etc", "..", "", "a\x1b[31mb", "a/b", "a\0", "a" * 300])
 def test_a_name_that_is_not_a_run_s_folder_is_refused(given, call, name):
     (given / "sweep.json").write_text(json.dumps({"runs": [{"folder": name, "overrides": []}]}))
     for what in ("state", "collect", "report"):
-        code, said, errors = call(what, given)
-        assert code == 1 and "sweep.json is not a list of runs" in errors and "\x1b" not in said + errors
+        code, output, errors = call(what, given)
+        assert code == 1 and "sweep.json is not a list of runs" in errors and "\x1b" not in output + errors
 
 
 def test_control_characters_reach_no_terminal(given, call):
@@ -183,8 +183,8 @@ def test_control_characters_reach_no_terminal(given, call):
         json.dumps({"runs": [{"folder": f"seed={n}", "overrides": [f"seed={n}\x1b]0;t\x07"]} for n in (1, 2)]})
     )
     for what in ("state", "collect", "compare"):
-        _, said, errors = call(what, given)
-        assert not set(said + errors) & {"\x1b", "\x07"}
+        _, output, errors = call(what, given)
+        assert not set(output + errors) & {"\x1b", "\x07"}
 
 
 # A full disk

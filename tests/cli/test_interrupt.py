@@ -58,7 +58,7 @@ def test_a_sweep_that_is_interrupted_during_an_import_is_pending(tiny, tmp_path,
     assert "Interrupted." in done.stderr and "Traceback" not in done.stderr
     if module != "hydra":
         assert "the same command with output_dir=swept" in done.stderr
-        assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["waiting", "waiting"]
+        assert [one.state for one in sweep.runs(tmp_path / "swept")] == ["pending", "pending"]
 
 
 def test_a_command_that_is_interrupted_during_an_import_ends_with_one_line(tmp_path):

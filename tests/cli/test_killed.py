@@ -56,7 +56,7 @@ def options(zoo: Path, *more: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Yard:
+class ForkServer:
     """A process that has imported everything and composed the configs, and forks children that run the command line."""
 
     pipe: Connection
@@ -80,13 +80,13 @@ class Yard:
 
 
 @pytest.fixture(scope="module")
-def yard():
+def fork_server():
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
-    yield Yard(ours)
+    yield ForkServer(ours)
     ours.send(("stop",))
     process.join(10)
     process.kill()
@@ -125,7 +125,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tuple[int, str] | None = None) -> None:
-    """Run the command line in ``place``; its output goes to ``said.txt`` there.
+    """Run the command line in ``place``; its output goes to ``output.txt`` there.
 
     Args:
         place: the working directory.
@@ -137,9 +137,9 @@ def _child(place: Path, arguments: list[str], patience: float = 1.0, moment: tup
 
     signal.alarm(120)
     os.chdir(place)
-    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     sys.argv = ["spec-lab", *arguments]
     holding = sweep.holding
     sweep.holding = lambda folder, *_: holding(folder, patience)
@@ -220,7 +220,7 @@ def check(swept: Path, reference: dict[str, Tables], seen: dict[str, Tables], li
     for one in found:
         name, tables = one.folder.name, rows(one.folder)
         groups = set(tables["requests"]["group"])
-        assert one.state in ({"done", "waiting", "running"} if living else {"done", "waiting"}), one
+        assert one.state in ({"done", "pending", "running"} if living else {"done", "pending"}), one
         assert one.state != "done" or groups == set(reference[name]["requests"]["group"])
         assert living or one.groups == len(groups)
         assert_same(without_times(tables), without_times(of_groups(reference[name], groups)))
@@ -256,10 +256,10 @@ def check_end(swept: Path, reference: dict[str, Tables]) -> None:
     assert table["tokens"].tolist() == [int((one["prefill_tokens"] + one["decode_tokens"]).sum()) for one in expected]
 
 
-def never_killed(yard: Yard, place: Path, arguments: list[str]) -> dict[str, Tables]:
+def never_killed(fork_server: ForkServer, place: Path, arguments: list[str]) -> dict[str, Tables]:
     """The rows of each run of an undisturbed sweep."""
-    child = yard.start(place, arguments)
-    assert yard.wait(child) == 0, (place / "said.txt").read_text()
+    child = fork_server.start(place, arguments)
+    assert fork_server.wait(child) == 0, (place / "output.txt").read_text()
     return {one.folder.name: rows(one.folder) for one in sweep.runs(place / "swept")}
 
 
@@ -267,29 +267,29 @@ def never_killed(yard: Yard, place: Path, arguments: list[str]) -> dict[str, Tab
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.nightly)])
-def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo, tmp_path, kills):
+def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(fork_server, zoo, tmp_path, kills):
     draft = f"proposer.path={zoo / 'draft'}"
     arguments = options(zoo, "proposer=draft_chain", draft, "proposer.depth=1,3", "seed=1,2")
-    reference = never_killed(yard, tmp_path / "reference", arguments)
+    reference = never_killed(fork_server, tmp_path / "reference", arguments)
     one_run = min(one.seconds for one in sweep.runs(tmp_path / "reference" / "swept"))  # the first is slower
     assert all(len(one["requests"]) == 2 * GROUPS for one in reference.values())
-    dice, hits, sweeps, broken_off = random.Random(0), 0, 0, 0
+    generator, hits, sweeps, broken_off = random.Random(0), 0, 0, 0
     while hits < kills or broken_off <= kills // 10:  # some kills must fall into runs, not only between them
         assert hits < 5 * kills
         place, seen, children, done = tmp_path / str(sweeps), {}, [], False
         while not done:
             while len(children) < 2:  # two workers, or a restarted launcher and an orphan
-                children.append(yard.start(place, arguments, patience=dice.choice([0.0, 1.0])))
-            time.sleep(dice.uniform(0, dice.choice([1, 2]) * one_run))
+                children.append(fork_server.start(place, arguments, patience=generator.choice([0.0, 1.0])))
+            time.sleep(generator.uniform(0, generator.choice([1, 2]) * one_run))
             one_run *= 1.02  # so the test ends on a machine that has become slower
-            for _ in range(dice.choice([1, 2])):
-                hits += yard.kill(children.pop(dice.randrange(len(children))))
+            for _ in range(generator.choice([1, 2])):
+                hits += fork_server.kill(children.pop(generator.randrange(len(children))))
             done = check(place / "swept", reference, seen, living=bool(children))
             one_run *= 0.8 if done else 1.0  # and kills are not too late on one that has become faster
             broken_off += any(0 < tables["requests"]["group"].nunique() < GROUPS for tables in seen.values())
         for child in children:
-            hits += yard.kill(child)
-        assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
+            hits += fork_server.kill(child)
+        assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
         check(place / "swept", reference, seen, living=False)
         check_end(place / "swept", reference)
         sweeps += 1
@@ -297,20 +297,20 @@ def test_kills_at_random_moments_lose_nothing_and_count_nothing_twice(yard, zoo,
 
 
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(yard, zoo, tmp_path, stride):
+def test_a_kill_between_any_two_changes_to_the_disk_is_repaired_by_the_same_command(fork_server, zoo, tmp_path, stride):
     """Of all moments the short run has every thirteenth."""
     arguments = options(zoo, "proposer=ngram", "baseline=false", "prompts.limit=1")
-    reference = never_killed(yard, tmp_path / "reference", arguments)
+    reference = never_killed(fork_server, tmp_path / "reference", arguments)
     kills = {}
     for when in ("half", "after"):
         for kills[when], number in enumerate(count(1, stride)):
             place, seen = tmp_path / f"{when}-{number}", {}
-            ended = yard.wait(yard.start(place, arguments, moment=(number, when)))
+            ended = fork_server.wait(fork_server.start(place, arguments, moment=(number, when)))
             if ended == 0:
                 break  # no more changes
-            assert ended == -signal.SIGKILL, (place / "said.txt").read_text()
+            assert ended == -signal.SIGKILL, (place / "output.txt").read_text()
             check(place / "swept", reference, seen, living=False)
-            assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
+            assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
             check(place / "swept", reference, seen, living=False)
             check_end(place / "swept", reference)
     written = 1 + 1 + 3 + 3 + 1 + 1  # sweep.json, manifest, a group's parts, tables, summary, ended.json
@@ -379,34 +379,34 @@ def launch():
 
 
 @pytest.mark.nightly
-def test_killed_workers_and_launchers_of_joblib_lose_nothing(yard, zoo, tmp_path, launch):
+def test_killed_workers_and_launchers_of_joblib_lose_nothing(fork_server, zoo, tmp_path, launch):
     arguments = options(zoo, "proposer=ngram", "baseline=false", f"prompts.path={zoo / 'many.jsonl'}", "seed=1,2,3")
-    reference, seen = never_killed(yard, tmp_path / "reference", arguments), {}
+    reference, seen = never_killed(fork_server, tmp_path / "reference", arguments), {}
     place = tmp_path / "killed"
 
     first = launch(place, arguments)
     os.kill(first.until_two_get_on()[0], signal.SIGKILL)
-    said, _ = first.process.communicate(timeout=100)
+    output, _ = first.process.communicate(timeout=100)
     assert first.process.returncode == 1
-    assert "A worker process managed by the executor was unexpectedly terminated" in said
+    assert "A worker process managed by the executor was unexpectedly terminated" in output
     check(place / "swept", reference, seen, living=False)
 
     second = launch(place, arguments)
     orphan, _ = second.until_two_get_on()
     second.process.kill()
     second.process.wait()
-    newcomer = yard.start(place, arguments, patience=0.0)  # while two orphans still run
+    newcomer = fork_server.start(place, arguments, patience=0.0)  # while two orphans still run
     check(place / "swept", reference, seen, living=True)
     with suppress(ProcessLookupError):
         os.kill(orphan, signal.SIGKILL)
     check(place / "swept", reference, seen, living=True)
-    assert yard.wait(newcomer) in (0, 1)  # 1 if an orphan holds a run
-    assert "Traceback" not in (place / "said.txt").read_text()
+    assert fork_server.wait(newcomer) in (0, 1)  # 1 if an orphan holds a run
+    assert "Traceback" not in (place / "output.txt").read_text()
     deadline = time.monotonic() + 60
     while second.workers():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     check(place / "swept", reference, seen, living=False)
-    assert yard.wait(yard.start(place, arguments)) == 0, (place / "said.txt").read_text()
+    assert fork_server.wait(fork_server.start(place, arguments)) == 0, (place / "output.txt").read_text()
     check(place / "swept", reference, seen, living=False)
     check_end(place / "swept", reference)

@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from spec_lab.analysis import metrics
 from spec_lab.cli.commands import COMMANDS
-from spec_lab.cli.main import conf, option_names, top_level_options, zoo
+from spec_lab.cli.main import VERBOSE, conf, option_names, replace_flags, top_level_options, zoo
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.tasks.certify.certificate import prove
 from spec_lab.tasks.certify.instances import QUICK
@@ -128,9 +129,9 @@ def test_the_experiments_are_these():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_is_a_small_delta(cli, name):
-    code, said, errors = cli(f"+experiment={name}", "--cfg", "job", "--resolve")
+    code, output, errors = cli(f"+experiment={name}", "--cfg", "job", "--resolve")
     assert code == 0, errors
-    config = OmegaConf.create(said)
+    config = OmegaConf.create(output)
     assert config.name == name
     for peer in config.peers.values():
         inspect.signature(get_object(peer.pop("_target_"))).bind(**peer, **dict.fromkeys(GIVEN))
@@ -159,9 +160,9 @@ def test_every_other_task_writes_its_files(cli, name, tmp_path, monkeypatch):
     few = partial(prove, instances=QUICK[:1])  # tests/tasks/certify enumerates the others
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", few)
     file, short = TASKS[name]
-    code, said, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
+    code, output, errors = cli(f"+experiment={name}", *short, "target.dtype=float64", "warmup=0", "output_dir=here")
     assert code == 0, errors
-    assert said.rstrip().endswith("here")
+    assert output.rstrip().endswith("here")
     found = json.loads((tmp_path / "here" / file).read_text())
     if name == "certify_all":
         shipped = {file.stem for file in Path(conf()).glob("verifier/*.yaml")}
@@ -180,9 +181,9 @@ ALONE = {"draft_chain", "draft_tree", "medusa_tree", "ngram_chain", "ngram_tree"
 @pytest.mark.usefixtures("tiny_zoo")
 def test_every_experiment_runs(cli, name, tmp_path):
     short = ["target.dtype=float64", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=here"]
-    code, said, errors = cli(f"+experiment={name}", *short)
+    code, output, errors = cli(f"+experiment={name}", *short)
     assert code == 0, errors
-    assert f"{name}: " in said
+    assert f"{name}: " in output
     summary = json.loads((tmp_path / "here" / "summary.json").read_text())
     manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
     assert set(manifest["proposers"]) <= set(manifest["arms"])
@@ -237,10 +238,10 @@ def test_composing_imports_nothing_heavy(tmp_path):
 
 
 def test_a_run_from_any_directory_writes_to_output_dir(cli, tiny, tmp_path):
-    code, said, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
+    code, output, errors = cli(*tiny, "output_dir=here", "sampling.temperature=1", "name=mine")
     assert code == 0, errors
     assert "Traceback" not in errors
-    assert "mine: ngram" in said
+    assert "mine: ngram" in output
     assert {"rounds.parquet", "summary.json", "manifest.json", "figures"} <= {p.name for p in tmp_path.glob("here/*")}
     manifest = json.loads((tmp_path / "here" / "manifest.json").read_text())
     assert manifest["config"]["sampling"]["temperature"] == 1
@@ -261,7 +262,7 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["proposer.depth=abc"], "proposer.depth ... 'abc'"),
         (["batch_size=1.5"], "batch_size ... 1.5"),
@@ -297,11 +298,11 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
     ],
 )
 @pytest.mark.usefixtures("tiny_zoo")
-def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, said):
+def test_wrong_values_are_refused_in_one_line(cli, tiny, tmp_path, overrides, message):
     code, _, errors = cli(*tiny, *overrides, "output_dir=here")
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert all(fact in line for fact in said.split(" ... "))
+    assert all(fact in line for fact in message.split(" ... "))
     assert "Traceback" not in errors
     assert not (tmp_path / "here").exists()
 
@@ -336,7 +337,7 @@ def test_arms_may_be_null_or_empty(cli, tiny, without):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["proposer.dpth=2"], "Key 'dpth' is not in struct"),
         (["batchsize=2"], "Key 'batchsize' is not in struct"),
@@ -344,24 +345,24 @@ def test_arms_may_be_null_or_empty(cli, tiny, without):
         (["+experiment=medusa_tre"], "Could not find 'experiment/medusa_tre'"),
     ],
 )
-def test_unknown_options_are_refused_by_hydra(cli, overrides, said):
+def test_unknown_options_are_refused_by_hydra(cli, overrides, message):
     code, _, errors = cli(*overrides)
     assert code == 1
-    assert said in errors
+    assert message in errors
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("+batchsize=2", "batchsize ... batch_size"),
         ("+qqq=2", "qqq ... arms, banned_strings, baseline, batch_size, constraint"),
         ("~seed", "seed ... ~seed"),
     ],
 )
-def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, option, said):
+def test_options_that_nothing_reads_and_removed_ones_are_refused(cli, tiny, option, message):
     code, _, errors = cli(*tiny, option)
     assert code == 1
-    assert all(fact in errors for fact in said.split(" ... "))
+    assert all(fact in errors for fact in message.split(" ... "))
     assert "Traceback" not in errors
 
 
@@ -370,11 +371,43 @@ def test_version_is_that_of_the_package(cli):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["-v", "--cfg", "job"], "verbose: true"),
+        (["--verbose", "+experiment=ngram_chain", "--cfg", "job"], "verbose: true"),
+        (["--cfg", "job", "-p", "_global_", "-v"], "verbose: true"),
+        (["seed=3", "name=x", "--cfg", "job", "--verbose"], "verbose: true"),
+        (["~peers", "--cfg", "job", "-v"], "verbose: true"),
+        (["-v", "verbose=false", "--cfg", "job"], "verbose: false"),
+        (["--cfg", "job"], "verbose: false"),
+    ],
+)
+def test_the_verbose_flag_of_a_run_sets_its_option_beside_hydra_s_own_flags(cli, arguments, shown):
+    code, output, errors = cli(*arguments)
+    assert (code, errors) == (0, "")
+    assert shown in output.splitlines()
+
+
+@pytest.mark.usefixtures("tiny_zoo")
+def test_a_sweep_s_runs_are_the_same_with_the_verbose_flag(cli, tiny, tmp_path):
+    run = [*tiny, "prompts.limit=1", "baseline=false", "seed=1", "output_dir=swept"]
+    assert [cli(*run, "--multirun", *flag)[0] for flag in ([], ["-v"])] == [0, 0]
+    assert len(list(tmp_path.glob("swept/*/summary.json"))) == 1
+
+
+def test_the_verbose_flag_is_not_one_of_hydra_s():
+    hydra_flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    assert "--multirun" in hydra_flags and not {*VERBOSE} & hydra_flags
+    assert replace_flags(["--info", "-v"]) == ["verbose=true", "--info"], "else it would be --info's value"
+
+
+@pytest.mark.parametrize(
     ("line", "found", "hydras"),
     [
         ("spec-lab ", ["state", "collect", "compare", "report", "track", "dashboard"], ["proposer=", "seed="]),
         ("spec-lab co", ["collect", "compare"], []), ("spec-lab prop", [], ["proposer="]),
         ("spec-lab proposer=ng", [], ["proposer=ngram"]), ("spec-lab seed=1 st", [], []),
+        ("spec-lab -v proposer=ng", [], ["proposer=ngram"]),
         ("spec-lab compare ", ["one/", "two/"], []), ("spec-lab compare one/ t", ["two/"], []),
         ("spec-lab compare one/de", ["one/deep/"], []), ("spec-lab compare --l", ["--level"], []),
     ],
@@ -385,10 +418,10 @@ def test_the_shell_completes_sub_commands_their_options_and_directories(
     for folder in ("one/deep", "two", ".hidden"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setenv("COMP_LINE", line)
-    code, said, _ = cli("-sc", "query=bash")
+    code, output, _ = cli("-sc", "query=bash")
     assert code == 0
-    ours = [one for one in said.split() if one in COMMANDS or one.startswith("-") or one.endswith("/")]
-    assert ours == found and {*hydras} <= {*said.split()}
+    ours = [one for one in output.split() if one in COMMANDS or one.startswith("-") or one.endswith("/")]
+    assert ours == found and {*hydras} <= {*output.split()}
 
 
 @pytest.mark.parametrize(("option", "new"), [
@@ -445,7 +478,7 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("proposer=null", "proposer ... null ... conf/proposer"),
         ("sampling=null", "sampling ... null ... conf/sampling"),
@@ -477,11 +510,11 @@ def test_an_unwritable_directory_is_refused(cli, tiny, tmp_path, many):
         ("sampling._target_=builtins.dict", "sampling._target_=builtins.dict ... temperature, top_k, "),
     ],
 )
-def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, said):
+def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path, option, message):
     code, _, errors = cli(*tiny, *([] if "output_dir" in option else ["output_dir=here"]), option)
     assert code == 1
     (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
-    assert all(fact in line for fact in said.split(" ... "))
+    assert all(fact in line for fact in message.split(" ... "))
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 
@@ -489,11 +522,11 @@ def test_an_invalid_part_or_directory_is_refused_in_one_line(cli, tiny, tmp_path
 def test_a_file_whose_name_is_a_number_is_chosen_in_quotes(cli, tmp_path):
     (tmp_path / "own" / "prompts").mkdir(parents=True)
     shutil.copy(Path(conf(), "prompts", "jsonl.yaml"), tmp_path / "own" / "prompts" / "2024.yaml")
-    code, said, errors = cli(
+    code, output, errors = cli(
         "prompts='2024'", "prompts.path=here", "--config-dir=own", "--cfg=job", "--package=prompts"
     )
     assert code == 0, errors
-    assert "path: here" in said
+    assert "path: here" in output
 
 
 def test_ctrl_c_while_loading_is_reported(cli, tiny, monkeypatch):

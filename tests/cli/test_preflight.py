@@ -17,9 +17,9 @@ def sweep_of(cli, monkeypatch, tmp_path):
     monkeypatch.setattr("spec_lab.cli.jobs.start", start)
 
     def call(*options: str) -> tuple[int, str, set[str]]:
-        code, said, errors = cli("--multirun", *options, "output_dir=swept")
+        code, output, errors = cli("--multirun", *options, "output_dir=swept")
         found = sweep.runs(tmp_path / "swept") if sweep.is_sweep(tmp_path / "swept") else []
-        return code, said + errors, {" ".join(one.overrides) for one in found}
+        return code, output + errors, {" ".join(one.overrides) for one in found}
 
     return call
 
@@ -40,8 +40,8 @@ def sweep_of(cli, monkeypatch, tmp_path):
     ],
 )
 def test_values_are_named_in_each_of_hydras_ways(sweep_of, option, runs):
-    code, said, found = sweep_of(option)
-    assert code == 0, said
+    code, output, found = sweep_of(option)
+    assert code == 0, output
     assert found == runs
 
 
@@ -65,7 +65,7 @@ def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         ("verifier=glob(zzz*)", "verifier=glob(zzz*)"),
         ("seed=glob(*)", "seed=glob(*)"),
@@ -82,10 +82,10 @@ def test_an_unknown_sampler_is_refused_before_anything_is_written(sweep_of, tmp_
         ("hydra.sweep.subdir=x", "hydra.sweep.subdir"),
     ],
 )
-def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, said):
+def test_values_that_no_sweep_can_have_are_refused_before_anything_is_written(sweep_of, tmp_path, option, message):
     code, printed, _ = sweep_of(option)
     assert code == 1
-    assert all(fact in printed for fact in said.split(" ... ")) and "Traceback" not in printed
+    assert all(fact in printed for fact in message.split(" ... ")) and "Traceback" not in printed
     assert not list(tmp_path.iterdir())
 
 

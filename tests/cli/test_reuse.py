@@ -61,7 +61,7 @@ LEFT = {  # state that a run might change for the next ones
     "random of torch": lambda: hash(tuple(torch.random.get_rng_state().tolist())),
     "random of numpy": lambda: hash(tuple(np.random.get_state()[1].tolist())),
     "random of python": lambda: crc32(repr(random.getstate()).encode()),
-    "folder": lambda: Path("said.txt").is_file(),
+    "folder": lambda: Path("output.txt").is_file(),
     "locale": lambda: locale.setlocale(locale.LC_ALL),
 }
 
@@ -128,9 +128,9 @@ def _sweep(options: list[str], order: list[str]) -> None:
     """Run a sweep with the basic launcher in this process, and record the process's state after each run."""
     from spec_lab.cli import jobs, main
 
-    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    output = os.open("output.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)

@@ -95,7 +95,7 @@ def files(folder: Path) -> dict[Path, int]:
 
 def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_path, decoded):
     some = [*tiny, *SPACE, "prompts.limit=1", "hydra.sweeper.n_trials=6"]
-    code, said, errors = cli(*some)
+    code, output, errors = cli(*some)
     assert code == 0, errors
     found = complete(tmp_path / "swept")
     assert len(found) == len(trials(tmp_path / "swept")) == 6
@@ -113,26 +113,26 @@ def test_a_search_runs_the_requested_trials_and_reports_the_best(cli, tiny, tmp_
     best = max(found, key=lambda one: one.value)
     written = yaml.safe_load((tmp_path / "swept" / "optimization_results.yaml").read_text())
     assert written == {"name": "optuna", "best_params": best.params, "best_value": best.value}
-    last = said.splitlines()[-1]
+    last = output.splitlines()[-1]
     assert last.startswith(f"swept: best tokens_per_second of 6 trials: {best.value:.4g} with proposer.")
     assert all(f"{name}={given}" in last for name, given in best.params.items())
 
     before, ran = files(tmp_path / "swept"), len(decoded)
     assert cli(*some)[0] == 0
     assert files(tmp_path / "swept") == before and len(decoded) == ran, "there was nothing to do"
-    code, said, errors = cli(*some[:-1], "hydra.sweeper.n_trials=8")
+    code, output, errors = cli(*some[:-1], "hydra.sweeper.n_trials=8")
     assert code == 0, errors
     assert len(complete(tmp_path / "swept")) == len(trials(tmp_path / "swept")) == 8
-    assert "best tokens_per_second of 8 trials" in said
+    assert "best tokens_per_second of 8 trials" in output
     assert len(decoded) <= ran + 2 and all(files(tmp_path / "swept")[file] == at for file, at in before.items())
     assert len({tuple(sorted(one.params.items())) for one in trials(tmp_path / "swept")}) > 6, (
         "not the first ones again"
     )
 
     for command in ("state", "collect", "report"):
-        code, said, errors = cli(command, "swept")
+        code, output, errors = cli(command, "swept")
         assert code == 0, errors
-    code, said, errors = cli("compare", *(str(run.folder) for run in sweep.runs(tmp_path / "swept")[:2]))
+    code, output, errors = cli("compare", *(str(run.folder) for run in sweep.runs(tmp_path / "swept")[:2]))
     assert code == 0, errors
     assert len(sweep.collect(tmp_path / "swept")["run"].unique()) == len(sweep.runs(tmp_path / "swept"))
 
@@ -147,10 +147,10 @@ def test_a_killed_search_is_resumed_and_no_trial_is_lost_or_repeated(cli, tiny, 
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     ended = {file.parent: files(file.parent) for file in tmp_path.glob("swept/*/ended.json")}
     assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE] * 2 + [TrialState.RUNNING]
-    code, said, errors = cli("state", "swept")
-    assert code == 0 and "2 done, 1 waiting" in said, errors
+    code, output, errors = cli("state", "swept")
+    assert code == 0 and "2 done, 1 pending" in output, errors
     stopped = sweep.runs(tmp_path / "swept")[2]
-    assert (stopped.state, stopped.groups, stopped.of) == ("waiting", 2, 4)
+    assert (stopped.state, stopped.groups, stopped.of) == ("pending", 2, 4)
     rows = load(stopped.folder).requests
 
     code, _, errors = cli(*given)
@@ -184,7 +184,7 @@ def test_a_value_not_recorded_before_a_kill_is_read_from_the_run(cli, tiny, tmp_
         patch.setattr(optuna.Study, "tell", stopped)
         code, _, errors = cli(*some)
     assert code == 130
-    assert "The sweep in swept is not finished" not in errors, "said at the process's end only"
+    assert "The sweep in swept is not finished" not in errors, "printed at the process's end only"
     assert [one.state for one in trials(tmp_path / "swept")] == [TrialState.COMPLETE, TrialState.RUNNING]
     ran = list(decoded)
     code, _, errors = cli(*some)
@@ -198,7 +198,7 @@ def test_a_value_not_recorded_before_a_kill_is_read_from_the_run(cli, tiny, tmp_
 
 def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, tmp_path, decoded):
     some = [*tiny, "proposer.depth=2,oops,3", "prompts.limit=1", "hydra.sweeper.n_trials=5"]
-    code, said, errors = cli(*some)
+    code, output, errors = cli(*some)
     assert code == 1, "not all went well"
     states = [one.state for one in trials(tmp_path / "swept")]
     assert len(states) == 5 and set(states) == {TrialState.COMPLETE, TrialState.FAIL}
@@ -206,7 +206,9 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_search(cli, tiny, t
     assert failed == {"oops"}
     (run,) = [one for one in sweep.runs(tmp_path / "swept") if one.state == "failed"]
     assert "proposer.depth must be a whole number of 1 or more, not 'oops'" in run.error
-    assert "Traceback" not in errors and f"best tokens_per_second of {states.count(TrialState.COMPLETE)} trials" in said
+    assert (
+        "Traceback" not in errors and f"best tokens_per_second of {states.count(TrialState.COMPLETE)} trials" in output
+    )
 
     ran = len(decoded)
     cli(*some)
@@ -247,9 +249,9 @@ def test_another_objective_is_another_study_of_the_same_runs(cli, tiny, tmp_path
     some = [*tiny, "proposer.depth=1,2", "prompts.limit=3", "max_new_tokens=12", "hydra.sweeper.n_trials=4"]
     assert cli(*some)[0] == 0
     assert sorted(decoded) == [1] * 3 + [2] * 3, "the same parameters are the same run"
-    code, said, errors = cli(*some, "hydra.sweeper.objective=intervals.tau_pooled.low")
+    code, output, errors = cli(*some, "hydra.sweeper.objective=intervals.tau_pooled.low")
     assert code == 0, errors
-    assert len(decoded) == 6 and "best intervals.tau_pooled.low of 4 trials" in said
+    assert len(decoded) == 6 and "best intervals.tau_pooled.low of 4 trials" in output
     for one in trials(tmp_path / "swept", "intervals.tau_pooled.low"):
         assert (
             one.value
@@ -281,7 +283,7 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["hydra.sweeper.objective=tokens_per_sec"], "tokens_per_sec ... tokens_per_second"),
         (["hydra.sweeper.objective=speedup"], "speedup ... speedup."),
@@ -305,13 +307,13 @@ def test_every_figure_that_can_be_an_objective_is_in_a_summary(cli, tiny, tmp_pa
         (["retry=true,false"], "retry "),
     ],
 )
-def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli, tiny, tmp_path, given, said):
+def test_an_invalid_search_is_refused_in_one_line_before_anything_is_written(cli, tiny, tmp_path, given, message):
     space = [] if given == ["proposer.depth=3"] else SPACE
     others = [one for one in tiny if one.partition("=")[0] not in {option.partition("=")[0] for option in given}]
     code, _, errors = cli(*others, *space, *given)
     assert code == 1
     (line,) = errors.splitlines()
-    assert line.startswith("spec_lab: ") and all(fact in line for fact in said.split(" ... "))
+    assert line.startswith("spec_lab: ") and all(fact in line for fact in message.split(" ... "))
     assert not (tmp_path / "swept").exists()
 
 
@@ -330,7 +332,7 @@ def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_p
     few = [*tiny, "prompts.limit=1", "hydra.sweeper.n_trials=1"]
     assert cli(*few, "proposer.depth=1,2")[0] == 0
     ran = len(decoded)
-    for other, said in (
+    for other, message in (
         ([*few[:-2], "prompts.limit=2", "proposer.depth=1,2"], "began with prompts.limit=1, not with prompts.limit=2"),
         ([*few, "seed=3", "proposer.depth=1,2"], "began with nothing, not with seed=3"),
         ([*few, "proposer.depth=1,2,3"], "began with other choices for proposer.depth"),
@@ -339,7 +341,7 @@ def test_runs_that_cannot_be_compared_are_not_added_to_a_search(cli, tiny, tmp_p
     ):
         code, _, errors = cli(*other)
         (line,) = errors.splitlines()
-        assert code == 1 and line.startswith("spec_lab: ") and said in line
+        assert code == 1 and line.startswith("spec_lab: ") and message in line
     assert len(decoded) == ran and len(trials(tmp_path / "swept")) == 1
     assert cli(*few, "proposer.depth=1,2,3", "hydra.sweeper.study_name=other")[0] == 0
     assert len(trials(tmp_path / "swept")) == len(trials(tmp_path / "swept", "other")) == 1
@@ -427,9 +429,9 @@ def test_trials_with_the_same_options_share_a_run_and_values_are_read_from_files
 @pytest.mark.nightly
 def test_trials_run_in_parallel(cli, tiny, tmp_path):
     side_by_side = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
-    code, said, errors = cli(*tiny, *SPACE, *side_by_side, "prompts.limit=1", "hydra.sweeper.n_trials=3")
+    code, output, errors = cli(*tiny, *SPACE, *side_by_side, "prompts.limit=1", "hydra.sweeper.n_trials=3")
     assert code == 0, errors
-    assert len(complete(tmp_path / "swept")) == 3 and "best tokens_per_second of 3 trials" in said
+    assert len(complete(tmp_path / "swept")) == 3 and "best tokens_per_second of 3 trials" in output
 
 
 @pytest.mark.nightly
@@ -438,11 +440,11 @@ def test_the_experiment_tunes_nodes_and_depth_of_the_tree(cli, tmp_path):
     OmegaConf.register_new_resolver("zoo", lambda name: str(folder / name), replace=True)
     try:
         short = ["target.dtype=float32", "max_new_tokens=6", "warmup=0", "prompts.limit=2", "output_dir=tuned"]
-        code, said, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4")
+        code, output, errors = cli("+experiment=tune_tree", *short, "hydra.sweeper.n_trials=4")
     finally:
         OmegaConf.register_new_resolver("zoo", zoo, replace=True)
     assert code == 0, errors
-    assert "tuned: best speedup.mean of 4 trials: " in said and "proposer.max_nodes=" in said.splitlines()[-1]
+    assert "tuned: best speedup.mean of 4 trials: " in output and "proposer.max_nodes=" in output.splitlines()[-1]
     trees = set()
     for one in trials(tmp_path / "tuned", "speedup.mean"):
         tree = json.loads((folder_of(one, tmp_path / "tuned") / "manifest.json").read_text())["proposers"][

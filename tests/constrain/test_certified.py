@@ -132,5 +132,5 @@ def test_healing_has_the_masked_distribution(placement, tree, drawn, tokens, ver
         wanted = truth(instance)
         assert distance(decoded(instance, drawn, verifier), wanted) < 1e-12
         for ((text, _),) in wanted:
-            said = b"".join(PIECES[token] for token in text)
-            assert said.startswith(cut) or cut.startswith(said)
+            output = b"".join(PIECES[token] for token in text)
+            assert output.startswith(cut) or cut.startswith(output)

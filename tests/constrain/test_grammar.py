@@ -614,15 +614,15 @@ HOSTILE = {
 )
 def test_hostile_sources_fail_soon_and_other_requests_continue(kind, source):
     grammar = Grammar(bundled(), kind)
-    start, said = time.perf_counter(), "request 'one'"
+    start, message = time.perf_counter(), "request 'one'"
     try:
         state = grammar.start(request(source))
         for token in bundled().engine.tokenize_str('["aaabbbabab'):
             words = allowed(state)
             state.advance(token if token in words else int(words[-1]))
     except ConstraintError as error:
-        said = str(error)
-    assert "request 'one'" in said and len(said) < 500
+        message = str(error)
+    assert "request 'one'" in message and len(message) < 500
     assert time.perf_counter() - start < 5
     other = Grammar(bundled(), "choice").start(request('["x"]'))
     assert [bundled().bytes[token] for token in allowed(other)] == [b"x"]

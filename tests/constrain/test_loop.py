@@ -167,7 +167,7 @@ def test_an_observed_constraint_is_counted_and_changes_nothing():
     free = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0))
     list(free)
     text = free.sequences[0].emitted
-    table = Table(lambda said: [text[len(said)]] if len(said) < 6 else [(text[6] + 1) % VOCABULARY], VOCABULARY)
+    table = Table(lambda before: [text[len(before)]] if len(before) < 6 else [(text[6] + 1) % VOCABULARY], VOCABULARY)
     for placement in ("none", "draft"):
         group = fixed_group(target, Repeat(2), Token(), [request], CounterDraws(0), AppliedConstraint(table, placement))
         list(group)
@@ -177,7 +177,7 @@ def test_an_observed_constraint_is_counted_and_changes_nothing():
 
 def test_invalid_options_are_refused():
     table = Table(uneven)
-    for options, said in (
+    for options, message in (
         (dict(placement="head"), "placement"),
         (dict(draft_budget=-1), "draft_budget"),
         (dict(draft_budget="soon"), "draft_budget"),
@@ -185,7 +185,7 @@ def test_invalid_options_are_refused():
         (dict(placement="draft", fast_forward=True), "fast_forward"),
         (dict(async_masks="yes"), "async_masks"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             AppliedConstraint(table, **options)
     with pytest.raises(ValueError, match="constraint.placement=none"):
         AppliedConstraint(replace(table, has_actions=True), "none")

@@ -12,7 +12,7 @@ import spec_lab.engine.commit
 import spec_lab.engine.step
 from spec_lab.constrain.applied import DraftTreeMasks
 from spec_lab.constrain.protocol import ConstraintState, Masks, allows, full_mask, masks_by_forking
-from spec_lab.tasks.certify.enumerate import Reused
+from spec_lab.tasks.certify.enumeration import Reused
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import constrained
 from spec_lab.verify import Token

@@ -58,7 +58,7 @@ def test_a_controller_that_cannot_be_forked_receives_committed_tokens_only(place
 def test_a_batch_mates_penalty_changes_nothing():
     target = tiny_target()
     applied = AppliedConstraint(
-        Table(lambda said: [5] if len(said) % 3 == 2 else range(VOCABULARY), VOCABULARY), "both", None, True
+        Table(lambda before: [5] if len(before) % 3 == 2 else range(VOCABULARY), VOCABULARY), "both", None, True
     )
     for seed in range(4):
         alone = [Request(0, "a", (1, 2, 3), Sampling(1.0), 12)]
@@ -101,7 +101,7 @@ def test_the_limit_on_forks_does_not_depend_on_drafts(monkeypatch):
 
 def test_a_penalty_on_forced_chains_leaves_greedy_output_as_it_is():
     target = tiny_target()
-    table = Table(lambda said: [7] if len(said) % 2 else range(VOCABULARY), VOCABULARY)
+    table = Table(lambda before: [7] if len(before) % 2 else range(VOCABULARY), VOCABULARY)
     request = Request(0, "r", (1, 2, 3), Sampling(0.0, repetition_penalty=1.5), 16)
     outputs = []
     for proposer in (Null(), draft(target), replace_drawn(draft(target))):

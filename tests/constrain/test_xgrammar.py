@@ -373,7 +373,7 @@ def test_patterns_that_do_not_compile_or_would_be_misread_are_refused(engine, pa
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         ("{", "not JSON"),
         ("[" * 100_000, "nested"),
@@ -397,8 +397,8 @@ def test_patterns_that_do_not_compile_or_would_be_misread_are_refused(engine, pa
         ('{"type": "object", "properties": {"a": {}}, "additionalProperties": {}}', "misread additionalProperties"),
     ],
 )
-def test_schemas_that_do_not_compile_or_would_be_misread_are_refused(engine, schema, said):
-    with pytest.raises(ValueError, match=rf"^constraint\.json_schema: .*{said}"):
+def test_schemas_that_do_not_compile_or_would_be_misread_are_refused(engine, schema, message):
+    with pytest.raises(ValueError, match=rf"^constraint\.json_schema: .*{message}"):
         engine.json_schema(toy(), schema)
 
 
@@ -419,11 +419,11 @@ def test_a_source_that_no_text_satisfies_is_refused(engine):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [({"prompt": "yes"}, "prompt "), ({"threads": 0}, "threads ")],
 )
-def test_options_out_of_range_are_named(engine, options, said):
-    with pytest.raises(ValueError, match=f"constraint.{said}"):
+def test_options_out_of_range_are_named(engine, options, message):
+    with pytest.raises(ValueError, match=f"constraint.{message}"):
         engine.regex(toy(), "a", **options)
     with pytest.raises(ValueError, match="pattern .*3"):
         engine.regex(toy(), 3)

@@ -32,16 +32,16 @@ def line_of(text):
 
 
 @pytest.mark.parametrize(
-    ("call", "said", "line"),
+    ("call", "message", "line"),
     [
         (Part.fails, "proposer 'mine' raised KeyError: 'lost' (", 'return {}["lost"]'),
         (Part.fails_in_a_library, "proposer 'mine' raised JSONDecodeError: Expecting", 'return json.loads("{")'),
     ],
 )
-def test_the_innermost_line_of_the_part_s_own_code_is_named(call, said, line):
+def test_the_innermost_line_of_the_part_s_own_code_is_named(call, message, line):
     with pytest.raises(PartError) as error, attributed("proposer", Part()):
         call(Part())
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
     assert f"({__file__}:{line_of(line)}, in {call.__name__})" in str(error.value)
     assert error.value.__cause__ is not None
 
@@ -70,7 +70,7 @@ def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault
 
 
 @pytest.mark.parametrize(
-    ("parent", "token", "said"),
+    ("parent", "token", "message"),
     [
         ([0], [7], "token 7.* 5 tokens"),
         ([0, 0], [1, -2], "token -2.* 5 tokens"),
@@ -80,7 +80,7 @@ def test_a_draft_of_tokens_that_the_target_does_not_have_is_the_proposer_s_fault
     ],
 )
 @pytest.mark.parametrize("nodes", [0, 2])
-def test_rows_computed_only_that_cannot_be_computed_are_the_proposer_s_fault(parent, token, said, nodes):
+def test_rows_computed_only_that_cannot_be_computed_are_the_proposer_s_fault(parent, token, message, nodes):
     class Beyond:
         name = "beyond"
 
@@ -90,11 +90,11 @@ def test_rows_computed_only_that_cannot_be_computed_are_the_proposer_s_fault(par
 
     parts = SimpleNamespace(proposer=Beyond(), verifier=Match())
     batch = SimpleNamespace(sequences=[None], target=SimpleNamespace(vocabulary=5), room=lambda: [2])
-    with pytest.raises(PartError, match=f"proposer 'beyond' .*{said}"):
+    with pytest.raises(PartError, match=f"proposer 'beyond' .*{message}"):
         propose(parts, batch)
 
 
-@pytest.mark.parametrize("error", [Passing("not the part's"), PartError("said already"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [Passing("not the part's"), PartError("reported already"), KeyboardInterrupt()])
 def test_errors_raised_outside_the_part_are_unchanged(error):
     with pytest.raises(type(error)) as found, attributed("proposer", Part()):
         raise error

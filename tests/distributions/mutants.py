@@ -36,7 +36,7 @@ from spec_lab.tasks.certify.exact import reference
 from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import JOINT, joint
-from spec_lab.tasks.certify.statistics import chi_square
+from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
 from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
@@ -360,8 +360,8 @@ def shared(purpose: Purpose) -> AbstractContextManager[Any]:
     return mock.patch.object(spec_lab.propose.growth, "Purpose", Confused)
 
 
-def standing_still() -> AbstractContextManager[Any]:
-    """A step number that never changes: each step gets the uniforms of the first."""
+def same_step() -> AbstractContextManager[Any]:
+    """A step number that does not advance: each step gets the uniforms of the first."""
     return mock.patch.object(SequenceState, "key", property(lambda s: (s.request.id, s.branch, 0)))
 
 
@@ -550,8 +550,8 @@ MUTANTS = [
         (Case(NOISY, "iid", 0.229),), patch=lambda: shared(Purpose.EMIT),
     ),
     Mutant(
-        "noise reused across steps", "a round number that stands still", "loop", (Case(NOISY, "iid", 0.276),),
-        patch=standing_still,
+        "noise reused across steps", "a step number that does not advance", "loop", (Case(NOISY, "iid", 0.276),),
+        patch=same_step,
     ),
     Mutant(
         "grammar trim then bonus", "illegal drafted tokens are dropped, the node above emits from p", "loop",
@@ -574,8 +574,8 @@ MUTANTS = [
         (Case(LOOPS[0], "iid", 1.0),), patch=lambda: shared(Purpose.EMIT),
     ),
     Mutant(
-        "noise reused across steps", "a round number that stands still", "seam",
-        (Case(LOOPS[0], "iid", 1.0),), patch=standing_still,
+        "noise reused across steps", "a step number that does not advance", "seam",
+        (Case(LOOPS[0], "iid", 1.0),), patch=same_step,
     ),
     Mutant("residual = p", "token emits from p after a rejection", "samples", (Case(JOINT, "iid", 0.0),), Control()),
     Mutant("lenience 0.9", "accepts with p / (0.9 q)", "samples", (Case(JOINT, "iid", 0.0),), Lenient(0.9)),
@@ -583,8 +583,8 @@ MUTANTS = [
         "top-k draft verified with softmax q", "drawn from the two likeliest", "samples", (Case(JOINT, "iid", 0.0),),
         proposer=truncated(2),
     ),
-    Mutant("noise reused across steps", "a round number that stands still", "samples", (Case(JOINT, "iid", 0.0),),
-           patch=standing_still),
+    Mutant("noise reused across steps", "a step number that does not advance", "samples", (Case(JOINT, "iid", 0.0),),
+           patch=same_step),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from spec_lab.core.draft import WAYS, Draft, Drawn, Shape
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.tasks.certify import outputs
-from spec_lab.tasks.certify.enumerate import explore
+from spec_lab.tasks.certify.enumeration import explore
 from spec_lab.tasks.certify.toy_models import RandomToy, code
 from spec_lab.verify import Verdict
 

@@ -13,7 +13,7 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.propose.ngram import Ngram, NgramTree
-from spec_lab.tasks.certify.enumerate import explore, side_by_side
+from spec_lab.tasks.certify.enumeration import explore, side_by_side
 from spec_lab.tasks.certify.exact import examine, toy_parts
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import PLAIN, Instance

@@ -5,7 +5,7 @@ import pytest
 
 from spec_lab.core.draft import chain, tree
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.tasks.certify.enumerate import Reused, Script, explore
+from spec_lab.tasks.certify.enumeration import Reused, Script, explore
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import TOYS, Instance
 from spec_lab.verify import Match, Token, Traversal
@@ -46,7 +46,7 @@ def require_lossless(outputs: Outputs) -> None:
             name,
             world,
             id=f"{name}-world{world.seed}",
-            # The largest trees take longer than all others together: two kinds of worlds in the short run.
+            # The largest trees take longer than all others together: two toy models in the short run.
             marks=[pytest.mark.nightly] if name in LARGEST and world.seed not in (1, 4) else [],
         )
         for name in TREES

@@ -99,7 +99,7 @@ def test_mixed_siblings_keep_the_target_s_distribution(verifier, world, grow):
 
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_points_left_out_of_q_are_accepted_more_often(verifier):
-    worlds = [World(seed, v=5, support=5, plain=True) for seed in range(20)]
+    toys = [World(seed, v=5, support=5, plain=True) for seed in range(20)]
 
     def one(growing: Growing, off: bool) -> None:
         tokens = guesses(growing, 0, 2)
@@ -108,7 +108,7 @@ def test_points_left_out_of_q_are_accepted_more_often(verifier):
         growing.sample(0, "iid", off=tokens if off else ())
 
     with_points, without = (
-        np.mean([Outputs.of_grown(world, verifier, lambda g, off=off: one(g, off)).accepted for world in worlds])
+        np.mean([Outputs.of_grown(toy, verifier, lambda g, off=off: one(g, off)).accepted for toy in toys])
         for off in (False, True)
     )
     assert without > with_points + 0.02

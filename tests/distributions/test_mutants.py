@@ -93,7 +93,7 @@ def test_a_few_instances_kill_all_mutants_that_need_no_grammar(mutant):
 
 @pytest.mark.parametrize(
     "patch",
-    [mutants.standing_still, lambda: mutants.shared(Purpose.STOP), lambda: mutants.shared(Purpose.EMIT)],
+    [mutants.same_step, lambda: mutants.shared(Purpose.STOP), lambda: mutants.shared(Purpose.EMIT)],
     ids=["reused across steps", "shared with the test", "shared with the residual"],
 )
 def test_a_single_step_s_distribution_is_blind_to_noise(patch):
@@ -103,7 +103,7 @@ def test_a_single_step_s_distribution_is_blind_to_noise(patch):
 
 
 def test_noise_reused_across_steps_keeps_each_step_s_distribution_and_the_first_token():
-    with mutants.standing_still(), mutants.inverse():
+    with mutants.same_step(), mutants.inverse():
         assert prove("iid", Token(), [Instance(PINNED, "1", tokens=1)]).failure is None
         assert prove("iid", Token(), [Instance(PINNED, "1", tokens=2)]).failure is not None
 

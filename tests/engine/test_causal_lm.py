@@ -300,15 +300,15 @@ def test_nodes_computed_level_by_level_have_the_logits_of_one_forward():
 
 
 @st.composite
-def lives(draw):
+def histories(draw):
     """A random sequence of steps, backtracks, forks and frees."""
     actions = draw(st.lists(st.sampled_from(["step", "step", "add", "backtrack", "fork", "close"]), max_size=7))
     return actions, draw(st.integers(0, 2**31))
 
 
 @settings(max_examples=25)
-@given(lives())
-def test_random_lives_leave_the_cells_as_the_plain_lists_say(script):
+@given(histories())
+def test_random_histories_leave_the_cells_that_plain_lists_give(script):
     actions, seed = script
     generator = np.random.default_rng(seed)
     world = World(CausalLM(MODEL, chunk=6), generator)

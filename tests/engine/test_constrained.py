@@ -158,8 +158,8 @@ def test_every_finished_output_is_valid(target, cases, truths):
         for request, out in zip(requests, truths[kind], strict=True):
             if out[-1] not in request.stop:
                 continue
-            said = target.tokenizer.decode(out[:-1])
+            text = target.tokenizer.decode(out[:-1])
             if kind == "regex":
-                assert re.fullmatch(request.constraint, said), (request.constraint, said)
+                assert re.fullmatch(request.constraint, text), (request.constraint, text)
             else:
-                jsonschema.validate(json.loads(said), json.loads(request.constraint))
+                jsonschema.validate(json.loads(text), json.loads(request.constraint))

@@ -159,7 +159,7 @@ def test_every_cell_is_freed(target, truth, ending):
     assert sorted(proposer.closed) == sorted(proposer.opened) == [0, 1, 2]
     spans = target.lm.cells.spans
     decode(target, Null(), requests())
-    assert target.lm.cells.spans == spans, "the next group lives where this one did"
+    assert target.lm.cells.spans == spans, "the next group has the cells that this one had"
 
 
 def test_a_group_that_cannot_open_frees_what_it_opened(monkeypatch):

@@ -17,7 +17,7 @@ from spec_lab.core.randomness import CounterDraws, Key
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import Request
 from spec_lab.models.target import Target
-from spec_lab.tasks.certify.enumerate import explore, side_by_side
+from spec_lab.tasks.certify.enumeration import explore, side_by_side
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import END, Instance
 from spec_lab.tasks.certify.toy_models import PROMPT

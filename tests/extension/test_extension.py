@@ -5,6 +5,7 @@
 
 import importlib
 import json
+import re
 import sys
 from functools import partial
 from itertools import pairwise
@@ -90,20 +91,21 @@ def test_greedy_output_is_the_baseline_s_and_obeys_its_constraint(flat_cli, tmp_
 def test_a_verifier_that_does_not_support_the_drafts_is_refused_by_name(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "verifier=kseq")
     assert code == 1
-    assert "verifier 'kseq' supports drafts drawn iid; proposer 'bigram' draws 'point'" in errors
+    assert re.search("verifier 'kseq'.*iid.*proposer 'bigram'.*'point'", errors)
 
 
 def test_a_verifier_for_chains_and_a_proposer_of_trees_are_refused_by_name(flat_cli, tmp_path):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=medusa", "proposer.tree=2x1", "verifier=straight")
     assert code == 1
-    assert "verifier 'straight' verifies chains only; proposer 'medusa' drafts trees" in errors
+    assert re.search("verifier 'straight'.*chains.*proposer 'medusa'.*trees", errors)
     assert not (tmp_path / "here").exists()
 
 
 def test_a_tree_for_a_verifier_of_chains_is_refused_by_its_config_s_name_before_weights_are_read(flat_cli, tmp_path):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=draft_tree", "verifier=straight", "target.path=nowhere")
     assert code == 1
-    assert "proposer: verifier 'straight'" in errors and "'draft_tree'" in errors  # and not: target.path=nowhere
+    message = errors.partition("spec_lab: ")[2]
+    assert re.search("proposer: .*'straight'.*'draft_tree'", message) and "target.path" not in message
     assert not (tmp_path / "here").exists()
 
 
@@ -111,15 +113,15 @@ def test_a_proposer_that_lacks_a_member_is_refused_by_the_member_s_name(flat_cli
     chosen = ["proposer=bigram", "~proposer.depth", "proposer._target_=toy_plugin.unfinished.Unfinished.load"]
     code, _, errors = flat_cli(*BY_NAME, *SHORT, *chosen)
     assert code == 1
-    assert "proposer._target_=toy_plugin.unfinished.Unfinished.load returns an object" in errors
-    assert "without requires: these are members of spec_lab.engine.proposer.Proposer" in errors
+    named = ["proposer._target_=toy_plugin.unfinished.Unfinished.load", "requires", "spec_lab.engine.proposer.Proposer"]
+    assert re.search(".*".join(rf"\b{re.escape(name)}\b" for name in named), errors)
     assert not (tmp_path / "here").exists()
 
 
 def test_the_options_of_a_plugin_are_checked_at_start_up(flat_cli):
     code, _, errors = flat_cli(*BY_NAME, *SHORT, "proposer=bigram", "proposer.depth=0")
     assert code == 1
-    assert "proposer.depth must be a whole number of 1 or more, not 0" in errors
+    assert re.search(r"proposer\.depth\b.*\b1\b.*\b0\b", errors)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +173,11 @@ def test_the_verifier_has_the_distribution_of_sampling_and_matching():
 
 @pytest.mark.nightly
 def test_a_lossless_pair_is_certified(flat_cli, left_behind):
-    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
+    code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=agree")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["exact"]["drafts"] == "proposer" and pair["exact"]["drafted"] > 1000
-    assert "bigram point agree lossless, proved" in said
+    assert "bigram point agree lossless, proved" in output
 
 
 @pytest.mark.parametrize("instances", ["quick", pytest.param("every", marks=pytest.mark.nightly)])
@@ -195,20 +197,20 @@ def test_points_and_sampled_siblings_below_one_parent_are_certified_exact(
 
 @pytest.mark.nightly
 def test_a_verifier_for_chains_is_certified_by_chains(flat_cli, left_behind):
-    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
+    code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=bigram", "verifier=straight")
     assert code == 0, errors
     (pair,) = left_behind("certificate.json")["pairs"]
     assert pair["certified"] == "exact" and pair["chains_only"] is True and pair["exact"]["drafts"] == "proposer"
     assert pair["exact"]["instances"] == sum(one.chain for one in every_instance())
-    assert "bigram (point), straight: chains only" in said
+    assert "bigram (point), straight: chains only" in output
 
 
 def test_a_verifier_that_wrongly_claims_to_be_lossless_fails(flat_cli, left_behind, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
-    code, said, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
+    code, output, errors = flat_cli(*BY_FOLDER, *CERTIFY, "proposer=bigram", "verifier=careless")
     assert code == 1, errors
     assert left_behind("certificate.json")["certified"] is False
-    assert "bigram (point), careless FAILS: after [" in said
+    assert "bigram (point), careless FAILS: after [" in output
 
 
 @pytest.mark.nightly
@@ -229,9 +231,9 @@ def test_its_constraint_is_enumerated_and_the_real_target_sampled_under_it(flat_
 def test_a_constraint_whose_states_share_data_fails_on_the_command_line(flat_cli, monkeypatch):
     monkeypatch.setattr("spec_lab.tasks.certify.pair.prove", partial(prove, instances=QUICK))
     monkeypatch.setattr(part("apart", "After"), "fork", lambda self: self)
-    code, said, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
+    code, output, errors = flat_cli(*BY_NAME, *CERTIFY, "proposer=draft_chain", "verifier=agree", "constraint=apart")
     assert code == 1, errors
-    assert "draft_chain (iid), agree FAILS: outputs " in said and ", apart on " in said
+    assert "draft_chain (iid), agree FAILS: outputs " in output and ", apart on " in output
 
 
 @pytest.mark.parametrize("placement", PLACES)

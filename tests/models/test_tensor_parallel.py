@@ -62,11 +62,11 @@ def torchrun(*command: str, cwd: Path) -> subprocess.Popen:
 def ended(process: subprocess.Popen) -> tuple[int, str]:
     """Its exit code and output; hanging fails the test."""
     try:
-        said, _ = process.communicate(timeout=LIMIT)
+        output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends its ranks, which have sessions of their own
         pytest.fail(f"hangs: {process.communicate()[0]}")
-    return process.returncode, said
+    return process.returncode, output
 
 
 def run_of(here: Path, *more: str) -> list[str]:
@@ -98,10 +98,10 @@ def answers(here):
     """The findings of the first of two ranks (``two_ranks``), and the exit code and output of the command."""
     if torch.version.cuda is not None:
         pytest.skip("TWO RANKS ARE NOT TESTED: they are compared on a CPU build of torch, and this one is for CUDA")
-    code, said = ended(torchrun(str(ROOT / "tests" / "two_ranks.py"), str(here), cwd=ROOT))
-    assert (here / "answers.json").is_file(), said
+    code, output = ended(torchrun(str(ROOT / "tests" / "two_ranks.py"), str(here), cwd=ROOT))
+    assert (here / "answers.json").is_file(), output
     held = json.loads((here / "held.json").read_text())
-    return json.loads((here / "answers.json").read_text()) | {"code": code, "said": said, "held": held}
+    return json.loads((here / "answers.json").read_text()) | {"code": code, "output": output, "held": held}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -122,7 +122,7 @@ def test_a_rank_frees_the_models_and_cells_that_the_first_one_has_dropped(answer
 
 def test_a_rank_that_fails_alone_ends_all_with_its_error(answers, here):
     assert answers["code"] == 1 and not (here / "went_on").exists()
-    assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["said"]
+    assert "spec_lab: rank 1, and not every rank, failed: there is nothing on this machine" in answers["output"]
 
 
 @pytest.mark.nightly  # the short run compares their logits
@@ -130,11 +130,11 @@ def test_a_rank_that_fails_alone_ends_all_with_its_error(answers, here):
 def test_two_ranks_emit_the_tokens_of_one_with_a_tree_and_without(here, cli, tmp_path):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]
     both = [f"target.path={here / 'llama'},{here / 'qwen3'}", *run_of(here, *tree)[1:]]
-    code, said = ended(
+    code, output = ended(
         torchrun("-m", "spec_lab", "--multirun", *both, "target.tensor_parallel=true", "output_dir=two", cwd=tmp_path)
     )
-    assert code == 0, said
-    assert [said.count(once) for once in ("1 of 2, ", "2 of 2, ", "two: 2 done")] == [1, 1, 1], said
+    assert code == 0, output
+    assert [output.count(once) for once in ("1 of 2, ", "2 of 2, ", "two: 2 done")] == [1, 1, 1], output
     alone, _, errors = cli("--multirun", *both, "output_dir=one")
     assert alone == 0, errors
     ones, twos = by_family(tmp_path / "one"), by_family(tmp_path / "two")
@@ -158,15 +158,15 @@ def test_ctrl_c_ends_every_rank_and_keeps_the_finished_groups(here, tmp_path):
     while not list(tmp_path.glob("long/parts/requests-*.parquet")) and time.monotonic() < until:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    code, said = ended(process)
-    assert code != 0 and "finished groups of 4 are in" in said and "not every rank" not in said, said
+    code, output = ended(process)
+    assert code != 0 and "finished groups of 4 are in" in output and "not every rank" not in output, output
     assert not (tmp_path / "long" / "ended.json").exists() and (tmp_path / "long" / "requests.parquet").exists()
 
 
 @pytest.mark.nightly
 def test_idle_ranks_end(tmp_path):
-    code, said = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
-    assert code == 0 and said.count("tensor_parallel: false") == 1
+    code, output = ended(torchrun("-m", "spec_lab", "--cfg", "job", cwd=tmp_path))
+    assert code == 0 and output.count("tensor_parallel: false") == 1
 
 
 # Refusals ----------------------------------------------------------------------------------------------------------

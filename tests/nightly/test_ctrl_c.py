@@ -42,8 +42,8 @@ def tiny(tmp_path_factory):
 def test_ctrl_c_at_any_moment_is_one_line_and_130(name, tiny, tmp_path):
     options = {"stream": [], "state": []}.get(name, [*tiny, "max_new_tokens=100"])
     command = [sys.executable, "-m", "spec_lab", *COMMANDS[name], *options]
-    dice = random.Random(0)
-    for moment in sorted(dice.uniform(0.0, 1.0) ** 2 for _ in range(MOMENTS)):
+    generator = random.Random(0)
+    for moment in sorted(generator.uniform(0.0, 1.0) ** 2 for _ in range(MOMENTS)):
         process = subprocess.Popen(
             command,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -64,4 +64,4 @@ def test_ctrl_c_at_any_moment_is_one_line_and_130(name, tiny, tmp_path):
         else:
             process.communicate()
         if sweep.is_sweep(tmp_path / "swept"):
-            assert {one.state for one in sweep.runs(tmp_path / "swept")} <= {"waiting", "done"}
+            assert {one.state for one in sweep.runs(tmp_path / "swept")} <= {"pending", "done"}

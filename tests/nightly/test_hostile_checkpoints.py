@@ -172,23 +172,23 @@ def guarded(action) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        said = "the child did not get so far"
+        report = "the child did not get so far"
         try:
             os.close(reading)
             signal.alarm(SECONDS)
             held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY, held + MEMORY))
-            said = action()
+            report = action()
         except BaseException:
-            said = traceback.format_exc()
+            report = traceback.format_exc()
         finally:
-            os.write(writing, said.encode("utf-8", "replace")[-4000:])
+            os.write(writing, report.encode("utf-8", "replace")[-4000:])
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
-        said = stream.read().decode()
+        report = stream.read().decode()
     status = os.waitpid(child, 0)[1]
-    return said if status == 0 else f"ended by signal {status & 127} (time or memory)\n{said}"
+    return report if status == 0 else f"ended by signal {status & 127} (time or memory)\n{report}"
 
 
 def tried(load, folder: Path, fields: str) -> str:
@@ -252,8 +252,8 @@ def _all(source: Path, tmp_path: Path, first: int, load) -> None:
     for seed in range(first, first + PER_TEST):
         folder = Path(shutil.copytree(source, tmp_path / f"seed{seed}"))
         spoilt = damage(Random(f"{source.name} {seed}"), folder)
-        if said := guarded(lambda folder=folder, spoilt=spoilt: tried(load, folder, spoilt)):
-            failures.append(f"seed {seed}, {spoilt}: {said}")
+        if report := guarded(lambda folder=folder, spoilt=spoilt: tried(load, folder, spoilt)):
+            failures.append(f"seed {seed}, {spoilt}: {report}")
         else:
             shutil.rmtree(folder)
     assert not failures, "\n\n".join(failures)

@@ -106,25 +106,25 @@ def faults(cli, place, option: str, base: list[str], junk: list[str]) -> list[st
         shown = f"{option}={value[:40]}"
         try:
             with limited():
-                code, said, errors = cli(*base, f"{option}={value}")
+                code, output, errors = cli(*base, f"{option}={value}")
         except Slow:
             found.append(f"{shown}: hangs")
             continue
         except BaseException as error:
             found.append(f"{shown}: {type(error).__name__} escapes: {str(error)[:200]}")
             continue
-        said += errors
+        output += errors
         left = {one.name for one in place.iterdir()} - there
         last = re.split(r"[.]", option)[-1]
         named = option if last == "_target_" else last
         if code not in (0, 1, 2):
             found.append(f"{shown}: exit code {code}")
-        if "Traceback" in said:
-            found.append(f"{shown}: traceback, {said.strip().splitlines()[-1][:200]}")
-        elif code and not re.search(rf"\b{re.escape(named.split('.')[0])}", said):
-            found.append(f"{shown}: not named: {said.strip()[:300]}")
+        if "Traceback" in output:
+            found.append(f"{shown}: traceback, {output.strip().splitlines()[-1][:200]}")
+        elif code and not re.search(rf"\b{re.escape(named.split('.')[0])}", output):
+            found.append(f"{shown}: not named: {output.strip()[:300]}")
         if code and left and not any((place / one / "summary.json").exists() for one in left):
-            found.append(f"{shown}: leaves {sorted(left)} {[str(f) for f in place.glob('here/*')][:4]}: {said[:160]}")
+            found.append(f"{shown}: leaves {sorted(left)} {[str(f) for f in place.glob('here/*')][:4]}: {output[:160]}")
         for one in left:
             path = place / one
             shutil.rmtree(path) if path.is_dir() else path.unlink()

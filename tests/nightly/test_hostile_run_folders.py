@@ -73,42 +73,42 @@ def places(value, above=()):
         yield from places(one, (*above, key))
 
 
-def spoil_json(file: Path, dice: random.Random) -> None:
-    if dice.random() < 0.15:
-        return spoil_bytes(file, dice)
+def spoil_json(file: Path, generator: random.Random) -> None:
+    if generator.random() < 0.15:
+        return spoil_bytes(file, generator)
     value = json.loads(file.read_text())
-    for _ in range(dice.choice((1, 1, 1, 3))):
-        *above, last = dice.choice([one for one in places(value) if one] or [("new",)])
+    for _ in range(generator.choice((1, 1, 1, 3))):
+        *above, last = generator.choice([one for one in places(value) if one] or [("new",)])
         inner = value
         for key in above:
             inner = inner[key]
-        if dice.random() < 0.2:
+        if generator.random() < 0.2:
             del inner[last]
         else:
-            inner[last] = dice.choice(VALUES)
+            inner[last] = generator.choice(VALUES)
     file.write_text(json.dumps(value))
 
 
-def spoil_bytes(file: Path, dice: random.Random) -> None:
+def spoil_bytes(file: Path, generator: random.Random) -> None:
     whole = file.read_bytes()
-    kind = dice.randrange(3)
+    kind = generator.randrange(3)
     if kind == 0:
-        file.write_bytes(dice.choice(TEXTS))
+        file.write_bytes(generator.choice(TEXTS))
     elif kind == 1:
-        file.write_bytes(whole[: dice.randrange(len(whole) + 1)])
+        file.write_bytes(whole[: generator.randrange(len(whole) + 1)])
     else:
-        place = dice.randrange(max(1, len(whole)))
-        file.write_bytes(whole[:place] + dice.randbytes(8) + whole[place + 8 :])
+        place = generator.randrange(max(1, len(whole)))
+        file.write_bytes(whole[:place] + generator.randbytes(8) + whole[place + 8 :])
 
 
-def spoil_table(file: Path, dice: random.Random) -> None:
-    if dice.random() < 0.3:
-        return spoil_bytes(file, dice)
+def spoil_table(file: Path, generator: random.Random) -> None:
+    if generator.random() < 0.3:
+        return spoil_bytes(file, generator)
     table = pq.read_table(file)
-    name = dice.choice(table.column_names)
+    name = generator.choice(table.column_names)
     place = table.column_names.index(name)
     values = table[name].to_pylist()
-    kind = dice.randrange(6)
+    kind = generator.randrange(6)
     if kind == 0:
         table = table.drop_columns([name])
     elif kind == 1:
@@ -118,20 +118,20 @@ def spoil_table(file: Path, dice: random.Random) -> None:
     elif kind == 3:
         table = table.set_column(place, name, pa.array([str(one) for one in values]))
     elif kind == 4:
-        table = table.slice(0, dice.randrange(len(values) + 1))
+        table = table.slice(0, generator.randrange(len(values) + 1))
     else:
         odd = {"int64": [-1, 0, 7, 2**40], "double": [-1.0, float("nan"), 1e300, float("inf")], "bool": [True, False]}
         chosen = odd.get(str(table[name].type), ["", "a\x1b[31m", "語", "baseline", "../.."])
         if pa.types.is_list(table[name].type):
             chosen = [[], [-1], [2**40], [0, 0, 0, 0, 0]]
-        values = [dice.choice(chosen) if dice.random() < 0.5 else one for one in values]
+        values = [generator.choice(chosen) if generator.random() < 0.5 else one for one in values]
         table = table.set_column(place, name, pa.array(values, table[name].type))
     pq.write_table(table, file)
 
 
-def replace_by(file: Path, canary: Path, dice: random.Random) -> None:
+def replace_by(file: Path, canary: Path, generator: random.Random) -> None:
     """Something else under a file's name, or under one that commands write."""
-    kind = dice.randrange(7)
+    kind = generator.randrange(7)
     if kind < 4:
         file.unlink()
     if kind == 0:
@@ -139,7 +139,7 @@ def replace_by(file: Path, canary: Path, dice: random.Random) -> None:
     elif kind == 1:
         file.mkdir()
     elif kind == 2:
-        file.symlink_to(dice.choice([canary / "mine", "/dev/zero", file]))
+        file.symlink_to(generator.choice([canary / "mine", "/dev/zero", file]))
     elif kind == 4:
         for name in (".report.html.tmp", ".table.csv.tmp", ".table.parquet.tmp", "report.html", "table.csv", ".lock"):
             with_link = file.parent / name
@@ -150,18 +150,18 @@ def replace_by(file: Path, canary: Path, dice: random.Random) -> None:
             if not os.path.lexists(file.parent / name):
                 (file.parent / name).symlink_to(canary / "folder")
     elif kind == 6:
-        os.mkfifo(file.parent / dice.choice(["queued.json", "certificate.json", "steps-x.parquet"]))
+        os.mkfifo(file.parent / generator.choice(["queued.json", "certificate.json", "steps-x.parquet"]))
 
 
-def spoil(folder: Path, canary: Path, dice: random.Random) -> None:
-    file = dice.choice(files_in(folder))
-    if dice.random() < 0.15:
-        replace_by(file, canary, dice)
+def spoil(folder: Path, canary: Path, generator: random.Random) -> None:
+    file = generator.choice(files_in(folder))
+    if generator.random() < 0.15:
+        replace_by(file, canary, generator)
     else:
         try:
-            (spoil_json if file.suffix == ".json" else spoil_table)(file, dice)
+            (spoil_json if file.suffix == ".json" else spoil_table)(file, generator)
         except (ValueError, OSError, LookupError, TypeError):  # it was damaged before
-            spoil_bytes(file, dice)
+            spoil_bytes(file, generator)
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -170,7 +170,7 @@ def state_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def carry_out(*arguments: str) -> tuple[int, str]:
     """Exit code and output."""
-    said = io.StringIO()
+    output = io.StringIO()
 
     def late(*_):
         raise AssertionError(f"{arguments} takes too long")
@@ -178,17 +178,17 @@ def carry_out(*arguments: str) -> tuple[int, str]:
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     try:
-        with redirect_stdout(said), redirect_stderr(said):
-            code = command(arguments, Console(file=said, markup=False, width=200))
+        with redirect_stdout(output), redirect_stderr(output):
+            code = command(arguments, Console(file=output, markup=False, width=200))
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_commands_name_the_fault_and_touch_nothing_outside(originals, tmp_path, monkeypatch, seed):
-    dice = random.Random(seed)
+    generator = random.Random(seed)
     canary = tmp_path / "canary"
     (canary / "folder").mkdir(parents=True)
     (canary / "mine").write_text("mine")
@@ -196,8 +196,8 @@ def test_commands_name_the_fault_and_touch_nothing_outside(originals, tmp_path, 
     before = state_of(canary)
     folder = tmp_path / "given" / "swept"
     shutil.copytree(originals, folder)
-    for _ in range(dice.choice((1, 1, 2))):
-        spoil(folder, canary, dice)
+    for _ in range(generator.choice((1, 1, 2))):
+        spoil(folder, canary, generator)
     runs = sorted(str(one) for one in folder.iterdir() if one.is_dir())
     commands = [
         ("state", str(folder)),
@@ -212,10 +212,10 @@ def test_commands_name_the_fault_and_touch_nothing_outside(originals, tmp_path, 
         monkeypatch.setenv("WANDB_SILENT", "true")
         commands += [("track", "--mode", "offline", str(folder))]
     for one in commands:
-        code, said = carry_out(*one)
-        assert code in (0, 1), said
-        assert not set(said) & {"\x1b", "\x07", "\x00"}, said
-        assert code == 0 or "spec_lab: " in said, said
-        assert "Traceback" not in said, said
+        code, output = carry_out(*one)
+        assert code in (0, 1), output
+        assert not set(output) & {"\x1b", "\x07", "\x00"}, output
+        assert code == 0 or "spec_lab: " in output, output
+        assert "Traceback" not in output, output
     assert state_of(canary) == before
     assert sorted(one.name for one in (tmp_path / "given").iterdir()) == ["swept"]

@@ -405,7 +405,7 @@ def test_under_a_constraint_the_output_distribution_is_the_masked_target_s(case,
 
 
 @pytest.fixture(scope="module")
-def spoken(target):
+def target_with_words(target):
     return replace(target, tokenizer=tokenizer_of(WORDS))
 
 
@@ -414,13 +414,13 @@ def path(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("draft"))
 
 
-def test_a_loaded_draft_states_its_budget(spoken, truth, path):
-    proposer = DraftModel.load(spoken, path, nodes=9, children=3, max_depth=5, width=2, drawn="point")
+def test_a_loaded_draft_states_its_budget(target_with_words, truth, path):
+    proposer = DraftModel.load(target_with_words, path, nodes=9, children=3, max_depth=5, width=2, drawn="point")
     assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("draft_best_first", "point", 9, True)
     assert proposer.budget == Budget(9, 3, 5, 2)
     facts = {"tree": "best first", "nodes": 9, "children": 3, "max_depth": 5, "width": 2}
     assert facts.items() <= proposer.facts.items()
-    assert emitted(decode(spoken, proposer, requests())[0]) == truth
+    assert emitted(decode(target_with_words, proposer, requests())[0]) == truth
 
 
 @pytest.mark.parametrize(
@@ -444,9 +444,9 @@ def test_a_loaded_draft_states_its_budget(spoken, truth, path):
     ],
     ids=str,
 )
-def test_wrong_options_are_named(spoken, path, options, named):
+def test_wrong_options_are_named(target_with_words, path, options, named):
     with pytest.raises(ValueError, match=named):
-        DraftModel.load(spoken, path, **{"nodes": 8} | options)
+        DraftModel.load(target_with_words, path, **{"nodes": 8} | options)
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without"])

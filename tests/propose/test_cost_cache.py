@@ -317,5 +317,5 @@ def test_a_busy_machine_is_reported_with_what_to_do(chosen, caplog):
     busy = StepCosts(dict.fromkeys(range(5), 1.0), spread, 9, threads=2, other_load=1.25, cores=2)
     found = chosen(tiny_target(), Timer(busy))
     assert found.facts["costs_steady"] is False
-    for said in ("differ by 50%", "1.2 of 2 cores", "may choose another tree", "threads=", "proposer.tree="):
-        assert said in caplog.text
+    for fact in ("differ by 50%", "1.2 of 2 cores", "may choose another tree", "threads=", "proposer.tree="):
+        assert fact in caplog.text

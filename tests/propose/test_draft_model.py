@@ -339,19 +339,19 @@ def saved(folder, words=WORDS, split="Whitespace", **changes):
 
 
 @pytest.fixture(scope="module")
-def spoken(target):
+def target_with_words(target):
     return replace(target, tokenizer=tokenizer_of(WORDS))
 
 
-def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth, tmp_path):
+def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(target_with_words, truth, tmp_path):
     path = saved(tmp_path)
-    chain = DraftModel.load(spoken, path, depth=3)
+    chain = DraftModel.load(target_with_words, path, depth=3)
     assert (chain.name, chain.drawn, chain.nodes, chain.context) == ("draft_chain", "iid", 3, CONTEXT)
-    assert chain.lm.dtype == spoken.lm.dtype
+    assert chain.lm.dtype == target_with_words.lm.dtype
     assert chain.facts == {"tree": "0 0.0 0.0.0", "nodes": 3, "temperature": None, "confidence": 0.0}
-    tree = DraftModel.load(spoken, path, tree="2x2", drawn="without", temperature=1)
+    tree = DraftModel.load(target_with_words, path, tree="2x2", drawn="without", temperature=1)
     assert (tree.name, tree.nodes, len(tree.sha256)) == ("draft_tree", 6, 64)
-    assert emitted(decode(spoken, tree, requests())[0]) == truth
+    assert emitted(decode(target_with_words, tree, requests())[0]) == truth
 
 
 @pytest.mark.parametrize(
@@ -370,30 +370,30 @@ def test_a_loaded_draft_has_the_target_s_type_and_states_its_facts(spoken, truth
         ({"tree": "99"}, f"99 wide .* {VOCABULARY}"),
     ],
 )
-def test_wrong_options_are_named(spoken, tmp_path_factory, options, named):
+def test_wrong_options_are_named(target_with_words, tmp_path_factory, options, named):
     folder = tmp_path_factory.getbasetemp() / "draft"
     path = str(folder) if folder.exists() else saved(folder)
     with pytest.raises(ValueError, match=named):
-        DraftModel.load(spoken, path, **options)
+        DraftModel.load(target_with_words, path, **options)
 
 
-def test_other_tokenizers_are_refused(spoken, tmp_path):
+def test_other_tokenizers_are_refused(target_with_words, tmp_path):
     other = WORDS.copy()
     other[4], other[9] = other[9], other[4]
     with pytest.raises(
         ValueError, match=r"2 ids differ \(target against draft: 4 is 'x' against 'w2'; 9 is 'w2' against"
     ):
-        DraftModel.load(spoken, saved(tmp_path / "swapped", other), depth=2)
+        DraftModel.load(target_with_words, saved(tmp_path / "swapped", other), depth=2)
     fewer = saved(tmp_path / "fewer", WORDS[:-1])
     with pytest.raises(ValueError, match=f"{VOCABULARY} .*{VOCABULARY - 1} .*1 ids"):
-        DraftModel.load(spoken, fewer, depth=2)
+        DraftModel.load(target_with_words, fewer, depth=2)
     with pytest.raises(ValueError, match="splits"):
-        DraftModel.load(spoken, saved(tmp_path / "split", split="WhitespaceSplit"), depth=2)
+        DraftModel.load(target_with_words, saved(tmp_path / "split", split="WhitespaceSplit"), depth=2)
     wider = saved(tmp_path / "wider", vocab_size=64)
     with pytest.raises(ValueError, match=f"64 tokens.*tiny-llama.* {VOCABULARY}"):
-        DraftModel.load(spoken, wider, depth=2)
+        DraftModel.load(target_with_words, wider, depth=2)
     with pytest.raises(OSError, match=r"no config\.json"):
-        DraftModel.load(spoken, str(tmp_path), depth=2)
+        DraftModel.load(target_with_words, str(tmp_path), depth=2)
 
 
 @pytest.mark.parametrize("drawn", ["iid", "without"])

@@ -418,7 +418,7 @@ def test_the_likeliest_and_the_calibrated_tree_respect_the_depth_limit(target, t
 
 
 @pytest.mark.parametrize(
-    ("config", "tensors", "options", "said"),
+    ("config", "tensors", "options", "message"),
     [
         ({"hidden_size": 64}, {}, {}, "are for hidden size 64, the target tiny-llama has hidden size 32"),
         ({"vocab_size": 99}, {}, {}, f"a vocabulary of 99 tokens, the target tiny-llama has {VOCABULARY}"),
@@ -450,8 +450,8 @@ def test_the_likeliest_and_the_calibrated_tree_respect_the_depth_limit(target, t
         ({}, {}, {"max_depth": 0}, "proposer.max_depth must be a whole number of 1 or more, or null for as deep as"),
     ],
 )
-def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_heads_and_options_are_refused(target, tmp_path, config, tensors, options, message):
+    with pytest.raises(ValueError, match=message):
         Medusa.load(target, str(saved(tmp_path, config, tensors)), **{"tree": "2x1"} | options)
 
 

@@ -100,7 +100,7 @@ def test_widths_and_paths_are_read_and_written():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("big", "widths"),
         ("", "widths"),
@@ -111,8 +111,8 @@ def test_widths_and_paths_are_read_and_written():
         ("0 0", "distinct"),
     ],
 )
-def test_an_invalid_tree_is_refused(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_tree_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         parse(text)
 
 

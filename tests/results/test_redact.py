@@ -33,16 +33,16 @@ def command(quick_cli, keyed, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the processes of joblib
 
     def call(*more: str) -> str:
-        _, said, errors = quick_cli(*more, *options)
-        return said + errors
+        _, output, errors = quick_cli(*more, *options)
+        return output + errors
 
     return call
 
 
-def assert_nowhere(place: Path, said: str) -> None:
+def assert_nowhere(place: Path, output: str) -> None:
     """Check that no secret is in the output, in any file's name, or in any file."""
     for secret in (CANARY, NESTED, HIDDEN):
-        assert secret not in said
+        assert secret not in output
         for file in place.rglob("*"):
             assert secret not in str(file.relative_to(place))
             assert not file.is_file() or secret.encode() not in file.read_bytes(), f"{secret} in {file}"
@@ -69,9 +69,9 @@ def assert_nowhere(place: Path, said: str) -> None:
     ids=["run", "hydra", "multirun", "joblib", "search"],
 )
 def test_no_secret_is_written_or_printed(command, tmp_path, more):
-    said = command(*more)
-    assert list(tmp_path.rglob("summary.json")), said
-    assert_nowhere(tmp_path, said)
+    output = command(*more)
+    assert list(tmp_path.rglob("summary.json")), output
+    assert_nowhere(tmp_path, output)
     for file in tmp_path.rglob("manifest.json"):
         config = json.loads(file.read_text())["config"]
         assert config["prompts"]["path"] == "${oc.env:WHERE}/prompts.jsonl"
@@ -81,9 +81,9 @@ def test_no_secret_is_written_or_printed(command, tmp_path, more):
 
 @pytest.mark.parametrize("more", [[], ["--multirun"]])
 def test_no_secret_is_in_the_message_or_the_traceback_of_a_run_that_fails(command, tmp_path, more):
-    said = command(*more, "+prompts.accepted=false")
-    assert "is not accepted" in said
-    assert_nowhere(tmp_path, said)
+    output = command(*more, "+prompts.accepted=false")
+    assert "is not accepted" in output
+    assert_nowhere(tmp_path, output)
     if more:
         (run,) = sweep.runs(tmp_path / "swept")
         assert "is not accepted" in sweep.ended(run.folder)["traceback"]
@@ -99,10 +99,10 @@ def test_no_secret_is_in_the_message_or_the_traceback_of_a_run_that_fails(comman
     ],
 )
 def test_a_secret_that_is_swept_or_cannot_be_read_is_refused_without_being_shown(cli, tmp_path, override):
-    code, said, errors = cli("--multirun", "proposer=ngram", "output_dir=swept", override)
+    code, output, errors = cli("--multirun", "proposer=ngram", "output_dir=swept", override)
     assert code == 1
     assert "tracker" in errors and "Traceback" not in errors
-    assert "sk-first" not in said + errors
+    assert "sk-first" not in output + errors
     assert not list(tmp_path.iterdir())
 
 
@@ -207,8 +207,8 @@ def test_a_password_next_to_an_interpolation_is_refused_by_name(monkeypatch, tex
 )
 def test_the_command_line_moves_what_configs_blank(monkeypatch, option):
     monkeypatch.setattr("os.environ", {})
-    (said,) = moved([option])
-    assert "hunter2" not in said
+    (override,) = moved([option])
+    assert "hunter2" not in override
     assert "hunter2" in os.environ.values()
 
 

@@ -98,8 +98,8 @@ def test_other_accuracies_of_the_heads_identify_another_run(command, interrupted
 def test_another_commit_is_another_run(command, interrupted, monkeypatch, capsys):
     monkeypatch.setattr("spec_lab.results.manifest.commit", lambda _: "later")
     assert command() == 1
-    said = capsys.readouterr().err
-    assert "already holds another run (commit: " in said and "'later' here); choose another output_dir=DIR" in said
+    output = capsys.readouterr().err
+    assert "already holds another run (commit: " in output and "'later' here); choose another output_dir=DIR" in output
 
 
 @pytest.mark.nightly

@@ -193,8 +193,8 @@ def test_an_interrupted_run_is_resumed(done, tmp_path, capsys):
         patch.setattr("spec_lab.tasks.lab.Loop", Interrupting)
         limit = 3
         assert run(one, settings(out), CONFIG, quiet()) == 130
-        said = capsys.readouterr().err
-        assert f"the rows of 1 finished groups of 3 are in {out}" in said
+        output = capsys.readouterr().err
+        assert f"the rows of 1 finished groups of 3 are in {out}" in output
         assert metrics.load(out).requests["group"].unique().tolist() == [0]
         assert not (out / "summary.json").exists()
         limit = None
@@ -258,9 +258,9 @@ def test_a_proposer_that_raises_is_named_and_the_finished_groups_are_kept(tmp_pa
     proposer, config = Breaks(), {"name": "toy"}
     with pytest.raises(ValueError) as error:
         run(lab(proposer=proposer), settings(tmp_path / "here"), config, quiet())
-    said = str(error.value)
-    assert said.startswith(f"proposer 'repeat' raised KeyError: 'lost' ({__file__}:") and "in propose)" in said
-    assert "the rows of 1 finished groups of 3 are in" in said and "resumes" in said
+    message = str(error.value)
+    assert message.startswith(f"proposer 'repeat' raised KeyError: 'lost' ({__file__}:") and "in propose)" in message
+    assert "the rows of 1 finished groups of 3 are in" in message and "resumes" in message
     proposer.broken = False
     assert run(lab(proposer=proposer), settings(tmp_path / "here"), config, quiet()) == 0
     assert metrics.load(tmp_path / "here").requests["group"].nunique() == 3
@@ -463,7 +463,7 @@ def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"batch_size": 1.5}, "batch_size .*1 or more.* 1.5"),
         ({"batch_size": 0}, "batch_size "),
@@ -476,8 +476,8 @@ def test_incompatible_parts_are_refused_before_anything_runs(tmp_path):
         ({"name": ""}, "name "),
     ],
 )
-def test_wrong_types_are_refused_by_name(tmp_path, change, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_types_are_refused_by_name(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
         settings(tmp_path, **change)
 
 

@@ -300,7 +300,7 @@ def test_without_more_parts_the_main_verifier_verifies_the_main_proposer(tmp_pat
 
 
 def test_the_summary_names_pairs_left_out_and_sampled_outcomes(done):
-    _, out, said = done
+    _, out, output = done
     summary = json.loads((out / "summary.json").read_text())
     left = {(pair["proposer"], pair["verifier"]) for pair in summary["left_out"]}
     assert left == {
@@ -311,16 +311,16 @@ def test_the_summary_names_pairs_left_out_and_sampled_outcomes(done):
     assert kinds == dict.fromkeys(ONES, pooled.EXACT) | {"gumbel": pooled.OUTCOME}
     assert summary["proposers"]["gumbel"]["compared_with"] == "match"
     assert summary["requests"] == 5 and summary["tokens"] == 45 and summary["positions"] == 15
-    assert "gumbel (drawn gumbel): token, traversal, kseq" in " ".join(said.split())
-    assert "gumbel *" in said and "*: a sampled outcome" in said
-    assert max(map(len, said.splitlines()[:-1])) <= 80  # the last names a folder
+    assert "gumbel (drawn gumbel): token, traversal, kseq" in " ".join(output.split())
+    assert "gumbel *" in output and "*: a sampled outcome" in output
+    assert max(map(len, output.splitlines()[:-1])) <= 80  # the last names a folder
 
 
 def test_a_run_leaves_manifest_tables_and_figures(done):
-    _, out, said = done
+    _, out, output = done
     manifest = json.loads((out / "manifest.json").read_text())
     assert list(manifest["proposers"]) == manifest["arms"] == list(TREES)
-    assert str(out) in said.replace("\n", "")
+    assert str(out) in output.replace("\n", "")
     assert {file.name for file in out.iterdir()} == {
         "manifest.json", "summary.json", "recorded.parquet", "texts.parquet", "figures",
     }  # fmt: skip

@@ -46,7 +46,7 @@ def text_of(events):
     return "".join(event.text for event in events if isinstance(event, Text))
 
 
-def said(pieces, tokens=None, healed=b"", **rules):
+def text_and_finish(pieces, tokens=None, healed=b"", **rules):
     events = feed(Stream(pieces, Rules(**rules), healed), range(len(pieces)) if tokens is None else tokens)
     return text_of(events), events[-1]
 
@@ -54,7 +54,7 @@ def said(pieces, tokens=None, healed=b"", **rules):
 @few
 @given(pieces_of())
 def test_text_equals_decoding_all_bytes_at_once(pieces):
-    assert said(pieces) == (b"".join(pieces).decode("utf-8", "replace"), Finish("done"))
+    assert text_and_finish(pieces) == (b"".join(pieces).decode("utf-8", "replace"), Finish("done"))
 
 
 @few
@@ -117,7 +117,7 @@ def test_only_a_prefix_of_a_stop_string_is_held_back(pieces, stops):
 def test_the_cut_does_not_depend_on_the_split(pieces, stops):
     whole = b"".join(pieces)
     single = [bytes([byte]) for byte in whole]
-    parts, one, bytewise = (said(p, stop_strings=stops) for p in (pieces, [whole], single))
+    parts, one, bytewise = (text_and_finish(p, stop_strings=stops) for p in (pieces, [whole], single))
     assert parts[0] == one[0] == bytewise[0]
     assert (parts[1].reason, parts[1].text) == (one[1].reason, one[1].text) == (bytewise[1].reason, bytewise[1].text)
 
@@ -152,13 +152,13 @@ def test_the_events_of_a_stop_string_across_tokens():
     ],
 )
 def test_the_text_is_cut_where_the_first_stop_string_begins(stops, pieces, text, which):
-    cut, finish = said(pieces, stop_strings=stops)
+    cut, finish = text_and_finish(pieces, stop_strings=stops)
     assert (cut, finish.reason, finish.text) == (text, "stop_string", which)
 
 
 def test_a_stop_string_with_the_replacement_character_matches_a_genuine_one():
-    assert said([b"a\xffb"], stop_strings=("\ufffd",)) == ("a\ufffdb", Finish("done"))
-    assert said(["a\ufffdb".encode()], stop_strings=("\ufffd",))[0] == "a"
+    assert text_and_finish([b"a\xffb"], stop_strings=("\ufffd",)) == ("a\ufffdb", Finish("done"))
+    assert text_and_finish(["a\ufffdb".encode()], stop_strings=("\ufffd",))[0] == "a"
 
 
 def test_a_genuine_replacement_character_is_not_held_back():
@@ -203,8 +203,8 @@ def test_nothing_stops_within_the_first_min_tokens():
 
 
 def test_a_stop_string_begun_within_min_tokens_and_completed_after_them_counts():
-    assert said([b"xa", b"b"], stop_strings=("ab",), min_tokens=1)[0] == "x"
-    assert said([b"xa", b"b"], stop_strings=("ab",), min_tokens=2)[0] == "xab"
+    assert text_and_finish([b"xa", b"b"], stop_strings=("ab",), min_tokens=1)[0] == "x"
+    assert text_and_finish([b"xa", b"b"], stop_strings=("ab",), min_tokens=2)[0] == "xab"
 
 
 def test_max_tokens_ends_the_text_and_releases_the_held_back_text():
@@ -257,8 +257,8 @@ def test_the_first_complete_of_a_stop_and_a_banned_string_decides(stop, banned, 
 
 
 def test_a_complete_stop_string_that_waits_is_not_undone_by_a_banned_one():
-    assert said([b"xab", b"c", b"e"], stop_strings=("abcd", "bc"), banned_strings=("ce",))[0] == "xa"
-    assert said([b"xabcde"], stop_strings=("abcde", "bc"), banned_strings=("cd",))[0] == "x"
+    assert text_and_finish([b"xab", b"c", b"e"], stop_strings=("abcd", "bc"), banned_strings=("ce",))[0] == "xa"
+    assert text_and_finish([b"xabcde"], stop_strings=("abcde", "bc"), banned_strings=("cd",))[0] == "x"
     stream = Stream([b"xabc"], Rules(stop_strings=("abcd", "bc"), banned_strings=("ce",)))
     assert stream.push(0) == [Text("x", 0, ()), Held("abc")]
 

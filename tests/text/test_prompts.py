@@ -45,7 +45,7 @@ def test_limit_leaves_later_lines_unread(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "no prompts"),
         ("\n \n", "no prompts"),
@@ -65,10 +65,10 @@ def test_limit_leaves_later_lines_unread(tmp_path):
         (b'{"prompt": "\xff"}', "prompts.jsonl:1: ... UTF-8"),
     ],
 )
-def test_bad_files_are_refused_with_file_and_line(tmp_path, content, said):
+def test_bad_files_are_refused_with_file_and_line(tmp_path, content, message):
     with pytest.raises(ValueError, match=".") as caught:
         text.jsonl(write(tmp_path, content))
-    assert all(fact in str(caught.value) for fact in said.split(" ... "))
+    assert all(fact in str(caught.value) for fact in message.split(" ... "))
 
 
 def test_missing_file_and_bad_limit_are_refused(tmp_path):

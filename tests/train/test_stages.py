@@ -287,6 +287,6 @@ def test_later_stages_start_from_shipped_models_where_none_were_trained(trained,
     assert elsewhere.history()["distilled"] == twice
     assert elsewhere.history() | {"distilled": once} == trained.history()
     stages.card(elsewhere)
-    said = (elsewhere.zoo / "README.md").read_text()
-    assert "then again: " in said and "the heads the last time only" in said and "earlier distillations" in said
+    readme = (elsewhere.zoo / "README.md").read_text()
+    assert "then again: " in readme and "the heads the last time only" in readme and "earlier distillations" in readme
     assert "the heads with it" in (trained.zoo / "README.md").read_text()

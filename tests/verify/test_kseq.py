@@ -154,7 +154,7 @@ def test_siblings_are_accepted_with_the_paper_s_probability(world, k):
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_on_one_level_k_seq_accepts_at_least_what_token_does(k):
-    """An observation, not a theorem; over random worlds, in some of them strictly."""
+    """An observation, not a theorem; over random toy models, in some of them strictly."""
     shape = tree(tuple((rank,) for rank in range(k)))
     gains = [
         Outputs.of_forest(world, KSeq(), shape, "iid").accepted

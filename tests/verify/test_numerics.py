@@ -440,8 +440,8 @@ def test_unusable_logits_are_reported_with_request_and_step(poison, temperature)
     group, _ = decode(target, Null(), requests(Sampling(temperature), 8))
     assert [s.finish for s in group.sequences] == ["length", "nan", "length"]
     assert emitted(group) == [well if n != 1 else well[:3] for n, well in enumerate(emitted(healthy))]
-    said = "request 'p1', step 3: the target's logits are NaN or infinite; it ends with the 3 tokens emitted so far"
-    assert group.errors == {group.sequences[1]: said}
+    message = "request 'p1', step 3: the target's logits are NaN or infinite; it ends with the 3 tokens emitted so far"
+    assert group.errors == {group.sequences[1]: message}
 
 
 def test_medusa_heads_with_nan_logits_change_no_output():

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, chain, empty, forest
-from spec_lab.tasks.certify.enumerate import explore
+from spec_lab.tasks.certify.enumeration import explore
 from spec_lab.verify import Cascade, KSeq, Lenient, Relaxed, Typical, choose, kseq, path
 from spec_lab.verify import cascade as cascade_module
 from spec_lab.verify.kseq import least_rho

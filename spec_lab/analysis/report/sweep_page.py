@@ -53,7 +53,7 @@ def page(folder: Path) -> str:
         "sweep",
         content,
         folder,
-        states={state: count[state] for state in ("done", "running", "failed", "waiting") if count[state]},
+        states={state: count[state] for state in ("done", "running", "failed", "pending") if count[state]},
         unfinished=_unfinished(unfinished[:MAX_UNFINISHED]),
         unfinished_note=note,
         rows=_rows(folder, table, varied),

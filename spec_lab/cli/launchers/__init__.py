@@ -2,7 +2,7 @@
 
 The engine (Slurm, Ray) schedules, runs and restarts jobs. A job is one run of the sweep, as on one machine, and records
 in its folder how it ended. If it could not (it was cancelled, killed, or ran out of time), the launcher records the
-reason there: such a run is waiting, and the same command resumes it.
+reason there: such a run is pending, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class JobEnded(NamedTuple):
         number: the job's index in the list.
         value: the value that it returned.
         error: the error that it raised.
-        lost: how it ended if it could not record that itself, such as "CANCELLED by 1000"; else empty.
+        failure: how it ended if it could not record that itself, such as "CANCELLED by 1000"; else empty.
     """
 
     number: int
     value: Any = None
     error: Exception | None = None
-    lost: str = ""
+    failure: str = ""
 
 
 class Backend(Protocol):
@@ -158,8 +158,8 @@ def launch(
                 continue
             ended[n] = one
             if one.error is None and sweep.ended(folders[n]) is None:
-                sweep.lose(folders[n], engine, lost := one.lost or "its job ended without a result")
-                _say(out, f"{sweep.place(folders[n])}: lost ({lost}); the same command resumes it")
+                sweep.fail_job(folders[n], engine, failure := one.failure or "its job ended without a result")
+                _say(out, f"{sweep.place(folders[n])}: its job failed ({failure}); the same command resumes it")
     return [_returned(job, ended[n]) for n, job in enumerate(jobs)]
 
 
@@ -176,7 +176,7 @@ def _engine(engine: str, out: Path, options: Mapping[str, Any]) -> Backend:
 
 
 def _returned(job: Job, how: JobEnded | None) -> JobReturn:
-    """Return the result for Hydra's sweepers. A lost run has no value; reading the value of a failed one raises."""
+    """Return the result for Hydra's sweepers. A pending run has no value; reading the value of a failed one raises."""
     value = (how.error or how.value) if how else None
     status = JobStatus.FAILED if how and how.error else JobStatus.COMPLETED
     return JobReturn(overrides=list(job.overrides), status=status, _return_value=value)

@@ -121,7 +121,7 @@ def _result(n: int, reference: Any) -> JobEnded:
         cause = error.cause if isinstance(error.cause, Exception) else error
         return JobEnded(n, error=cause)
     except TaskCancelledError:
-        return JobEnded(n, lost="cancelled")
+        return JobEnded(n, failure="cancelled")
     except RayError as error:
         said = " ".join(str(error).split())
-        return JobEnded(n, lost=f"{type(error).__name__}: {said.partition('. ')[0]}")
+        return JobEnded(n, failure=f"{type(error).__name__}: {said.partition('. ')[0]}")

@@ -101,7 +101,7 @@ class Slurm:
                 said = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines())
                 if not waiting:
                     raise Refused(f"spec_lab: hydra/launcher=slurm: Slurm does not accept the jobs: {said}") from error
-                yield from (JobEnded(n, lost=f"not accepted by Slurm: {said}") for n in new[first:])
+                yield from (JobEnded(n, failure=f"not accepted by Slurm: {said}") for n in new[first:])
                 break
             for n, job in zip(some, handed, strict=True):
                 waiting[n] = job
@@ -157,7 +157,7 @@ class Slurm:
                 said = why[waiting[n].job_id]
                 if not said.startswith("COMPLETED") or now - gone[n] > SECONDS:
                     del gone[n], waiting[n]
-                    yield JobEnded(n, lost=said)
+                    yield JobEnded(n, failure=said)
             for n, job in list(waiting.items()):
                 state, reason, _ = queue.get(job.job_id, Known("", "", ""))
                 if state == "PENDING" and reason not in (*USUAL, *told):
@@ -166,7 +166,7 @@ class Slurm:
                 if state == "PENDING" and reason in HOPELESS:
                     job.cancel(check=False)
                     del waiting[n]
-                    yield JobEnded(n, lost=f"cancelled, as it would never start: {reason}")
+                    yield JobEnded(n, failure=f"cancelled, as it would never start: {reason}")
 
 
 class _Again:
@@ -283,5 +283,5 @@ def _result(n: int, job: submitit.Job[Any]) -> JobEnded:
     said = [line for line in trace.splitlines() if line.strip()][-1]
     kind, _, text = said.partition(": ")
     if kind.endswith("UncompletedJobError"):
-        return JobEnded(n, lost=text.removeprefix("Job not requeued because: ").rstrip("."))
+        return JobEnded(n, failure=text.removeprefix("Job not requeued because: ").rstrip("."))
     return JobEnded(n, error=Refused(text if kind.endswith("Refused") else f"spec_lab: {said}"))

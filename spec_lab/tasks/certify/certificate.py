@@ -14,7 +14,7 @@ from spec_lab.core.draft import Draft, Drawn
 from spec_lab.core.faults import PartError
 from spec_lab.core.probabilities import Sampling
 from spec_lab.propose import CertifiableProposer, Proposer
-from spec_lab.tasks.certify.enumerate import Continuous, Reused, TooMany, Unrepeatable
+from spec_lab.tasks.certify.enumeration import Continuous, Reused, TooMany, Unrepeatable
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import PLAIN, QUICK, Instance, constrained, every_instance
 from spec_lab.verify import Misfit, Token, Verdict, Verifier, chains_only

@@ -1,6 +1,6 @@
 """Enumeration: every draft, every acceptance and every emitted token of the code under test, in float64.
 
-Nothing is sampled here. The random choices of a request all go through ``Draws``; ``enumerate.Scripts`` visits every
+Nothing is sampled here. The random choices of a request all go through ``Draws``; ``enumeration.Scripts`` visits every
 outcome of every choice and multiplies the probabilities. Two kinds of instances are enumerated:
 
 - A *step* (``Instance.tokens`` is 0): the drafts are enumerated. Each goes through the real forward of the target and
@@ -38,7 +38,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import CertifiableProposer, Proposer, branches, check_sampling, draws_of
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.trees import Choices, depth_of, parse, widths
-from spec_lab.tasks.certify.enumerate import side_by_side
+from spec_lab.tasks.certify.enumeration import side_by_side
 from spec_lab.tasks.certify.ground_truth import truth
 from spec_lab.tasks.certify.instances import PLAIN, Instance
 from spec_lab.tasks.certify.outputs import (

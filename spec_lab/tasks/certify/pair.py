@@ -22,12 +22,12 @@ from spec_lab.core.protocols import facts_of
 from spec_lab.engine.request import Request
 from spec_lab.propose import Proposer, check_sampling
 from spec_lab.tasks.certify.certificate import Grade, Proof, grade, noise_reused, prove
-from spec_lab.tasks.certify.enumerate import Reused
+from spec_lab.tasks.certify.enumeration import Reused
 from spec_lab.tasks.certify.instances import LOOPS, PLAIN, Instance, every_instance, under
 from spec_lab.tasks.certify.masks import MaskComparison, compare_masks
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.sampled import joint, scores
-from spec_lab.tasks.certify.statistics import ALPHA, chi_square, distance, holm
+from spec_lab.tasks.certify.significance import ALPHA, chi_square, distance, holm
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.verify import Verifier, chains_only
 

@@ -2,8 +2,8 @@
 
 ``joint`` samples whole texts of a toy, whose exact distribution is a table, for Pearson's chi-square test of their
 histogram. ``scores`` decodes with real models, whose texts are too many to count, and tests martingales: given
-everything decided before a token was drawn, the token must follow its distribution. ``statistics`` states the formulas
-of p-values and of the smallest bias that each test detects.
+everything decided before a token was drawn, the token must follow its distribution. ``significance`` states the
+formulas of p-values and of the smallest bias that each test detects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from spec_lab.engine.step import StepInfo
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
 from spec_lab.propose.trees import Choices, parse, write
-from spec_lab.tasks.certify.enumerate import Watched
+from spec_lab.tasks.certify.enumeration import Watched
 from spec_lab.tasks.certify.exact import toy_parts
 from spec_lab.tasks.certify.instances import PLAIN, Instance
 from spec_lab.tasks.certify.outputs import text_probabilities
-from spec_lab.tasks.certify.statistics import Score
+from spec_lab.tasks.certify.significance import Score
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code
 from spec_lab.verify import Verifier, chains_only
 

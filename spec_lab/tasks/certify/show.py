@@ -16,7 +16,7 @@ from spec_lab.analysis.figures import COLOURS, STYLE
 from spec_lab.tasks.certify.instances import every_instance
 from spec_lab.tasks.certify.outputs import EXACT
 from spec_lab.tasks.certify.pair import Check, Pair
-from spec_lab.tasks.certify.statistics import ALPHA, POWER, distance, expected_distance
+from spec_lab.tasks.certify.significance import ALPHA, POWER, distance, expected_distance
 from spec_lab.verify import chains_only
 
 Texts = tuple[np.ndarray, np.ndarray]

@@ -19,7 +19,7 @@ from spec_lab.tasks.certify.masks import MaskComparison
 from spec_lab.tasks.certify.pair import Certifier, Check, Pair, histogram
 from spec_lab.tasks.certify.sampled import joint
 from spec_lab.tasks.certify.show import Texts, convergence, show
-from spec_lab.tasks.certify.statistics import ALPHA, POWER
+from spec_lab.tasks.certify.significance import ALPHA, POWER
 from spec_lab.tasks.lab import Lab, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Verifier, check_pair, misfit

@@ -1,4 +1,4 @@
-"""Tables small enough to write by hand: only what a test is about has to be said."""
+"""Tables small enough to write by hand: only what a test is about has to be stated."""
 
 import pandas as pd
 

@@ -304,7 +304,7 @@ def test_papers_find_the_figures_beside_the_page(page):
 @pytest.mark.nightly
 def test_a_sweep_says_where_its_runs_stand(swept):
     parsed = Parsed(report.write(swept))
-    assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 waiting" in parsed.text
+    assert "6 done" in parsed.text and "1 failed" in parsed.text and "1 pending" in parsed.text
     assert "document.title='owned'" in parsed.text  # the error, as text
     assert "By proposer.depth" in parsed.text
     links = {unquote(link) for link in parsed.values("href") if link.endswith("report.html")}
@@ -359,7 +359,7 @@ def test_an_option_and_the_name_of_what_it_chose_are_told_apart(ran, tmp_path):
 
 
 def browse(page: Path, folder: Path, *wanted: str) -> tuple[str, list[str]]:
-    """What chromium prints, and what the page said on the console."""
+    """What chromium prints, and what the page logged on the console."""
     quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
     command = [CHROMIUM, "--headless", "--no-sandbox", *quiet.split(), "--disable-sync", "--hide-scrollbars",
                f"--user-data-dir={folder / 'profile'}", "--enable-logging=stderr", "--v=0",
@@ -378,8 +378,8 @@ needs_browser = pytest.mark.skipif(
 @pytest.mark.parametrize("which", ["page", "sweep"])
 def test_a_browser_draws_every_chart(which, page, swept, tmp_path):
     file = page if which == "page" else report.write(swept)
-    dom, said = browse(file, tmp_path, "--dump-dom")
-    assert said == []
+    dom, output = browse(file, tmp_path, "--dump-dom")
+    assert output == []
     assert dom.count('<figure class="chart"><svg') == charts_in(file.parent) >= 4
     assert "<title>owned" not in dom
 
@@ -389,8 +389,8 @@ def test_a_browser_draws_every_chart(which, page, swept, tmp_path):
 def test_a_browser_shows_a_page_that_is_not_blank(which, page, swept, tmp_path):
     file = page if which == "page" else report.write(swept)
     picture = tmp_path / "seen.png"
-    _, said = browse(file, tmp_path, f"--screenshot={picture}")
-    assert said == []
+    _, output = browse(file, tmp_path, f"--screenshot={picture}")
+    assert output == []
     seen = (imread(picture)[..., :3] * 255).round().astype(int)
     assert seen.shape[:2] == (3000, 1240)
     assert len(np.unique(seen @ np.array([1 << 16, 1 << 8, 1]))) > 200  # colours

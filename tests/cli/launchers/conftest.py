@@ -43,8 +43,8 @@ def cluster(script: str, *options: str) -> Iterator[tuple[str, dict[str, str]]]:
     folder = mkdtemp()  # it holds sockets, whose paths must be short
     command = [sys.executable, ROOT / "scripts" / script]
     try:
-        said = subprocess.run([*command, "start", folder, *options], check=True, capture_output=True, text=True)
-        yield folder, dict(one.split("=", 1) for one in shlex.split(said.stdout)[1:])
+        started = subprocess.run([*command, "start", folder, *options], check=True, capture_output=True, text=True)
+        yield folder, dict(one.split("=", 1) for one in shlex.split(started.stdout)[1:])
     finally:
         subprocess.run([*command, "stop", folder], check=True)
         shutil.rmtree(folder)
@@ -66,13 +66,13 @@ class Swept:
 
     def start(self, *more: str, seeds: str = ALL) -> subprocess.Popen:
         """The sweep's command, as a process."""
-        said = (self.folder.parent / "said.txt").open("a")
+        output = (self.folder.parent / "output.txt").open("a")
         command = [sys.executable, "-m", "spec_lab", "--multirun", *self.options, *more, f"seed={seeds}"]
-        return subprocess.Popen(command, cwd=self.folder.parent, env=self.environment, stdout=said, stderr=said)
+        return subprocess.Popen(command, cwd=self.folder.parent, env=self.environment, stdout=output, stderr=output)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """The output of all commands."""
-        return " ".join((self.folder.parent / "said.txt").read_text().split())
+        return " ".join((self.folder.parent / "output.txt").read_text().split())
 
     def runs(self) -> dict[str, sweep.Run]:
         """The runs by seed."""

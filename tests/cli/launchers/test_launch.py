@@ -1,6 +1,7 @@
 """How launchers handle what happens to jobs, on a scripted cluster."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,15 @@ from tests import checkpoints
 
 
 class Scripted:
-    """An engine that runs jobs in this process, except those it loses.
+    """An engine that runs jobs in this process, except those that fail.
 
     Args:
-        lose: seeds of runs whose jobs are lost, with their final states.
+        failures: seeds of runs whose jobs fail, with their final states.
         alive: seeds of runs whose jobs an earlier launcher submitted, and that are still running.
     """
 
-    def __init__(self, lose=(), alive=()):
-        self.lose, self.alive = dict(lose), alive
+    def __init__(self, failures=(), alive=()):
+        self.failures, self.alive = dict(failures), alive
         self.taken = []
 
     def living(self):
@@ -36,8 +37,8 @@ class Scripted:
                 self.taken.append(job.overrides[-1])
                 yield Queued(number, f"7_{number}")
         for number, job in enumerate(jobs):
-            if (seed := job.overrides[-1]) in self.lose:
-                yield JobEnded(number, lost=self.lose[seed])
+            if (seed := job.overrides[-1]) in self.failures:
+                yield JobEnded(number, failure=self.failures[seed])
             else:
                 yield JobEnded(number, job())
 
@@ -59,26 +60,33 @@ def on(quick_cli, tiny, monkeypatch):
     return call
 
 
+def counts(errors: str) -> list[int]:
+    """The numbers of runs in all, ended before, queued already and submitted, as a launcher prints them."""
+    (line,) = (line for line in errors.splitlines() if "submitting" in line)
+    return [int(number) for number in re.findall(r"\b\d+\b", line)]
+
+
 @pytest.mark.nightly
 def test_a_failed_job_leaves_the_others_alone_and_is_reported_with_its_state(on, tmp_path, cli):
-    code, said, errors = on(Scripted(lose={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
+    code, output, errors = on(Scripted(failures={"seed=2": "CANCELLED by 1000, on n1"}), "seed=1,2,3")
     assert code == 1, "not all that was asked for went well"
-    assert "swept: 3 runs, of which 0 ended before, 0 are queued already: submitting 3 to slurm" in errors
-    assert "lost (CANCELLED by 1000, on n1); the same command resumes it" in errors
-    assert "swept: 2 done, 1 waiting" in said
-    assert "slurm job 7_1: CANCELLED by 1000, on n1" in said
+    assert counts(errors) == [3, 0, 0, 3]
+    (failure,) = (line for line in errors.splitlines() if "seed=2" in line)
+    assert "2 of 3" in failure and "CANCELLED by 1000, on n1" in failure
+    assert "swept: 2 done, 1 pending" in output
+    assert "slurm job 7_1: CANCELLED by 1000, on n1" in output
     second = Scripted()
-    code, said, errors = on(second, "seed=1,2,3")
+    code, output, errors = on(second, "seed=1,2,3")
     assert (code, second.taken) == (0, ["seed=2"]), "a finished run is not submitted again"
-    assert "swept: 3 done" in said and "CANCELLED" not in said
+    assert "swept: 3 done" in output and "CANCELLED" not in output
 
 
 def test_a_pending_job_is_not_submitted_twice(on):
-    on(Scripted(lose={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
+    on(Scripted(failures={"seed=1": "killed", "seed=2": "killed"}), "seed=1,2")
     again = Scripted(alive=["seed=1"])
     code, _, errors = on(again, "seed=1,2")
     assert (code, again.taken) == (0, ["seed=2"])
-    assert "2 runs, of which 0 ended before, 1 are queued already: submitting 1 to slurm" in errors
+    assert counts(errors) == [2, 0, 1, 1]
 
 
 def test_the_status_of_a_queued_run_names_its_job(on, tmp_path):
@@ -89,7 +97,7 @@ def test_the_status_of_a_queued_run_names_its_job(on, tmp_path):
 
     code, _, errors = on(Leaves(), "seed=1")
     (run,) = sweep.runs(tmp_path / "swept")
-    assert (code, run.state, run.error) == (1, "waiting", "slurm job 7_0")
+    assert (code, run.state, run.error) == (1, "pending", "slurm job 7_0")
     assert "Slurm has not answered" in errors and "Traceback" not in errors
 
 
@@ -98,9 +106,9 @@ def test_a_job_that_ended_without_a_result_has_failed(on):
         def launch(self, jobs, names):
             yield JobEnded(0)
 
-    code, said, _ = on(Silent(), "seed=1")
+    code, output, _ = on(Silent(), "seed=1")
     assert code == 1
-    assert "slurm: its job ended without a result" in said
+    assert "slurm: its job ended without a result" in output
 
 
 def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
@@ -115,9 +123,9 @@ def test_a_job_runs_in_the_directory_of_the_command(on, tmp_path):
 
 
 def test_a_failed_run_names_its_error_and_is_submitted_again_on_request_only(on):
-    code, said, _ = on(Scripted(), "seed=1,-1")
+    code, output, _ = on(Scripted(), "seed=1,-1")
     assert code == 1
-    assert "1 done, 1 failed" in said and "seed must" in said
+    assert "1 done, 1 failed" in output and "seed must" in output
     second, third = Scripted(), Scripted()
     assert on(second, "seed=1,-1")[0] == 1
     assert second.taken == []
@@ -130,7 +138,7 @@ def test_a_run_that_ended_before_its_job_failed_has_ended(on, tmp_path):
         def launch(self, jobs, names):
             yield Queued(0, "7_0")
             jobs[0]()
-            yield JobEnded(0, lost="NODE_FAIL")
+            yield JobEnded(0, failure="NODE_FAIL")
 
     code, _, _ = on(Late(), "seed=1")
     assert (code, sweep.runs(tmp_path / "swept")[0].error) == (0, "")
@@ -155,7 +163,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(cli, tiny, monk
     monkeypatch.delitem(sys.modules, f"spec_lab.cli.launchers.{engine}", raising=False)
     code, _, errors = cli("--multirun", f"hydra/launcher={engine}", *tiny, "seed=1,2")
     assert code == 1
-    assert f"hydra/launcher={engine} requires the extra {engine}" in errors
+    assert f"hydra/launcher={engine}" in errors
     assert f"pip install 'spec-lab[{engine}]'" in errors and "Traceback" not in errors
 
 
@@ -171,7 +179,7 @@ def test_a_missing_slurm_is_reported(cli, tiny, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     code, _, errors = cli("--multirun", "hydra/launcher=slurm", *tiny, "seed=1,2")
     assert code == 1
-    assert "the command sbatch is missing; run this on a node that submits jobs" in errors and "Traceback" not in errors
+    assert re.search(r"\bsbatch\b", errors) and "Traceback" not in errors
 
 
 def test_a_launcher_s_options_are_shown_from_any_directory(tmp_path):
@@ -231,9 +239,9 @@ def test_a_job_that_left_the_queue_has_failed_with_the_state_from_sacct(slurm, t
     slurm["sacct"] = "5_0|CANCELLED by 1000|0:0|n1\n5_1|FAILED|0:9|n2\n5_2|TIMEOUT|1:0|None assigned\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(3)}
     assert list(engine(slurm, tmp_path)._ended(waiting)) == [
-        JobEnded(0, lost="CANCELLED by 1000, on n1"),
-        JobEnded(1, lost="FAILED, signal 9, on n2"),
-        JobEnded(2, lost="TIMEOUT, exit code 1"),
+        JobEnded(0, failure="CANCELLED by 1000, on n1"),
+        JobEnded(1, failure="FAILED, signal 9, on n2"),
+        JobEnded(2, failure="TIMEOUT, exit code 1"),
     ]
     assert not waiting
 
@@ -242,15 +250,15 @@ def test_a_job_has_time_to_appear_where_sacct_or_the_disk_lags(slurm, tmp_path):
     slurm["sacct"] = "5_0|RUNNING|0:0|n1\n5_1|COMPLETED|0:0|n1\n"
     waiting = {number: job(tmp_path, f"5_{number}") for number in range(2)}
     ends = engine(slurm, tmp_path)._ended(waiting)
-    assert next(ends) == JobEnded(1, lost="COMPLETED, on n1")
+    assert next(ends) == JobEnded(1, failure="COMPLETED, on n1")
     assert slurm.now > slurm.module.SECONDS
     slurm["sacct"] = "5_0|OUT_OF_MEMORY|0:125|n1\n"
-    assert list(ends) == [JobEnded(0, lost="OUT_OF_MEMORY, signal 125, on n1")]
+    assert list(ends) == [JobEnded(0, failure="OUT_OF_MEMORY, signal 125, on n1")]
 
 
 def test_without_accounting_a_failed_job_is_still_reported(slurm, tmp_path):
     (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
-    assert ended.lost == "left the queue without a result, and sacct does not answer"
+    assert ended.failure == "left the queue without a result, and sacct does not answer"
 
 
 def test_a_slurm_that_does_not_answer_is_waited_for_up_to_a_limit(slurm, tmp_path):
@@ -266,11 +274,11 @@ def test_a_job_that_can_never_start_is_cancelled_and_the_others_are_waited_for(s
     monkeypatch.setattr("submitit.SlurmJob.cancel", lambda self, check: cancelled.append(self.job_id))
     slurm["squeue"] = "5_0|PENDING|PartitionTimeLimit|\n5_1|PENDING|JobHeldUser|\n5_2|PENDING|Resources|\n"
     ends = engine(slurm, tmp_path)._ended({number: job(tmp_path, f"5_{number}") for number in range(3)})
-    assert next(ends) == JobEnded(0, lost="cancelled, as it would never start: PartitionTimeLimit")
+    assert next(ends) == JobEnded(0, failure="cancelled, as it would never start: PartitionTimeLimit")
     slurm["squeue"] = ""
     assert len(list(ends)) == 2 and cancelled == ["5_0"]
-    said = capsys.readouterr().err
-    assert "Slurm job 5_1 is pending: JobHeldUser" in said and "Resources" not in said
+    output = capsys.readouterr().err
+    assert "Slurm job 5_1 is pending: JobHeldUser" in output and "Resources" not in output
 
 
 def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cluster(tmp_path, monkeypatch):
@@ -281,13 +289,13 @@ def test_a_job_is_submitted_with_its_cores_and_only_the_user_s_options_of_the_cl
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    said = {"SLURM_CONF": "here", "SBATCH_ACCOUNT": "lab"}
-    for name, value in {**said, "SLURM_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+    options = {"SLURM_CONF": "here", "SBATCH_ACCOUNT": "lab"}
+    for name, value in {**options, "SLURM_JOB_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     made = slurm.engine(tmp_path / "out", cpus=3, memory_gb=None, requeue=False, setup=["module load x"])
     (job,) = made._handed([print], ["seed=1"])
     given = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
-    assert said.items() <= given.items()
+    assert options.items() <= given.items()
     assert not {"SLURM_JOB_ID", "RANK", "WORLD_SIZE"} & given.keys()
     script = job.paths.submission_file.read_text()
     (srun,) = [line for line in script.splitlines() if line.startswith("srun")]

@@ -19,9 +19,9 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_node_of_the_local_slurm_has_room_for_a_job_of_the_documented_command(cli, command):
-    code, said, errors = cli(*shlex.split(command)[1:], "--cfg", "hydra")
+    code, output, errors = cli(*shlex.split(command)[1:], "--cfg", "hydra")
     assert code == 0, errors
-    launcher = OmegaConf.create(said).hydra.launcher
+    launcher = OmegaConf.create(output).hydra.launcher
     assert launcher.memory_gb * 1024 <= SCRIPT["MEMORY"]
     assert launcher.cpus <= SCRIPT["CPUS"]
     assert launcher.gpus == 0

@@ -63,10 +63,10 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, nodes, u
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
     until(lambda: not any(run.state == "running" for run in on.runs().values()))
-    waiting = [seed for seed, run in on.runs().items() if run.state == "waiting"]
-    assert waiting
+    pending = [seed for seed, run in on.runs().items() if run.state == "pending"]
+    assert pending
     assert on.start(*LAUNCHER).wait(timeout=300) == 1, "one run fails"
-    assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(waiting)} ended before" in on.said()
+    assert f"{SEEDS + 1} runs, of which {SEEDS + 1 - len(pending)} ended before" in on.output()
     assert_goes_on(on, was)
     assert_whole(on, undisturbed)
 
@@ -77,17 +77,19 @@ def test_a_job_that_is_killed_repeatedly_fails_with_the_cause(on, nodes):
     for pid in workers(nodes[0]):
         os.kill(pid, signal.SIGKILL)
     assert launcher.wait(timeout=120) == 1
-    lost = [run for run in on.runs().values() if run.state == "waiting"]
-    assert lost and all("WorkerCrashedError" in run.error for run in lost)
-    assert "the same command resumes it" in on.said() and "Traceback" not in on.said()
+    failed = [run for run in on.runs().values() if run.state == "pending"]
+    assert failed and all("WorkerCrashedError" in run.error for run in failed)
+    assert "the same command resumes it" in on.output() and "Traceback" not in on.output()
 
 
 def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
     assert on.start(*LAUNCHER, "hydra.launcher.cpus=64", seeds="0").wait(timeout=60) == 1
-    assert "no node is large enough for a job of 64 CPU" in on.said() and "Traceback" not in on.said()
+    assert "no node is large enough for a job of 64 CPU" in on.output() and "Traceback" not in on.output()
 
 
 def test_a_cluster_that_does_not_answer_is_named(on):
     on.environment["RAY_ADDRESS"] = "127.0.0.1:1"
     assert on.start(*LAUNCHER, seeds="0").wait(timeout=120) == 1
-    assert "hydra.launcher.address=127.0.0.1:1: no Ray cluster answers" in on.said() and "Traceback" not in on.said()
+    assert (
+        "hydra.launcher.address=127.0.0.1:1: no Ray cluster answers" in on.output() and "Traceback" not in on.output()
+    )

@@ -76,14 +76,14 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
     os.kill(process(killed), signal.SIGKILL)
     until(lambda: "CANCELLED" in on.runs()[first].error)
     until(lambda: re.search(r"FAILED, (exit code (137|9)|signal 9), on n", on.runs()[second].error))
-    assert on.runs()[first].state == on.runs()[second].state == "waiting"
+    assert on.runs()[first].state == on.runs()[second].state == "pending"
     was = finished(on, first, second)
 
     # The launcher is killed and restarted while its jobs run.
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
     launcher = on.start(*LAUNCHER)
-    until(lambda: re.search(r"[1-9]\d* are queued already", on.said()))
+    until(lambda: re.search(r"[1-9]\d* are queued already", on.output()))
 
     # A node goes down with its jobs.
     there = until(lambda: [seed for seed in on.at_work() if node(on.job(seed)) == "n2"])
@@ -110,21 +110,21 @@ def test_a_sweep_survives_whatever_happens_to_its_jobs_and_launcher(on, slurm, u
 def test_an_option_that_slurm_refuses_is_reported_with_slurm_s_message(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=nowhere")
     assert launcher.wait(timeout=60) == 1
-    assert "Slurm does not accept the jobs: invalid partition specified: nowhere" in on.said()
-    assert "Traceback" not in on.said()
+    assert "Slurm does not accept the jobs: invalid partition specified: nowhere" in on.output()
+    assert "Traceback" not in on.output()
 
 
 def test_a_job_that_no_node_is_large_enough_for_is_refused(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.memory_gb=64")
     assert launcher.wait(timeout=60) == 1
-    assert "Memory specification can not be satisfied" in on.said() and "Traceback" not in on.said()
+    assert "Memory specification can not be satisfied" in on.output() and "Traceback" not in on.output()
 
 
 def test_jobs_that_would_stay_pending_for_ever_are_cancelled_with_the_reason(on):
     launcher = on.start(*LAUNCHER, "hydra.launcher.partition=short", seeds="0,1")  # a limit of five minutes
     assert launcher.wait(timeout=60) == 1
     for run in on.runs().values():
-        assert run.state == "waiting"
+        assert run.state == "pending"
         assert run.error.endswith(": cancelled, as it would never start: PartitionTimeLimit")
     assert asks("squeue", "--me", "--noheader") == ""
 
@@ -135,7 +135,7 @@ def test_a_job_that_runs_out_of_time_is_restarted_and_resumes_up_to_a_number_of_
     assert launcher.wait(timeout=180) == 1
     (run,) = on.runs().values()
     assert (run.state, run.error) == ("failed", "Job not requeued because: timed-out too many times.")
-    assert "1 failed" in on.said() and "Traceback" not in on.said()
+    assert "1 failed" in on.output() and "Traceback" not in on.output()
     log = next(run.folder.parent.glob(".slurm/**/*_log.out")).read_text()
     assert log.count("Job has timed out") == 2, "it was started twice"
     assert run.groups > 0
@@ -154,6 +154,6 @@ def test_a_search_on_slurm_is_resumed_after_a_kill(on):
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
     again = on.start(*LAUNCHER, *search, seeds="0")
-    assert again.wait(timeout=240) == 0, on.said()
-    assert "best speedup.mean of 4 trials" in on.said()
+    assert again.wait(timeout=240) == 0, on.output()
+    assert "best speedup.mean of 4 trials" in on.output()
     assert {run.state for run in sweep.runs(on.folder)} == {"done"}

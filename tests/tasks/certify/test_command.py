@@ -51,7 +51,7 @@ def certificate(tmp_path):
 
 @pytest.mark.usefixtures("thorough")
 def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
-    code, said, errors = flat_cli(*NGRAM, "task.samples=600")
+    code, output, errors = flat_cli(*NGRAM, "task.samples=600")
     assert code == 0, errors
     found = certificate()
     assert found["complete"] is True and found["certified"] is True and found["failed"] == []
@@ -70,8 +70,8 @@ def test_a_lossless_pair_is_certified(flat_cli, certificate, tmp_path):
     assert pair["rejected"] == []
     assert found["control"]["p_value"] < 1e-6
     assert json.loads((tmp_path / "here" / "manifest.json").read_text())["config"]["task"]["samples"] == 600
-    assert "ngram point token lossless, proved" in said
-    assert f"Certificate and figure: {tmp_path / 'here'}" in said
+    assert "ngram point token lossless, proved" in output
+    assert f"Certificate and figure: {tmp_path / 'here'}" in output
 
 
 def test_the_figure_is_not_empty(flat_cli, tmp_path):
@@ -89,13 +89,13 @@ def test_without_tokens_the_real_target_is_left_alone(flat_cli, certificate):
 
 @pytest.mark.nightly
 def test_the_experiment_as_it_stands_certifies_the_draft_model(flat_cli, certificate):
-    code, said, errors = flat_cli(*SHORT)
+    code, output, errors = flat_cli(*SHORT)
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert (pair["proposer"], pair["drawn"], pair["certified"]) == ("draft_chain", "iid", "exact")
     assert pair["exact"]["drafts"] == "proposer"
     assert [check["name"] for check in pair["sampled"]][1:] == ["towards the draft", "mode", "draft"]
-    assert "draft_chain iid token lossless, proved" in said
+    assert "draft_chain iid token lossless, proved" in output
 
 
 @pytest.mark.nightly
@@ -120,50 +120,50 @@ def test_at_temperature_0_temperature_1_is_tested_instead(flat_cli, certificate)
 @pytest.mark.nightly
 def test_pairs_that_do_not_fit_are_left_out_and_all_others_examined_once(flat_cli, certificate):
     more = ["+proposer@arms.none=none", "+verifier@verifiers.kseq=kseq", "+verifier@verifiers.token=token"]
-    code, said, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
+    code, output, errors = flat_cli(*NGRAM, "task.tokens=0", *more, "+verifier@verifiers.match=match")
     assert code == 0, errors
     pairs = [(pair["proposer"], pair["verifier"]) for pair in certificate()["pairs"]]
     assert pairs == [("ngram", "token"), ("ngram", "match"), ("none", "token"), ("none", "match")]
     left = ["ngram (point), kseq", "none (point), kseq"]
-    assert certificate()["left_out"] == left and "; ".join(left) in said
-    assert "none point match lossless" in said
+    assert certificate()["left_out"] == left and "; ".join(left) in output
+    assert "none point match lossless" in output
 
 
 def test_lossy_verifiers_get_their_total_variation_and_no_certificate(flat_cli, certificate):
-    code, said, errors = flat_cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
+    code, output, errors = flat_cli(*NGRAM, "verifier=relaxed", "+verifier@verifiers.typical=typical")
     assert code == 0, errors
     found = certificate()
     assert found["certified"] is None and found["worst_tv"] is None, "nothing here declares itself lossless"
     for pair in found["pairs"]:
         assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.01
         assert [check["name"] for check in pair["sampled"]] == ["joint distribution of four tokens"]
-    assert "relaxed lossy" in said and "typical lossy" in said and "FAILS" not in said
+    assert "relaxed lossy" in output and "typical lossy" in output and "FAILS" not in output
 
 
 @pytest.mark.nightly
 def test_a_cascade_is_tested_against_its_own_target(flat_cli, certificate):
-    code, said, errors = flat_cli(*SHORT, "verifier=cascade")
+    code, output, errors = flat_cli(*SHORT, "verifier=cascade")
     assert code == 0, errors
     assert certificate()["pairs"][0]["exact"]["own_target_tv"] < 1e-12
-    assert "cascade lossy, exact for its own target" in said
+    assert "cascade lossy, exact for its own target" in output
 
 
 @pytest.mark.nightly
 @pytest.mark.nightly
 def test_gumbel_drafts_are_certified_by_samples_and_the_reason_is_printed(flat_cli, certificate):
-    code, said, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
+    code, output, errors = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=2500")
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] == "sampled" and pair["exact"]["instances"] == 0
-    assert "draft_chain gumbel gumbel lossless, sampled" in said
-    assert "not enumerated: Gumbel noise cannot be enumerated" in said
+    assert "draft_chain gumbel gumbel lossless, sampled" in output
+    assert "not enumerated: Gumbel noise cannot be enumerated" in output
 
 
 # Refusals and interruptions
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("task.samples=0", "task.samples must be a whole number of 1 or more, not 0"),
         ("task.tokens=-1", "task.tokens must be a whole number of 0 or more, not -1"),
@@ -173,10 +173,10 @@ def test_gumbel_drafts_are_certified_by_samples_and_the_reason_is_printed(flat_c
         ("verifier=kseq", "verifier 'kseq' supports drafts drawn iid; proposer 'ngram' draws 'point'"),
     ],
 )
-def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, override, said):
+def test_wrong_options_and_pairs_are_refused_by_name(flat_cli, tmp_path, override, message):
     code, _, errors = flat_cli(*NGRAM, override)
     assert code == 1
-    assert said in errors and "Traceback" not in errors
+    assert message in errors and "Traceback" not in errors
     assert not (tmp_path / "here").exists()
 
 
@@ -281,20 +281,20 @@ def mine(tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_a_correct_verifier_of_the_user_is_certified(flat_cli, certificate, mine):
-    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine")
+    code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine")
     assert code == 0, errors
     assert certificate()["pairs"][0]["certified"] == "exact"
-    assert "ngram point mine lossless, proved" in said
+    assert "ngram point mine lossless, proved" in output
 
 
 def test_a_verifier_wrongly_declared_lossless_fails_and_the_first_wrong_text_is_named(flat_cli, certificate, mine):
-    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
+    code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.9")
     assert code == 1, errors
     found = certificate()
     assert found["complete"] is True and found["certified"] is False
     (why,) = found["failed"]
     assert why.startswith("ngram (point), mine: after [")
-    assert "ngram (point), mine FAILS: after [" in said and "] token " in said and "has probability" in said
+    assert "ngram (point), mine FAILS: after [" in output and "] token " in output and "has probability" in output
     assert "Traceback" not in errors
 
 
@@ -311,33 +311,33 @@ def test_a_verifier_that_raises_leaves_no_folder_and_the_corrected_command_uses_
 
 def test_a_pair_that_raises_is_reported_and_the_others_are_kept(flat_cli, certificate, mine):
     options = ["proposer=draft_tree", "proposer.tree=2", "+verifier@verifiers.fussy=fussy", "task.tokens=0"]
-    code, said, errors = flat_cli(*mine, *SHORT, *options)
+    code, output, errors = flat_cli(*mine, *SHORT, *options)
     assert code == 1, errors
     found = certificate()
     assert found["complete"] is True and found["certified"] is False
     assert [pair["verifier"] for pair in found["pairs"]] == ["token"] and found["pairs"][0]["certified"] == "exact"
     assert "draft_tree (point), mine: verifier 'mine' raised KeyError" in found["failed"][0]
-    assert "draft_tree (point), mine FAILS: verifier 'mine' raised KeyError: 'sibling'" in said
+    assert "draft_tree (point), mine FAILS: verifier 'mine' raised KeyError: 'sibling'" in output
 
 
 @pytest.mark.nightly
 def test_a_verifier_declared_lossy_gets_its_total_variation(flat_cli, certificate, mine):
-    code, said, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
+    code, output, errors = flat_cli(*mine, *NGRAM, "verifier=mine", "verifier.lenience=0.5", "verifier.lossless=false")
     assert code == 0, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] is pair["failed"] is None and pair["exact"]["worst_tv"] > 0.05
-    assert "ngram point mine lossy" in said
+    assert "ngram point mine lossy" in output
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
 def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, certificate, mine, skew, failed):
-    code, said, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
+    code, output, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")
     assert code == (1 if failed else 0), errors
     (pair,) = certificate()["pairs"]
     assert pair["exact"]["drafts"] == "proposer"
     assert pair["certified"] == (None if failed else "exact")
-    assert ("uniform (iid), token FAILS: after [] token" in said) is failed
+    assert ("uniform (iid), token FAILS: after [] token" in output) is failed
 
 
 @pytest.mark.nightly
@@ -352,20 +352,20 @@ def test_a_bias_that_only_samples_show_is_confirmed_and_fails(flat_cli, certific
     monkeypatch.setattr(Gumbel, "__call__", leaky)
     tree = ["proposer=draft_tree", "proposer.tree=2x1", "proposer.drawn=gumbel"]
     options = [*tree, "verifier=gumbel", "task.tokens=0", "task.samples=800"]
-    code, said, errors = flat_cli(*SHORT, *options)
+    code, output, errors = flat_cli(*SHORT, *options)
     assert code == 1, errors
     (pair,) = certificate()["pairs"]
     assert pair["certified"] is None
     (again,) = pair["rejected"]
     assert (again["name"], again["samples"], again["seed"]) == ("joint distribution of four tokens", 3200, 1)
     assert pair["failed"].startswith("joint distribution of four tokens: rejected twice, then with p = ")
-    assert "draft_tree (gumbel), gumbel FAILS: joint distribution of four tokens: rejected twice" in said
+    assert "draft_tree (gumbel), gumbel FAILS: joint distribution of four tokens: rejected twice" in output
 
 
 def test_too_few_samples_certify_nothing(flat_cli, certificate):
     """The control, a wrong verifier, is not detected either: the run prints that and fails."""
-    code, said, _ = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
+    code, output, _ = flat_cli(*SHORT, "proposer.drawn=gumbel", "verifier=gumbel", "task.samples=20", "task.tokens=0")
     assert code == 1
     found = certificate()
     assert found["certified"] is False and found["pairs"][0]["certified"] is None
-    assert "The control was not detected" in said
+    assert "The control was not detected" in output

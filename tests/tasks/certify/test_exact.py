@@ -182,9 +182,9 @@ def test_an_error_in_toy_names_the_proposer():
 
     with pytest.raises(ValueError) as error:
         prove(Broken(), Token(), QUICK)
-    said = str(error.value)
-    assert said.startswith(f"proposer 'uniform' raised TypeError: no such toy ({__file__}:") and "in toy)" in said
-    assert said.endswith("on a toy draft drawn iid by 'uniform' (V=4 mixed toy model 1, tree 1x1, one step)")
+    message = str(error.value)
+    assert message.startswith(f"proposer 'uniform' raised TypeError: no such toy ({__file__}:") and "in toy)" in message
+    assert message.endswith("on a toy draft drawn iid by 'uniform' (V=4 mixed toy model 1, tree 1x1, one step)")
 
 
 # Proposers that state a wrong q
@@ -352,9 +352,9 @@ def test_a_verifier_that_fails_on_toys_is_named_with_the_instance(proposer, by, 
     with pytest.raises(ValueError) as error:
         prove(proposer, Fussy(children), QUICK)
     by = by if children == 2 else ""  # the reference's drafts are tried first: it is the verifier's fault alone
-    said = str(error.value)
-    assert said.startswith(f"verifier 'fussy' raised KeyError: 'sibling' ({__file__}:")
-    assert said.endswith(f"in __call__), on a toy draft drawn iid{by} ({instance})")
+    message = str(error.value)
+    assert message.startswith(f"verifier 'fussy' raised KeyError: 'sibling' ({__file__}:")
+    assert message.endswith(f"in __call__), on a toy draft drawn iid{by} ({instance})")
 
 
 def test_a_run_with_a_verifier_that_fails_on_toys_is_not_certified():

@@ -9,7 +9,7 @@ import torch
 from spec_lab.core.draft import Draft, chain, forest
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.tasks.certify.certificate import prove
-from spec_lab.tasks.certify.enumerate import Script, Unrepeatable, side_by_side
+from spec_lab.tasks.certify.enumeration import Script, Unrepeatable, side_by_side
 from spec_lab.tasks.certify.instances import LOOPS, QUICK
 from spec_lab.verify import Token, Verdict
 from tests.tasks.certify.parts import Uniform, Verifies
@@ -30,10 +30,10 @@ class Fails(Uniform):
         return super().propose(batch)
 
 
-class Dice(Uniform):
+class Unkeyed(Uniform):
     """Drafts with a random generator of its own."""
 
-    name, drawn = "dice", "point"
+    name, drawn = "unkeyed", "point"
 
     def __init__(self):
         self.random = Random(0)
@@ -62,9 +62,9 @@ class Moody(Verifies):
 def test_a_proposer_that_raises_is_named_with_file_line_and_instance():
     with pytest.raises(ValueError) as error:
         prove(Fails(), Token(), QUICK)
-    said = str(error.value)
-    assert said.startswith(f"proposer 'uniform' raised IndexError: token 7 of 4 ({__file__}:")
-    assert "in propose)" in said and "verifier" not in said and "one step" in said
+    message = str(error.value)
+    assert message.startswith(f"proposer 'uniform' raised IndexError: token 7 of 4 ({__file__}:")
+    assert "in propose)" in message and "verifier" not in message and "one step" in message
 
 
 @pytest.mark.parametrize("proposer", [None, 3, Draft(forest((chain(0),) * 2), torch.empty(0, dtype=torch.long))])
@@ -82,15 +82,15 @@ def test_a_draft_that_does_not_fit_the_batch_is_refused_and_names_the_proposer(p
 
 @pytest.mark.parametrize(
     ("proposer", "verifier", "whose"),
-    [(Dice(), Token(), "proposer 'dice' drafts"), ("iid", Moody(), "verifier 'moody' verifies")],
+    [(Unkeyed(), Token(), "proposer 'unkeyed' drafts"), ("iid", Moody(), "verifier 'moody' verifies")],
     ids=["proposer", "verifier"],
 )
 def test_random_numbers_of_its_own_are_detected_and_the_rule_is_named(proposer, verifier, whose):
     with pytest.raises(ValueError) as error:
         prove(proposer, verifier, LOOPS[:2])
-    said = str(error.value)
-    assert said.startswith(f"{whose} differently when the same text is replayed (")
-    assert "batch.draws" in said and "stores" in said and "IndexError" not in said
+    message = str(error.value)
+    assert message.startswith(f"{whose} differently when the same text is replayed (")
+    assert "batch.draws" in message and "stores" in message and "IndexError" not in message
 
 
 def test_a_choice_that_a_replay_does_not_repeat_is_an_error():

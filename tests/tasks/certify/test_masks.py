@@ -354,23 +354,23 @@ def mine(flat_cli, tmp_path, monkeypatch):
     certificate = tmp_path / "here" / "certificate.json"
 
     def call(*options):
-        said = flat_cli(*SHORT, *options)
-        return *said, json.loads(certificate.read_text()) if certificate.exists() else None
+        outputs = flat_cli(*SHORT, *options)
+        return *outputs, json.loads(certificate.read_text()) if certificate.exists() else None
 
     return call
 
 
 @pytest.mark.nightly
 def test_certify_compares_masks_of_the_run_s_own_constraint(mine):
-    code, said, errors, found = mine(*MINE, "task.mask_rows=400")
+    code, output, errors, found = mine(*MINE, "task.mask_rows=400")
     assert code == 0, errors
     assert found["certified"] is True and found["constraint"]["masks"]["rows"] >= 400
     assert found["constraint"]["masks"]["different"] == 0 and found["constraint"]["masks"]["first"] is None
-    assert "states that processed no draft" in " ".join(said.split()) and "none differ" in said
+    assert "states that processed no draft" in " ".join(output.split()) and "none differ" in output
 
 
 def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
-    code, said, errors, found = mine(*MINE, "task.mask_rows=2000", "constraint.options={every: 500}")
+    code, output, errors, found = mine(*MINE, "task.mask_rows=2000", "constraint.options={every: 500}")
     assert code == 1, errors
     assert found["complete"] is True and found["certified"] is False
     masks = found["constraint"]["masks"]
@@ -378,26 +378,26 @@ def test_wrong_masks_fail_with_the_first_path_as_tokens_and_text(mine):
     assert isinstance(masks["first"]["text"], str) and isinstance(masks["first"]["committed"], list)
     assert any("masks differ" in why for why in found["failed"])
     assert [pair["certified"] for pair in found["pairs"]] == [None]
-    assert "FAILS: constraint 'mine'" in said and "masks are wrong" in said
+    assert "FAILS: constraint 'mine'" in output and "masks are wrong" in output
 
 
 @pytest.mark.nightly
 def test_prompts_that_a_constraint_refuses_are_counted_and_left_out(mine):
-    code, said, errors, found = mine(*MINE, "task.mask_rows=400", "constraint.options={refuses: [1]}")
+    code, output, errors, found = mine(*MINE, "task.mask_rows=400", "constraint.options={refuses: [1]}")
     assert code == 0, errors
     masks = found["constraint"]["masks"]
     assert masks["rows"] >= 400
     assert masks["refused_prompts"] == 1 and masks["refusal"].endswith(": refused")
-    assert "1 prompt refused" in said
+    assert "1 prompt refused" in output
 
 
 @pytest.mark.nightly
 def test_where_every_prompt_is_refused_the_table_reports_that_nothing_was_compared(mine):
     refuses_all = ["constraint.options={refuses: [0, 1]}", "constraint.placement=draft"]
-    code, said, errors, found = mine(*MINE, "task.mask_rows=400", *refuses_all)
+    code, output, errors, found = mine(*MINE, "task.mask_rows=400", *refuses_all)
     assert code == 0, errors
     assert found["constraint"]["masks"]["rows"] == 0 and found["constraint"]["masks"]["refused_prompts"] == 2
-    assert "no masks were compared" in said and "none differ" not in said
+    assert "no masks were compared" in output and "none differ" not in output
 
 
 def test_without_rows_no_masks_are_compared(mine):
@@ -405,15 +405,15 @@ def test_without_rows_no_masks_are_compared(mine):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ([*MINE, "task.mask_rows=-1"], "task.mask_rows must be a whole number of 0 or more, not -1"),
         ([*MINE, "constraint.options={refuses: [0, 1]}"], "constraint 'mine' refuses every prompt"),
         ([*MINE, "constraint.options={breaks: true}"], "constraint 'mine' raised KeyError: 'lost' ("),
     ],
 )
-def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(mine, tmp_path, options, said):
+def test_what_cannot_be_compared_is_refused_and_leaves_no_folder(mine, tmp_path, options, message):
     code, _, errors, found = mine(*options)
     assert code == 1 and found is None
-    assert said in errors and "Traceback" not in errors
+    assert message in errors and "Traceback" not in errors
     assert not (tmp_path / "here").exists()

@@ -17,7 +17,7 @@ from spec_lab.tasks.certify import sampled
 from spec_lab.tasks.certify.certificate import Control
 from spec_lab.tasks.certify.instances import Instance
 from spec_lab.tasks.certify.sampled import joint, scores
-from spec_lab.tasks.certify.statistics import ALPHA, chi_square
+from spec_lab.tasks.certify.significance import ALPHA, chi_square
 from spec_lab.tasks.certify.toy_models import RandomToy
 from spec_lab.verify import Gumbel, KSeq, Match, Token, Traversal
 from tests.propose.lab import draft_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from spec_lab.core.randomness import CounterDraws, Key, Purpose
-from spec_lab.tasks.certify.enumerate import (
+from spec_lab.tasks.certify.enumeration import (
     Continuous,
     Reused,
     Script,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from spec_lab.tasks.certify.statistics import (
+from spec_lab.tasks.certify.significance import (
     Score,
     chi_square,
     detectable_tv,
