@@ -43,6 +43,9 @@ HOPELESS = (
 USUAL = ("None", "Resources", "Priority", "BeginTime", "Dependency", "JobArrayTaskLimit", "Prolog", "Cleaning")
 """Slurm's reasons for a pending job that will start."""
 
+MAY_REAPPEAR = ("COMPLETED", "NODE_FAIL", "PREEMPTED")
+"""States of jobs outside the queue whose result may still appear on the disk, or which Slurm may start again."""
+
 SECONDS = 60
 """Seconds to wait for Slurm's answer, and for a job's result file to appear on the shared disk."""
 
@@ -154,10 +157,10 @@ class Slurm:
                 yield _result(n, waiting.pop(n))
             why = _why({waiting[n].job_id for n, since in gone.items() if since < now})
             for n in [n for n in gone if waiting[n].job_id in why]:
-                said = why[waiting[n].job_id]
-                if not said.startswith("COMPLETED") or now - gone[n] > SECONDS:
+                how = why[waiting[n].job_id]
+                if not how.startswith(MAY_REAPPEAR) or now - gone[n] > SECONDS:
                     del gone[n], waiting[n]
-                    yield JobEnded(n, failure=said)
+                    yield JobEnded(n, failure=how)
             for n, job in list(waiting.items()):
                 state, reason, _ = queue.get(job.job_id, Known("", "", ""))
                 if state == "PENDING" and reason not in (*USUAL, *told):

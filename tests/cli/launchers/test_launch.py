@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,29 @@ def test_a_job_has_time_to_appear_where_sacct_or_the_disk_lags(slurm, tmp_path):
     assert slurm.now > slurm.module.SECONDS
     slurm["sacct"] = "5_0|OUT_OF_MEMORY|0:125|n1\n"
     assert list(ends) == [JobEnded(0, failure="OUT_OF_MEMORY, signal 125, on n1")]
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED"])
+def test_a_job_that_slurm_starts_again_may_be_out_of_the_queue_for_a_while(slurm, tmp_path, monkeypatch, state):
+    slurm["sacct"] = f"5_0|{state}|0:0|n1\n"
+    sleep = time.sleep
+
+    def passes(seconds):
+        sleep(seconds)
+        if slurm.now > 30:  # it runs again, and is cancelled
+            slurm["squeue"] = f"5_0|RUNNING|None|{tmp_path}/a" if slurm.now < 60 else ""
+            slurm["sacct"] = "5_0|CANCELLED|0:0|n2\n"
+
+    monkeypatch.setattr("time.sleep", passes)
+    (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
+    assert ended.failure == "CANCELLED, on n2"
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED"])
+def test_a_job_that_slurm_does_not_start_again_is_reported_after_a_while(slurm, tmp_path, state):
+    slurm["sacct"] = f"5_0|{state}|0:0|n1\n"
+    (ended,) = engine(slurm, tmp_path)._ended({0: job(tmp_path, "5_0")})
+    assert ended.failure == f"{state}, on n1" and slurm.now > slurm.module.SECONDS
 
 
 def test_without_accounting_a_failed_job_is_still_reported(slurm, tmp_path):
