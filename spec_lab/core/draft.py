@@ -288,6 +288,11 @@ class Shape:
         """The number of rows of each tree, its root included."""
         return np.bincount(self.root, minlength=self.roots)
 
+    @cached_property
+    def largest(self) -> int:
+        """The largest of ``sizes``."""
+        return int(self.sizes.max(initial=0))
+
     def path(self, row: int) -> list[int]:
         """The rows from the root (left out) down to ``row`` (included); empty for a root."""
         path = []
@@ -468,8 +473,8 @@ class Draft:
     computed_only: ComputedOnly | None = None
 
     def __post_init__(self) -> None:
-        if len(self.token) != self.shape.nodes:
-            raise ValueError(f"{len(self.token)} tokens for {self.shape.nodes} nodes")
+        if self.token.numel() != self.shape.nodes:
+            raise ValueError(f"{self.token.numel()} tokens for {self.shape.nodes} nodes")
         if isinstance(self.drawn, str):
             if (self.drawn == "point") != (self.q is None) or (self.q is None) != (self.q_row is None):
                 raise ValueError("a draft drawn 'point' carries neither q nor q_row, any other both")

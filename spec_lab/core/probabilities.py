@@ -180,7 +180,7 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     if x.device.type != "cpu" or width > FEW:
         return x.topk(width, -1).indices
     if width == 1:
-        return torch.from_numpy(x.to(probs_dtype(x)).numpy().argmax(-1))[:, None]
+        return torch.from_numpy(x.to(probs_dtype(x)).numpy().argmax(-1, keepdims=True))
     values = x.to(probs_dtype(x), copy=True).numpy()
     rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
     for rank in range(width):

@@ -162,18 +162,14 @@ class CausalLM:
             prepared: by ``prepare``.
             timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
         """
-        parts: list[list[Tensor]] = [[] for _ in prepared.pending]
+        early: dict[int, Tensor] = {}
         for chunk, places in prepared.early:
             _, hidden = self._call(chunk, timed)
             if hidden is not None:
                 for place, rows in zip(places, chunk.pending, strict=True):
-                    parts[place].append(hidden[rows])
+                    early[place] = torch.cat([early[place], hidden[rows]]) if place in early else hidden[rows]
         logits, hidden = self._call(prepared, timed)
-        if hidden is None:
-            return Output(logits, prepared.attended)
-        own = [hidden[rows] for rows in prepared.pending]
-        joined = [torch.cat([*more, last]) if more else last for more, last in zip(parts, own, strict=True)]
-        return Output(logits, prepared.attended, joined, [hidden[rows] for rows in prepared.nodes])
+        return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes, early)
 
     @torch.inference_mode()
     def extend(

@@ -157,7 +157,7 @@ def _commit(
         if error := _append(sequence, token, logprob, origin, applied, context):
             done.errors[sequence] = error
         kept += place < accepted
-    sequence.kv.accept(shape.places[np.array(done.path[:kept], dtype=np.int64)] if kept else NO_NODES)
+    sequence.kv.accept([shape.places.item(row) for row in done.path[:kept]])
     on_target = applied is not None and applied.on_target
     if sequence.finish is None and on_target and last < 0 and masks is not None and not masks.barrier[row]:
         sequence.finish, done.errors[sequence] = "stuck", NOTHING_LEFT

@@ -51,17 +51,15 @@ class CellSequence:
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
         """Append the tokens of held ``nodes``, numbered within their tree, and free the cells of all others."""
-        held, self.held = self.held, NONE_HELD
-        if not len(held):
+        if not len(self.held):
             return
-        if len(nodes):
-            nodes = np.asarray(nodes, dtype=np.int64)
-            self.store.keep(self, held[nodes])
-            held = held.copy()
-            held[nodes] = -1
-        free = held[held >= 0]
-        if len(free):
-            self.store.drop(self, free)
+        held, self.held = self.held.tolist(), NONE_HELD
+        kept = [held[node] for node in nodes]
+        for cell in held:  # for a few cells faster than NumPy's indexing
+            if cell >= 0 and cell not in kept:
+                self.store.drop(self, cell)
+        if kept:
+            self.store.keep(self, kept)
 
     def truncate(self, length: int) -> None:
         """Forget all positions from ``length`` on, and held nodes."""
@@ -137,12 +135,12 @@ class Cells:
     def keep_next(self, sequence: CellSequence, cell: int) -> None:
         """``keep`` of the cell that ``take_next`` returned."""
         if cell == len(sequence._slots):
-            return self.keep(sequence, np.array([cell]))
+            return self.keep(sequence, [cell])
         sequence._slots[cell] = cell
         sequence._length = sequence.extent = cell + 1
         sequence.bias(cell + 1)[cell] = 0.0
 
-    def keep(self, sequence: CellSequence, slots: np.ndarray) -> None:
+    def keep(self, sequence: CellSequence, slots: Sequence[int]) -> None:
         """Append held cells to the sequence: their tokens are committed."""
         end = len(sequence) + len(slots)
         if end > len(sequence._slots):
@@ -150,7 +148,7 @@ class Cells:
         sequence._slots[len(sequence) : end] = slots
         sequence._length = end
         if len(slots):
-            sequence.extent = max(sequence.extent, max(slots.tolist()) + 1)
+            sequence.extent = max(sequence.extent, max(slots) + 1)
             sequence.bias(sequence.extent)[slots] = 0.0
 
     def drop(self, sequence: CellSequence, slots: np.ndarray | int) -> None:

@@ -136,9 +136,9 @@ class Packer:
             stop = start + count + (0 if own is None else len(own.trees[tree]) - 1)
             numbers[0, start : start + count] = tokens
             query = numbers[1, start:stop]
-            query[:count] = np.arange(computed, computed + count)
+            query[:count] = computed if count == 1 else np.arange(computed, computed + count)
             if own is not None:
-                query[count:] = computed + count - 1 + own.tree_depths[tree][1:]
+                np.add(own.tree_depths[tree][1:], computed + count - 1, out=query[count:])
             slots = self.cells.take(sequence, stop - start)
             mask = None if stop == start + 1 else forest_mask(own, tree, count)
             causal = mask is not None and not computed and stop == start + count
@@ -150,9 +150,8 @@ class Packer:
                 roots.append(start + count - 1)
             start = stop
         for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
-            self.cells.keep(
-                sequence, slots[: len(tokens)]
-            )  # only now: if memory runs out above, none has grown in this forward
+            # Only now: if memory runs out above, none has grown in this forward.
+            self.cells.keep(sequence, slots[: len(tokens)].tolist())
             if tree < trees:
                 sequence.held = slots[len(tokens) :]
         keep: Tensor | int
@@ -165,13 +164,17 @@ class Packer:
             keep = 0
         else:
             rows = np.array(roots) if shape is None else np.array(roots)[shape.root] + shape.places + 1
+        where = node_rows[0] if trees == 1 else None if rows is None else rows[trees:]
+        drafted = None if shape is None or draft is None else draft.token
+        if drafted is not None and drafted.device.type == "cpu":
+            numbers[0, where] = drafted.numpy()
         if rows is None:
             given = torch.from_numpy(numbers).to(self.device)
         else:
             given, index = upload(self.device, numbers, rows)
             keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
-        if shape is not None and draft is not None:
-            given[0, index[trees:] if trees > 1 else node_rows[0]] = draft.token
+        if drafted is not None and drafted.device.type != "cpu":
+            given[0, index[trees:] if trees > 1 else node_rows[0]] = drafted
         return self._prepared(given[:1], given[1:], segments, keep, attended, pending_rows, node_rows)
 
     def _one_token_each(

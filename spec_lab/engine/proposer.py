@@ -46,7 +46,8 @@ class Observation:
         start: the first of the n positions.
         tokens: ``[n + 1]`` the tokens from ``start`` on: the last one follows the n computed ones. ``[n]`` where no
             token follows: the sequence ended with a computed token, or its constraint acts before the next one.
-        hidden: ``[n, layers * H]`` the hidden states that the proposer requires, layers in the order asked for.
+        hidden: ``[n, layers * H]`` the hidden states that the proposer requires, layers in the order asked for; in
+            memory of their own.
         rows: ``[r]`` the tokens of the computed tree: its root, its nodes in order, rejected ones too, and the
             rows that are computed only. Empty for a part of a prompt.
         logits: ``[r, V]`` raw logits of these rows, where required.

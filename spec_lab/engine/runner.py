@@ -6,7 +6,7 @@ Nothing here says how keys and values are stored, so that engines other than tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -75,15 +75,45 @@ class Output:
     Args:
         logits: ``[R, V]``, roots first, then nodes.
         attended: attended positions in total.
-        pending: for each sequence the captured hidden states of its pending tokens, ``[n, layers * H]``; empty where
-            nothing is captured. Sequences that only prefill come after those with a tree.
-        nodes: for each tree those of its nodes, ``[m, layers * H]``.
+        hidden: ``[N, layers * H]`` the captured hidden states of all rows; None where nothing is captured.
+        pending_rows: for each sequence, those that only prefill last, the rows of its pending tokens in ``hidden``.
+        node_rows: for each tree the rows of its nodes.
+        early: for sequences with long prompts the hidden states of the pending tokens before those rows.
     """
 
     logits: Tensor
     attended: int
-    pending: Sequence[Tensor] = ()
-    nodes: Sequence[Tensor] = ()
+    hidden: Tensor | None = None
+    pending_rows: Sequence[slice] = ()
+    node_rows: Sequence[slice] = ()
+    early: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def observed(self, sequence: int, nodes: Sequence[int] = ()) -> Tensor | None:  # [n, layers * H]
+        """The hidden states of a sequence's pending tokens, then of these nodes of its tree; None where not captured.
+
+        They have memory of their own: whoever keeps them keeps no other rows.
+        """
+        if self.hidden is None:
+            return None
+        rows = self.pending_rows[sequence]
+        if nodes:
+            first = self.node_rows[sequence].start
+            index = np.array([*range(rows.start, rows.stop), *(first + node for node in nodes)])
+            found = self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
+        else:
+            found = self.hidden[rows].clone()
+        return torch.cat([self.early[sequence], found]) if sequence in self.early else found
+
+    @property
+    def pending(self) -> list[Tensor]:
+        """For each sequence the hidden states of its pending tokens; empty where nothing is captured."""
+        return [] if self.hidden is None else [one for n in range(len(self.pending_rows))
+                                               if (one := self.observed(n)) is not None]  # fmt: skip
+
+    @property
+    def nodes(self) -> list[Tensor]:
+        """For each tree the hidden states of its nodes; empty where nothing is captured."""
+        return [] if self.hidden is None else [self.hidden[rows] for rows in self.node_rows]
 
 
 class Extended(NamedTuple):

@@ -25,7 +25,7 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
-from spec_lab.engine.commit import NO_NODES, Commit, Committed, Decision, act, commit
+from spec_lab.engine.commit import Commit, Committed, Decision, act, commit
 from spec_lab.engine.proposer import Observation, Proposer, most_rows, release
 from spec_lab.engine.rows import drafted_probabilities, expected_counts, history, logprobs_of, without_token_
 from spec_lab.engine.runner import Output
@@ -327,7 +327,7 @@ def propose(parts: Parts, batch: Batch) -> Draft:
         if draft.shape.roots != len(batch.sequences):
             raise ValueError(f"its draft has {draft.shape.roots} trees for {len(batch.sequences)} sequences")
         _check_tokens(draft, batch.target.vocabulary)
-        if draft.computed_shape.nodes and (rows := int(draft.computed_shape.sizes.max()) - 1) > parts.most_rows:
+        if draft.computed_shape.nodes and (rows := draft.computed_shape.largest - 1) > parts.most_rows:
             raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {parts.most_rows}")
     draft = draft.cut(batch.room())
     check_draft(proposer.name, parts.verifier, draft, parts.chains_only)
@@ -395,15 +395,11 @@ def _observation(
 ) -> Observation:
     """What a sequence with a tree computed, from position ``start`` on; its root is token ``context - 1``."""
     requires, shape, end = parts.proposer.requires, forest.shape, len(sequence.kv)
-    accepted = NO_NODES
-    if got.path:
-        accepted = shape.places[np.array(got.path[: got.count(accepted=True, kept=True)], dtype=np.int64)]
-    hidden = logits = top_k = None
+    kept = got.count(accepted=True, kept=True) if got.path else 0
+    accepted = [shape.places.item(row) for row in got.path[:kept]]
+    hidden = output.observed(tree, accepted) if requires.hidden else None
+    logits = top_k = None
     rows: list[int] = []
-    if requires.hidden:
-        hidden = output.pending[tree]
-        if len(accepted):
-            hidden = torch.cat([hidden, output.nodes[tree][torch.from_numpy(accepted).to(hidden.device)]])
     if requires.logits or requires.top_k:
         own = shape.trees[tree]
         rows = [sequence.tokens[context - 1], *host["computed"][own[1:] - shape.roots].tolist()]
@@ -412,11 +408,11 @@ def _observation(
         if requires.top_k:
             top_k = host["top_k"][own]
     tokens = sequence.tokens[start : end + 1]
-    return Observation(sequence, start, tokens, hidden, rows, logits, top_k, accepted.tolist())
+    return Observation(sequence, start, tokens, hidden, rows, logits, top_k, accepted)
 
 
 def _chunk(parts: Parts, sequence: SequenceState, count: int, output: Output, place: int) -> Observation:
     """What a sequence computed of its prompt."""
     end = len(sequence.kv)
-    hidden = output.pending[place] if parts.proposer.requires.hidden else None
+    hidden = output.observed(place) if parts.proposer.requires.hidden else None
     return Observation(sequence, end - count, sequence.tokens[end - count : end + 1], hidden)

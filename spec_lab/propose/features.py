@@ -26,13 +26,16 @@ class Features:
         return self.end - sum(map(len, self.parts))
 
     def add(self, start: int, hidden: Tensor) -> None:
-        """Add the states ``[n, H]`` of the positions from ``start`` on; earlier ones that do not join are dropped."""
+        """Add the states ``[n, H]`` of the positions from ``start`` on, which are kept as they are.
+
+        Earlier ones that do not join are dropped.
+        """
         self.rewind(start)
         if self.end < start:
             self.parts.clear()
-        if len(hidden):
-            self.parts.append(hidden.clone())  # a view would keep the rejected nodes' states as well
-            self.end = start + len(hidden)
+        if count := hidden.shape[0]:
+            self.parts.append(hidden)
+            self.end = start + count
 
     def rewind(self, length: int) -> None:
         """Forget the positions from ``length`` on."""
@@ -45,8 +48,8 @@ class Features:
         self.end = min(self.end, length)
 
     def last(self, length: int) -> Tensor | None:
-        """The state ``[H]`` of the last of ``length`` computed positions; None where it was not observed."""
-        return self.parts[-1][-1] if self.parts and self.end == length else None
+        """The state ``[1, H]`` of the last of ``length`` computed positions; None where it was not observed."""
+        return self.parts[-1][-1:] if self.parts and self.end == length else None
 
     def since(self, position: int) -> Tensor:
         """The states ``[n, H]`` of all positions from ``position`` on, which must be known."""

@@ -190,19 +190,21 @@ class Medusa(Lifecycle):
         if not active:
             return Draft(shape, torch.empty(0, dtype=torch.long, device=lm.device))
         states = [hidden for tree in active if (hidden := last[tree]) is not None]
-        hidden = states[0][None] if len(states) == 1 else torch.stack(states)
-        pending = torch.tensor([batch.sequences[tree].tokens[computed[tree]] for tree in active], device=lm.device)
+        hidden = states[0] if len(states) == 1 else torch.cat(states)
+        following = np.array([batch.sequences[tree].tokens[computed[tree]] for tree in active])
+        pending = torch.from_numpy(following).to(lm.device)
         with batch.clock.phase("propose_forward"):
             logits = self.heads(hidden, pending)  # [B, K, V]
         tokens = likeliest(logits.flatten(0, 1), self._width)
-        return Draft(shape, tokens.view(-1).index_select(0, index))
+        found = tokens.view(-1)
+        return Draft(shape, found if index is None else found.index_select(0, index))
 
-    def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor]:
+    def _make_plan(self, gaps: tuple[int, ...]) -> tuple[Shape, list[int], Tensor | None]:
         """Plan a step whose tree b begins with head ``gaps[b]``.
 
         Returns:
             The forest; the trees with nodes; and for each node the index ``[M]`` of its token in the flattened
-            ``[active, K, width]`` likeliest tokens.
+            ``[active, K, width]`` likeliest tokens, None where these are the nodes' tokens in order.
         """
         shapes = [self._cut[max(0, self._depth - gap)] for gap in gaps]
         active = [tree for tree, one in enumerate(shapes) if one.nodes]
@@ -211,4 +213,7 @@ class Medusa(Lifecycle):
             one = shapes[tree]
             which = place * self._depth + one.depth[1:] - 1 + gaps[tree]
             index.append(which * self._width + one.rank)
-        return forest(tuple(shapes)), active, torch.from_numpy(np.concatenate(index)).to(self.heads.weight.device)
+        every, shape = np.concatenate(index), forest(tuple(shapes))
+        if np.array_equal(every, np.arange(len(active) * self._depth * self._width)):
+            return shape, active, None
+        return shape, active, torch.from_numpy(every).to(self.heads.weight.device)

@@ -241,6 +241,21 @@ def test_captured_hidden_states_are_those_of_a_plain_forward(layers, attention):
     assert not lm.forward(caches[:1], [[1]], empty(1)).pending, "nothing is captured any more"
 
 
+@pytest.mark.parametrize("nodes", [[], [0], [0, 2]], ids=str)
+def test_observed_hidden_states_keep_no_memory_of_other_rows(nodes):
+    """Of the pending tokens, those of earlier chunks too, then of the nodes asked for."""
+    lm = CausalLM(tiny_model(), chunk=4)
+    lm.capture((-1,))
+    draft = random_draft(forest((TREE, TREE)), np.random.default_rng(1))
+    output = lm.forward([lm.open(), lm.open()], [[5, 9, 2, 8, 1, 7], [3]], draft)
+    for place, count in enumerate([6, 1]):
+        found = output.observed(place, nodes)
+        assert found is not None and len(found) == count + len(nodes)
+        expected = torch.cat([output.pending[place], output.nodes[place][nodes]])
+        assert torch.equal(found, expected)
+        assert found.untyped_storage().nbytes() == found.numel() * found.element_size()
+
+
 @pytest.mark.parametrize("layers", [(3,), (-4,), (0, 7)])
 def test_a_hidden_state_that_the_model_does_not_have_is_refused(layers):
     lm = CausalLM(tiny_model())

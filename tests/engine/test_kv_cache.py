@@ -44,7 +44,7 @@ class CellsAgainstLists(RuleBasedStateMachine):
         self.label += count
         self.write(torch.from_numpy(labels).float(), [(sequence.span, 0, count, as_index(slots, CPU))])
         kept = [place for place in kept if place < count]
-        self.cells.keep(sequence, slots[kept])
+        self.cells.keep(sequence, slots[kept].tolist())
         self.cells.drop(sequence, np.delete(slots, kept))
         self.lists[sequence] += labels[kept].tolist()
 
@@ -93,7 +93,7 @@ TestCellsAgainstLists.settings = settings(max_examples=60, stateful_step_count=3
 def filled(cells, count=3):
     """A sequence of ``count`` cells in a span of its own."""
     sequence = cells.open(8)
-    cells.keep(sequence, cells.take(sequence, count))
+    cells.keep(sequence, cells.take(sequence, count).tolist())
     return sequence
 
 
@@ -103,7 +103,7 @@ def test_cells_are_handed_out_lowest_first_and_only_while_nobody_uses_them():
     sequence = cells.open(8)
     slots = cells.take(sequence, 5)
     assert slots.tolist() == [0, 1, 2, 3, 4]
-    cells.keep(sequence, slots[[0, 2]])
+    cells.keep(sequence, slots[[0, 2]].tolist())
     cells.drop(sequence, slots[[1]])
     assert cells.take(sequence, 2).tolist() == [1, 5], "3 and 4 are still held"
     twin = cells.fork(sequence)
