@@ -56,6 +56,8 @@ class Uncommitted(NamedTuple):
     """What one sequence computes in a forward, and the uncommitted tokens among which it attends.
 
     Args:
+        start: its first row.
+        sequence: as it was before the forward.
         taken: ``[n]`` the cells of its new rows, ascending.
         query: ``[n]`` their positions.
         slots: ``[m]`` cells of uncommitted tokens, the new rows' included.
@@ -64,12 +66,49 @@ class Uncommitted(NamedTuple):
         causal: whether the sequence held nothing before, and each row attends to those before it.
     """
 
+    start: int
+    sequence: CellSequence
     taken: np.ndarray
     query: np.ndarray
     slots: np.ndarray
     key: np.ndarray
     mask: np.ndarray | None
     causal: bool = False
+
+    @property
+    def end(self) -> int:
+        """The last cell attended to + 1."""
+        return max(self.sequence.extent, max(self.slots.tolist()) + 1)
+
+    def key_positions(self, end: int) -> np.ndarray:  # [end]
+        """The positions of the tokens in the span's first cells; of cells that are not attended to, any number."""
+        key = np.zeros(end, dtype=np.int64)
+        key[self.sequence.slots] = np.arange(len(self.sequence))
+        key[self.slots] = self.key
+        return key
+
+
+class Planned(NamedTuple):
+    """The rows of one forward, and their cells.
+
+    Args:
+        numbers: ``[2, N]`` token ids, 0 of nodes; positions.
+        new: for each sequence with rows what it computes.
+        pending: for each sequence the rows of its pending tokens.
+        nodes: for each tree the rows of its nodes.
+        roots: of each tree the root's row.
+    """
+
+    numbers: np.ndarray
+    new: list[Uncommitted]
+    pending: list[slice]
+    nodes: list[slice]
+    roots: list[int]
+
+    def logits(self, draft: Draft | None) -> np.ndarray:  # [R]
+        """The rows that get logits: the forest's, in its order."""
+        roots = np.array(self.roots, dtype=np.int64)
+        return roots if draft is None else roots[draft.shape.root] + draft.shape.places + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +160,15 @@ class Packer:
         last = self.forest(every, rest, draft, len(sequences))
         return replace(last, early=tuple(early)) if early else last
 
-    def forest(
+    def plan(
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
-    ) -> Prepared:
-        """Prepare one forward; the first ``trees`` sequences have trees, the others get no logits."""
+    ) -> Planned:
+        """Take cells for pending tokens and nodes; the first ``trees`` sequences have trees."""
         shape = None if draft is None or not draft.shape.nodes else draft.shape
         total = sum(map(len, pending)) + (0 if shape is None else shape.nodes)
-        numbers = np.zeros((2, total), dtype=np.int64)  # token ids, and positions
-        segments, attended, start = self._no_segments(), 0, 0
-        taken, pending_rows, node_rows, roots = [], [], [], []
+        numbers = np.zeros((2, total), dtype=np.int64)
+        new, pending_rows, node_rows, roots = [], [], [], []
+        start = 0
         for tree, (sequence, tokens) in enumerate(zip(sequences, pending, strict=True)):
             computed, count = len(sequence), len(tokens)
             own = shape if tree < trees else None
@@ -142,40 +181,56 @@ class Packer:
             slots = self.cells.take(sequence, stop - start)
             mask = None if stop == start + 1 else forest_mask(own, tree, count)
             causal = mask is not None and not computed and stop == start + count
-            attended += self._add(segments, start, sequence, Uncommitted(slots, query, slots, query, mask, causal))
-            taken.append(slots)
+            new.append(Uncommitted(start, sequence, slots, query, slots, query, mask, causal))
             pending_rows.append(slice(start, start + count))
             if tree < trees:
                 node_rows.append(slice(start + count, stop))
                 roots.append(start + count - 1)
             start = stop
-        for tree, (sequence, tokens, slots) in enumerate(zip(sequences, pending, taken, strict=True)):
-            # Only now: if memory runs out above, none has grown in this forward.
-            self.cells.keep(sequence, slots[: len(tokens)].tolist())
-            if tree < trees:
-                sequence.held = slots[len(tokens) :]
+        return Planned(numbers, new, pending_rows, node_rows, roots)
+
+    def keep(self, planned: Planned) -> None:
+        """Append the pending tokens' cells to their sequences, and hold those of nodes.
+
+        Only when nothing can fail any more: if memory runs out while cells are taken, no sequence has grown.
+        """
+        for tree, (new, rows) in enumerate(zip(planned.new, planned.pending, strict=True)):
+            count = rows.stop - rows.start
+            self.cells.keep(new.sequence, new.taken[:count].tolist())
+            if tree < len(planned.roots):
+                new.sequence.held = new.taken[count:]
+
+    def forest(
+        self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
+    ) -> Prepared:
+        """Prepare one forward; the first ``trees`` sequences have trees, the others get no logits."""
+        planned = self.plan(sequences, pending, draft, trees)
+        numbers, roots = planned.numbers, planned.roots
+        segments, attended = self._no_segments(), 0
+        for new in planned.new:
+            attended += self._add(segments, new)
+        self.keep(planned)
         keep: Tensor | int
         rows: np.ndarray | None = None
         if not trees:
             keep = 1  # a part of a prompt: only its cells are needed
         elif len(sequences) == 1:
-            keep = total - roots[0]
-        elif total == trees:
+            keep = numbers.shape[1] - roots[0]
+        elif numbers.shape[1] == trees:
             keep = 0
         else:
-            rows = np.array(roots) if shape is None else np.array(roots)[shape.root] + shape.places + 1
-        where = node_rows[0] if trees == 1 else None if rows is None else rows[trees:]
-        drafted = None if shape is None or draft is None else draft.token
+            rows = planned.logits(draft)
+        drafted = None if draft is None or not draft.shape.nodes else draft.token
         if drafted is not None and drafted.device.type == "cpu":
-            numbers[0, where] = drafted.numpy()
+            numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.numpy()
         if rows is None:
             given = torch.from_numpy(numbers).to(self.device)
         else:
             given, index = upload(self.device, numbers, rows)
             keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
         if drafted is not None and drafted.device.type != "cpu":
-            given[0, index[trees:] if trees > 1 else node_rows[0]] = drafted
-        return self._prepared(given[:1], given[1:], segments, keep, attended, pending_rows, node_rows)
+            given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted
+        return self._prepared(given[:1], given[1:], segments, keep, attended, planned.pending, planned.nodes)
 
     def _one_token_each(
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], cells: list[int]
@@ -199,32 +254,38 @@ class Packer:
         attended = sum(cells) + len(cells)
         return Prepared(numbers[:1], None, numbers[1:], pack, keep, None, attended, pending_rows, no_nodes)
 
-    def level(
-        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
-    ) -> Prepared:
-        """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
-        segments, positions, attended, start = self._no_segments(), [], 0, 0
+    def plan_level(self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray) -> Planned:
+        """Take cells for nodes whose ancestors are computed already. See ``CausalLM.extend``."""
+        new, start = [], 0
         for tree, sequence in enumerate(sequences):
-            new = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
-            if sequence is None or not len(new):
+            own = rows[shape.root[rows] == tree] if shape.roots > 1 else rows
+            if sequence is None or not len(own):
                 continue
             nodes, places, root = shape.trees[tree][1:], shape.places, len(sequence) - 1
             if len(sequence.held) < len(nodes):
                 more = np.full(len(nodes) - len(sequence.held), -1, dtype=np.int64)
                 sequence.held = np.concatenate([sequence.held, more])
             before = nodes[sequence.held >= 0]
-            taken = self.cells.take(sequence, len(new))
-            sequence.held[places[new]] = taken
-            both = np.concatenate([before, new])
-            sees, mask = shape.ancestors[new][:, both], None
+            taken = self.cells.take(sequence, len(own))
+            sequence.held[places[own]] = taken
+            both = np.concatenate([before, own])
+            sees, mask = shape.ancestors[own][:, both], None
             if not sees.all():
                 mask = np.where(sees, np.float32(0), np.float32(-np.inf))
-            query = root + shape.depth[new]
-            found = Uncommitted(taken, query, sequence.held[places[both]], root + shape.depth[both], mask)
-            attended += self._add(segments, start, sequence, found)
-            positions.append(query)
-            start += len(new)
-        (where,) = upload(self.device, np.concatenate(positions))
+            query, slots = root + shape.depth[own], sequence.held[places[both]]
+            new.append(Uncommitted(start, sequence, taken, query, slots, root + shape.depth[both], mask))
+            start += len(own)
+        positions = np.concatenate([one.query for one in new])
+        return Planned(np.stack([np.zeros_like(positions), positions]), new, [], [], [])
+
+    def level(
+        self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
+    ) -> Prepared:
+        """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
+        planned, segments, attended = self.plan_level(sequences, shape, rows), self._no_segments(), 0
+        for new in planned.new:
+            attended += self._add(segments, new)
+        (where,) = upload(self.device, planned.numbers[1])
         return self._prepared(token[None], where[None], segments, 0, attended)
 
     def _no_segments(self) -> dict[AttentionKind, list[Segment]]:
@@ -232,12 +293,10 @@ class Packer:
             return {FULL: []}
         return {self.kinds.get(layer, FULL): [] for layer in range(self.layers)}
 
-    def _add(
-        self, segments: dict[AttentionKind, list[Segment]], start: int, sequence: CellSequence, new: Uncommitted
-    ) -> int:
+    def _add(self, segments: dict[AttentionKind, list[Segment]], new: Uncommitted) -> int:
         """Append the sequence's rows to the segments of every kind of layer; return the cells attended to."""
-        index, rows = as_index(new.taken, self.device), len(new.taken)
-        end = max(sequence.extent, max(new.slots.tolist()) + 1)
+        start, sequence, index, rows = new.start, new.sequence, as_index(new.taken, self.device), len(new.taken)
+        end = new.end
         alone = end == len(sequence) + len(new.slots)  # all cells up to there belong to this sequence
         causal = alone and new.causal and not self.dense
         full = None
@@ -247,7 +306,7 @@ class Packer:
             columns = index if isinstance(index, slice) and len(new.slots) == rows else new.slots
             full[:, columns] = 0.0 if new.mask is None else new.mask
         for kind, found in segments.items():
-            first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, sequence, new, end, full, causal)
+            first, mask, simple = (0, full, causal) if kind == FULL else _nearby(kind, new, end, full, causal)
             additive = None if mask is None else torch.from_numpy(mask).to(self.device, self.dtype)
             found.append(Segment(sequence.span, start, start + rows, index, first, end, additive, simple))
         return end
@@ -297,7 +356,7 @@ ROOT = np.zeros((1, 1), dtype=np.float32)
 
 
 def _nearby(
-    kind: AttentionKind, sequence: CellSequence, new: Uncommitted, end: int, full: np.ndarray | None, causal: bool
+    kind: AttentionKind, new: Uncommitted, end: int, full: np.ndarray | None, causal: bool
 ) -> tuple[int, np.ndarray | None, bool]:
     """Narrow down what rows attend to in a layer with full attention to what they attend to in one of this kind.
 
@@ -309,10 +368,7 @@ def _nearby(
     Returns:
         The first cell that is attended to, and ``full`` and ``causal`` from there on.
     """
-    key = np.zeros(end, dtype=np.int64)
-    key[sequence.slots] = np.arange(len(sequence))
-    key[new.slots] = new.key
-    plain = full
+    key, plain = new.key_positions(end), full
     if plain is None:
         plain = np.zeros((len(new.query), end), dtype=np.float32)
         if causal:
