@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -143,15 +143,15 @@ class Pack:
         """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
         here = self.on(key.device)
         self.cells.write(layer_idx, key, value, here.places)
-        keys, values = self.cells.keys[layer_idx], self.cells.values[layer_idx]
         if self.dense:  # [1, heads, S * C, dim]; a mask does not remove NaN in a dead cell (0 x NaN)
             dead = torch.from_numpy(self.cells.references == 0).to(key.device)[:, None, :, None]
             all_keys, all_values = (
-                torch.cat(spans).masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None] for spans in (keys, values)
+                store[layer_idx].masked_fill(dead, 0.0).transpose(0, 1).flatten(1, 2)[None]
+                for store in (self.cells.keys, self.cells.values)
             )
             return all_keys, all_values
         kind = self.kinds.get(layer_idx, FULL)
-        layer = Layer(keys, values, kind, here.segments[kind])
+        layer = Layer(*self.cells.views[layer_idx], kind, here.segments[kind])
         return layer, layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -167,12 +167,53 @@ class Layer(NamedTuple):
     kind: AttentionKind
     segments: list[Segment]
 
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Each sequence's rows over its own cells: ``[1, heads, N, dim] -> [1, N, heads, dim]``.
 
-def span_attention(
+        Keys and values are never repeated for query heads that share them: a single row's query heads become rows,
+        several rows read expanded views.
+        """
+        outputs = []
+        twice = query.dtype == torch.bfloat16 and query.device.type == "cpu"  # two rows take half the time of one there
+        for span, start, stop, _slots, first, end, mask, causal in self.segments:
+            keys = self.keys[span].narrow(2, first, end - first)
+            values = self.values[span].narrow(2, first, end - first)
+            q, rows = query if len(self.segments) == 1 else query.narrow(2, start, stop - start), stop - start
+            heads, groups = q.shape[1], q.shape[1] // keys.shape[1]
+            if groups > 1 and rows == 1:
+                q = q.reshape(1, heads // groups, groups, -1)
+            elif groups > 1:
+                q = q.reshape(heads // groups, groups, rows, -1)
+                keys, values = (one.transpose(0, 1).expand(-1, groups, -1, -1) for one in (keys, values))
+            elif rows == 1 and twice:
+                q = torch.cat((q, q), 2)
+            out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scaling)
+            if groups > 1:
+                out = out.reshape(1, heads, rows, -1)
+            elif rows == 1 and twice:
+                out = out.narrow(2, 0, 1)
+            outputs.append(out.transpose(1, 2))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+class ReadsCells(Protocol):
+    """What stands in for a layer's keys and values: it attends to cells."""
+
+    @property
+    def kind(self) -> AttentionKind:
+        """Of the layer."""
+        ...
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """``[b, heads, n, dim] -> [b, n, heads, dim]``."""
+        ...
+
+
+def cell_attention(
     module: nn.Module,
-    query: Tensor,  # [1, heads, N, dim]
-    key: Layer | Tensor,
-    value: Any,  # as key; a Layer holds both
+    query: Tensor,  # [b, heads, n, dim]
+    key: ReadsCells | Tensor,
+    value: Any,  # as key
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -182,10 +223,7 @@ def span_attention(
     head_mask: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each sequence's rows over its own cells. Returns ``[1, N, heads, dim]``.
-
-    Keys and values are never repeated for query heads that share them: a single row's query heads become rows, several
-    rows read expanded views.
+    """Attention over cells. Returns ``[b, n, heads, dim]``.
 
     Raises:
         NotImplementedError: the layer requires a softmax over other scores than scaled dot products, or a sliding
@@ -193,35 +231,14 @@ def span_attention(
     """
     if softcap is not None or s_aux is not None or position_bias is not None or head_mask is not None:
         raise NotImplementedError("its attention uses one of softcap, s_aux, position_bias, head_mask")
-    kind = key.kind if isinstance(key, Layer) else FULL
-    if sliding_window != kind.sliding_window:
-        raise NotImplementedError(
-            f"its attention uses sliding_window={sliding_window} where {kind.sliding_window} is expected"
-        )
-    if not isinstance(key, Layer):  # a forward without cells: plain causal attention
+    expected = None if isinstance(key, Tensor) else key.kind.sliding_window
+    if sliding_window != expected:
+        raise NotImplementedError(f"its attention uses sliding_window={sliding_window} where {expected} is expected")
+    if isinstance(key, Tensor):  # a forward without cells: plain causal attention
         groups = query.shape[1] // key.shape[1]
         plain = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
         return plain.transpose(1, 2), None
-    outputs = []
-    twice = query.dtype == torch.bfloat16 and query.device.type == "cpu"  # two rows take half the time of one there
-    for span, start, stop, _slots, first, end, mask, causal in key.segments:
-        keys, values = key.keys[span].narrow(2, first, end - first), key.values[span].narrow(2, first, end - first)
-        q, rows = query if len(key.segments) == 1 else query.narrow(2, start, stop - start), stop - start
-        heads, groups = q.shape[1], q.shape[1] // keys.shape[1]
-        if groups > 1 and rows == 1:
-            q = q.reshape(1, heads // groups, groups, -1)
-        elif groups > 1:
-            q = q.reshape(heads // groups, groups, rows, -1)
-            keys, values = (one.transpose(0, 1).expand(-1, groups, -1, -1) for one in (keys, values))
-        elif rows == 1 and twice:
-            q = torch.cat((q, q), 2)
-        out = scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scaling)
-        if groups > 1:
-            out = out.reshape(1, heads, rows, -1)
-        elif rows == 1 and twice:
-            out = out.narrow(2, 0, 1)
-        outputs.append(out.transpose(1, 2))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
+    return key.attend(query, scaling), None
 
 
-AttentionInterface.register(SPANS, span_attention)
+AttentionInterface.register(SPANS, cell_attention)

@@ -5,7 +5,7 @@ Linear layers run packed over the new tokens of all sequences; attention runs se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
+from spec_lab.engine.graphs import Fixed, FixedPack, Graphs, cuda_graph, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.runner import Capabilities, Extended, Output
@@ -29,6 +30,7 @@ class CausalLM:
         attention: over spans of cells, sequence by sequence, or dense (the oracle, and the only way for models without
             ``AttentionInterface``).
         chunk: longest part of a prompt computed in one forward.
+        fixed: whether decoding steps run in fixed shapes (``graphs``), captured as CUDA graphs on a GPU.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class CausalLM:
         model: Any,
         attention: Attention = "spans",
         chunk: int = 512,
+        fixed: bool = False,
     ) -> None:
         self.model = model
         self.attention = attention
@@ -54,6 +57,11 @@ class CausalLM:
         self._packer = Packer(
             self.cells, layer_kinds(model.config), layers, self.device, self.dtype, attention == "dense", split
         )
+        if fixed and (split or attention == "dense"):
+            raise ValueError("forwards of fixed shapes require attention over spans, and all layers on one device")
+        self.fixed = fixed
+        capture = cuda_graph if self.device.type == "cuda" else uncaptured
+        self.graphs = Graphs(self.cells, self._packer.kinds, self.device, self.dtype, self._compute_fixed, capture)
         self.clock = Clock(self.device)
         self.forwards = 0  # of the model, so far
         self._asked: tuple[int, ...] = ()
@@ -76,6 +84,7 @@ class CausalLM:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
+            "graphs": self.fixed,
         }
 
     @property
@@ -87,7 +96,7 @@ class CausalLM:
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""
-        return self.cells.open(reserve)
+        return self.cells.open(reserve, clear=self.fixed)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
@@ -112,7 +121,7 @@ class CausalLM:
             self._hook = self.model.get_decoder().register_forward_hook(self._catch)  # OPT never calls its base_model
 
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._final = output[0][0]  # [N, H]
+        self._final = output[0].flatten(0, 1)  # [N, H]
 
     @torch.inference_mode()
     def forward(
@@ -151,17 +160,27 @@ class CausalLM:
         pending: Sequence[Sequence[int]],
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
-    ) -> Prepared:
+    ) -> Prepared | Fixed:
         """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
+        if self.fixed and sequences and not prefill and max(map(len, pending)) <= MOST_PENDING:
+            planned = self._packer.plan(sequences, pending, draft, len(sequences))
+            fixed = self.graphs.prepare(planned, draft)
+            if fixed is not None:
+                self._packer.keep(planned)
+                return fixed
+            self._packer.give_back(planned)
         return self._packer.prepare(sequences, pending, draft, prefill, self.chunk)
 
-    def run(self, prepared: Prepared, timed: Phase | None = None) -> Output:
+    def run(self, prepared: Prepared | Fixed, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. Called in inference mode.
 
         Args:
             prepared: by ``prepare``.
             timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
         """
+        if isinstance(prepared, Fixed):
+            logits, hidden = self._run_fixed(prepared, timed)
+            return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes)
         early: dict[int, Tensor] = {}
         for chunk, places in prepared.early:
             _, hidden = self._call(chunk, timed)
@@ -176,26 +195,51 @@ class CausalLM:
         self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
     ) -> Extended:
         """See ``runner.DraftRunner``. ``token`` may hold input embeddings ``[n, H]`` in place of tokens."""
+        if self.fixed and token.ndim == 1:
+            planned = self._packer.plan_level(sequences, shape, rows)
+            if (fixed := self.graphs.prepare(planned, None, token)) is not None:
+                return Extended(*self._run_fixed(fixed, timed))
+            return Extended(*self._call(self._packer.finish_level(planned, token), timed))
         return Extended(*self._call(self._packer.level(sequences, shape, rows, token), timed))
+
+    def _run_fixed(self, prepared: Fixed, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
+        assert self.fixed
+        self.forwards += 1
+        with timed or self.clock.phase("target_forward"):
+            return self.graphs.run(prepared, self._layers)
+
+    def _compute_fixed(self, ids: Tensor, positions: Tensor, pack: FixedPack) -> tuple[Tensor, Tensor | None]:
+        return self._compute({"input_ids": ids}, positions, pack, None, 0)
 
     def _call(self, prepared: Prepared, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""
         self.forwards += 1
         given = {"input_ids": prepared.ids} if prepared.embeds is None else {"inputs_embeds": prepared.embeds}
-        more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
         with timed or self.clock.phase("target_forward"):
-            output = self.model(
-                **given,
-                position_ids=prepared.positions,
-                attention_mask=prepared.mask,
-                past_key_values=prepared.pack,
-                use_cache=True,
-                logits_to_keep=prepared.keep,
-                **more,
-            )
+            return self._compute(given, prepared.positions, prepared.pack, prepared.mask, prepared.keep)
+
+    def _compute(
+        self, given: Mapping[str, Any], positions: Tensor, pack: Any, mask: Any, keep: Tensor | int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The model, on rows ``[b, n]``: logits ``[R, V]`` and the captured hidden states ``[N, layers * H]``."""
+        more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
+        output = self.model(
+            **given,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=pack,
+            use_cache=True,
+            logits_to_keep=keep,
+            **more,
+        )
         hidden = None
         if self._hook is not None:
             hidden, self._final = self._final, None
         elif self._layers:
-            hidden = torch.cat([output.hidden_states[layer][0].to(self.device) for layer in self._layers], -1)
-        return output.logits[0], None if hidden is None else hidden.to(self.device)
+            states = [output.hidden_states[layer].flatten(0, 1).to(self.device) for layer in self._layers]
+            hidden = torch.cat(states, -1)
+        return output.logits.flatten(0, 1), None if hidden is None else hidden.to(self.device)
+
+
+MOST_PENDING = 16
+"""Most pending tokens of a sequence in a forward of fixed shape; longer ones are prompts."""

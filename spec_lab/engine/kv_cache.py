@@ -81,11 +81,19 @@ NONE_HELD = np.empty(0, dtype=np.int64)
 
 
 class Cells:
-    """The store: per layer and span ``keys`` and ``values`` ``[1, heads, cells, dim]``, allocated when written."""
+    """The store: ``keys`` and ``values`` of each layer ``[S, heads, C, dim]``, allocated when written.
+
+    ``views`` has them by layer and span, since a view costs time in every layer of every forward.
+
+    Args:
+        generation: how often memory was allocated anew; a captured graph knows the old addresses.
+    """
 
     def __init__(self) -> None:
-        self.keys: list[list[Tensor]] = []
-        self.values: list[list[Tensor]] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.views: list[tuple[list[Tensor], list[Tensor]]] = []  # [layer] ([1, heads, C, dim] of each span) twice
+        self.generation = 0
         self.references = np.zeros((0, 0), dtype=np.int32)  # [S, C]
         self._users: list[int] = []  # open sequences of each span
 
@@ -101,11 +109,21 @@ class Cells:
 
     # Sequences -------------------------------------------------------------------------------------------------------
 
-    def open(self, reserve: int = GRAIN) -> CellSequence:
-        """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand)."""
+    def open(self, reserve: int = GRAIN, clear: bool = False) -> CellSequence:
+        """A new, empty sequence in a span of its own with room for ``reserve`` cells (it grows beyond on demand).
+
+        Args:
+            reserve: how many cells.
+            clear: whether to overwrite what an earlier sequence left there with zeros, for attention that reads cells
+                beyond its own: a mask does not remove NaN (0 x NaN).
+        """
         span = next((number for number, users in enumerate(self._users) if users == 0), self.spans)
         if span == self.spans or reserve > self.capacity:
             self._grow(max(self.spans, span + 1), max(reserve, self.capacity, 1))
+        elif clear:
+            with torch.inference_mode():
+                for store in (*self.keys, *self.values):
+                    store[span].zero_()
         self._users[span] += 1
         return CellSequence(
             self, span, np.empty(self.capacity, dtype=np.int64), np.full(self.capacity, -np.inf, dtype=np.float32)
@@ -195,10 +213,9 @@ class Cells:
         Args:
             places: for each sequence of the forward (span, first row, last row + 1, cells).
         """
-        while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
-            self.keys.append([self._new(key) for _ in range(self.spans)])
-            self.values.append([self._new(value) for _ in range(self.spans)])
-        keys, values = self.keys[layer], self.values[layer]
+        if len(self.keys) <= layer:
+            self.allocate(layer, key, value)
+        keys, values = self.views[layer]
         for span, start, stop, cells in places:
             if len(places) > 1:
                 new_keys, new_values = key[:, :, start:stop], value[:, :, start:stop]
@@ -211,27 +228,32 @@ class Cells:
                 keys[span].index_copy_(2, cells, new_keys)
                 values[span].index_copy_(2, cells, new_values)
 
-    def _new(self, like: Tensor) -> Tensor:
-        return like.new_zeros(1, like.shape[1], self.capacity, like.shape[-1])
+    def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Allocate the memory of the layers up to this one, for keys and values ``[.., heads, .., dim]`` like these."""
+        while len(self.keys) <= layer:  # zeros, not empty: a dead cell must never hold NaN
+            for store, like in ((self.keys, key), (self.values, value)):
+                store.append(like.new_zeros(self.spans, like.shape[1], self.capacity, like.shape[-1]))
+            self.views.append((_by_span(self.keys[-1]), _by_span(self.values[-1])))
+        self.generation += 1
 
     def _grow(self, spans: int, capacity: int) -> None:
         capacity = max(self.capacity, -(-capacity // GRAIN) * GRAIN)
         old_spans, old_capacity = self.references.shape
-
-        def larger(store: Tensor) -> Tensor:
-            new = store.new_zeros(*store.shape[:-2], capacity, store.shape[-1])
-            new[..., :old_capacity, :] = store
-            return new
-
-        for layers in (self.keys, self.values):
-            for layer in layers:
-                if capacity > old_capacity:
-                    layer[:] = [larger(store) for store in layer]
-                layer += [torch.zeros_like(layer[0]) for _ in range(spans - old_spans)]
         references = np.zeros((spans, capacity), dtype=np.int32)
         references[:old_spans, :old_capacity] = self.references
         self.references = references
         self._users += [0] * (spans - old_spans)
+        self.generation += 1
+        for layer in range(len(self.keys)):
+            for store in (self.keys, self.values):
+                old = store[layer]
+                store[layer] = old.new_zeros(spans, old.shape[1], capacity, old.shape[-1])
+                store[layer][:old_spans, :, :old_capacity] = old
+            self.views[layer] = (_by_span(self.keys[layer]), _by_span(self.values[layer]))
+
+
+def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]
+    return [store.narrow(0, span, 1) for span in range(store.shape[0])]
 
 
 def as_index(slots: np.ndarray, device: torch.device) -> slice | Tensor:

@@ -200,6 +200,11 @@ class Packer:
             if tree < len(planned.roots):
                 new.sequence.held = new.taken[count:]
 
+    def give_back(self, planned: Planned) -> None:
+        """Free the cells of a plan that is not carried out."""
+        for new in planned.new:
+            self.cells.drop(new.sequence, new.taken)
+
     def forest(
         self, sequences: Sequence[CellSequence], pending: Sequence[Sequence[int]], draft: Draft | None, trees: int
     ) -> Prepared:
@@ -282,7 +287,11 @@ class Packer:
         self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray, token: Tensor
     ) -> Prepared:
         """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
-        planned, segments, attended = self.plan_level(sequences, shape, rows), self._no_segments(), 0
+        return self.finish_level(self.plan_level(sequences, shape, rows), token)
+
+    def finish_level(self, planned: Planned, token: Tensor) -> Prepared:
+        """``level`` of rows that are planned."""
+        segments, attended = self._no_segments(), 0
         for new in planned.new:
             attended += self._add(segments, new)
         (where,) = upload(self.device, planned.numbers[1])

@@ -81,7 +81,7 @@ def refuse_by_name(config: Any) -> None:
         refuse(f"it has a sliding window of {config.sliding_window} tokens; null in its config means full attention")
 
 
-def self_check(model: nn.Module, attention: Attention) -> float:
+def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> float:
     """Decode a scattered forest of two draft trees and compare it with plain forwards over every path.
 
     Also check of every rotary embedding that a token's rotation does not change when a far position joins the batch.
@@ -94,13 +94,14 @@ def self_check(model: nn.Module, attention: Attention) -> float:
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
-        error = max(_forest_error(model, attention), _rotation_error(model))
+        error = max(_forest_error(model, attention, fixed), _rotation_error(model))
     except Unsupported:
         raise
     except (
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
     ) as failure:  # fmt: skip
         advice = "; try target.attention=dense" if attention == "spans" else ""
+        advice = "; try target.graphs=false" if fixed else advice
         raise Unsupported(
             f"model type '{kind}' cannot decode forests with attention='{attention}' "
             f"({type(failure).__name__}: {failure}){advice}"
@@ -114,7 +115,7 @@ def self_check(model: nn.Module, attention: Attention) -> float:
     return error
 
 
-def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache) -> float:
+def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, fixed: bool = False) -> float:
     """Return ``self_check``'s error, measured once for the same weights in the same setting.
 
     Args:
@@ -122,24 +123,25 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache) 
         attention: how it computes attention.
         sha256: of its weights (``checkpoint.weights_hash``); empty where it is not known: then it is always measured.
         cache: errors that were measured before; a new one is added.
+        fixed: whether decoding steps run in fixed shapes.
 
     Raises:
         Unsupported: as ``self_check``.
     """
     places = f"{model.device} {getattr(model, 'hf_device_map', None)} {getattr(model, 'tp_size', None)}"
-    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention)
+    setting = (sha256, model.config.to_json_string(), str(model.dtype), places, attention, str(fixed))
     if sha256 and setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain forwards")
-    error = self_check(model, attention)
+    error = self_check(model, attention, fixed)
     if sha256:
         cache.self_checks[setting] = error
     return error
 
 
-def _forest_error(model: Any, attention: Attention) -> float:
+def _forest_error(model: Any, attention: Attention, fixed: bool) -> float:
     """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one."""
-    lm = CausalLM(model, attention)
+    lm = CausalLM(model, attention, fixed=fixed)
     generator = np.random.default_rng(0)
 
     def random_tokens(count: int) -> list[int]:

@@ -14,6 +14,7 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
+from spec_lab.models.merged import merge
 from spec_lab.models.services import TargetServices
 from spec_lab.models.support import Unsupported, checked, model_context
 
@@ -87,9 +88,13 @@ class Target:
             Unsupported: it fails the self-check.
         """
         own = self.lm if isinstance(self.lm, CausalLM) else None
-        attention: Attention = "spans" if own is None else own.attention
-        checked(model, attention, sha256, self.cache)
-        return CausalLM(model, attention) if own is None else CausalLM(model, attention, own.chunk)
+        if own is None:
+            checked(model, "spans", sha256, self.cache)
+            return CausalLM(model)
+        if own.fixed:
+            merge(model)
+        checked(model, own.attention, sha256, self.cache, own.fixed)
+        return CausalLM(model, own.attention, own.chunk, own.fixed)
 
     @staticmethod
     def load(
@@ -101,6 +106,7 @@ class Target:
         chunk: int = 512,
         device_map: str | Mapping[str, str | int] | None = None,
         tensor_parallel: bool = False,
+        graphs: bool = False,
         cache: ProcessCache | None = None,
     ) -> Target:
         """Load a target from a local folder or by hub name; safetensors only, no remote code.
@@ -124,6 +130,9 @@ class Target:
                 kind of model. Each rank uses the GPU of its number, or the CPU with a CPU build of torch. Call it on
                 rank 0 while the other ranks run ``loading.follow``. (Tested with gloo on the CPU; not yet tested on
                 several GPUs.)
+            graphs: run decoding steps in fixed shapes, which a GPU captures as CUDA graphs (``engine.graphs``), with
+                linear layers of the same input merged. On a CPU nothing is captured, and padding makes steps slower.
+                (All but the capture itself is tested on the CPU; not yet run on a GPU.)
             cache: facts that this process found before; None starts with none.
 
         Raises:
@@ -143,6 +152,13 @@ class Target:
             raise ValueError(f"target.tensor_parallel must be true or false, not {tensor_parallel!r}")
         if tensor_parallel and attention == "dense":
             raise ValueError("target.tensor_parallel does not support target.attention=dense: use attention=spans")
+        if not isinstance(graphs, bool):
+            raise ValueError(f"target.graphs must be true or false, not {graphs!r}")
+        for name, other in (
+            ("attention=dense", attention == "dense"), ("device_map", device_map), ("tensor_parallel", tensor_parallel),
+        ):  # fmt: skip
+            if graphs and other:
+                raise ValueError(f"target.graphs does not support target.{name}: set only one of them")
         placed = {"device": device, "device_map": device_map, "tensor_parallel": tensor_parallel or None}
         if len(both := [f"target.{name}" for name, value in placed.items() if value is not None]) > 1:
             raise ValueError(f"{' and '.join(both)} both decide where the model is placed: set only one of them")
@@ -154,6 +170,8 @@ class Target:
             raise ValueError(f"target.context must lie between 1 and the model's own {limit}, not {context!r}")
         sha256 = weights_hash(path)
         cache = ProcessCache() if cache is None else cache
-        error = checked(model, attention, sha256, cache)
-        lm = CausalLM(model, attention, chunk=chunk)
+        if graphs:
+            merge(model)
+        error = checked(model, attention, sha256, cache, graphs)
+        lm = CausalLM(model, attention, chunk, graphs)
         return Target(lm, tokenizer, path, context or limit, sha256, error, cache)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_lab.core.draft import Draft, Shape, chain, empty, forest, tree
-from spec_lab.engine.attention import FULL, AttentionKind, Pack, attention_mask, layer_kinds, span_attention
+from spec_lab.engine.attention import FULL, AttentionKind, Pack, attention_mask, cell_attention, layer_kinds
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.kv_cache import Cells
 from spec_lab.engine.prepare import Packer
@@ -162,7 +162,7 @@ def test_attention_that_the_config_does_not_name_is_refused(asked, cells):
         prepared = layers.prepare([1], chain(0))
         key, value = Pack(layers.cells, {}, prepared.pack.segments, CPU).update(key, value, 0)
     with pytest.raises(NotImplementedError, match=next(iter(asked))):
-        span_attention(torch.nn.Identity(), query, key, value, None, **asked)
+        cell_attention(torch.nn.Identity(), query, key, value, None, **asked)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -146,12 +146,12 @@ def test_accepting_rejecting_forking_and_backtracking_move_no_key():
     world = World(lm, np.random.default_rng(0))
     world.add(9)
     world.step([TREE], [(0, 0)])
-    before = [store.clone() for layer in (*lm.cells.keys, *lm.cells.values) for store in layer]
-    addresses = [store.data_ptr() for layer in (*lm.cells.keys, *lm.cells.values) for store in layer]
+    before = [store.clone() for store in (*lm.cells.keys, *lm.cells.values)]
+    addresses = [store.data_ptr() for store in (*lm.cells.keys, *lm.cells.values)]
     world.fork(0)
     world.backtrack(0, 4)
     world.close(0)
-    after = [store for layer in (*lm.cells.keys, *lm.cells.values) for store in layer]
+    after = [*lm.cells.keys, *lm.cells.values]
     assert addresses == [store.data_ptr() for store in after]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -69,8 +69,8 @@ class CellsAgainstLists(RuleBasedStateMachine):
     def sequences_hold_what_the_lists_say(self):
         for sequence, labels in self.lists.items():
             held = torch.tensor(labels, dtype=torch.float32)
-            assert torch.equal(self.cells.keys[0][sequence.span][0, 0, sequence.slots, 0], held)
-            assert torch.equal(self.cells.values[0][sequence.span][0, 0, sequence.slots, 0], -held)
+            assert torch.equal(self.cells.keys[0][sequence.span, 0, sequence.slots, 0], held)
+            assert torch.equal(self.cells.values[0][sequence.span, 0, sequence.slots, 0], -held)
 
     @invariant()
     def bias_shows_exactly_the_own_cells(self):

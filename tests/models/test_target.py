@@ -38,6 +38,14 @@ def test_a_local_checkpoint_loads_and_passes_its_self_check(folder, dtype, atten
     assert 0 <= target.self_check < {"float64": 1e-12, "float32": 1e-4, "bfloat16": 0.25}[dtype]
 
 
+def test_decoding_in_fixed_shapes_passes_the_self_check_with_merged_layers(folder):
+    target = Target.load(str(folder), dtype="float64", graphs=True)
+    assert target.lm.fixed and target.lm.facts["graphs"] and 0 < target.self_check < 1e-12
+    assert target.lm.facts["parameters"] == Target.load(str(folder), dtype="float64").lm.facts["parameters"]
+    draft = target.draft_runner(tiny_model(), "")
+    assert draft.fixed
+
+
 def test_the_context_can_be_shortened_not_lengthened(folder):
     assert Target.load(str(folder), dtype="float32", context=32).context == 32
     with pytest.raises(ValueError, match=f"{CONTEXT}, not 1000"):
@@ -53,6 +61,9 @@ def test_the_context_can_be_shortened_not_lengthened(folder):
         ({"chunk": "abc"}, "target.chunk .*1 or more.*'abc'"),
         ({"chunk": 0}, "target.chunk .*1 or more.* 0"),
         ({"attention": "foo"}, "target.attention .*spans or dense.*'foo'"),
+        ({"graphs": 1}, "target.graphs .*true or false.* 1"),
+        ({"graphs": True, "attention": "dense"}, "target.graphs .*target.attention=dense"),
+        ({"graphs": True, "device_map": "auto"}, "target.graphs .*target.device_map"),
         ({"context": True}, "True"),
         ({"path": 5}, "path .*folder"),
         ({"path": "no/such/place/at/all"}, "folder no/such/place/at/all"),

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from spec_lab.core.probabilities import Sampling, logits_to_probs
-from spec_lab.engine.attention import Pack, span_attention
+from spec_lab.engine.attention import Pack, cell_attention
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.models.target import Target
 
@@ -163,7 +163,7 @@ class Body(nn.Module):
         value = share.to(self.table.dtype)[:, None, :, None]  # [1, heads 1, N, dim 1]
         query = key = torch.zeros_like(value)
         read: Any = (key, value) if pack is None else pack.update(key, value, 0)
-        mean, _ = span_attention(self, query, read[0], read[1], mask, 1.0)
+        mean, _ = cell_attention(self, query, read[0], read[1], mask, 1.0)
         number = (mean[..., 0, 0] * (position + 1)).round().long()  # position + 1 tokens are visible to a row
         row = torch.where(place < 0, 0, self.first[(place + 1).clamp_min(0)] + number)
         return (self.table[row],)

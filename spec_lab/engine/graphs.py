@@ -1,0 +1,340 @@
+"""Forwards of fixed shapes over static buffers, which a CUDA graph can capture and replay.
+
+A replayed graph runs the same kernels on the same addresses, so the shapes of a forward are padded to buckets, and what
+changes from step to step (tokens, positions, cells, which cells a row attends to) is data in static buffers. Decoding
+steps take this way; prompts, whose shapes are too many, do not. Everything but the capture itself is the same on the
+CPU, where the forward is called in place of a replay.
+
+Rows are padded span by span (``kv_cache``): S spans of n rows each. A padding row attends to one unused cell, and its
+own key and value are written there, so that it computes finite numbers that no other row reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from spec_lab.core.draft import Draft
+from spec_lab.engine.attention import FULL, AttentionKind
+from spec_lab.engine.kv_cache import GRAIN, Cells
+from spec_lab.engine.prepare import Planned
+
+MOST_ROWS = 256
+"""Most rows of a span in a forward of fixed shape; a step with more runs without."""
+
+Compute = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor | None]]
+"""The model: ids and positions ``[S, n]`` and what stands in for its cache, to logits ``[S * n, V]`` and hidden states
+``[S * n, layers * H]``."""
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Turns a forward over static buffers into what replays it, and returns the same tensors in every call."""
+
+
+def uncaptured(forward: Callable[[], Any]) -> Callable[[], Any]:
+    """Replay by calling: the only way on a CPU."""
+    return forward
+
+
+def cuda_graph(forward: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture the forward as a CUDA graph, after two calls in which libraries choose their kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            forward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = forward()
+
+    def replay() -> Any:
+        graph.replay()
+        return found
+
+    return replay
+
+
+class Bucket(NamedTuple):
+    """The sizes of a forward of fixed shape.
+
+    Args:
+        spans: S.
+        rows: n of each span.
+        cells: C of each span that rows may attend to.
+        sequences: Q; the last one is that of padding rows.
+        uncommitted: m, most tokens of a sequence that are not committed.
+    """
+
+    spans: int
+    rows: int
+    cells: int
+    sequences: int
+    uncommitted: int
+
+
+def padded(count: int) -> int:
+    """The next size of a bucket: 1, 2, 4, multiples of 8 to 64, of 16 to 128, of 32 beyond."""
+    for least, grain in ((128, 32), (64, 16), (4, 8)):
+        if count > least:
+            return -(-count // grain) * grain
+    return 1 << (count - 1).bit_length()
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """One forward of fixed shape, ready to run.
+
+    Args:
+        bucket: its sizes.
+        numbers: ``[..]`` int64 what is uploaded, in the order of ``Buffers``.
+        flags: ``[..]`` uint8, likewise.
+        rows: how many rows get logits: the first of ``Buffers.wanted``.
+        drafted: the nodes' tokens on the device, which follow the roots' rows in ``wanted``; None for none.
+        roots: how many rows come before them.
+        total: rows that are no padding.
+        attended: cells attended to in a layer with full attention, in total.
+        pending: for each sequence the rows of its pending tokens among those that are no padding.
+        nodes: for each tree those of its nodes.
+    """
+
+    bucket: Bucket
+    numbers: np.ndarray
+    flags: np.ndarray
+    rows: int
+    drafted: Tensor | None
+    roots: int
+    total: int
+    attended: int
+    pending: Sequence[slice] = ()
+    nodes: Sequence[slice] = ()
+
+
+class Buffers:
+    """The static inputs of one bucket. N = S * n rows.
+
+    Attributes:
+        ids: ``[S, n]``; positions: ``[S, n]``; cell: ``[N]`` where each row's key and value are written.
+        owner: ``[N]`` the sequence of each row.
+        slots: ``[Q, m]`` cells of uncommitted tokens; keys: ``[Q, C]`` positions of the tokens in the cells, where some
+            layers attend to nearby positions only.
+        wanted: ``[N]`` rows that get logits, then padding; packed: ``[N]`` rows that are no padding, then padding.
+        own: ``[Q, C]`` bool, whether a cell holds a committed token of the sequence.
+        sees: ``[N, m]`` bool, whether the row attends to each uncommitted token of its sequence.
+    """
+
+    def __init__(self, bucket: Bucket, nearby: bool, device: torch.device) -> None:
+        spans, rows, cells, sequences, uncommitted = bucket
+        total = spans * rows
+        sizes = [total, total, total, total, sequences * uncommitted, total, total, sequences * cells * nearby]
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        self.flags = torch.zeros(sequences * cells + total * uncommitted, dtype=torch.bool, device=device)
+        ids, positions, self.cell, self.owner, slots, self.wanted, self.packed, keys = self.numbers.split(sizes)
+        self.ids, self.positions = ids.view(spans, rows), positions.view(spans, rows)
+        self.slots = slots.view(sequences, uncommitted)
+        self.keys = keys.view(sequences, cells) if nearby else None
+        own, sees = self.flags.split([sequences * cells, total * uncommitted])
+        self.own, self.sees = own.view(sequences, cells), sees.view(total, uncommitted)
+        self.span = torch.arange(spans, device=device).repeat_interleave(rows)
+
+
+class FixedPack:
+    """What stands in for transformers' cache in a forward of fixed shape. See ``attention.Pack``."""
+
+    is_compileable = False
+
+    def __init__(
+        self, cells: Cells, kinds: Mapping[int, AttentionKind], bucket: Bucket, given: Buffers, dtype: torch.dtype
+    ) -> None:
+        self.cells, self.kinds, self.bucket, self.given = cells, kinds, bucket, given
+        self.masks = {kind: self._mask(kind, dtype) for kind in {FULL, *kinds.values()}}
+
+    def _mask(self, kind: AttentionKind, dtype: torch.dtype) -> Tensor:  # [S, n, C] additive
+        given, bucket = self.given, self.bucket
+        slots = given.slots[given.owner]  # [N, m]
+        visible = given.own[given.owner].scatter(1, slots, given.sees)  # [N, C]
+        if kind != FULL:
+            assert given.keys is not None
+            query, key = given.positions.view(-1, 1), given.keys[given.owner]
+            near = torch.ones_like(visible)
+            if kind.sliding_window is not None:
+                near &= query - key < kind.sliding_window
+            if kind.chunk is not None:
+                near &= query // kind.chunk == key // kind.chunk
+            visible = visible & (near | (given.owner == bucket.sequences - 1)[:, None])
+        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        return mask.view(bucket.spans, bucket.rows, bucket.cells)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Write a layer's new keys and values ``[S, heads, n, dim]``; return what attention should read."""
+        if len(self.cells.keys) <= layer_idx:
+            self.cells.allocate(layer_idx, key, value)
+        found = []
+        for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
+            rows = new.transpose(1, 2).flatten(0, 1)  # [N, heads, dim]
+            store.transpose(1, 2).index_put_((self.given.span, self.given.cell), rows)
+            found.append(store[: self.bucket.spans, :, : self.bucket.cells])
+        kind = self.kinds.get(layer_idx, FULL)
+        layer = FixedLayer(found[0], found[1], kind, self.masks[kind])
+        return layer, layer
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Zero: positions are always explicit."""
+        return 0
+
+
+class FixedLayer(NamedTuple):
+    """One layer's cells, its kind, and which of them each row attends to. An ``attention.ReadsCells``."""
+
+    keys: Tensor  # [S, kv heads, C, dim]
+    values: Tensor
+    kind: AttentionKind
+    mask: Tensor  # [S, n, C]
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """``[S, heads, n, dim] -> [S, n, heads, dim]``. Query heads that share keys become rows: none is repeated."""
+        spans, heads, rows, dim = query.shape
+        groups = heads // self.keys.shape[1]
+        q = query.reshape(spans, heads // groups, groups * rows, dim)
+        mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
+        out = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, scale=scaling)
+        return out.reshape(spans, heads, rows, dim).transpose(1, 2)
+
+
+@dataclass(eq=False)
+class Graphs:
+    """Runs decoding steps of one model in fixed shapes, and captures each shape once.
+
+    Args:
+        cells: where its keys and values are.
+        kinds: of layers without full attention, by layer.
+        device: of the model.
+        dtype: of its weights.
+        compute: the model.
+        capture: ``cuda_graph``, or ``uncaptured``.
+        captured: the buckets that were captured so far, each with its buffers and its replay.
+    """
+
+    cells: Cells
+    kinds: Mapping[int, AttentionKind]
+    device: torch.device
+    dtype: torch.dtype
+    compute: Compute
+    capture: Capture
+    captured: dict[tuple[Any, ...], tuple[Buffers, Callable[[], tuple[Tensor, Tensor | None]]]] = field(
+        default_factory=dict
+    )
+    _generation: int = -1
+
+    def prepare(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> Fixed | None:
+        """Fill the inputs of a forward; None where a span has more rows than ``MOST_ROWS``.
+
+        Args:
+            planned: its rows and cells.
+            draft: its forest; None where ``tokens`` of all rows are given, which then all get logits.
+            tokens: ``[N]`` on the device.
+        """
+        rows = [0] * self.cells.spans
+        places = []  # of each sequence's rows: span, first row in the span
+        for new in planned.new:
+            places.append((new.sequence.span, rows[new.sequence.span]))
+            rows[new.sequence.span] += len(new.taken)
+        if max(rows) > MOST_ROWS:
+            return None
+        spans = min(padded(max(span for span, _ in places) + 1), self.cells.spans)
+        unused = self._unused(spans, max(new.end for new in planned.new))
+        bucket = Bucket(
+            spans,
+            padded(max(rows)),
+            unused + 1,
+            padded(len(planned.new)) + 1,
+            padded(max(len(new.slots) for new in planned.new)),
+        )
+        total, n = bucket.spans * bucket.rows, bucket.rows
+        ids, positions, wanted, packed = (np.zeros(total, dtype=np.int64) for _ in range(4))
+        cell, owner = np.full(total, unused), np.full(total, bucket.sequences - 1)
+        slots = np.full((bucket.sequences, bucket.uncommitted), unused)
+        keys = np.zeros((bucket.sequences, bucket.cells if self.kinds else 0), dtype=np.int64)
+        own = np.zeros((bucket.sequences, bucket.cells), dtype=bool)
+        sees = np.ones((total, bucket.uncommitted), dtype=bool)
+        where = np.empty(planned.numbers.shape[1], dtype=np.int64)  # of each row that is no padding
+        for number, (new, (span, first)) in enumerate(zip(planned.new, places, strict=True)):
+            count, known = len(new.taken), len(new.slots)
+            here = slice(span * n + first, span * n + first + count)
+            rows_here = slice(new.start, new.start + count)
+            where[rows_here] = np.arange(here.start, here.stop)
+            ids[here], positions[here] = planned.numbers[:, rows_here]
+            cell[here], owner[here] = new.taken, number
+            slots[number, :known] = new.slots
+            sees[here] = False
+            sees[here, :known] = True if new.mask is None else new.mask == 0
+            own[number, : new.sequence.extent] = new.sequence.bias(new.sequence.extent) == 0
+            if self.kinds:
+                keys[number, : new.end] = new.key_positions(new.end)
+        packed[: len(where)] = where
+        if draft is None:
+            chosen, roots = where, 0
+        else:
+            chosen, roots, tokens = where[planned.logits(draft)], draft.shape.roots, draft.token
+        wanted[: len(chosen)] = chosen
+        numbers = np.concatenate(
+            [ids, positions, cell, owner, slots.ravel(), wanted, packed, keys.ravel()], dtype=np.int64
+        )
+        flags = np.concatenate([own.ravel(), sees.ravel()])
+        attended = sum(new.end for new in planned.new)
+        return Fixed(
+            bucket, numbers, flags, len(chosen), tokens, roots, len(where), attended, planned.pending, planned.nodes
+        )
+
+    def _unused(self, spans: int, end: int) -> int:
+        """The last cell of a bucket, beyond ``end``, that no sequence uses in any of the first spans."""
+        size = GRAIN
+        while True:
+            while size <= end:
+                size *= 2
+            if size > self.cells.capacity:
+                size = self.cells.capacity
+                if size <= end or self.cells.references[:spans, size - 1].any():
+                    self.cells.reserve(self.cells.spans, size + GRAIN)
+                    size = self.cells.capacity
+            if not self.cells.references[:spans, size - 1].any():
+                return size - 1
+            size *= 2
+
+    def run(self, given: Fixed, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[R, V]``, and the captured hidden states ``[rows, layers * H]``, in memory of their own.
+
+        Args:
+            given: by ``prepare``.
+            layers: whose hidden states ``compute`` returns: another choice is another graph.
+        """
+        if self._generation != self.cells.generation:
+            self.captured.clear()
+        key = (given.bucket, layers)
+        known = self.captured.get(key)
+        buffers = Buffers(given.bucket, bool(self.kinds), self.device) if known is None else known[0]
+        buffers.numbers.copy_(self._host(given.numbers), non_blocking=True)
+        buffers.flags.copy_(self._host(given.flags), non_blocking=True)
+        if given.drafted is not None:
+            count = given.drafted.shape[0]
+            buffers.ids.view(-1).index_copy_(0, buffers.wanted[given.roots : given.roots + count], given.drafted)
+        if key not in self.captured:
+
+            def forward() -> tuple[Tensor, Tensor | None]:
+                pack = FixedPack(self.cells, self.kinds, given.bucket, buffers, self.dtype)
+                return self.compute(buffers.ids, buffers.positions, pack)
+
+            self.captured[key] = buffers, self.capture(forward)
+        logits, hidden = self.captured[key][1]()
+        self._generation = self.cells.generation  # the first forward may have allocated cells
+        chosen = logits.index_select(0, buffers.wanted[: given.rows])
+        return chosen, None if hidden is None else hidden.index_select(0, buffers.packed[: given.total])
+
+    def _host(self, array: np.ndarray) -> Tensor:
+        found = torch.from_numpy(array)
+        return found.pin_memory() if self.device.type == "cuda" else found
