@@ -12,9 +12,11 @@ from spec_lab.core.draft import chain, empty, forest
 from spec_lab.engine.causal_lm import MOST_PENDING, CausalLM
 from spec_lab.engine.graphs import MOST_ROWS, Buffers, padded, uncaptured
 from spec_lab.engine.kv_cache import GRAIN
+from spec_lab.models.target import Target
 from tests.engine.replays import replayed
 from tests.engine.test_causal_lm import TREE, World, assert_rows_match, life, plain, random_draft
-from tests.tiny import FAMILIES, VOCABULARY, WINDOWED, tiny_model
+from tests.propose.lab import COLD, WARM, decode, draft_model, emitted, requests
+from tests.tiny import CONTEXT, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
 
 def fixed(model, capture=uncaptured):
@@ -182,6 +184,22 @@ def test_prompts_and_steps_with_too_many_rows_run_in_shapes_as_they_come():
     assert not lm.graphs.captured
     assert_rows_match(lm.model, world.tokens, draft, output.logits)
     assert int(lm.cells.references.sum()) == len(world.tokens[0]) + TREE.nodes + 2, "no cell was taken twice"
+
+
+@pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_a_draft_model_and_a_target_in_fixed_shapes_emit_the_same_tokens(drawn, sampling):
+    """Grown level by level, verified as trees, in a batch whose sequences end at different times."""
+    found = []
+    for fixed_shapes in (False, True):
+        target = Target(CausalLM(tiny_model(), fixed=fixed_shapes), None, "tiny", CONTEXT, "", 0.0)
+        small = CausalLM(tiny_model(seed=1, num_hidden_layers=1), fixed=fixed_shapes)
+        for lm in (target.lm, small):
+            lm.graphs.capture = replayed
+        group, _ = decode(target, draft_model("2x2x1", drawn, lm=small), requests(sampling, stop=frozenset({7, 11})))
+        found.append(emitted(group))
+        assert all(bool(lm.graphs.captured) == fixed_shapes for lm in (target.lm, small))
+    assert found[0] == found[1]
 
 
 @given(st.integers(1, 4096))
