@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,10 +120,11 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            if factors is not None:
-                writer.write_tensor_data(factors)
-            for data in tqdm(_numbers(path, planned, tensors), out.name, len(planned), unit="tensor", disable=None):
-                writer.write_tensor_data(data)
+            writer.write_padding(stream, stream.tell())
+            numbers = chain([] if factors is None else [factors], _numbers(path, planned, tensors))
+            for data in tqdm(numbers, out.name, len(writer.tensors[0]), unit="tensor", disable=None):
+                stream.write(np.ascontiguousarray(data).data)  # unlike tofile, names the file when the disk is full
+                writer.write_padding(stream, data.nbytes)
     return Written(
         ARCHITECTURES[config.model_type], dtype, len(planned) + (factors is not None),
         sum(math.prod(one.shape) for one in planned), out.stat().st_size, described,

@@ -278,8 +278,8 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         name = cursor.text(MAX_NAME)
         if name in described:
             raise _Malformed(f"the tensor {brief(name)} occurs twice")
-        shape = [cursor.number("Q") for _ in range(cursor.count("dimensions of a tensor", "I", 4))]
-        described[name] = (tuple(reversed(shape)), cursor.number("I"), cursor.number("Q"))
+        sizes = [cursor.number("Q") for _ in range(cursor.count("dimensions of a tensor", "I", 4))]
+        described[name] = (tuple(reversed(sizes)), cursor.number("I"), cursor.number("Q"))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise _Malformed(f"general.alignment is {brief(alignment)}, not a power of two")

@@ -177,8 +177,13 @@ def _steps(pre: Mapping[str, Any] | None) -> list[str | None]:
 
 def reads_as_llama_cpp(file: GGUFFile) -> bool:
     """Return whether llama.cpp's own tokenizer should yield the tokens of ``read_gguf_tokenizer`` for this file."""
-    model, pre = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    return file.tokens is not None and (model != "gpt2" or ALIASES.get(str(pre), pre) in PRE_TOKENIZERS)
+    return file.tokens is not None and (file.metadata.get("tokenizer.ggml.model") != "gpt2" or _known(file) is not None)
+
+
+def _known(file: GGUFFile) -> PreTokenizer | None:
+    """Return the pre-tokenizer that a file names; None for an unknown one."""
+    name = str(file.metadata.get("tokenizer.ggml.pre"))
+    return PRE_TOKENIZERS.get(ALIASES.get(name, name))
 
 
 def read_gguf_tokenizer(file: GGUFFile, folder: str | None = None) -> Any:
@@ -225,11 +230,11 @@ def _of_file(file: GGUFFile) -> Any:
         Exception: a corrupt one.
     """
     fields = file.metadata
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    kind, known = fields.get("tokenizer.ggml.model"), _known(file)
     if isinstance(fields.get(HF_JSON), str):
         backend = Tokenizer.from_str(fields[HF_JSON])
-    elif kind == "gpt2" and ALIASES.get(str(pre), pre) in PRE_TOKENIZERS:
-        backend = _byte_level_tokenizer(file, PRE_TOKENIZERS[ALIASES.get(pre, pre)])
+    elif kind == "gpt2" and known is not None:
+        backend = _byte_level_tokenizer(file, known)
     elif kind in ("llama", "t5", "gemma4"):
         with TemporaryDirectory() as alone:  # beside a tokenizer.json, transformers would read that instead
             (Path(alone) / "model.gguf").symlink_to(file.path.resolve())
@@ -237,7 +242,7 @@ def _of_file(file: GGUFFile) -> Any:
     else:
         raise Unreadable(
             f"{file.path} has a tokenizer of a kind that is not read from GGUF files (tokenizer.ggml.model {kind}, "
-            f"tokenizer.ggml.pre {pre}): name a folder with the model's tokenizer"
+            f"tokenizer.ggml.pre {fields.get('tokenizer.ggml.pre')}): name a folder with the model's tokenizer"
         )
     named: dict[str, Any] = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
