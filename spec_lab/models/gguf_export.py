@@ -22,7 +22,7 @@ from tqdm import tqdm
 from spec_lab.core.files import replacing
 from spec_lab.core.options import brief, one_of
 from spec_lab.models import checkpoint
-from spec_lab.models.gguf_file import gguf_package
+from spec_lab.models.gguf_file import SOURCE, gguf_package
 from spec_lab.models.gguf_tokenizer import write_tokenizer
 from spec_lab.models.loading import describe, read_texts
 from spec_lab.models.support import Unsupported, model_context
@@ -103,6 +103,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
         planned = _plan(path, found.model, tensors, dtype)
         writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
         writer.add_name(Path(path).name)
+        writer.add_string(SOURCE, checkpoint.weights_hash(path))
         writer.add_file_type(FILE_TYPES[dtype])
         if dtype.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -34,6 +34,9 @@ MAX_ARRAY = 2**24
 MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
 
+SOURCE = "spec_lab.weights_sha256"
+"""Metadata field: SHA-256 of the weight files of the checkpoint that was converted (``checkpoint.weights_hash``)."""
+
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values (``gguf.GGUFValueType``) that are numbers, as codes of ``struct``."""
 _STRING, _ARRAY = 8, 9
@@ -118,6 +121,11 @@ class GGUFFile:
         """The end-of-text tokens that the file names. (llama.cpp adds those that it knows by their text.)"""
         named = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         return frozenset(one for one in named if isinstance(one, int) and 0 <= one < self.vocabulary)
+
+    @property
+    def source_sha256(self) -> str:
+        """SHA-256 of the weight files from which ``spec-lab convert`` wrote the file; empty if it is not known."""
+        return str(self.metadata.get(SOURCE, ""))
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,7 @@ class Target:
         self_check: largest error that the self-check at load measured, in standard deviations of the logits.
         cache: facts that this process found before; draft models that are loaded for this target use it too.
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
+        source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
     """
 
     lm: Runner
@@ -41,6 +42,7 @@ class Target:
     self_check: float
     cache: ProcessCache = field(default_factory=ProcessCache, repr=False)
     parts: TargetServices | None = None
+    source_sha256: str = ""
 
     @cached_property
     def vocabulary(self) -> int:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from spec_lab.cli.commands import command
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.gguf_export import PARTS, convert, permuted
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.support import Unsupported
@@ -47,6 +48,7 @@ def test_every_tensor_is_the_checkpoint_s_and_a_tied_head_is_left_out(tmp_path, 
     for one, numbers in held.items():
         heads = heads_of(file, one)
         assert torch.equal(unpermuted(numbers, heads) if heads else numbers, weights[source_of(one)]), one
+    assert file.source_sha256 == weights_hash(str(folder))
     assert file.tied == (name == "tied") == ("output.weight" not in file.tensors)
     assert made.parameters == sum(one.numel() for one in weights.values())
 
