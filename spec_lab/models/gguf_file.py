@@ -31,6 +31,8 @@ MAX_FIELDS = 2**16
 """Maximum number of metadata fields, and of tensors."""
 MAX_ARRAY = 2**24
 """Maximum number of elements of a metadata array."""
+MAX_CONTEXT = 2**31 - 1
+"""Largest number of positions of a model; llama.cpp counts them in 32 bits."""
 MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
 
@@ -94,7 +96,7 @@ class GGUFFile:
     @property
     def context(self) -> int:
         """Maximum number of positions of the model."""
-        return self.count("context_length", 2**53)
+        return self.count("context_length", MAX_CONTEXT)
 
     @property
     def num_layers(self) -> int:
@@ -333,8 +335,8 @@ def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo
     for name, info in (("the LM head", head), ("token_embd.weight", embedding)):
         if len(info.shape) != 2 or info.shape[1] != file.hidden_size:
             raise Unreadable(f"{path}: {name} has the shape {list(info.shape)}, not [V, {file.hidden_size}]")
-    if file.context < 1 or file.num_layers < 1:
-        raise Unreadable(f"{path} names no context or layers")
+    for name, most in (("context_length", MAX_CONTEXT), ("block_count", MAX_LAYERS)):
+        file.count(name, most)
     tokens = file.tokens
     if tokens is not None and (not isinstance(tokens, list) or len({*tokens}) < len(tokens)):
         raise Unreadable(f"{path}: tokenizer.ggml.tokens holds a token twice, which llama.cpp does not load")
