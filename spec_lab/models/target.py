@@ -15,7 +15,7 @@ from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.merged import merge
-from spec_lab.models.services import TargetServices
+from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, checked, model_context
 
 
@@ -31,6 +31,8 @@ class Target:
         sha256: of the weight files in order of name; empty for a model that was not read from files.
         self_check: largest error that the self-check at load measured, in standard deviations of the logits.
         cache: facts that this process found before; draft models that are loaded for this target use it too.
+        parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
+        source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
     """
 
     lm: Runner
@@ -40,6 +42,8 @@ class Target:
     sha256: str
     self_check: float
     cache: ProcessCache = field(default_factory=ProcessCache, repr=False)
+    parts: TargetServices | None = None
+    source_sha256: str = ""
 
     @cached_property
     def vocabulary(self) -> int:
@@ -73,9 +77,9 @@ class Target:
         """The target's embedding, final norm and LM head, for proposers that call them.
 
         Raises:
-            Unsupported: as of ``causal_lm``.
+            Unsupported: as of ``causal_lm``, without ``parts``.
         """
-        return TargetServices(self.causal_lm.model)
+        return ModelServices(self.causal_lm.model) if self.parts is None else self.parts
 
     def draft_runner(self, model: Any, sha256: str) -> CausalLM:
         """Return what computes a draft model for this target, with the target's attention and chunks if it has any.
