@@ -196,7 +196,8 @@ def test_a_draft_model_and_a_target_in_fixed_shapes_emit_the_same_tokens(drawn, 
         small = CausalLM(tiny_model(seed=1, num_hidden_layers=1), fixed=fixed_shapes)
         for lm in (target.lm, small):
             lm.graphs.capture = replayed
-        group, _ = decode(target, draft_model("2x2x1", drawn, 1.0, lm=small), requests(sampling, stop=frozenset({7, 11})))
+        wanted = requests(sampling, stop=frozenset({7, 11}))
+        group, _ = decode(target, draft_model("2x2x1", drawn, 1.0, lm=small), wanted)
         found.append(emitted(group))
         assert all(bool(lm.graphs.captured) == fixed_shapes for lm in (target.lm, small))
     assert found[0] == found[1]

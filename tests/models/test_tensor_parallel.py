@@ -351,7 +351,7 @@ def test_the_self_check_passes_with_the_hooks_of_a_device_map():
 @pytest.mark.parametrize("attention", ["spans", "dense"])
 def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
     """With fake tensors, which hold no numbers: among them, too, an operation over two devices is an error."""
-    model = tiny_model()
+    model, draft = tiny_model(), Draft(forest((chain(3),) * 2), torch.arange(6))
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in (model, model.model.layers[1], model.model.norm, model.lm_head):
             device = "cpu" if part is model else "meta"
@@ -362,7 +362,6 @@ def test_each_layers_cells_and_masks_are_where_the_layer_is(attention):
         lm = CausalLM(model, attention)
         lm.capture((-1,))
         paths = [lm.open() for _ in range(2)]
-        draft = Draft(forest((chain(3),) * 2), torch.arange(6))
         outputs = [lm.forward(paths, [[1, 2], [3]], drafted) for drafted in (empty(2), draft, draft)]  # holes from 2 on
         states = torch.stack([hidden[-1] for hidden in outputs[-1].pending])
         drafts = Heads.random(Target(lm, None, "", 8, "", 0.0), 2, trunk=True)(states, torch.tensor([1, 2]))
