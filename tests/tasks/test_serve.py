@@ -21,7 +21,7 @@ from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, serve, serve_segment
+from spec_lab.tasks.serve import ROOFLINE, SERVED, serve, serve_segment
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, Repeat, lab, settings
@@ -66,7 +66,7 @@ class Time:
         self.now += seconds * self.oversleep
 
     def serve(self, arm, requests, due, limits=None):
-        return serve_segment(arm, requests, due, limits or Limits(), self, self.sleep)
+        return serve_segment(arm, requests, due, limits or Limits(), clock=self, sleep=self.sleep)
 
 
 @pytest.fixture
@@ -245,7 +245,11 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
     console = quiet()
     assert run(tmp_path / "out", console, requests=7) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
-    assert list(rows.columns) == list(SERVED) and rows["id"].is_unique and not (tmp_path / "out" / "parts").exists()
+    assert (
+        list(rows.columns) == [*SERVED, *ROOFLINE]
+        and rows["id"].is_unique
+        and not (tmp_path / "out" / "parts").exists()
+    )
     assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
         "repeat": [*range(7)], "baseline": [*range(7)],
     }  # fmt: skip
