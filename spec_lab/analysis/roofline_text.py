@@ -58,9 +58,10 @@ def roofline_notes(arms: Mapping[str, Mapping[str, Any]], facts: Mapping[str, An
             more = f" ({_percent(end_to_end['mean'])} end to end)" if end_to_end else ""
             shares.append(f"{name} {share_in_words(arm)}{more}")
     lines = [f"{'; '.join(shares)}."] if shares else []
+    whole = "; end to end, over all decode time" if "end to end" in "".join(shares) else ""
     lines.append(
         "Roofline share: the least seconds of the target's forwards, max(bytes / bandwidth, FLOPs / peak), over the "
-        f"measured ones; end to end, over all decode time. Limits: {limits_in_words(facts)}."
+        f"measured ones{whole}. Limits: {limits_in_words(facts)}."
     )
     if roofline.limits.crowded:
         lines.append(

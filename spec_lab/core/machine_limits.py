@@ -179,7 +179,8 @@ def _fastest(ways: Mapping[str, Callable[[], Tensor]], seconds: float, clock: Cl
     for run in ways.values():
         run()
     clock.synchronise()
-    end, took = time.perf_counter() + seconds, {name: [] for name in ways}  # type: dict[str, list[float]]
+    end = time.perf_counter() + seconds
+    took: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(MOST_PASSES):
         for name, run in ways.items():
             began = clock.mark()

@@ -37,10 +37,11 @@ def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | Non
         own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
         if isinstance(module, nn.Embedding):
             continue
-        several = any(one.dim() > 2 for one in own)
-        if several and not (experts and per_row and all(one.shape[0] == experts for one in own)):
-            return None
-        share = per_row / experts if several else 1.0
+        share, several = 1.0, any(one.dim() > 2 for one in own)
+        if several:
+            if not (experts and per_row and all(one.shape[0] == experts for one in own)):
+                return None
+            share = per_row / experts
         for one in own:
             seen.add(id(one))
             weights += share * one.numel() * one.element_size()

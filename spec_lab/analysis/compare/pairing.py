@@ -82,7 +82,8 @@ class RunRows:
             words.append(f"UNFINISHED: {groups} of {of} groups")
         elif of is None and not (self.selected.folder / "summary.json").is_file():
             words.append("UNFINISHED")
-        words.append(f"baseline {self.baseline_share()}")
+        if "baseline" in set(self.tables.rounds["arm"]):
+            words.append(f"baseline {self.baseline_share()}")
         if self.broken:
             words.append(f"{len(self.broken)} of {groups} groups left out: a request broke")
         return ", ".join(words)

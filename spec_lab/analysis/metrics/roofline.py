@@ -44,16 +44,14 @@ def step_bounds(tables: Tables, arm: str, roofline: Roofline) -> pd.DataFrame:
     rounds = tables.rounds[tables.rounds["arm"] == arm].sort_values(["group", "round"])
     end = rounds["start"] + rounds["whole"]
     rounds = rounds.assign(whole=end - end.groupby(rounds["group"]).shift(fill_value=0.0))
-    steps = tables.steps[tables.steps["arm"] == arm]
-    of_step = pd.MultiIndex.from_frame(rounds[["group", "round"]]).get_indexer(
-        pd.MultiIndex.from_frame(steps[["group", "round"]])
-    )
+    rounds = rounds.assign(place=np.arange(len(rounds)))
+    steps = tables.steps[tables.steps["arm"] == arm].merge(rounds[["group", "round", "place"]], on=["group", "round"])
     prefill = rounds["prefill"].to_numpy(dtype=bool) | (rounds["prefill_chunks"] > 0).to_numpy()
-    prefill[of_step[steps["prefill"].to_numpy(dtype=bool)]] = True
-    steps, of_step = steps[~prefill[of_step]], of_step[~prefill[of_step]]
+    prefill[steps.loc[steps["prefill"], "place"]] = True
+    steps = steps[~prefill[steps["place"]]]
     number = np.cumsum(~prefill) - 1
     memory, compute = roofline.seconds(
-        number[of_step], steps["context"], steps["pending"], steps["nodes"] + steps["computed_only"]
+        number[steps["place"]], steps["context"], steps["pending"], steps["nodes"] + steps["computed_only"]
     )
     kept = rounds[~prefill]
     return pd.DataFrame(
