@@ -6,6 +6,7 @@ Every study's ``figure.py`` reads the files of its runs and writes ``results.csv
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -303,17 +304,38 @@ def study(
     table.to_csv(chosen.folder / "results.csv", index=False, float_format="%.4g")
     with rc_context(STYLE):
         draw(table).savefig(chosen.folder / f"{here.name}.png", bbox_inches="tight", dpi=110)
-    text = written(table)
+    text = f"{written(table)}\n\n{baseline_share(chosen.runs)}"
     fill(chosen.folder / "README.md", text)
     print(text)
     return table
+
+
+def baseline_share(runs: Path) -> str:
+    """Return the sentence that states how close the baselines of all runs in a folder come to their machine's roofline.
+
+    Args:
+        runs: a run, a sweep, or a folder of them.
+    """
+    summaries = [json.loads(file.read_text()) for file in sorted(runs.rglob("summary.json"))]
+    found = [one for one in summaries if one.get("baseline_roofline_share") is not None]
+    if not found:
+        return NO_SHARE
+    low, high = (f"{100 * end([one['baseline_roofline_share'] for one in found]):.2g}" for end in (min, max))
+    memory = all(one["arms"]["baseline"]["memory_bound_steps"] >= 0.5 for one in found)
+    between = low if low == high else f"{low} to {high}"
+    return f"The baseline is at {between} % of its machine's {'memory ' if memory else ''}roofline."
+
+
+NO_SHARE = "The baseline's share of its machine's memory roofline was not measured in these runs."
+"""Of runs of older versions."""
 
 
 def kept(table: pd.DataFrame, *keys: str, more: Sequence[str] = ()) -> pd.DataFrame:
     """Return the columns of ``results.csv``: the study's ``keys``, the usual figures and ``more``, with intervals."""
     figures = ("requests", "groups", "tokens", "steps", "nodes_per_step", "lossless", "baseline_repeated_8grams")
     spread = ("speedup", "tau_pooled", "tau_macro", "expected_tau", "tau_pooled_raw")
-    rest = ("tokens_per_second", "baseline_tokens_per_second", "overhead", "identical_outputs", "repeated_8gram_share")
+    rest = ("tokens_per_second", "baseline_tokens_per_second", "overhead", "roofline_share", "baseline_roofline_share")
+    rest += ("identical_outputs", "repeated_8gram_share")
     bands = [f"{name}{end}" for name in (*spread, *more) for end in ("", "_low", "_high")]
     names = [*keys, "arm", *figures, *bands, *rest, "commit"]
     return table[[name for name in names if name in table]].sort_values([*keys, "arm"]).reset_index(drop=True)

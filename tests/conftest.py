@@ -71,6 +71,17 @@ def an_empty_cache(a_cache_of_their_own, monkeypatch):
     monkeypatch.setenv("SPEC_LAB_CACHE", str(a_cache_of_their_own / uuid4().hex))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def limits_of_the_machine_in_milliseconds():
+    """Runs measure bandwidth and peak by fewer and smaller passes: no test is about the machine."""
+    from spec_lab.core import machine_limits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_limits, "SIZES", {"cpu": (64,), "cuda": (64,)})
+        patch.setattr(machine_limits, "MOST_PASSES", 2)
+        yield
+
+
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
     """Run the command line in this process, in a directory of its own: (exit code, stdout, stderr)."""

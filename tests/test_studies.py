@@ -104,6 +104,7 @@ def test_a_study_sweeps_draws_and_writes_its_table(name, tmp_path, monkeypatch, 
     text = (tmp_path / "README.md").read_text()
     shown = text.partition("<!-- results -->")[2].partition("<!-- end of results -->")[0]
     assert plots.shown(dict(table[table["speedup"].notna()].iloc[0]), SHOWN[name]) in shown
+    assert "The baseline is at " in shown, "of the roofline"
     for column in PAIRED[name]:
         row = dict(table[table[column].notna()].iloc[0])
         assert {f"{column}_low", f"{column}_high"} <= row.keys()
@@ -304,3 +305,16 @@ def test_figures_refuse_runs_that_do_not_belong_together(tmp_path):
     (tmp_path / "README.md").write_text("no marks")
     with pytest.raises(ValueError, match="<!-- results -->"):
         plots.fill(tmp_path / "README.md", "table")
+
+
+def test_a_study_states_the_baseline_s_share_of_the_roofline_over_all_its_runs(tmp_path):
+    assert plots.baseline_share(tmp_path) == plots.NO_SHARE
+    for number, (share, memory) in enumerate([(0.152, 1.0), (0.118, 0.9), (None, None)]):
+        (tmp_path / str(number)).mkdir()
+        baseline = {"memory_bound_steps": memory}
+        summary = {"baseline_roofline_share": share, "arms": {"baseline": baseline}}
+        (tmp_path / str(number) / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "summary.json").write_text('{"arms": {}}')
+    assert plots.baseline_share(tmp_path) == "The baseline is at 12 to 15 % of its machine's memory roofline."
+    assert "at 15 % of its machine's memory" in plots.baseline_share(tmp_path / "0")

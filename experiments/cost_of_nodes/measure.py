@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 import spec_lab
-from experiments.plots import bounds, factor, fill, markdown, shown
+from experiments.plots import baseline_share, bounds, factor, fill, markdown, shown
 from spec_lab.analysis import metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.tracking import Files
@@ -249,7 +249,7 @@ def report(out: Path, folder: Path) -> pd.DataFrame:
     show.draw(frame, folder)
     with rc_context(STYLE):
         draw(table).savefig(folder / "predicted.png", bbox_inches="tight")
-    for part, text in {"cost": of_nodes(frame), "predicted": compared(table)}.items():
+    for part, text in {"cost": of_nodes(frame), "predicted": f"{compared(table)}\n\n{baseline_share(out)}"}.items():
         fill(folder / "README.md", text, part)
     return table
 

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from spec_lab.analysis.figures.style import STYLE, colours
-from spec_lab.analysis.metrics import Interval, ratio, speedup_of_totals
+from spec_lab.analysis.metrics import Interval, cluster_interval, ratio, speedup_of_totals
+from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import WIDE, interval, number, table
 from spec_lab.core.files import own_folder, replacing
 
@@ -48,6 +49,10 @@ def summarise(
     interval by bootstrap over segments; NaN of the baseline itself, and without a baseline. Figures over no rows are
     NaN.
 
+    The share of the roofline is that of the target's forwards in steps that computed no part of a prompt
+    (``metrics.roofline_figures``); ``memory_bound_share`` is the part of their least seconds that reading bounds. Both
+    are NaN in runs without the columns that they require.
+
     Requests without a further token have no time per further token: its mean and percentiles leave them out, and for
     goodput they are within ``tpot_bound``, as in vLLM's benchmark.
     """
@@ -75,6 +80,7 @@ def summarise(
             "seconds": float(mine["seconds"].sum()),
             "tokens_per_second": ratio(mine["tokens"].sum(), mine["seconds"].sum()),
             "goodput": ratio(mine["good"].sum(), mine["seconds"].sum()),
+            **_roofline(own),
             "speedup": speedup._asdict(),
             **{
                 name: {f"p{p}": float(own[name].quantile(p / 100)) for p in PERCENTILES}
@@ -83,6 +89,16 @@ def summarise(
             },
         }
     return found
+
+
+def _roofline(own: pd.DataFrame) -> dict[str, Any]:
+    """Return ``roofline_share`` of an arm's rows with its interval over segments, and ``memory_bound_share``."""
+    if "least_seconds" not in own:
+        return {"roofline_share": Interval(*[float("nan")] * 3)._asdict(), "memory_bound_share": float("nan")}
+    known = own.dropna(subset=["least_seconds"])
+    share = cluster_interval(known["least_seconds"], known["forward_seconds"], known["segment"])
+    memory = ratio(known["read_seconds"].sum(), known["least_seconds"].sum())
+    return {"roofline_share": share._asdict(), "memory_bound_share": memory}
 
 
 def draw(frame: pd.DataFrame, folder: Path) -> list[Path]:
@@ -146,6 +162,8 @@ def print_summary(summary: Mapping[str, Any], console: Console, verbose: bool = 
         "per further token, of requests with more than one.",
         highlight=False,
     )
+    shares = {name: {**own, "memory_bound_steps": own.get("memory_bound_share")} for name, own in arms.items()}
+    console.print("\n".join(roofline_notes(shares, summary.get("roofline"))), highlight=False)
     if summary["broken_segments"]:
         console.print(
             f"In {summary['broken_segments']} of {summary['segments']} segments a request broke: they are left out of "

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spec_lab.analysis.metrics import PHASES
 from spec_lab.analysis.names import arm_names, renamed
+from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.analysis.text import COLUMNS, WIDE, interval, losslessness, number, table
 from spec_lab.core.terminal import visible
 
@@ -142,6 +143,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         *(_estimates(arms) if verbose else []),
         f"{prefill}." if with_prefill["mean"] is None else
         f"{prefill}; with the prefill, the speed-up is {interval(with_prefill)}.",
+        *roofline_notes(arms, summary.get("roofline")),
         *_losslessness(arms),
         *(_identical(arms) if summary["temperature"] == 0 else []),
     ]  # fmt: skip

@@ -11,6 +11,9 @@ from pathlib import Path
 
 STAT = Path("/proc/stat")
 
+SLACK = 0.3
+"""Cores that other processes may use beyond those that are free, as an idle system's services do."""
+
 
 def processor() -> str:
     """Return the processor's model name."""
@@ -22,11 +25,16 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def allowed_cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(allowed_cores())
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,17 @@ def other_load(start: Usage, end: Usage) -> float | None:
     if start.machine is None or end.machine is None or end.wall <= start.wall:
         return None
     return max(0.0, (end.machine - start.machine) - (end.own - start.own)) / (end.wall - start.wall)
+
+
+def crowded(load: float | None, threads: int, cores: int) -> bool:
+    """Return whether other processes needed the cores that a process with so many threads needs.
+
+    Args:
+        load: ``other_load``; None if not known, which counts as no load.
+        threads: of this process.
+        cores: of the machine.
+    """
+    return load is not None and load + threads > cores + SLACK
 
 
 def _machine_seconds() -> float | None:

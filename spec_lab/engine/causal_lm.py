@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.graphs import Fixed, FixedPack, Graphs, cuda_graph, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
+from spec_lab.engine.model_work import work_of
 from spec_lab.engine.prepare import Packer, Prepared
 from spec_lab.engine.runner import Capabilities, Extended, Output
 
@@ -93,6 +95,11 @@ class CausalLM:
         return Capabilities(
             int(self.model.config.num_hidden_layers), sequences=None, abilities=frozenset({"shared_prefix"})
         )
+
+    @property
+    def work(self) -> ForwardWork | None:
+        """See ``runner.Runner``. None of a model on several devices, which no single device bounds."""
+        return None if self._packer.split else work_of(self.model, self._packer.kinds)
 
     def open(self, reserve: int = GRAIN) -> CellSequence:
         """An empty sequence with room for ``reserve`` cells (it grows on demand)."""

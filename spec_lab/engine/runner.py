@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.roofline import ForwardWork
 
 
 class KVSequence(Protocol):
@@ -154,6 +155,11 @@ class Runner(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """What it can do beyond logits."""
+        ...
+
+    @property
+    def work(self) -> ForwardWork | None:
+        """What a forward reads and computes, for the roofline of a run; None if it is not known."""
         ...
 
     def open(self, reserve: int = ...) -> KVSequence:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spec_lab.core.machine import Usage, other_load
+from spec_lab.core.machine import Usage, crowded, other_load
 
 VISIT = 4
 """Steps of one size in a row, as in decoding; the first warms up the others and is not counted."""
@@ -36,9 +36,6 @@ QUANTILE = 0.1
 
 STEADY = 0.25
 """Largest relative spread of a measurement that is trusted; the line over all sizes spreads less than single sizes."""
-
-SLACK = 0.3
-"""Cores that other processes may use beyond those that are free, as an idle system's services do."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class StepCosts:
     @property
     def crowded(self) -> bool:
         """Whether other processes needed the cores that this process needs."""
-        return self.other_load is not None and self.other_load + self.threads > self.cores + SLACK
+        return crowded(self.other_load, self.threads, self.cores)
 
     @property
     def steady(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from spec_lab.core import files
+from spec_lab.core import files, roofline
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.machine import processor
 from spec_lab.core.process_cache import ProcessCache
@@ -59,6 +59,7 @@ SHAPE = {
     "?code": {str: {}},
     "?files_sha256": {str: str},
     "?began": str,
+    "?roofline": (None, roofline.SHAPE),
 }
 """The shape of the part of ``manifest.json`` that is read."""
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
+from spec_lab.core.roofline import Roofline
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
@@ -78,7 +79,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 bar.set_postfix(renamed(speeds, names))
         tables = recorder.gather()
         return Done(
-            _summary(lab, settings, arms, tables, config),
+            _summary(lab, settings, arms, tables, config, facts.get("roofline")),
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
             lambda found: show.show(found, console, settings.verbose),
             tables,
@@ -89,6 +90,8 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
         return done, f"the rows of {done} finished groups of {len(groups)} are in {settings.output_dir}"
 
     named = {"overrides": settings.overrides, "groups": len(groups), "parts": _named(lab, next(iter(arms.values())))}
+    roofline = lab.roofline()
+    named["roofline"] = None if roofline is None else roofline.facts()
     return Task(lab, settings, config, arms, work, left, recorder.parts, named).run(console)
 
 
@@ -150,13 +153,22 @@ def _draw(tables: metrics.Tables, folder: Path) -> list[Path]:
 
 
 def _summary(
-    lab: Lab, settings: Settings, arms: Mapping[str, Arm], tables: metrics.Tables, config: Mapping[str, Any]
+    lab: Lab,
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    tables: metrics.Tables,
+    config: Mapping[str, Any],
+    roofline: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms"."""
+    """The contents of ``summary.json``: what all arms share, the main arm's figures, and every arm's under "arms".
+
+    ``roofline`` holds the facts of the manifest: of a resumed run, from when it began.
+    """
     made_of = [{part: config.get(part) for part in ("proposer", "arms", "verifier")}, lab.weights(), lab.facts()]
     known = lab.target.cache.certificates
     each = {
-        name: _parts(arms[name], [name, *made_of], known) | metrics.summarise(tables, name)
+        name: _parts(arms[name], [name, *made_of], known)
+        | metrics.summarise(tables, name, roofline=Roofline.of(roofline))
         for name in metrics.arms(tables)
     }
     main = next(iter(each.values()))
@@ -167,6 +179,7 @@ def _summary(
         "constraint_facts": {} if lab.applied is None else lab.applied.facts,
         "temperature": lab.sampling.temperature,
         "batch_size": settings.batch_size,
+        "roofline": roofline,
         "groups": tables.requests["group"].nunique(),
         "broken_groups": len(metrics.broken_groups(tables.requests)),
         "short_groups": len(metrics.short_groups(tables.requests)),

@@ -20,10 +20,12 @@ from spec_lab.analysis.tracking import Tracker
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.healing import heal
 from spec_lab.constrain.protocol import Composite, PerRequestSource
+from spec_lab.core import machine_limits
 from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.protocols import Hashed, facts_of
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.engine.step import StepInfo
@@ -282,6 +284,13 @@ class Lab:
         each = (self.more_proposers, self.peers, self.verifiers)
         constraint = None if self.applied is None else self.applied.constraint
         return [self.target, self.proposer, self.verifier, constraint, *(one for some in each for one in some.values())]
+
+    def roofline(self) -> Roofline | None:
+        """Measure what bounds the target's forwards on this machine; None if its runner does not state its work."""
+        lm = self.target.lm
+        if (work := lm.work) is None:
+            return None
+        return Roofline(work, machine_limits.measure(work.weight_bytes, lm.dtype, lm.device))
 
     def weights(self) -> dict[str, str]:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 from rich.console import Console
@@ -24,9 +25,11 @@ from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.serving import draw, print_summary, summarise
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import Engine, Limits
 from spec_lab.engine.request import BROKEN, Request
 from spec_lab.engine.sequence import SequenceState
+from spec_lab.engine.step import StepInfo
 from spec_lab.results.parts import Rows, TableParts
 from spec_lab.results.schema import REQUESTS
 from spec_lab.results.writer import computed_shares
@@ -54,6 +57,17 @@ SERVED = {
     "prefill_compute_seconds": REQUESTS["prefill_compute_seconds"],
 }
 """One row for each request and arm, whatever number of sequences its constraint forked it into."""
+
+ROOFLINE = {
+    "least_seconds": (
+        _REAL,
+        "least seconds of the target's forwards on this machine (core.roofline), of the steps that computed no part of "
+        "a prompt, each multiplied by the share of its computed tokens that belong to this request",
+    ),
+    "read_seconds": (_REAL, "of least_seconds, those of steps that reading bounds; computing bounds the others"),
+    "forward_seconds": (_REAL, "seconds inside the target's module calls of these steps, likewise"),
+}
+"""Optional columns: not in older runs, and not where the runner does not state its work."""
 
 NOTHING_YET = {"steps": 0, "prefill_compute_seconds": 0.0}
 
@@ -123,7 +137,9 @@ def serve(
     for arm in arms.values():
         check_requests(arm, stream, limits)
     segments = segments_of(stream, times, segment)
-    tables = TableParts(settings.output_dir, {"served": SERVED})
+    roofline = lab.roofline()
+    written = () if roofline is None else ROOFLINE
+    tables = TableParts(settings.output_dir, {"served": SERVED}, optional={"served": ROOFLINE}, written=written)
     about = {
         "experiment": settings.name,
         "target": lab.target.name,
@@ -138,6 +154,7 @@ def serve(
         return set(tables.load()["served"]["segment"])
 
     def work(facts: Mapping[str, Any]) -> Done:
+        measured = Roofline.of(facts.get("roofline"))  # of a resumed run, from when it began
         before = finished()
         todo = [one for one in segments if one.number not in before]
         if todo and settings.warmup:
@@ -145,12 +162,13 @@ def serve(
         total = sum(len(one.requests) for one in todo) * len(arms)
         with tqdm(total=total, desc=settings.name, unit="request", disable=None) as bar:
             for one in todo:
-                tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar)})
+                tables.write(f"{one.number:06d}", {"served": serve_with_every_arm(arms, one, limits, bar, measured)})
         frame = tables.gather()["served"]
         complete = unbroken(frame)
         summary = {
             **about,
             "broken_segments": frame["segment"].nunique() - complete["segment"].nunique(),
+            "roofline": facts.get("roofline"),
             "arms": summarise(complete, list(arms), ttft_bound, tpot_bound, baseline),
             "errors": frame.loc[frame["error"] != "", "error"].tolist(),
         }
@@ -161,7 +179,8 @@ def serve(
         done = len(finished())
         return done, f"{done} of {len(segments)} segments are in {settings.output_dir}"
 
-    return Task(lab, settings, config, arms, work, left, tables).run(console)
+    more = {"roofline": None if roofline is None else roofline.facts()}
+    return Task(lab, settings, config, arms, work, left, tables, more).run(console)
 
 
 def check_options(arrivals: Any, segment: Any, numbers: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
@@ -227,7 +246,9 @@ def warm_up(arms: Mapping[str, Loop], requests: Sequence[Request], tokens: int, 
         serve_segment(arm, short, [0.0] * len(short), limits)
 
 
-def serve_with_every_arm(arms: Mapping[str, Loop], segment: StreamSegment, limits: Limits, bar: Any) -> Rows:
+def serve_with_every_arm(
+    arms: Mapping[str, Loop], segment: StreamSegment, limits: Limits, bar: Any, roofline: Roofline | None = None
+) -> Rows:
     """Serve a segment with every arm; return the rows (``SERVED``). The arms alternate in going first.
 
     Args:
@@ -235,11 +256,12 @@ def serve_with_every_arm(arms: Mapping[str, Loop], segment: StreamSegment, limit
         segment: the requests.
         limits: of the engine.
         bar: the progress bar; it counts requests, and prints why one broke.
+        roofline: of the target; None leaves out the columns of ``ROOFLINE``.
     """
     names, shift = list(arms), segment.number % len(arms)
     rows: Rows = []
     for order, name in enumerate(names[shift:] + names[:shift]):
-        served = serve_segment(arms[name], segment.requests, segment.due, limits)
+        served = serve_segment(arms[name], segment.requests, segment.due, limits, roofline)
         key = {"segment": segment.number, "arm": name, "order": order}
         rows += [{"id": f"{row['request']}/{name}", **key, **row} for row in served]
         for row in served:
@@ -265,15 +287,20 @@ def serve_segment(
     requests: Sequence[Request],
     due: Sequence[float],
     limits: Limits,
+    roofline: Roofline | None = None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Rows:
-    """Serve requests that arrive ``due`` seconds after the start; return a row for each, in their order."""
+    """Serve requests that arrive ``due`` seconds after the start; return a row for each, in their order.
+
+    With a ``roofline`` the rows have the columns of ``ROOFLINE``, computed after the last step.
+    """
     engine = engine_of(arm, limits)
     rows: dict[int, dict[str, Any]] = {
         one.id: {"request": one.id, "prompt_tokens": len(one.tokens), "arrival": at} | NOTHING_YET
         for one, at in zip(requests, due, strict=True)
     }
+    decoded: list[StepInfo] = []
     coming, start = list(zip(due, requests, strict=True)), clock()
     try:
         while coming or engine.has_unfinished():
@@ -289,6 +316,8 @@ def serve_segment(
             end = clock() - start
             if info is None:
                 continue
+            if roofline is not None and not info.chunks and not any(info.prefill):
+                decoded.append(info.slim())
             for sequence, share in computed_shares(info).items():
                 row = rows[sequence.request.id]
                 row.setdefault("admitted", began)
@@ -304,11 +333,30 @@ def serve_segment(
     sequences: dict[int, list[SequenceState]] = {number: [] for number in rows}
     for sequence in engine.sequences:
         sequences[sequence.request.id].append(sequence)
+    if roofline is not None:
+        _add_roofline(rows, decoded, roofline)
     for number, row in rows.items():
         row |= outcome(sequences[number], engine.errors)
         for name in ("admitted", "first_token", "end"):  # a constraint may end a request before its first step
             row.setdefault(name, row["arrival"])
     return list(rows.values())
+
+
+def _add_roofline(rows: Mapping[int, dict[str, Any]], infos: Sequence[StepInfo], roofline: Roofline) -> None:
+    """Set the columns of ``ROOFLINE`` from the steps that computed no part of a prompt."""
+    for row in rows.values():
+        row |= dict.fromkeys(ROOFLINE, 0.0)
+    for info in infos:
+        nodes = info.draft.acceptable_nodes + info.draft.computed_only_nodes
+        (read,), (compute,) = roofline.seconds(np.zeros(len(nodes)), info.context, info.pending, nodes)
+        found = {
+            "least_seconds": max(read, compute),
+            "read_seconds": read if read >= compute else 0.0,
+            "forward_seconds": info.seconds()["target_forward"],
+        }
+        for sequence, share in computed_shares(info).items():
+            for name, seconds in found.items():
+                rows[sequence.request.id][name] += float(share * seconds)
 
 
 def outcome(sequences: Sequence[SequenceState], errors: Mapping[SequenceState, str]) -> dict[str, Any]:

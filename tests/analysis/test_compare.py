@@ -106,6 +106,12 @@ def shown(comparison, width: int = 100, verbose: bool = False) -> str:
     return text.getvalue()
 
 
+def test_of_runs_of_older_versions_the_baseline_s_share_of_the_roofline_is_unknown(tmp_path):
+    found = compare([write(tmp_path / "a", taus(8)), write(tmp_path / "b", taus(8), baseline=False)])
+    assert "baseline at an unknown share" in found.described["A"]
+    assert "baseline" not in found.described["B"], "it has none"
+
+
 # Which changes are significant -------------------------------------------------------------------------------------
 
 
@@ -426,6 +432,8 @@ def test_runs_of_the_lab_are_compared(tmp_path):
             lab(texts, proposer=Repeat(depth)), settings(folder, batch_size=1), {"depth": depth}, Console(quiet=True)
         )
     found = compare(folders)
+    assert all("baseline at " in one and "% of its machine's" in one for one in found.described.values())
+    assert "of its machine's" in " ".join(shown(found, WIDE * 2).split())
     assert words(found)["nodes_per_step"] == "significant"
     assert found.pairs[0].identical == 1.0  # greedy: the draft cannot matter
     assert [one.key for one in found.configuration] == ["depth"]

@@ -37,6 +37,19 @@ def test_throughput_latencies_and_goodput_by_hand():
     assert np.isnan(found["speedup"]["mean"])  # no baseline
 
 
+def test_the_share_of_the_roofline_is_a_ratio_of_sums_over_requests():
+    rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 1, 0.0, 0.0, 2.0, 2.5, 2), ("a", 1, 0.0, 0.0, 1.0, 4.0, 2))
+    older = summarise(rows, ["a"], 1, 1)["a"]
+    assert np.isnan(older["roofline_share"]["mean"]) and np.isnan(older["memory_bound_share"])
+    least = {"least_seconds": [1.0, 1.0, 2.0], "read_seconds": [1.0, 0.0, 2.0]}
+    measured = rows.assign(**least, forward_seconds=[2.0, 4.0, 10.0])
+    found = summarise(measured, ["a"], 1, 1)["a"]
+    assert found["roofline_share"] == {"mean": 4 / 16, "low": pytest.approx(3 / 14), "high": 0.5}
+    assert found["memory_bound_share"] == 3 / 4
+    mixed = summarise(measured.assign(least_seconds=[1.0, None, None]), ["a"], 1, 1)["a"]
+    assert mixed["roofline_share"]["mean"] == 0.5, "segments that an older version served are left out"
+
+
 def test_a_bound_is_met_by_what_equals_it_and_missed_by_one_of_two():
     rows = frame(("a", 0, 0.0, 0.0, 1.0, 2.0, 2), ("a", 0, 0.0, 0.0, 2.0, 2.5, 2), ("a", 0, 0.0, 0.0, 1.0, 4.0, 2))
     counts = [summarise(rows, ["a"], *bounds)["a"]["goodput"] * 4 for bounds in ((1, 1), (2, 1), (2, 3), (0.5, 3))]

@@ -317,7 +317,7 @@ def test_whole_steps_are_timed_alternately_and_free_everything(batch_size, monke
     monkeypatch.setattr(target.lm, "prepare", watched)
     monkeypatch.setattr("spec_lab.propose.step_costs.MIN_RATE", 0.0)
     monkeypatch.setattr("spec_lab.propose.step_costs.STEADY", float("inf"))
-    monkeypatch.setattr("spec_lab.propose.step_costs.SLACK", float("inf"))
+    monkeypatch.setattr("spec_lab.core.machine.SLACK", float("inf"))
     found = calibrated(
         target, drafting, 4, Accuracy([[0.5, 0.1]] * 4, {}), batch_size, max_nodes=9,
         timing=partial(time_steps, seconds=0.0),

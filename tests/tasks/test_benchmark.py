@@ -13,6 +13,9 @@ import torch
 from rich.console import Console
 
 from spec_lab.analysis import metrics
+from spec_lab.analysis.report.run_page import page
+from spec_lab.core.roofline import Roofline
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun_trees
 from spec_lab.results.schema import DRAFT_COLUMNS
@@ -494,3 +497,52 @@ def test_each_pair_is_enumerated_once_in_a_process(tmp_path, monkeypatch):
     for number, drawn in enumerate(["iid", "iid", "without"]):
         certified(tmp_path / str(number), proposer=draft_model("2", drawn))
     assert seen == [("iid", "token"), ("point", "match"), ("without", "token")]
+
+
+# The roofline --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_measures_the_limits_of_the_machine_and_every_arm_s_share_of_them(done):
+    out, printed = done
+    manifest, summary = (json.loads((out / f"{name}.json").read_text()) for name in ("manifest", "summary"))
+    assert manifest["roofline"] == summary["roofline"]
+    assert Roofline.of(manifest["roofline"]).work == lab().target.lm.work
+    limits = manifest["roofline"]["limits"]
+    assert limits["bandwidth"] > 0 and limits["peak"] > 0 and limits["seconds"] < 10
+    for arm, own in summary["arms"].items():
+        roofline = Roofline.of(manifest["roofline"])
+        expected = metrics.roofline_figures(metrics.load(out), arm, roofline)
+        assert own["roofline_share"] == pytest.approx(expected["roofline_share"])
+        assert 0 < own["roofline_share_end_to_end"]["mean"] < own["roofline_share"]["mean"]
+        assert own["baseline_roofline_share"] == summary["arms"]["baseline"]["roofline_share"]["mean"]
+    assert "baseline at " in printed and "this machine's" in printed
+
+
+def test_a_resumed_run_keeps_the_limits_from_when_it_began(done, tmp_path):
+    out = tmp_path / "out"
+    copytree(done[0], out)
+    (out / "summary.json").unlink()
+    assert run(lab(), settings(out, warmup=4), CONFIG, quiet()) == 0
+    before, after = (json.loads((folder / "summary.json").read_text()) for folder in (done[0], out))
+    assert after["roofline"] == before["roofline"]
+
+
+def test_where_the_runner_does_not_state_its_work_the_share_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setattr(CausalLM, "work", None)
+    console = quiet()
+    assert run(lab(), settings(tmp_path / "out"), CONFIG, console) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["roofline"] is None and summary["baseline_roofline_share"] is None
+    assert "roofline is unknown" in console.file.getvalue()
+
+
+def test_a_run_of_an_older_version_has_no_roofline_and_is_resumed_without(done, tmp_path):
+    out, console = tmp_path / "out", quiet()
+    copytree(done[0], out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["roofline"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert run(lab(), settings(out, warmup=4), CONFIG, console) == 0
+    assert json.loads((out / "summary.json").read_text())["roofline_share"]["mean"] is None
+    assert "roofline is unknown" in console.file.getvalue()
+    assert "unknown" in page(out)

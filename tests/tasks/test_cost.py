@@ -19,9 +19,10 @@ from spec_lab.analysis.metrics import Tables
 from spec_lab.cli.main import conf, main
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
 from spec_lab.engine.sequence import Batch
 from spec_lab.propose import Null
-from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups
+from spec_lab.tasks.cost import Cost, load, measure, predict, predicted_and_measured, predicted_speedups, show
 from spec_lab.tasks.cost.predict import Grid
 from spec_lab.tasks.cost.tables import COST, PARTS
 from spec_lab.tasks.cost.timing import Fixed, binary_tree, room, texts, time_arms
@@ -423,3 +424,21 @@ def test_the_experiment_has_the_study_s_first_part():
     assert config.threads == usual.threads
     for name in ("nodes", "batches", "contexts", "repeats"):
         assert task[name] == getattr(usual, name), name
+
+
+def test_the_baseline_s_share_of_the_roofline_is_stated_for_every_batch_size_and_context():
+    """A forward of one token each needs 10 s for weights and 1 s for each position of each sequence."""
+    limits = MachineLimits(1.0, 1.0, 1, 1.0, 1.0, "float32", None, None, 1, 1, None, 0.0)
+    roofline = Roofline(ForwardWork(10, 0, 0, (AttentionWork(1, 0),)), limits)
+    each = dict.fromkeys(PARTS, 1.0) | {"context": 4}
+    rows = [
+        each | {"arm": f"nodes {nodes}", "fixed": fixed, "nodes": nodes, "batch": batch, "target_forward": took}
+        for fixed, batch, nodes, took in (
+            (True, 1, 0, 50.0), (True, 1, 0, 30.0), (True, 2, 0, 80.0), (True, 2, 8, 1.0), (False, 1, 0, 1.0),
+        )
+    ]  # fmt: skip
+    found = show.summarise(pd.DataFrame(rows), roofline)["baseline"]
+    assert [(one["batch"], one["context"], one["roofline_share"]["mean"]) for one in found] == [
+        (1, 4, (10 + 5) / 40), (2, 4, (10 + 2 * 5) / 80),
+    ]  # fmt: skip
+    assert show.summarise(pd.DataFrame(rows))["baseline"] == []

@@ -16,12 +16,13 @@ from spec_lab.cli.main import main
 from spec_lab.constrain import AppliedConstraint
 from spec_lab.constrain.control import Branch, ControllerConstraint
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.core.roofline import ForwardWork, MachineLimits, Roofline
 from spec_lab.engine.engine import Engine, Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.tasks import serve as module
 from spec_lab.tasks.lab import Loop
-from spec_lab.tasks.serve import SERVED, serve, serve_segment
+from spec_lab.tasks.serve import ROOFLINE, SERVED, serve, serve_segment
 from spec_lab.verify import Match, Token, Traversal
 from tests import checkpoints
 from tests.labs import TEXTS, Repeat, lab, settings
@@ -66,7 +67,7 @@ class Time:
         self.now += seconds * self.oversleep
 
     def serve(self, arm, requests, due, limits=None):
-        return serve_segment(arm, requests, due, limits or Limits(), self, self.sleep)
+        return serve_segment(arm, requests, due, limits or Limits(), clock=self, sleep=self.sleep)
 
 
 @pytest.fixture
@@ -95,6 +96,18 @@ def test_a_request_alone_needs_one_step_per_token(time, plain):
         "tokens": 4, "finish": "length", "error": "", "prefill_compute_seconds": 1.0,
     }  # fmt: skip
     assert set(row) == set(SERVED) - {"id", "segment", "arm", "order"}
+
+
+def test_least_seconds_are_of_the_steps_without_a_part_of_a_prompt(time, plain):
+    """A forward needs 1 s for reading. The second request joins at step 3; its prompt's step counts for none."""
+    limits = MachineLimits(1.0, 1.0, 1, 1.0, 1.0, "float32", None, None, 1, 1, None, 0.0)
+    roofline = Roofline(ForwardWork(1, 0, 0, ()), limits)
+    one, two = serve_segment(plain, requests([6, 4]), [0.0, 1.5], Limits(), roofline, time, time.sleep)
+    assert [info.prefill for info in time.infos] == [[True], [False], [False, True], *[[False, False]] * 3]
+    assert columns([one, two], "least_seconds") == [(1 + 3 / 2,), (3 / 2,)], "divided among those who shared a step"
+    assert one["read_seconds"] == one["least_seconds"]
+    forwards = [time.infos[number].seconds()["target_forward"] for number in (1, 3, 4, 5)]
+    assert one["forward_seconds"] + two["forward_seconds"] == pytest.approx(sum(forwards))
 
 
 def test_requests_beyond_the_batch_size_wait_in_the_order_of_arrival(time, plain):
@@ -245,11 +258,16 @@ def test_every_arm_serves_every_request_once_and_the_first_arm_alternates(tmp_pa
     console = quiet()
     assert run(tmp_path / "out", console, requests=7) == 0
     rows = pd.read_parquet(tmp_path / "out" / "served.parquet")
-    assert list(rows.columns) == list(SERVED) and rows["id"].is_unique and not (tmp_path / "out" / "parts").exists()
+    assert (
+        list(rows.columns) == [*SERVED, *ROOFLINE]
+        and rows["id"].is_unique
+        and not (tmp_path / "out" / "parts").exists()
+    )
     assert {arm: sorted(own["request"]) for arm, own in rows.groupby("arm")} == {
         "repeat": [*range(7)], "baseline": [*range(7)],
     }  # fmt: skip
     assert (rows["segment"] == rows["request"] // 2).all()
+    assert (rows["read_seconds"] <= rows["least_seconds"]).all() and (rows["forward_seconds"] >= 0).all()
     first = rows[rows["order"] == 0].groupby("segment")["arm"].first()
     assert first.tolist() == ["repeat", "baseline", "repeat", "baseline"]
     assert (rows["tokens"] == 4).all() and set(rows["finish"]) == {"length"}

@@ -15,6 +15,8 @@ from spec_lab.analysis.compare.selection import SelectedRun, manifest_of
 from spec_lab.analysis.metrics.intervals import Interval
 from spec_lab.analysis.metrics.paired import Change, Totals, acceptance_totals, change, factor, speedup_totals
 from spec_lab.analysis.names import names_in_manifest
+from spec_lab.analysis.roofline_text import share_in_words
+from spec_lab.core.roofline import Roofline
 from spec_lab.results.manifest import without_groups
 
 Verdict = Literal["significant", "not significant", "identical", "too few", "not tested"]
@@ -65,6 +67,11 @@ class RunRows:
         """Return the name under which an arm is shown."""
         return names_in_manifest(self.manifest).get(arm, arm)
 
+    def baseline_share(self) -> str:
+        """Return how close the baseline's forwards come to the roofline of the run's machine, in words."""
+        found = metrics.roofline_figures(self.tables, "baseline", Roofline.of(self.manifest.get("roofline")))
+        return share_in_words(found, "its machine's")
+
     def described(self) -> str:
         """Return proposer, size and state of the run, in words."""
         groups, of = self.tables.requests["group"].nunique(), self.manifest.get("groups")
@@ -75,6 +82,8 @@ class RunRows:
             words.append(f"UNFINISHED: {groups} of {of} groups")
         elif of is None and not (self.selected.folder / "summary.json").is_file():
             words.append("UNFINISHED")
+        if "baseline" in set(self.tables.rounds["arm"]):
+            words.append(f"baseline {self.baseline_share()}")
         if self.broken:
             words.append(f"{len(self.broken)} of {groups} groups left out: a request broke")
         return ", ".join(words)

@@ -20,6 +20,7 @@ Published formulas differ, so a figure is always named with its formula. Convent
   size.
 - Figures named after another system (``published``) count what its code counts, forced tokens included, so that they
   compare with its numbers.
+- Shares of the machine's roofline (``roofline``) are over steps after the prefill that computed no part of a prompt.
 - Intervals are 95 %, by bootstrap over groups: what was decoded together is drawn together.
 
 A figure over nothing is NaN.
@@ -62,6 +63,7 @@ from spec_lab.analysis.metrics.published import (
     vllm_mean_acceptance_length,
     vllm_per_position_acceptance,
 )
+from spec_lab.analysis.metrics.roofline import roofline_figures, step_bounds
 from spec_lab.analysis.metrics.speed import (
     broken_groups,
     group_speeds,

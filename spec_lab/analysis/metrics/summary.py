@@ -6,6 +6,8 @@ from typing import Any
 
 from spec_lab.analysis.metrics import acceptance, phases, published, speed, texts
 from spec_lab.analysis.metrics.intervals import Interval, interval, ratio
+from spec_lab.analysis.metrics.roofline import roofline_figures
+from spec_lab.core.roofline import Roofline
 from spec_lab.results.writer import Tables
 
 SCHEMA_VERSION = 1
@@ -47,7 +49,7 @@ def speedups_over_peers(tables: Tables) -> dict[str, dict[str, dict[str, float]]
     }
 
 
-def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str, Any]:
+def summarise(tables: Tables, arm: str, baseline: str = "baseline", roofline: Roofline | None = None) -> dict[str, Any]:
     """Return every figure of one arm against the baseline; NaN for figures without data.
 
     Most keys are the names of the functions that compute them. ``intervals`` holds mean, low and high (95 %, bootstrap
@@ -65,6 +67,7 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
     intervals["tokens_per_second"] = speed.tokens_per_second_interval(tables.requests, arm)
     ratios = speed.walltime_speedup_paired(tables.requests, arm, baseline) if compared else []
     nan = float("nan")
+    base = roofline_figures(tables, baseline, roofline)
 
     def mapped(value: Interval) -> dict[str, float]:
         return value._asdict()
@@ -116,6 +119,8 @@ def summarise(tables: Tables, arm: str, baseline: str = "baseline") -> dict[str,
         "decode_seconds": seconds,
         "overhead": phases.overhead(tables.rounds, arm),
         "baseline_overhead": phases.overhead(tables.rounds, baseline),
+        **(roofline_figures(tables, arm, roofline) if compared else base),
+        "baseline_roofline_share": base["roofline_share"]["mean"],
         "repeated_8gram_share": texts.repeated_8gram_share(requests["tokens"]),
         "identical_outputs": texts.identical_outputs(tables.requests, arm, baseline) if compared else nan,
         "finish": {str(finish): int(count) for finish, count in requests["finish"].value_counts().items()},

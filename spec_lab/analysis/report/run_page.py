@@ -13,8 +13,10 @@ from spec_lab.analysis.metrics import Tables, frames
 from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
+from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
 from spec_lab.analysis.text import COLUMNS, losslessness, number
 from spec_lab.core.files import Unreadable, expect, read_json
+from spec_lab.core.roofline import Roofline
 from spec_lab.engine.request import FINISHES
 from spec_lab.propose import trees
 from spec_lab.results import sweep
@@ -43,7 +45,7 @@ BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certi
 FIGURES = (
     "tokens_per_second", "speedup", "speedup_with_prefill", "speedup_mean_of_groups", "time_to_first_token",
     "time_per_output_token", "tau_pooled", "tau_pooled_raw", "expected_tau", "draft_token_rate", "nodes_per_step",
-    "overhead", "repeated_8gram_share",
+    "overhead", "roofline_share", "roofline_share_end_to_end", "repeated_8gram_share",
 )  # fmt: skip
 """Columns of the table of arms."""
 
@@ -65,7 +67,8 @@ def page(folder: Path) -> str:
     tables = with_names(tables, names)
     arms, recorded = metrics.arms(tables), renamed(summary.get("arms", {}), names)
     states = {arm: recorded.get(arm, {}) for arm in arms}
-    figures_of = {arm: metrics.summarise(tables, arm) for arm in arms}
+    roofline = Roofline.of(manifest.get("roofline"))
+    figures_of = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in arms}
     drafted = {arm: tree for arm, facts in manifest["proposers"].items() if (tree := _tree(facts.get("tree")))}
     prompts, prompts_shown = _prompts(tables, arms)
     content = Page(
@@ -86,6 +89,7 @@ def page(folder: Path) -> str:
             for arm, state in states.items()
             if (why := losslessness(state)[1]) and not state.get("certified")
         ],
+        roofline=roofline_notes(figures_of, manifest.get("roofline")),
         peers=_peers(tables),
         names=arms,
         prompts=prompts,
@@ -241,6 +245,7 @@ def _facts(manifest: Mapping[str, Any], summary: Mapping[str, Any], tables: Tabl
         "processor": f"{machine.get('processor', '')}, {machine.get('cores')} cores{memory}",
         "GPUs": ", ".join(machine.get("gpus") or ()),
         "threads": manifest.get("threads"),
+        "limits of a forward": limits_in_words(manifest.get("roofline")),
         "system": machine.get("system"),
         "commit": manifest.get("commit"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),

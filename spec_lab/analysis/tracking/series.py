@@ -22,6 +22,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.metrics import PHASES, Tables
 from spec_lab.analysis.metrics.frames import by_depth
 from spec_lab.analysis.metrics.phases import phase_seconds_by_step
+from spec_lab.core.roofline import Roofline
 from spec_lab.results import sweep
 from spec_lab.results.manifest import finite
 
@@ -182,7 +183,8 @@ def depths(tables: Tables) -> pd.DataFrame:
 
 def summary(tables: Tables, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the finished groups, for a run without ``summary.json``."""
-    arms = {arm: metrics.summarise(tables, arm) for arm in metrics.arms(tables)}
+    roofline = Roofline.of(manifest.get("roofline"))
+    arms = {arm: metrics.summarise(tables, arm, roofline=roofline) for arm in metrics.arms(tables)}
     shared = {"experiment": experiment(manifest), "groups": tables.requests["group"].nunique()}
     return dict(finite({**shared, **manifest.get("parts", {}), **next(iter(arms.values())), "arms": arms}))
 

@@ -14,17 +14,35 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
+from spec_lab.analysis.roofline_text import roofline_notes
 from spec_lab.core.files import own_folder, replacing
+from spec_lab.core.roofline import Roofline
 from spec_lab.tasks.cost.predict import OF_ARM, OF_NODES
 
 
-def summarise(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return medians over repeats, with quartiles, in seconds: t(n) at every point, and what each arm adds."""
+def summarise(frame: pd.DataFrame, roofline: Roofline | None = None) -> dict[str, Any]:
+    """Return medians over repeats, with quartiles, in seconds: t(n) at every point, and what each arm adds.
+
+    With a ``roofline``, ``baseline`` holds the share of it that the target's forward without nodes reaches at every
+    batch size and context (``roofline_share``), and whether reading bounds it (``memory_bound_steps``, 1 or 0).
+    """
     fixed, own = frame[frame["fixed"]], frame[~frame["fixed"]]
     return {
+        "baseline": [] if roofline is None else _baseline(fixed[fixed["nodes"] == 0], roofline),
         "nodes": _spread(fixed, ["batch", "context", "nodes"], fixed[list(OF_NODES)].sum(axis=1)),
         "arms": _spread(own, ["arm", "batch", "context"], own[list(OF_ARM)].sum(axis=1)),
     }
+
+
+def _baseline(rows: pd.DataFrame, roofline: Roofline) -> list[dict[str, Any]]:
+    """Return the roofline share of a forward that computes one token of each sequence after ``context`` others."""
+    found = []
+    for (batch, context), own in rows.groupby(["batch", "context"]):
+        (read,), (compute,) = roofline.seconds([0] * batch, [context + 1] * batch, [1] * batch, [0] * batch)
+        share = max(read, compute) / own["target_forward"].median()
+        figures = {"roofline_share": {"mean": float(share)}, "memory_bound_steps": float(read >= compute)}
+        found.append({"batch": int(batch), "context": int(context), **figures})
+    return found
 
 
 def _spread(frame: pd.DataFrame, by: list[str], seconds: pd.Series) -> list[dict[str, Any]]:
@@ -51,6 +69,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             shown = each / each.iloc[0] if ratio else 1e3 * each
             table.add_row(str(batch), str(context), *(f"{value:.2f}" for value in shown))
         console.print(table)
+    cases = {f"batch {one['batch']}, context {one['context']}: baseline": one for one in summary["baseline"]}
+    console.print("\n".join(roofline_notes(cases, summary["roofline"])), highlight=False)
     arms = pd.DataFrame(summary["arms"])
     table = _table("What an arm adds by drafting and verification, milliseconds per step")
     table.add_column("arm", no_wrap=True)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from spec_lab.analysis.names import names_in_manifest
 from spec_lab.core.options import whole
+from spec_lab.core.roofline import Roofline
 from spec_lab.propose import branches, draws_of
 from spec_lab.tasks.cost import show
 from spec_lab.tasks.cost.tables import parts
@@ -89,7 +90,8 @@ def measure(
             lab.tracker.group(number, {"seconds without nodes": none["whole"]})
         frame = tables.gather()["cost"]
         summary = {"experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature}
-        summary |= {"turns": repeats, "rounds": steps, **show.summarise(frame)}
+        summary |= {"turns": repeats, "rounds": steps, "roofline": facts.get("roofline")}
+        summary |= show.summarise(frame, Roofline.of(facts.get("roofline")))
         names = names_in_manifest(facts)
 
         def print_summary(found: Mapping[str, Any]) -> None:
@@ -102,7 +104,9 @@ def measure(
         done = len(finished())
         return done, f"{done} of {len(measurements)} measurements are in {settings.output_dir}"
 
-    return Task(lab, settings, config, arms, work, left, tables).run(console)
+    roofline = lab.roofline()
+    more = {"roofline": None if roofline is None else roofline.facts()}
+    return Task(lab, settings, config, arms, work, left, tables, more).run(console)
 
 
 def _arms(lab: Lab, settings: Settings, nodes: Sequence[int]) -> dict[str, Loop]:

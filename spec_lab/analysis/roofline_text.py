@@ -1,0 +1,75 @@
+"""Shares of the roofline in words, the same in the terminal and on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from spec_lab.analysis.text import number
+from spec_lab.core.roofline import Roofline
+
+
+def share_in_words(arm: Mapping[str, Any], machine: str = "this machine's") -> str:
+    """Return an arm's share of the roofline, such as "at 19 % of this machine's memory roofline".
+
+    Args:
+        arm: its ``roofline_share`` and ``memory_bound_steps``: the resource that bounds most steps is named. Summaries
+            of older versions lack both.
+        machine: whose.
+    """
+    share, memory = (arm.get("roofline_share") or {}).get("mean"), arm.get("memory_bound_steps")
+    if not number(share) or not number(memory):
+        return f"at an unknown share of {machine} roofline"
+    return f"at {_percent(share)} of {machine} {'memory' if memory >= 0.5 else 'compute'} roofline"  # type: ignore[operator]
+
+
+def limits_in_words(facts: Mapping[str, Any] | None) -> str:
+    """Return what bounds forwards on a machine (``Roofline.facts``)."""
+    if facts is None:
+        return "unknown"
+    limits, weights = facts["limits"], facts["work"]["weight_bytes"]
+    size = f"{limits['cache_bytes'] / 2**20:.3g} MiB" if limits["cache_bytes"] else ""
+    cache = {
+        True: f"they fit the last-level cache of {size}, whose bandwidth this is",
+        False: f"they exceed the last-level cache of {size}",
+        None: "the size of the last-level cache is unknown",
+    }[limits["fits_cache"]]
+    return (
+        f"{limits['bandwidth'] / 1e9:.3g} GB/s of reading, {limits['peak'] / 1e9:.3g} GFLOP/s of matrix products in "
+        f"{limits['peak_dtype']}; a forward reads {weights / 1e6:.3g} MB of weights; {cache}"
+    )
+
+
+def roofline_notes(arms: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any] | None) -> list[str]:
+    """Return how close each arm's forwards of the target come to this machine's roofline, and what that means.
+
+    Args:
+        arms: their figures, by name; those without forwards of this engine are left out.
+        facts: what was measured (``Roofline.facts``); None of an older run, and where the runner does not state its
+            work.
+    """
+    roofline = Roofline.of(facts)
+    if roofline is None:
+        return ["The baseline's share of this machine's roofline is unknown."]
+    shares = []
+    for name, arm in sorted(arms.items(), key=lambda item: item[0] != "baseline"):
+        if number((arm.get("roofline_share") or {}).get("mean")):
+            end_to_end = arm.get("roofline_share_end_to_end")
+            more = f" ({_percent(end_to_end['mean'])} end to end)" if end_to_end else ""
+            shares.append(f"{name} {share_in_words(arm)}{more}")
+    lines = [f"{'; '.join(shares)}."] if shares else []
+    whole = "; end to end, over all decode time" if "end to end" in "".join(shares) else ""
+    lines.append(
+        "Roofline share: the least seconds of the target's forwards, max(bytes / bandwidth, FLOPs / peak), over the "
+        f"measured ones{whole}. Limits: {limits_in_words(facts)}."
+    )
+    if roofline.limits.crowded:
+        lines.append(
+            f"Other processes used {roofline.limits.other_load:.1f} cores while the limits were measured: these may be "
+            "too low, and the shares too high."
+        )
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return f"{number(share and 100 * share, '.2g' if share and share < 0.995 else '.0f')} %"

@@ -1,0 +1,194 @@
+"""Measure what bounds a forward on this machine: reading as many bytes as the weights, and multiplying matrices."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from spec_lab.core.clock import Clock
+from spec_lab.core.machine import Usage, allowed_cores, other_load
+from spec_lab.core.roofline import MachineLimits
+
+SECONDS = 0.3
+"""Most seconds of timed passes of reading, and again of products, unless a few passes take longer."""
+
+MOST_PASSES = 40
+"""Of each way of reading, and of each product."""
+
+SMALLEST = {"cpu": 2**20, "cuda": 2**24}
+"""Fewest bytes that are read in a pass: below, calls take longer than reading."""
+
+LARGEST = {"cpu": 2**29, "cuda": 2**32}
+"""Most bytes that are read in a pass, by device: no last-level cache is larger."""
+
+SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+"""Sizes of the square factors, ascending. Larger ones follow while time is left."""
+
+CACHES = Path("/sys/devices/system/cpu")
+
+
+def measure(
+    weight_bytes: int, dtype: torch.dtype, device: torch.device, seconds: float = SECONDS, clock: Clock | None = None
+) -> MachineLimits:
+    """Return what bounds forwards here; it takes less than a second.
+
+    Of all ways of reading, and of all products, the fastest pass counts: a bound must not include what slowed down the
+    others. On the CPU one thread is tried beside all of torch's, since several wait for the slowest, which another
+    process may stop. Call it where nothing else is timed.
+
+    Args:
+        weight_bytes: of the weights that a forward reads.
+        dtype: of the model.
+        device: where it is computed.
+        seconds: see ``SECONDS``.
+        clock: of the device.
+    """
+    clock = clock or Clock(device)
+    began, start = Usage.now(), time.perf_counter()
+    size = _buffer_bytes(weight_bytes, device)
+    ways, dtypes = reads(size, device), same_products(dtype)
+    read, peaks = (0.0, 0.0), [((0.0, 0.0), dtype)]
+    counts = {torch.get_num_threads(), 1} if device.type == "cpu" else {torch.get_num_threads()}
+    with torch.inference_mode():
+        for threads in counts:
+            with _threads(threads):
+                read = max(read, _fastest(ways, seconds / len(counts), clock))
+                share = seconds / len(counts) / len(dtypes)
+                peaks += [(_fastest_product(one, device, share, clock), one) for one in dtypes]
+    peak, best = max(peaks, key=lambda one: one[0])
+    cache = cache_bytes(device)
+    return MachineLimits(
+        bandwidth=size * read[0],
+        bandwidth_median=size * read[1],
+        read_bytes=size,
+        peak=peak[0],
+        peak_median=peak[1],
+        peak_dtype=str(best).removeprefix("torch."),
+        cache_bytes=cache,
+        fits_cache=None if cache is None else weight_bytes <= cache,
+        threads=torch.get_num_threads(),
+        cores=len(allowed_cores()),
+        other_load=other_load(began, Usage.now()),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def same_products(dtype: torch.dtype) -> list[torch.dtype]:
+    """Return the dtypes whose products are as exact as the model's: 16 bits are sometimes emulated, by float32."""
+    return [dtype, torch.float32] if dtype.itemsize < torch.float32.itemsize else [dtype]
+
+
+def reads(size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """Return ways of reading a buffer of ``size`` bytes, a multiple of 4096, once.
+
+    Several threads reduce rows faster; one thread reduces to one number faster.
+    """
+    rows = torch.ones(size // 4096, 1024, device=device)  # written, so that every page is one of its own
+    words = rows.view(torch.int32)
+    return {
+        "largest": words.amax,
+        "sum": rows.sum,
+        "largest of rows": lambda: rows.amax(1),
+        "sums": lambda: rows.sum(1),
+    }
+
+
+def cache_bytes(device: torch.device, caches: Path = CACHES) -> int | None:
+    """Return the size of the last-level caches of the device; on the CPU those of the cores that may be used.
+
+    Args:
+        device: of the model.
+        caches: what Linux reports of each core's caches.
+
+    Returns:
+        None if it is not known.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    found: dict[str, tuple[int, int]] = {}  # level and bytes, by the cores that share it
+    try:
+        for core in allowed_cores():
+            own = [_cache(folder) for folder in sorted((caches / f"cpu{core}" / "cache").glob("index*"))]
+            level, size, shared = max(one for one in own if one is not None)
+            found[shared] = level, size
+    except (OSError, ValueError):
+        return None
+    return sum(size for _, size in found.values()) or None
+
+
+def _cache(folder: Path) -> tuple[int, int, str] | None:
+    """Return level, bytes and sharing cores of a cache; None of one that holds instructions only.
+
+    Raises:
+        OSError, ValueError: it is not described.
+    """
+    if (folder / "type").read_text().strip() == "Instruction":
+        return None
+    size = re.fullmatch(r"(\d+)([KMG]?)", (folder / "size").read_text().strip())
+    if size is None:
+        raise ValueError(f"{folder} has no size")
+    factor = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[size[2]]
+    return int((folder / "level").read_text()), int(size[1]) * factor, (folder / "shared_cpu_list").read_text().strip()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Compute with so many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _buffer_bytes(weight_bytes: int, device: torch.device) -> int:
+    """Return how many bytes are read: as many as the weights, if memory allows."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    most = min(LARGEST[kind], torch.cuda.mem_get_info(device)[0] // 2) if kind == "cuda" else LARGEST[kind]
+    return min(max(weight_bytes, SMALLEST[kind]), most) // 4096 * 4096
+
+
+def _fastest_product(dtype: torch.dtype, device: torch.device, seconds: float, clock: Clock) -> tuple[float, float]:
+    """Return the FLOP/s of the fastest product, best and median of its passes."""
+    end, best = time.perf_counter() + seconds, (0.0, 0.0)
+    for size in SIZES["cuda" if device.type == "cuda" else "cpu"]:
+        flops = 2.0 * size**3
+        left = end - time.perf_counter()
+        if best[0] and 4 * flops / best[0] > left:  # two passes and what warms up take longer than what is left
+            break
+        a, b = (torch.full((size, size), 0.5, dtype=dtype, device=device) for _ in range(2))
+        rate = _fastest({"product": lambda a=a, b=b: linear(a, b)}, left / 2, clock)  # type: ignore[misc]
+        best = max(best, (flops * rate[0], flops * rate[1]))
+    return best
+
+
+def _fastest(ways: Mapping[str, Callable[[], Tensor]], seconds: float, clock: Clock) -> tuple[float, float]:
+    """Return the passes per second of the fastest way, of its best pass and of its median pass.
+
+    Every way is warmed up and timed twice at least; then they take turns until the time is over.
+    """
+    for run in ways.values():
+        run()
+    clock.synchronise()
+    end = time.perf_counter() + seconds
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(MOST_PASSES):
+        for name, run in ways.items():
+            began = clock.mark()
+            run()
+            ended = clock.mark()
+            clock.synchronise()
+            took[name].append(clock.seconds(began, ended))
+        if number and time.perf_counter() > end:
+            break
+    fastest = min(took.values(), key=min)
+    return 1 / min(fastest), 1 / median(fastest)

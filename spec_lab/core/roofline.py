@@ -1,0 +1,161 @@
+"""The roofline model: the least seconds that a machine needs for the forwards of a model.
+
+A forward takes at least max(bytes / bandwidth, FLOPs / peak), whichever resource bounds it (Williams, Waterman and
+Patterson, "Roofline", 2009, doi 10.1145/1498765.1498785). The share of the roofline is that bound over the measured
+seconds. Where reading bounds every step, as in autoregressive decoding at small batch sizes, it is Databricks' model
+bandwidth utilization (MBU), with the bandwidth that was measured in place of the machine's nominal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from spec_lab.core.machine import crowded
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """What attention reads and computes, summed over layers with the same window.
+
+    Args:
+        kv_bytes: keys and values of one position.
+        flops: of one row over one position: the products with its key and its value.
+        window: most positions that a row attends to; None for all of its sequence.
+    """
+
+    kv_bytes: int
+    flops: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class ForwardWork:
+    """What a forward of a model reads and computes, as far as it depends on the model and the number of rows only.
+
+    Activations, norms and softmax are left out, and of the embedding table the few rows that are read. Of a mixture of
+    experts the experts of one row are counted, whatever the number of rows: exact for one row, a lower bound for more.
+
+    Args:
+        weight_bytes: weights that every forward reads: linear layers, norms and the LM head (tied or not, once).
+        row_flops: of a row in the layers, attention left out: two for each weight that it is multiplied with.
+        logits_flops: of a row with logits in the LM head.
+        attention: by window.
+    """
+
+    weight_bytes: int
+    row_flops: int
+    logits_flops: int
+    attention: tuple[AttentionWork, ...]
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """What bounds a forward on this machine (``core.machine_limits.measure``).
+
+    Args:
+        bandwidth: bytes per second of reading ``read_bytes`` again and again; ``bandwidth_median``: of the same passes
+            the median, which is lower where other processes used the machine.
+        read_bytes: as many as the weights, or the largest buffer that is measured.
+        peak: FLOP/s of the fastest matrix product; ``peak_median``: as above.
+        peak_dtype: of its factors.
+        cache_bytes: of the last-level caches; None if not known.
+        fits_cache: whether the weights fit into them, so that the bandwidth is the cache's; None if not known.
+        threads: of torch.
+        cores: that the process may use.
+        other_load: cores that other processes used on average meanwhile; None if not known.
+        seconds: that the measurement took.
+    """
+
+    bandwidth: float
+    bandwidth_median: float
+    read_bytes: int
+    peak: float
+    peak_median: float
+    peak_dtype: str
+    cache_bytes: int | None
+    fits_cache: bool | None
+    threads: int
+    cores: int
+    other_load: float | None
+    seconds: float
+
+    @property
+    def crowded(self) -> bool:
+        """Whether other processes needed the cores that were measured, so that the limits may be too low."""
+        return crowded(self.other_load, self.threads, self.cores)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least seconds of the forwards of one model on one machine."""
+
+    work: ForwardWork
+    limits: MachineLimits
+
+    def seconds(
+        self, step: ArrayLike, context: ArrayLike, pending: ArrayLike, nodes: ArrayLike
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least seconds of reading and of computing of each step, ``[S]`` each; their maximum is the bound.
+
+        Each sequence's keys and values are read once. Products are counted as a dense kernel computes them: every row
+        with every position of its sequence, the rows of this step included.
+
+        Args:
+            step: ``[N]`` number of the step, from 0 to S - 1, that computed for this sequence.
+            context: ``[N]`` tokens of the sequence when the step began, pending ones included.
+            pending: ``[N]`` of them, those that the step computed.
+            nodes: ``[N]`` rows below the last pending token, all with logits.
+        """
+        step, context, pending, nodes = (np.asarray(one, dtype=np.int64) for one in (step, context, pending, nodes))
+        rows, positions, work = pending + nodes, context + nodes, self.work
+        read, flops = np.zeros(len(step)), work.row_flops * rows + work.logits_flops * (1.0 + nodes)
+        for one in work.attention:
+            attended = positions if one.window is None else np.minimum(positions, one.window)
+            read += one.kv_bytes * attended
+            flops += float(one.flops) * rows * attended
+        count = int(step.max(initial=-1)) + 1
+        total_read = work.weight_bytes + np.bincount(step, read, count)
+        return total_read / self.limits.bandwidth, np.bincount(step, flops, count) / self.limits.peak
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``manifest.json`` and ``summary.json`` record."""
+        return asdict(self)
+
+    @staticmethod
+    def of(facts: Mapping[str, Any] | None) -> Roofline | None:
+        """Return the roofline of recorded ``facts``; None where a run has recorded none."""
+        if not facts:
+            return None
+        work = dict(facts["work"])
+        attention = tuple(AttentionWork(**one) for one in work.pop("attention"))
+        return Roofline(ForwardWork(**work, attention=attention), MachineLimits(**facts["limits"]))
+
+
+SHAPE = {
+    "work": {
+        "weight_bytes": int,
+        "row_flops": int,
+        "logits_flops": int,
+        "attention": [{"kv_bytes": int, "flops": int, "window": (int, None)}],
+    },
+    "limits": {
+        "bandwidth": float,
+        "bandwidth_median": float,
+        "read_bytes": int,
+        "peak": float,
+        "peak_median": float,
+        "peak_dtype": str,
+        "cache_bytes": (int, None),
+        "fits_cache": (bool, None),
+        "threads": int,
+        "cores": int,
+        "other_load": (float, None),
+        "seconds": float,
+    },
+}
+"""The shape of ``Roofline.facts``."""

@@ -1,0 +1,62 @@
+"""What a forward of a model of transformers reads and computes, from its weights and its config."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from spec_lab.core.roofline import AttentionWork, ForwardWork
+from spec_lab.engine.attention import FULL, AttentionKind
+
+
+def work_of(model: Any, kinds: Mapping[int, AttentionKind]) -> ForwardWork | None:
+    """Return what a forward of a causal LM reads and computes.
+
+    Every matrix outside embedding tables multiplies each row once, the LM head those with logits. Experts are tensors
+    of three dimensions, the first of which numbers them; their biases have it too.
+
+    Args:
+        model: a causal LM of transformers.
+        kinds: of layers without full attention, by layer.
+
+    Returns:
+        None of a model whose layers are split over ranks, and where the config does not state the attention heads or
+        the experts of a row.
+    """
+    config, head = model.config, model.get_output_embeddings().weight
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    per_row = getattr(config, "num_experts_per_tok", None)
+    if not heads or not hidden or (getattr(model, "tp_size", None) or 1) > 1:
+        return None
+    weights, flops, seen = 0.0, 0.0, set()
+    for module in model.modules():
+        own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
+        if isinstance(module, nn.Embedding):
+            continue
+        share, several = 1.0, any(one.dim() > 2 for one in own)
+        if several:
+            if not (experts and per_row and all(one.shape[0] == experts for one in own)):
+                return None
+            share = per_row / experts
+        for one in own:
+            seen.add(id(one))
+            weights += share * one.numel() * one.element_size()
+            if one is not head and one.dim() == (3 if several else 2):
+                flops += share * 2 * one.numel()
+    width = getattr(config, "head_dim", None) or hidden // heads
+    key, value = (getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))  # DeepSeek's differ
+    cached = (getattr(config, "num_key_value_heads", None) or heads) * (key + value) * head.element_size()
+    windows = Counter(_window(kinds.get(layer, FULL)) for layer in range(config.num_hidden_layers))
+    attention = [
+        AttentionWork(count * cached, count * 2 * heads * (key + value), one) for one, count in windows.items()
+    ]
+    return ForwardWork(round(weights), round(flops), 2 * head.numel(), tuple(attention))
+
+
+def _window(kind: AttentionKind) -> int | None:
+    """Return the most positions that a row of such a layer attends to. In a chunk there may be fewer."""
+    return kind.sliding_window or kind.chunk

@@ -1,0 +1,106 @@
+"""Shares of the roofline from known rows."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes, share_in_words
+from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
+
+LIMITS = MachineLimits(
+    bandwidth=1e3, bandwidth_median=1e3, read_bytes=1000, peak=100.0, peak_median=90.0, peak_dtype="float32",
+    cache_bytes=2**25, fits_cache=False, threads=1, cores=2, other_load=0.0, seconds=0.5,
+)  # fmt: skip
+ROOFLINE = Roofline(ForwardWork(1000, 10, 5, (AttentionWork(10, 1),)), LIMITS)
+
+
+def tables(**of_steps) -> metrics.Tables:
+    """Two groups of one prompt: a prefill of 1 s, then two steps of 4 s, half of it forward, 1 s after each other.
+
+    At the first step reading takes 1.1 s and computing .25 s, at the second reading 1.12 s and computing 2.06 s.
+    """
+    rounds, steps = [], []
+    for group in (0, 1):
+        for number, (start, whole, forward) in enumerate([(0.0, 1.0, 0.9), (2.0, 4.0, 2.0), (7.0, 4.0, 2.0)]):
+            own = {"group": group, "arm": "speculative", "round": number, "prefill": number == 0}
+            times = {"start": start, "whole": whole, "target_forward": forward}
+            rounds.append({**own, **times, "prefill_chunks": 0})
+            context, nodes, extra = [(5, 0, 0), (10, 0, 0), (11, 3, 1)][number]
+            steps.append({**own, "context": context, "pending": 1, "nodes": nodes, "computed_only": extra, **of_steps})
+    return metrics.Tables(pd.DataFrame(rounds), pd.DataFrame(steps), pd.DataFrame())
+
+
+def test_every_step_after_the_prefill_has_its_two_bounds():
+    steps = metrics.step_bounds(tables(), "speculative", ROOFLINE)
+    assert steps["group"].tolist() == [0, 0, 1, 1]
+    assert steps["memory"].tolist()[:2] == [1.1, 1.15]
+    assert steps["compute"].tolist()[:2] == [(10 + 5 + 10) / 100, (5 * 10 + 5 * 5 + 5 * 15) / 100]
+    assert steps["forward"].tolist() == [2.0] * 4 and steps["whole"].tolist() == [5.0] * 4
+
+
+def test_the_share_is_the_larger_bound_over_the_seconds_of_the_forwards():
+    found = metrics.roofline_figures(tables(), "speculative", ROOFLINE)
+    least = 1.1 + 1.5
+    assert found["roofline_share"] == pytest.approx(dict.fromkeys(("mean", "low", "high"), least / 4)), (
+        "groups are equal"
+    )
+    assert found["roofline_share_end_to_end"]["mean"] == pytest.approx(least / 10)
+    assert found["memory_bound_steps"] == 0.5
+
+
+def test_a_step_that_computed_a_part_of_a_prompt_is_left_out():
+    both = tables()
+    both.rounds.loc[1, "prefill_chunks"] = 1
+    assert len(metrics.step_bounds(both, "speculative", ROOFLINE)) == 3
+    mixed = tables()
+    second = mixed.steps.iloc[[1]].assign(prefill=True)
+    mixed = metrics.Tables(mixed.rounds, pd.concat([mixed.steps, second], ignore_index=True), mixed.requests)
+    assert len(metrics.step_bounds(mixed, "speculative", ROOFLINE)) == 3
+
+
+def test_all_sequences_of_a_step_count():
+    one = tables()
+    two = metrics.Tables(one.rounds, pd.concat([one.steps, one.steps], ignore_index=True), one.requests)
+    alone, both = (metrics.step_bounds(each, "speculative", ROOFLINE) for each in (one, two))
+    assert (both["compute"] == 2 * alone["compute"]).all()
+    assert both["memory"].tolist() == pytest.approx((2 * alone["memory"] - 1).tolist()), "weights are read once"
+
+
+@pytest.mark.parametrize(("arm", "roofline"), [("speculative", None), ("peer", ROOFLINE)])
+def test_without_a_roofline_or_without_steps_nothing_is_known(arm, roofline):
+    found = metrics.roofline_figures(tables(), arm, roofline)
+    assert math.isnan(found["roofline_share"]["mean"]) and math.isnan(found["memory_bound_steps"])
+    assert "unknown" in share_in_words(found)
+
+
+def test_an_arm_s_share_names_the_resource_that_bounds_most_steps():
+    share = {"roofline_share": {"mean": 0.194}}
+    assert share_in_words({**share, "memory_bound_steps": 1.0}) == "at 19 % of this machine's memory roofline"
+    assert share_in_words({**share, "memory_bound_steps": 0.2}, "its") == "at 19 % of its compute roofline"
+    for share, text in ((0.0123, "1.2 %"), (0.999, "100 %"), (1.25, "125 %")):
+        assert text in share_in_words({"roofline_share": {"mean": share}, "memory_bound_steps": 1.0})
+    assert "unknown" in share_in_words({}), "a summary of an older version"
+
+
+def test_the_notes_begin_with_the_baseline_and_state_the_limits():
+    figures = metrics.roofline_figures(tables(), "speculative", ROOFLINE)
+    shares, limits = roofline_notes({"toy": figures, "peer": {}, "baseline": figures}, ROOFLINE.facts())
+    assert shares.startswith("baseline at 65 %") and "; toy at 65 %" in shares and "peer" not in shares
+    assert limits_in_words(ROOFLINE.facts()) in limits and "32 MiB" in limits
+
+
+@pytest.mark.parametrize(("fits", "size"), [(True, 2**25), (False, 2**25), (None, None)])
+def test_the_limits_state_whether_the_weights_fit_the_cache(fits, size):
+    facts = ROOFLINE.facts()
+    facts["limits"] |= {"fits_cache": fits, "cache_bytes": size}
+    words = {True: "fit", False: "exceed", None: "unknown"}
+    assert words[fits] in limits_in_words(facts)
+
+
+def test_limits_that_were_measured_on_a_busy_machine_are_marked():
+    facts = ROOFLINE.facts()
+    facts["limits"]["other_load"] = 1.6
+    assert "1.6 cores" in roofline_notes({}, facts)[-1]
+    assert "1.6" not in " ".join(roofline_notes({}, ROOFLINE.facts()))

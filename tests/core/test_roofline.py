@@ -1,0 +1,146 @@
+"""The roofline model by hand-made numbers, and the measurement of a machine by a scripted clock."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spec_lab.core import machine_limits, roofline
+from spec_lab.core.clock import Clock
+from spec_lab.core.files import expect
+from spec_lab.core.machine_limits import cache_bytes, measure
+from spec_lab.core.roofline import AttentionWork, ForwardWork, MachineLimits, Roofline
+
+WORK = ForwardWork(1000, 100, 10, (AttentionWork(4, 2),))
+LIMITS = MachineLimits(
+    bandwidth=100.0, bandwidth_median=90.0, read_bytes=4096, peak=50.0, peak_median=45.0, peak_dtype="float32",
+    cache_bytes=2**20, fits_cache=True, threads=2, cores=4, other_load=0.5, seconds=0.5,
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def test_a_step_reads_the_weights_once_and_the_cache_of_every_sequence():
+    """Two sequences share step 0: 8 and 11 positions with their nodes; step 1 has one of 6 positions."""
+    read, compute = Roofline(WORK, LIMITS).seconds([0, 0, 1], [8, 9, 6], [1, 3, 1], [0, 2, 0])
+    assert read.tolist() == [(1000 + 4 * (8 + 11)) / 100, (1000 + 4 * 6) / 100]
+    first = 100 * (1 + 5) + 10 * (1 + 3) + 2 * (1 * 8 + 5 * 11)
+    assert compute.tolist() == [first / 50, (100 + 10 + 2 * 6) / 50]
+
+
+def test_layers_with_a_window_attend_to_no_more_positions_than_it_holds():
+    work = replace(WORK, attention=(AttentionWork(4, 2), AttentionWork(8, 6, window=5)))
+    (read,), (compute,) = Roofline(work, LIMITS).seconds([0], [20], [1], [2])
+    assert read == (1000 + 4 * 22 + 8 * 5) / 100
+    assert compute == (100 * 3 + 10 * 3 + 3 * (2 * 22 + 6 * 5)) / 50
+
+
+def test_no_step_has_no_bound():
+    read, compute = Roofline(WORK, LIMITS).seconds([], [], [], [])
+    assert len(read) == len(compute) == 0
+
+
+def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_checked_for():
+    own = Roofline(replace(WORK, attention=(*WORK.attention, AttentionWork(8, 6, window=5))), LIMITS)
+    facts = json.loads(json.dumps(own.facts()))
+    expect(facts, roofline.SHAPE, "roofline")
+    assert Roofline.of(facts) == own
+    assert Roofline.of(None) is None
+
+
+def test_limits_are_crowded_where_others_use_the_cores_that_were_measured():
+    assert not LIMITS.crowded and not replace(LIMITS, other_load=None).crowded
+    assert replace(LIMITS, other_load=2.5).crowded
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+class ScriptedClock(Clock):
+    """A clock on which every timed call takes the next of the given seconds, again and again."""
+
+    def __init__(self, *seconds):
+        super().__init__()
+        self.script, self.marks, self.now = seconds, 0, 0.0
+        self.mark = self.advance
+
+    def advance(self):
+        if self.marks % 2:
+            self.now += self.script[self.marks // 2 % len(self.script)]
+        self.marks += 1
+        return self.now
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Buffers of one page and products of 8 x 8."""
+    monkeypatch.setattr(machine_limits, "SMALLEST", {"cpu": 4096})
+    monkeypatch.setattr(machine_limits, "SIZES", {"cpu": (8,)})
+
+
+def test_the_fastest_pass_counts_and_the_median_is_recorded_beside_it(small):
+    found = measure(4096 * 3, torch.float32, CPU, 0.01, ScriptedClock(2.0**-4, 2.0**-3, 2.0**-2))
+    assert found.read_bytes == 4096 * 3
+    assert found.bandwidth == found.read_bytes * 16 and found.peak == 2 * 8**3 * 16
+    assert found.bandwidth_median < found.bandwidth and found.peak_median < found.peak
+    assert (found.threads, found.peak_dtype) == (torch.get_num_threads(), "float32")
+
+
+def test_the_threads_of_the_run_are_those_from_before(small):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert measure(4096, torch.float32, CPU, 0.0).threads == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_products_of_16_bits_may_be_computed_in_float32_and_no_product_less_exactly(dtype):
+    dtypes = machine_limits.same_products(dtype)
+    assert dtypes[0] == dtype and all(one.itemsize >= dtype.itemsize for one in dtypes)
+    assert (torch.float32 in dtypes) == (dtype.itemsize <= 4)
+
+
+def test_every_way_of_reading_reads_every_word():
+    for name, read in machine_limits.reads(2 * 4096, CPU).items():
+        found = read().sum()
+        assert found == {"sum": 2048.0, "sums": 2048.0}.get(name, found) and found > 0
+
+
+def test_weights_larger_than_any_cache_are_read_in_part(monkeypatch, small):
+    monkeypatch.setattr(machine_limits, "LARGEST", {"cpu": 8192})
+    assert measure(10**12, torch.float32, CPU, 0.0).read_bytes == 8192
+
+
+def caches(folder, core, *levels):
+    for number, (level, kind, size, shared) in enumerate(levels):
+        own = folder / f"cpu{core}" / "cache" / f"index{number}"
+        own.mkdir(parents=True)
+        for name, text in (("level", level), ("type", kind), ("size", size), ("shared_cpu_list", shared)):
+            (own / name).write_text(f"{text}\n")
+
+
+def test_the_last_level_caches_of_all_allowed_cores_count_once_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_limits, "allowed_cores", lambda: [0, 1, 5])
+    for core, shared in ((0, "0-1"), (1, "0-1"), (5, "5")):
+        levels = (1, "Data", "32K", core), (1, "Instruction", "64K", core), (3, "Unified", "16384K", shared)
+        caches(tmp_path, core, *levels)
+    assert cache_bytes(CPU, tmp_path) == 2 * 16 * 2**20
+
+
+@pytest.mark.parametrize("size", ["", "many"])
+def test_caches_that_are_not_described_are_unknown(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(machine_limits, "allowed_cores", lambda: [0])
+    assert cache_bytes(CPU, tmp_path / "none") is None
+    caches(tmp_path, 0, (3, "Unified", size, "0"))
+    assert cache_bytes(CPU, tmp_path) is None
+
+
+def test_weights_fit_the_cache_up_to_its_size(small, monkeypatch):
+    monkeypatch.setattr(machine_limits, "cache_bytes", lambda _: 8192)
+    fits = [measure(size, torch.float32, CPU, 0.0).fits_cache for size in (8192, 8193)]
+    assert fits == [True, False]
+    monkeypatch.setattr(machine_limits, "cache_bytes", lambda _: None)
+    assert measure(8192, torch.float32, CPU, 0.0).fits_cache is None
