@@ -227,7 +227,7 @@ class Packer:
             rows = planned.logits(draft)
         drafted = None if draft is None or not draft.shape.nodes else draft.token
         if drafted is not None and drafted.device.type == "cpu":
-            numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.tolist()
+            numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.numpy()
         if rows is None:
             given = torch.from_numpy(numbers).to(self.device)
         else:
