@@ -1,6 +1,7 @@
 """The experiments' own scripts, on tiny models."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import numpy as np
@@ -69,3 +70,26 @@ def test_the_draft_s_share_is_measured_on_alternating_steps_of_both_models(tmp_p
     assert list(steps.columns) == ["target", "draft"] and len(steps) == 2
     assert (steps > 0).all(axis=None)
     assert seen == [(target, 0), (draft, 0), (target, 0), (draft, 0), (draft, 1), (target, 1)]
+
+
+@pytest.mark.nightly
+def test_gpu_times_both_ways_of_running_a_step_on_the_same_model(tmp_path, monkeypatch):
+    """On the CPU, where nothing is captured."""
+    gpu = script("gpu")
+    given = "--device cpu --shapes tiny --dtype float32 --batches 1 2 --contexts 20 --nodes 0 5 --steps 8 --repeats 2"
+    monkeypatch.setattr("sys.argv", ["measure.py", *given.split(), "--out", str(tmp_path)])
+    gpu.main()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert (tmp_path / "forward.png").stat().st_size and not found["left_out"]
+    decoding, forwards = pd.DataFrame(found["decoding"]), pd.DataFrame(found["forwards"])
+    assert sorted(zip(decoding["way"], decoding["batch"], strict=True)) == [
+        (way, batch) for way in sorted(gpu.WAYS) for batch in (1, 2)
+    ]
+    assert (decoding["tokens_per_second"] > 0).all() and decoding["overhead"].between(0, 1).all()
+    assert len(forwards) == 8 and (forwards["seconds"] > 0).all() and (forwards["share"] > 0).all()
+    assert set(forwards["nodes"]) == {0, 5} and set(forwards["context"]) == {20}
+
+
+def test_a_balanced_tree_has_two_children_below_each_row():
+    shape = script("gpu").balanced(7)
+    assert shape.parent.tolist() == [0, 0, 1, 1, 2, 2, 3]
