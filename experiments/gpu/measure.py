@@ -17,10 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,8 +64,7 @@ WARM_UP = 8
 """Steps before the timed ones: kernels are chosen, graphs are captured."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One measurement.
 
     Args:
@@ -273,7 +271,7 @@ def main() -> None:
         del model, lms, targets
     given.out.mkdir(parents=True, exist_ok=True)
     whole = {
-        "machine": machine(), "limits": limits, "decoding": found, "forwards": [vars(row) for row in rows],
+        "machine": machine(), "limits": limits, "decoding": found, "forwards": [row._asdict() for row in rows],
         "left_out": left_out,
     }  # fmt: skip
     (given.out / "results.json").write_text(json.dumps(whole, indent=1, default=str))
