@@ -22,6 +22,7 @@ from spec_lab.analysis import metrics
 from spec_lab.analysis.figures import COLOURS, GREY, STYLE
 from spec_lab.analysis.metrics import sweeps
 from spec_lab.analysis.metrics.paired import Totals, acceptance_totals, change, speedup_totals
+from spec_lab.analysis.roofline_text import baselines_in_words
 from spec_lab.results.sweep import collect, runs
 
 NAMES = {
@@ -320,10 +321,8 @@ def baseline_share(runs: Path) -> str:
     found = [one for one in summaries if one.get("baseline_roofline_share") is not None]
     if not found:
         return NO_SHARE
-    low, high = (f"{100 * end([one['baseline_roofline_share'] for one in found]):.2g}" for end in (min, max))
-    memory = all(one["arms"]["baseline"]["memory_bound_steps"] >= 0.5 for one in found)
-    between = low if low == high else f"{low} to {high}"
-    return f"The baseline is at {between} % of its machine's {'memory ' if memory else ''}roofline."
+    memory = [one["arms"]["baseline"]["memory_bound_steps"] for one in found]
+    return baselines_in_words([one["baseline_roofline_share"] for one in found], memory)
 
 
 NO_SHARE = "The baseline's share of its machine's memory roofline was not measured in these runs."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spec_lab.analysis.text import number
@@ -21,6 +21,20 @@ def share_in_words(arm: Mapping[str, Any], machine: str = "this machine's") -> s
     if not number(share) or not number(memory):
         return f"at an unknown share of {machine} roofline"
     return f"at {_percent(share)} of {machine} {'memory' if memory >= 0.5 else 'compute'} roofline"  # type: ignore[operator]
+
+
+def baselines_in_words(shares: Sequence[float], memory: Sequence[float]) -> str:
+    """Return how close the baselines of several runs come to the rooflines of their machines, as a sentence.
+
+    Args:
+        shares: their ``roofline_share``, of the runs where it is known.
+        memory: their ``memory_bound_steps``.
+    """
+    if not len(shares):
+        return "The baseline's share of its machine's roofline is unknown."
+    low, high = f"{100 * min(shares):.2g}", f"{100 * max(shares):.2g}"
+    kind = "memory " if min(memory) >= 0.5 else ""
+    return f"The baseline is at {low if low == high else f'{low} to {high}'} % of its machine's {kind}roofline."
 
 
 def limits_in_words(facts: Mapping[str, Any] | None) -> str:

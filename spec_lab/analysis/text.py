@@ -54,6 +54,7 @@ COLUMNS = {
     "overhead": FigureFormat("overhead", ".1%"),
     "roofline_share": FigureFormat("roofline share [95 %]", ".1%"),
     "roofline_share_end_to_end": FigureFormat("roofline share, end to end [95 %]", ".1%"),
+    "memory_bound_steps": FigureFormat("memory-bound steps", ".0%"),
     "baseline_roofline_share": FigureFormat("baseline roofline share", ".1%"),
     "repeated_8gram_share": FigureFormat("repeated 8-grams", ".1%"),
     "identical_outputs": FigureFormat("identical outputs", ".1%"),

@@ -284,6 +284,7 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
         ValueError: the folder holds no sweep.
     """
     from spec_lab.analysis.metrics import sweeps
+    from spec_lab.analysis.roofline_text import baselines_in_words
 
     console, table = console or Console(markup=False), sweeps.named(sweep.collect(folder))
     if "tau_pooled" not in table or not len(table):
@@ -297,6 +298,10 @@ def print_results(folder: Path, console: Console | None = None, verbose: bool = 
             named = (visible(label.get(one["run"], one["run"])), *(visible(one[arm]) for arm in arms))
             printed.add_row(*named, *(_figure(one, name) for name in names))
         console.print(printed, highlight=False)
+    base = table[table["arm"] == "baseline"].reindex(columns=["roofline_share", "memory_bound_steps"])
+    if len(base):
+        known = base.dropna()
+        console.print(baselines_in_words(*(list(known[name]) for name in known)), highlight=False)
     if len(shown) > MOST:
         console.print(f"The first {MOST} of {len(shown)}; collect writes all to a file.")
 

@@ -63,6 +63,9 @@ def measure(
                 read = max(read, _fastest(ways, seconds / len(counts), clock))
                 share = seconds / len(counts) / len(dtypes)
                 peaks += [(_fastest_product(one, device, share, clock), one) for one in dtypes]
+    del ways
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the buffer may be as large as the weights
     peak, best = max(peaks, key=lambda one: one[0])
     cache = cache_bytes(device)
     return MachineLimits(

@@ -541,6 +541,34 @@ def test_state_and_collect_list_all_runs(cli, tiny, tmp_path, decoded):
     assert {"tokens/s", "expected", "TTFT", "acceptance"} <= {*output.split()}
 
 
+@pytest.mark.parametrize(
+    ("baselines", "share"),
+    [
+        ([], None),
+        ([{"tau_pooled": 1.0}], "unknown"),
+        ([{"roofline_share": 0.152, "memory_bound_steps": 1.0}], "at 15 % of its machine's memory roofline"),
+        ([{"roofline_share": share, "memory_bound_steps": memory} for share, memory in ((0.152, 1.0), (0.118, 0.0))],
+         "at 12 to 15 % of its machine's roofline"),
+    ],
+)  # fmt: skip
+def test_a_sweep_s_table_is_followed_by_the_baseline_s_share_of_the_roofline(tmp_path, monkeypatch, baselines, share):
+    main = {
+        "run": "one",
+        "arm": "speculative",
+        "speedup": 1.5,
+        "speedup_low": 1.2,
+        "speedup_high": 1.8,
+        "tau_pooled": 2,
+    }
+    rows = [main, *({"run": "one", "arm": "baseline"} | one for one in baselines)]
+    monkeypatch.setattr(sweep, "collect", lambda _: pd.DataFrame(rows))
+    monkeypatch.setattr(sweep, "runs", lambda _: [])
+    console = Console(file=io.StringIO(), width=120)
+    print_results(tmp_path, console)
+    said = console.file.getvalue()
+    assert "roofline" not in said if share is None else share in said
+
+
 def test_a_sweep_s_table_has_more_columns_if_verbose_or_on_a_wide_terminal(tmp_path, monkeypatch):
     few = {"speedup": 1.5, "speedup_low": 1.25, "speedup_high": 1.75, "tokens_per_second": 90.0, "tau_pooled": 2.5}
     row = {"run": "one", "arm": "speculative", "expected_tau": 2.25, "time_to_first_token": 0.5} | few

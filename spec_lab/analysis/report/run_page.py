@@ -45,7 +45,8 @@ BADGES = {"lossless": "good", "lossy": "warn", "NOT lossless": "bad", "not certi
 FIGURES = (
     "tokens_per_second", "speedup", "speedup_with_prefill", "speedup_mean_of_groups", "time_to_first_token",
     "time_per_output_token", "tau_pooled", "tau_pooled_raw", "expected_tau", "draft_token_rate", "nodes_per_step",
-    "overhead", "roofline_share", "roofline_share_end_to_end", "repeated_8gram_share",
+    "overhead", "roofline_share", "roofline_share_end_to_end", "memory_bound_steps",
+    "repeated_8gram_share",
 )  # fmt: skip
 """Columns of the table of arms."""
 
