@@ -1,4 +1,4 @@
-"""Commands that read the files of runs: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track``."""
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` a model."""
 
 from __future__ import annotations
 
@@ -116,6 +116,11 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     track.add_argument(
         "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login, else offline"
     )
+    convert = add("convert")
+    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder with safetensors, or a hub name")
+    convert.add_argument("out", type=Path, metavar="FILE", help="the GGUF file to write")
+    convert.add_argument("--dtype", help="of the matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's own)")
+    convert.add_argument("--force", action="store_true", help="overwrite an existing file")
     return parser, which.choices
 
 
@@ -208,6 +213,16 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _convert(given: argparse.Namespace, console: Console) -> int:
+    """Write a Llama-like checkpoint as a GGUF file for llama.cpp; requires the extra 'llamacpp'."""
+    from spec_lab.models.gguf_export import convert
+
+    made = convert(given.checkpoint, given.out, given.dtype, given.force)
+    sizes = f"{made.size / 2**20:.1f} MiB, {made.tensors} tensors, {made.parameters / 1e6:.1f} M parameters"
+    _say(console, f"{given.out}: {sizes}, {made.dtype}, architecture {made.architecture}; {made.tokenizer}")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "state": _state,
     "collect": _collect,
@@ -215,6 +230,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "report": _report,
     "track": _track,
     "dashboard": _dashboard,
+    "convert": _convert,
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -48,13 +48,8 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     where = device_of(device)
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
-        hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
-        raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
-    folder, revision = _folder(path)
-    config = _read_config(path, folder)
-    _fetch_weights(path, folder, revision)
-    described = _describe(path, folder, config)
+    found = describe(path)
+    folder, described = found.folder, found.model
     if device_map is not None or tensor_parallel:
         gc.collect()  # such models are part of reference cycles: free that of an earlier run before this one is loaded
     if device_map is not None:
@@ -70,13 +65,55 @@ def load_model(
             model = _fill(path, folder, described, dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     else:
         model = _fill(path, folder, described, dtype).to(where)
+    tokenizer, stops = read_texts(path, found)
+    model.generation_config = GenerationConfig(eos_token_id=stops or None)
+    return model, tokenizer
+
+
+class Described(NamedTuple):
+    """A checkpoint whose files were checked, before its weights are read."""
+
+    folder: Path
+    """Of its files; in the cache for a hub name."""
+    revision: str | None
+    """Of a hub name."""
+    model: Any
+    """The model that its config describes, on torch's meta device."""
+
+
+def describe(path: str) -> Described:
+    """Check the files of a checkpoint, after downloading them for a hub name, and describe its model.
+
+    Raises:
+        OSError, ValueError, Unsupported: as in ``Target.load``.
+    """
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        hint = "" if "/" in path else "; give a model of the hub as owner/name, e.g. openai-community/gpt2"
+        raise OSError(f"there is no folder {path}, and it is not a hub name (owner/name){hint}")
+    folder, revision = _folder(path)
+    config = _read_config(path, folder)
+    _fetch_weights(path, folder, revision)
+    return Described(folder, revision, _describe(path, folder, config))
+
+
+def read_texts(path: str, found: Described) -> tuple[Any, list[int]]:
+    """Return a checkpoint's tokenizer and its end-of-text tokens, both checked against the model's vocabulary.
+
+    Args:
+        path: the folder or hub name as given.
+        found: what ``describe`` returned for it.
+
+    Raises:
+        OSError, ValueError: as in ``Target.load``.
+    """
+    folder, revision, described = found
     vocabulary = int(described.get_output_embeddings().weight.shape[0])
     vocabulary = min(vocabulary, int(described.get_input_embeddings().weight.shape[0]))
-    where_named, stops = checkpoint.stop_tokens(folder, getattr(config, "eos_token_id", None))
-    model.generation_config = GenerationConfig(eos_token_id=check_stop_tokens(where_named, stops, vocabulary) or None)
-    tokenizer = read_tokenizer(path, folder, revision, config)
+    where, stops = checkpoint.stop_tokens(folder, getattr(described.config, "eos_token_id", None))
+    stops = check_stop_tokens(where, stops, vocabulary)
+    tokenizer = read_tokenizer(path, folder, revision, described.config)
     check_vocabulary(path, tokenizer, vocabulary)
-    return model, tokenizer
+    return tokenizer, stops
 
 
 def _folder(path: str) -> tuple[Path, str | None]:
@@ -218,10 +255,8 @@ def _read_weights(path: str, dtype: str, over: int = 1, threads: int | None = No
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    folder, revision = _folder(path)
-    config = _read_config(path, folder)
-    _fetch_weights(path, folder, revision)
-    model = _fill(path, folder, _describe(path, folder, config), dtype, over=over)
+    found = describe(path)
+    model = _fill(path, found.folder, found.model, dtype, over=over)
     if ranks.rank() and sha256 and weights_hash(path) != sha256:
         raise OSError(f"{path} holds other weights than on rank 0: copy the same checkpoint to every machine")
     return model

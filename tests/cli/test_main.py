@@ -404,8 +404,8 @@ def test_the_verbose_flag_is_not_one_of_hydra_s():
 @pytest.mark.parametrize(
     ("line", "found", "hydras"),
     [
-        ("spec-lab ", ["state", "collect", "compare", "report", "track", "dashboard"], ["proposer=", "seed="]),
-        ("spec-lab co", ["collect", "compare"], []), ("spec-lab prop", [], ["proposer="]),
+        ("spec-lab ", [*COMMANDS], ["proposer=", "seed="]),
+        ("spec-lab co", ["collect", "compare", "convert"], []), ("spec-lab prop", [], ["proposer="]),
         ("spec-lab proposer=ng", [], ["proposer=ngram"]), ("spec-lab seed=1 st", [], []),
         ("spec-lab -v proposer=ng", [], ["proposer=ngram"]),
         ("spec-lab compare ", ["one/", "two/"], []), ("spec-lab compare one/ t", ["two/"], []),
