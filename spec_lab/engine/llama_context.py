@@ -279,6 +279,8 @@ class Context:
         params.n_batch = params.n_ubatch = max(settings.batch, MOST_IDS)  # the library reserves outputs for all ids
         params.n_threads = params.n_threads_batch = settings.threads
         params.type_k = params.type_v = KV_DTYPES[settings.kv_dtype]
+        if settings.kv_dtype == "f32":
+            params.flash_attn_type = 0  # parts of it are float16
         params.embeddings = self.embeddings
         params.no_perf = True
         if self._watched:
