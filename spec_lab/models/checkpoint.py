@@ -84,6 +84,20 @@ def check_files(folder: Path) -> None:
     """
     if not (folder / "config.json").exists():
         raise OSError(f"{folder} holds no config.json: give a folder written by save_pretrained, or a hub name")
+    check_sizes(folder)
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} holds adapter_config.json: adapters are not supported and would be left out silently; merge it "
+            "into the weights (peft's merge_and_unload), or remove the adapter's files"
+        )
+
+
+def check_sizes(folder: Path) -> None:
+    """Check the kinds and sizes of the JSON and tokenizer files of a folder.
+
+    Raises:
+        ValueError: a folder, pipe, device or socket in place of a file; a file that is too large.
+    """
     names = ("config.json", "generation_config.json", *TOKENIZER_FILES)
     for file in (*(folder / name for name in names), *sorted((folder / TEMPLATES).glob("*.jinja"))):
         if not file.exists():
@@ -93,11 +107,6 @@ def check_files(folder: Path) -> None:
         most = MAX_TOKENIZER if file.name in VOCABULARIES else MAX_BYTES
         if (size := file.stat().st_size) > most:
             raise ValueError(f"{file} has {size} bytes, more than the {most} that are read of such a file")
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{folder} holds adapter_config.json: adapters are not supported and would be left out silently; merge it "
-            "into the weights (peft's merge_and_unload), or remove the adapter's files"
-        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from spec_lab.core.files import Unreadable
+from spec_lab.models import checkpoint
+from spec_lab.models.gguf_file import GGUFFile
+from spec_lab.models.tokenizer import MAX_TOKENS, check_vocabulary, read_tokenizer
+
+HF_JSON = "tokenizer.huggingface.json"
+"""The metadata field that holds a whole ``tokenizer.json``."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """Types of tokens (``gguf.TokenType``)."""
@@ -47,6 +60,23 @@ PRE_TOKENIZERS = {
 }
 """By the value of ``tokenizer.ggml.pre``."""
 
+ALIASES = {
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "smaug-bpe",
+    "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "llama4": "gpt-4o", "kanana2": "gpt-4o", "starcoder": "smollm",
+    "refact": "smollm", "command-r": "smollm", "codeshell": "smollm", "exaone": "smollm", "minerva-7b": "smollm",
+    "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "phi-2": "gpt-2", "jina-es": "gpt-2", "jina-de": "gpt-2",
+    "mellum": "gpt-2", "exaone4": "gpt-2",
+}  # fmt: skip
+"""Other values with the same pre-tokenizer."""
+
+PROBES = (
+    "def f(x):\n    return {'né': [x, 1.5]}  # 2024 naïve\n\n\n\tx  +=  1_000_000;\r\n",
+    "It's 1, 12, 123, 1234 and 12345 o'clock; we'LL see, she'd say. \"Don't!\"   ",
+    '{"id": 7021, "tags": ["a", "b"], "ratio": 0.3333, "ok": true}',
+    "Ünïcödé: 東京都, Москва, عربى, हिन्दी, 한국어 😀👩‍👩‍👧 ½ ² ⅷ — “quotes” … \u00a0\u2003end",
+)
+"""Texts whose tokens show whether two tokenizers are the same."""
+
 
 def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequence[int]) -> str:
     """Write a tokenizer's metadata.
@@ -69,7 +99,7 @@ def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequenc
             f"a {type(tokenizer).__name__} has no tokenizer.json, which GGUF files hold: use a fast tokenizer"
         )
     whole = json.loads(backend.to_str())
-    writer.add_string("tokenizer.huggingface.json", json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
+    writer.add_string(HF_JSON, json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
     if tokenizer.chat_template and isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
     for one, add in (
@@ -143,3 +173,117 @@ def _steps(pre: Mapping[str, Any] | None) -> list[str | None]:
     if pre["type"] == "ByteLevel" and not pre["add_prefix_space"]:
         return [_GPT2, _BYTES] if pre.get("use_regex", True) else [_BYTES]
     return [None]
+
+
+def reads_as_llama_cpp(file: GGUFFile) -> bool:
+    """Return whether llama.cpp's own tokenizer should yield the tokens of ``read_gguf_tokenizer`` for this file."""
+    model, pre = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    return file.tokens is not None and (model != "gpt2" or ALIASES.get(str(pre), pre) in PRE_TOKENIZERS)
+
+
+def read_gguf_tokenizer(file: GGUFFile, folder: str | None = None) -> Any:
+    """Return the tokenizer of a GGUF file, as transformers' object.
+
+    It is the ``tokenizer.json`` that the file holds; else it is built from the tokens and merges of byte-level BPE with
+    a known pre-tokenizer; else transformers converts it.
+
+    Args:
+        file: the file.
+        folder: of a checkpoint or a tokenizer that is read instead.
+
+    Raises:
+        OSError: the folder cannot be read.
+        ValueError: the tokenizer is of an unknown kind or corrupt, or its tokens are not those of the file.
+    """
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise OSError(f"there is no folder {folder}: give one that holds the tokenizer of {file.path}")
+        checkpoint.check_sizes(Path(folder))
+        tokenizer = read_tokenizer(folder, Path(folder), None, None)
+    else:
+        try:
+            tokenizer = _of_file(file)
+            tokenizer.decode(tokenizer.encode("a b"), skip_special_tokens=True)
+        except Unreadable:
+            raise
+        except Exception as error:  # tokenizers raises plain Exceptions, transformers errors of many types
+            raise Unreadable(
+                f"the tokenizer of {file.path} cannot be read ({checkpoint.one_line(error)}): copy or download the "
+                "file again, or name a folder with the tokenizer"
+            ) from error
+        tokenizer.model_max_length = MAX_TOKENS  # the length of a prompt is checked against the target's context
+    check_vocabulary(folder or str(file.path), tokenizer, file.vocabulary)
+    _check_tokens(file, tokenizer, folder or "tokenizer.json")
+    return tokenizer
+
+
+def _of_file(file: GGUFFile) -> Any:
+    """Return the tokenizer that a GGUF file describes.
+
+    Raises:
+        Unreadable: one of an unknown kind.
+        Exception: a corrupt one.
+    """
+    fields = file.metadata
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    if isinstance(fields.get(HF_JSON), str):
+        backend = Tokenizer.from_str(fields[HF_JSON])
+    elif kind == "gpt2" and ALIASES.get(str(pre), pre) in PRE_TOKENIZERS:
+        backend = _byte_level_tokenizer(file, PRE_TOKENIZERS[ALIASES.get(pre, pre)])
+    elif kind in ("llama", "t5", "gemma4"):
+        with TemporaryDirectory() as alone:  # beside a tokenizer.json, transformers would read that instead
+            (Path(alone) / "model.gguf").symlink_to(file.path.resolve())
+            return AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf", trust_remote_code=False)
+    else:
+        raise Unreadable(
+            f"{file.path} has a tokenizer of a kind that is not read from GGUF files (tokenizer.ggml.model {kind}, "
+            f"tokenizer.ggml.pre {pre}): name a folder with the model's tokenizer"
+        )
+    named: dict[str, Any] = {}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        number = fields.get(f"tokenizer.ggml.{key}_token_id")
+        token = backend.id_to_token(number) if isinstance(number, int) else None
+        if token is not None:
+            named[name] = token
+    if isinstance(fields.get("tokenizer.chat_template"), str):
+        named["chat_template"] = fields["tokenizer.chat_template"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
+
+
+def _byte_level_tokenizer(file: GGUFFile, pre: PreTokenizer) -> Tokenizer:
+    """Build byte-level BPE from a file's tokens and merges."""
+    fields, tokens = file.metadata, file.tokens or []
+    types = fields.get("tokenizer.ggml.token_type", ())
+    kind = {number: int(one) for number, one in enumerate(types)}
+    vocabulary = {token: number for number, token in enumerate(tokens) if kind.get(number) != UNUSED}
+    merges = [tuple(one.split(" ", 1)) for one in fields["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.whole))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([
+        *(pre_tokenizers.Split(Regex(one), "isolated") for one in pre.patterns),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    backend.decoder = decoders.ByteLevel()
+    added = {number: one == CONTROL for number, one in kind.items() if one in (CONTROL, USER_DEFINED)}
+    backend.add_tokens([AddedToken(tokens[one], special=special, normalized=False) for one, special in added.items()])
+    begin = fields.get("tokenizer.ggml.bos_token_id")
+    if fields.get("tokenizer.ggml.add_bos_token", pre.whole) and isinstance(begin, int) and begin < len(tokens):
+        special, sequence = [(tokens[begin], begin)], f"{tokens[begin]}:0 $A:0"
+        backend.post_processor = processors.TemplateProcessing(single=sequence, special_tokens=special)
+    return backend
+
+
+def _check_tokens(file: GGUFFile, tokenizer: Any, source: str) -> None:
+    """Refuse a tokenizer whose tokens are not those of the file.
+
+    Raises:
+        ValueError: names the first token that differs.
+    """
+    types = file.metadata.get("tokenizer.ggml.token_type", ())
+    known = {number: token for token, number in tokenizer.get_vocab().items()}
+    for number, token in enumerate(file.tokens or ()):
+        unused = number < len(types) and types[number] == UNUSED
+        if not unused and known.get(number) != token:
+            raise Unreadable(
+                f"{source} and {file.path} are not of the same model: token {number} is {known.get(number)!r} in the "
+                f"former and {token!r} in the latter; name the folder of the model's own tokenizer"
+            )

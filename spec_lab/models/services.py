@@ -1,26 +1,61 @@
-"""The target's modules that feature-level drafters share: embedding, final norm, LM head."""
+"""The target's parts that feature-level drafters share: embedding, final norm, LM head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from spec_lab.models.gguf_file import GGUFFile
 from spec_lab.models.support import Unsupported
 
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "layer_norm")
 """What transformers calls the norm after the last layer: Llama and most others; GPT-2; OPT, GPT-NeoX; Phi; BioGPT."""
 
 
-@dataclass(frozen=True, eq=False)
-class TargetServices:
+class TargetServices(Protocol):
     """Parts of the target that a drafter calls on hidden states of its own (EAGLE 2401.15077, Medusa 2401.10774).
 
+    Scaling and soft-capping that some families apply outside of these parts (Gemma's embeddings; Granite's, Cohere's
+    and Gemma 2's logits) are left out.
+    """
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the hidden states that enter the LM head."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of decoder layers. Layer i reads ``hidden_states[i]`` of transformers, from 0."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input embeddings of tokens: ``[..]`` int64 -> ``[.., H]``."""
+        ...
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Return the last layer's output ``[.., H]`` as the LM head reads it.
+
+        Raises:
+            Unsupported: a model whose final norm is not known.
+        """
+        ...
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of normed hidden states: ``[.., H] -> [.., V]``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ModelServices:
+    """The modules of a model of transformers.
+
     Each method calls the target's own module, so nothing is copied, and a target that is split over devices or ranks
-    stays split. Scaling and soft-capping that some families apply outside of these modules (Gemma's embeddings;
-    Granite's, Cohere's and Gemma 2's logits) are left out.
+    stays split.
 
     Args:
         model: a causal LM of transformers.
@@ -30,33 +65,29 @@ class TargetServices:
 
     @property
     def hidden_size(self) -> int:
-        """H, the width of the hidden states that enter the LM head."""
+        """As ``TargetServices`` says."""
         return int(self.model.get_output_embeddings().weight.shape[1])
 
     @property
     def num_layers(self) -> int:
-        """L, the number of decoder layers. Layer i reads ``hidden_states[i]`` of transformers, from 0."""
+        """As ``TargetServices`` says."""
         return int(self.model.config.num_hidden_layers)
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input embeddings of tokens: ``[..]`` int64 -> ``[.., H]``."""
+        """As ``TargetServices`` says."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
         return embedded
 
     @torch.inference_mode()
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the last layer's output ``[.., H]`` as the LM head reads it.
-
-        Raises:
-            Unsupported: a model whose final norm is not known by name.
-        """
+        """As ``TargetServices`` says; the norm must be known by name."""
         normed: Tensor = self._final_norm()(hidden)
         return normed
 
     @torch.inference_mode()
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """Return the logits of normed hidden states: ``[.., H] -> [.., V]``."""
+        """As ``TargetServices`` says."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
         return logits
 
@@ -71,3 +102,59 @@ class TargetServices:
             f"model type '{self.model.config.model_type}' has no final norm under a known name "
             f"({', '.join(FINAL_NORMS)}): choose a proposer that does not require the final norm, or another target"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFServices:
+    """Embedding, final norm and LM head of a GGUF file, dequantised to float32 when they are first used.
+
+    Args:
+        file: the file.
+    """
+
+    file: GGUFFile
+
+    @property
+    def hidden_size(self) -> int:
+        """As ``TargetServices`` says."""
+        return self.file.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """As ``TargetServices`` says."""
+        return self.file.num_layers
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As ``TargetServices`` says."""
+        return nn.functional.embedding(tokens, self._embedding)
+
+    @torch.inference_mode()
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """As ``TargetServices`` says; the norm must be an RMSNorm."""
+        weight, epsilon = self._norm
+        return nn.functional.rms_norm(hidden.float(), (self.hidden_size,), weight, epsilon)
+
+    @torch.inference_mode()
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """As ``TargetServices`` says."""
+        return nn.functional.linear(hidden.float(), *self._head)
+
+    @cached_property
+    def _embedding(self) -> Tensor:
+        return self.file.tensor("token_embd.weight")
+
+    @cached_property
+    def _head(self) -> tuple[Tensor, Tensor | None]:
+        bias = self.file.tensor("output.bias") if "output.bias" in self.file.tensors else None
+        return self._embedding if self.file.tied else self.file.tensor("output.weight"), bias
+
+    @cached_property
+    def _norm(self) -> tuple[Tensor, float]:
+        epsilon = self.file.metadata.get(f"{self.file.architecture}.attention.layer_norm_rms_epsilon")
+        if not isinstance(epsilon, float) or not epsilon > 0 or "output_norm.bias" in self.file.tensors:
+            raise Unsupported(
+                f"{self.file.path} has no RMSNorm after its last layer: choose a proposer that does not require the "
+                "final norm, or another target"
+            )
+        return self.file.tensor("output_norm.weight"), epsilon

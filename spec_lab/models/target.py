@@ -18,7 +18,7 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.runner import Runner
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
-from spec_lab.models.services import TargetServices
+from spec_lab.models.services import ModelServices, TargetServices
 from spec_lab.models.support import Unsupported, checked, model_context
 
 
@@ -35,6 +35,7 @@ class Target:
         self_check: largest error that the self-check at load measured, in standard deviations of the logits.
         cache: facts that this process found before; draft models that are loaded for this target use it too.
         stops: end-of-text tokens that are known otherwise than from a model of transformers or the tokenizer.
+        parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
     """
 
     lm: Runner
@@ -45,6 +46,7 @@ class Target:
     self_check: float
     cache: ProcessCache = field(default_factory=ProcessCache, repr=False)
     stops: frozenset[int] = frozenset()
+    parts: TargetServices | None = None
 
     @cached_property
     def vocabulary(self) -> int:
@@ -78,9 +80,9 @@ class Target:
         """The target's embedding, final norm and LM head, for proposers that call them.
 
         Raises:
-            Unsupported: as of ``causal_lm``.
+            Unsupported: as of ``causal_lm``, without ``parts``.
         """
-        return TargetServices(self.causal_lm.model)
+        return ModelServices(self.causal_lm.model) if self.parts is None else self.parts
 
     def draft_runner(self, model: Any, sha256: str) -> CausalLM:
         """Return what computes a draft model for this target, with the target's attention and chunks if it has any.

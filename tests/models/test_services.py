@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_lab.models.services import TargetServices
+from spec_lab.models.services import ModelServices
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from tests.checkpoints import checkpoint
@@ -16,7 +16,7 @@ SCALED = {"cohere", "granite"}
 """Families that scale the logits outside of the LM head."""
 
 
-def run(model: Any, services: TargetServices) -> tuple[torch.Tensor, Any]:
+def run(model: Any, services: ModelServices) -> tuple[torch.Tensor, Any]:
     """The final norm's input, and transformers' output."""
     read: list[torch.Tensor] = []
     hook = services._final_norm().register_forward_pre_hook(lambda _, given: read.append(given[0]))
@@ -30,6 +30,7 @@ def run(model: Any, services: TargetServices) -> tuple[torch.Tensor, Any]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_loaded_checkpoint_offers_transformers_own_modules(tmp_path, family):
     services = Target.load(str(checkpoint(tmp_path, torch.float64, family=family)), dtype="float64").services
+    assert isinstance(services, ModelServices)
     config = services.model.config
     assert (services.hidden_size, services.num_layers) == (config.hidden_size, config.num_hidden_layers) == (32, 2)
     read, found = run(services.model, services)
@@ -41,7 +42,7 @@ def test_a_loaded_checkpoint_offers_transformers_own_modules(tmp_path, family):
 @pytest.mark.parametrize("family", sorted(FAMILIES | DENSE_ONLY))
 def test_final_norm_and_lm_head_are_found_in_every_family(family):
     model = tiny_model(family)
-    services = TargetServices(model)
+    services = ModelServices(model)
     read, found = run(model, services)
     logits = services.lm_head(services.final_norm(read))
     if family in SCALED:  # by one factor
@@ -54,4 +55,4 @@ def test_a_model_without_a_known_final_norm_is_refused():
     model = tiny_model()
     del model.model.norm
     with pytest.raises(Unsupported, match="'llama' .*final norm"):
-        TargetServices(model).final_norm(torch.zeros(1, 32))
+        ModelServices(model).final_norm(torch.zeros(1, 32))

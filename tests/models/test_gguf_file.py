@@ -1,0 +1,166 @@
+"""GGUF files are read within bounds: what breaks the format is refused with the file's name, never by a traceback."""
+
+import os
+import random
+import struct
+
+import pytest
+import torch
+
+from spec_lab.core.files import Unreadable
+from spec_lab.models.gguf_export import convert
+from spec_lab.models.gguf_file import read_gguf
+from spec_lab.models.services import GGUFServices
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from tests.gguf_files import field, header, tensor, text, tiny, with_zoo_tokenizer
+
+U32, STRING, ARRAY = 4, 8, 9
+ARCHITECTURE = field("general.architecture", STRING, text("llama"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    convert(str(with_zoo_tokenizer(folder / "checkpoint", "qwen2", num_hidden_layers=1)), folder / "model.gguf", "q8_0")
+    return folder / "model.gguf"
+
+
+HOSTILE = {
+    "empty": (b"", "does not begin with GGUF"),
+    "wrong magic": (header(magic=b"GGML"), "does not begin with GGUF"),
+    "version 1": (header(version=1), "version 1"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "ends after the magic": (b"GGUF", "ends within its header"),
+    "huge number of tensors": (b"GGUF" + struct.pack("<IQQ", 3, 2**63, 0), "tensors"),
+    "huge number of fields": (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "metadata fields"),
+    "huge name": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "bytes of a string"),
+    "long string": (header([text("a") + struct.pack("<IQ", STRING, 2**20)]), "ends within"),
+    "huge array": (header([field("a", ARRAY, struct.pack("<IQ", U32, 2**60))]), "elements of an array"),
+    "long array": (header([field("a", ARRAY, struct.pack("<IQ", U32, 2**24))]), "ends within"),
+    "long array of strings": (header([field("a", ARRAY, struct.pack("<IQ", STRING, 2**24))]), "ends within"),
+    "nested array": (header([field("a", ARRAY, struct.pack("<IQ", ARRAY, 1))]), "unknown type 9"),
+    "unknown type": (header([field("a", 77, b"")]), "unknown type 77"),
+    "a field twice": (header([ARCHITECTURE, ARCHITECTURE]), "occurs twice"),
+    "a tensor twice": (header([ARCHITECTURE], [tensor("a", (1,))] * 2), "occurs twice"),
+    "five dimensions": (header([], [tensor("a", (1,) * 5)]), "dimensions"),
+    "unknown data type": (header([], [tensor("a", (4,), kind=999)]), "data type 999"),
+    "rows of half a block": (header([], [tensor("a", (2, 33), kind=8)]), "whole blocks of 32"),
+    "an empty tensor": (header([], [tensor("a", (2, 0))]), "shape"),
+    "an offset beyond the end": (header([], [tensor("a", (4,), offset=2**62)]), "lies outside"),
+    "an odd offset": (header([], [tensor("a", (1,), offset=4)]) + bytes(64), "lies outside"),
+    "a tensor beyond the end": (header([], [tensor("a", (2**40, 2**20))]), "lies outside"),
+    "alignment 0": (header([field("general.alignment", U32, struct.pack("<I", 0))]), "general.alignment"),
+    "no architecture": (header(), "general.architecture"),
+    "no tensors": (header([ARCHITECTURE]), "token_embd.weight"),
+    "a part": (header([ARCHITECTURE, field("split.count", 2, struct.pack("<H", 3))]), "one of 3 parts"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_by_name(tmp_path, name):
+    data, why = HOSTILE[name]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=why) as refused:
+        read_gguf(file)
+    assert str(file) in str(refused.value)
+
+
+def test_folders_pipes_and_missing_files_are_refused_by_name(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, error in ((".", Unreadable), ("pipe", Unreadable), ("missing", OSError)):
+        with pytest.raises(error, match=str(tmp_path)):
+            read_gguf(tmp_path / name)
+
+
+def test_a_truncated_file_is_refused_at_any_length(written, tmp_path):
+    data, random_ = written.read_bytes(), random.Random(0)
+    for length in [random_.randrange(len(data)) for _ in range(60)] + [len(data) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(data[:length])
+        with pytest.raises(ValueError, match="cut.gguf"):
+            read_gguf(tmp_path / "cut.gguf")
+
+
+def refusal(file) -> str | None:
+    """Why a file is not read; None if it is."""
+    try:
+        read_gguf(file)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_flipped_bytes_give_a_file_or_an_error_that_names_it(written, tmp_path):
+    data, random_, refused = written.read_bytes(), random.Random(0), 0
+    for _ in range(60):
+        changed = bytearray(data)
+        for _ in range(4):
+            changed[random_.randrange(2000)] = random_.randrange(256)
+        (tmp_path / "flipped.gguf").write_bytes(changed)
+        error = refusal(tmp_path / "flipped.gguf")
+        refused += error is not None
+        assert error is None or "flipped.gguf" in error
+    assert refused > 10
+
+
+@pytest.mark.parametrize(("old", "new", "named"), [
+    (b"llama.embedding_length", b"llama.embedding_lengtH", "embedding_length"),
+    (b"llama.block_count", b"llama.block_counT", "block_count"),
+    (b"llama.context_length", b"llama.context_lengtH", "context_length"),
+    (text("!") + text('"'), text("!") + text("!"), "token twice"),
+])  # fmt: skip
+def test_metadata_that_every_model_has_is_checked(written, tmp_path, old, new, named):
+    data = written.read_bytes()
+    assert data.count(old) >= 1
+    (tmp_path / "model.gguf").write_bytes(data.replace(old, new, 1))
+    with pytest.raises(ValueError, match=named):
+        read_gguf(tmp_path / "model.gguf")
+
+
+def test_sizes_are_those_of_the_file(written):
+    file = read_gguf(written)
+    assert file.nbytes == sum(one.nbytes for one in file.tensors.values()) <= written.stat().st_size
+    assert file.parameters == sum(file.tensor(name).numel() for name in file.tensors)
+    assert file.tensors["token_embd.weight"].nbytes == 4096 * 34, "a block of 32 numbers in q8_0 has 34 bytes"
+    last = [*file.tensors.values()][-1]
+    assert last.offset + last.nbytes <= written.stat().st_size < last.offset + last.nbytes + 32
+
+
+def test_a_file_that_shrinks_while_it_is_used_is_an_error_that_names_it(written, tmp_path):
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(written.read_bytes())
+    file = read_gguf(copy)
+    os.truncate(copy, 4096)
+    with pytest.raises(OSError, match=str(copy)):
+        file.tensor("blk.0.ffn_up.weight")
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2"])
+def test_embedding_final_norm_and_head_compute_what_the_checkpoint_s_do(tmp_path, name):
+    folder = tiny(tmp_path / "checkpoint", name)
+    convert(str(folder), tmp_path / "model.gguf")
+    target = Target.load(str(folder), dtype="float32")
+    ours, own = GGUFServices(read_gguf(tmp_path / "model.gguf")), target.services
+    assert (ours.hidden_size, ours.num_layers) == (own.hidden_size, own.num_layers)
+    tokens, hidden = torch.tensor([[3, 1, 4], [1, 5, 60]]), torch.randn(2, 3, 32)
+    assert torch.equal(ours.embed(tokens), own.embed(tokens))
+    assert torch.allclose(ours.lm_head(hidden), own.lm_head(hidden), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(ours.final_norm(hidden), own.final_norm(hidden), rtol=1e-5, atol=1e-6)
+
+
+def test_a_target_uses_the_parts_that_it_was_given(tmp_path):
+    convert(str(tiny(tmp_path / "checkpoint")), tmp_path / "model.gguf")
+    parts = GGUFServices(read_gguf(tmp_path / "model.gguf"))
+    lm = Target.load(str(tmp_path / "checkpoint"), dtype="float32").lm
+    assert Target(lm, None, "gguf", 64, "", 0.0, parts=parts).services is parts
+
+
+def test_a_file_without_an_rms_norm_refuses_the_final_norm_only(tmp_path):
+    convert(str(tiny(tmp_path / "checkpoint")), tmp_path / "model.gguf")
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_epsiloN"))
+    services = GGUFServices(read_gguf(tmp_path / "model.gguf"))
+    assert services.lm_head(torch.zeros(1, 32)).shape == (1, 61)
+    with pytest.raises(Unsupported, match="final norm"):
+        services.final_norm(torch.zeros(1, 32))

@@ -1,0 +1,103 @@
+"""llama.cpp reads the files of ``spec-lab convert``: its logits and tokens are those of transformers."""
+
+import ctypes
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spec_lab.models.gguf_export import convert
+from spec_lab.models.gguf_tokenizer import PRE_TOKENIZERS, PROBES
+from tests.gguf_files import MODELS, ZOO, tiny, with_zoo_tokenizer
+
+llama = pytest.importorskip("llama_cpp", reason="requires the extra llamacpp")
+pytestmark = pytest.mark.nightly
+
+LENGTH = 100
+
+
+@contextmanager
+def model(path: Any, vocabulary_only: bool = False) -> Iterator[Any]:
+    llama.llama_backend_init()
+    options = llama.llama_model_default_params()
+    options.n_gpu_layers, options.vocab_only = 0, vocabulary_only
+    opened = llama.llama_model_load_from_file(str(path).encode(), options)
+    assert opened, f"llama.cpp does not load {path}"
+    try:
+        yield opened
+    finally:
+        llama.llama_model_free(opened)
+
+
+def logits(path: Any, tokens: list[int]) -> np.ndarray:
+    """llama.cpp's logits of every token, with a KV cache in float32: ``[tokens, V]``."""
+    with model(path) as opened:
+        options = llama.llama_context_default_params()
+        options.n_ctx = options.n_batch = options.n_ubatch = 128
+        options.type_k = options.type_v = llama.GGML_TYPE_F32
+        options.flash_attn_type = 0
+        options.n_threads = options.n_threads_batch = 1
+        context = llama.llama_init_from_model(opened, options)
+        batch = llama.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for at, token in enumerate(tokens):
+            batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, 1
+            batch.seq_id[at][0] = 0
+        assert llama.llama_decode(context, batch) == 0
+        width = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(opened))
+        found = np.ctypeslib.as_array(llama.llama_get_logits(context), (len(tokens), width)).copy()
+        llama.llama_batch_free(batch)
+        llama.llama_free(context)
+        return found
+
+
+def tokens_of(path: Any, texts: list[str]) -> list[list[int]]:
+    """llama.cpp's tokens of texts, special tokens included."""
+    with model(path, vocabulary_only=True) as opened:
+        vocabulary, found = llama.llama_model_get_vocab(opened), []
+        for text in texts:
+            data = text.encode()
+            buffer = (ctypes.c_int32 * (len(data) + 8))()
+            count = llama.llama_tokenize(vocabulary, data, len(data), buffer, len(buffer), True, True)
+            assert count >= 0
+            found.append(list(buffer[:count]))
+        return found
+
+
+def assert_same_logits(folder: Any, out: Any, dtype: str = "f32", error: float = 1e-4) -> None:
+    """Compare with transformers in float32; the error is in standard deviations of the logits."""
+    convert(str(folder), out, dtype)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(0, own.config.vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = own(input_ids=ids).logits[0].numpy()
+    found = logits(out, ids[0].tolist())
+    assert np.abs(found - expected).max() < error * expected.std()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_has_transformers_logits_of_every_architecture(tmp_path, name):
+    assert_same_logits(tiny(tmp_path / "checkpoint", name), tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("f32", 1e-4), ("bf16", 0.05), ("q8_0", 0.15), ("q4_0", 2.0)])
+def test_llama_cpp_has_transformers_logits_of_the_bundled_target(tmp_path, dtype, error):
+    assert_same_logits(ZOO, tmp_path / "zoo.gguf", dtype, error)
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_llama_cpp_tokenizes_as_transformers_does(tmp_path, pre):
+    folder = with_zoo_tokenizer(tmp_path / "checkpoint", pre)
+    convert(str(folder), tmp_path / "model.gguf")
+    own, random = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
+    texts = [*PROBES, "<|endoftext|>a <|endoftext|>", *(
+        json.loads(line)["prompt"] for file in (ZOO.parent / "prompts").glob("*.jsonl") for line in file.open()
+    )]  # fmt: skip
+    texts += ["".join(map(chr, random.integers(0x20, 0x3000, 60))) for _ in range(100)]
+    texts += ["".join(map(chr, random.integers(0x20, 0x7F, 60))) for _ in range(100)]
+    assert tokens_of(tmp_path / "model.gguf", texts) == [own(text)["input_ids"] for text in texts]
