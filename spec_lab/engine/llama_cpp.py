@@ -528,8 +528,8 @@ class LlamaCpp:
             leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""
             raise ValueError(
                 f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MOST_IDS} sequence ids, one "
-                "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer requests "
-                "at once (max_batch_size)"
+                "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
+                "requests at once (max_batch_size)"
             )
         return self._ids.pop()
 

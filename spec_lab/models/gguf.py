@@ -92,9 +92,11 @@ def load(
         check_tokenizer(model, read)
     settings = Settings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
-    error = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and _is_float32(file) else ROUNDED)
+    measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and _is_float32(file) else ROUNDED)
     lm, services = LlamaCpp(model, settings), GGUFServices(file)
-    return Target(lm, read, path, context or limit, sha256, error, cache, parts=services, stops=model.ends | file.ends)
+    return Target(
+        lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends
+    )
 
 
 def load_draft(path: str, target: Target) -> Target:
@@ -119,8 +121,8 @@ def check_tokenizer(model: Model, tokenizer: object) -> None:
                 where = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
                 raise Unsupported(
                     f"the tokenizer splits text otherwise than llama.cpp does for {model.path}: {text[:40]!r} becomes "
-                    f"{ours[where:][:6]} from token {where} on, llama.cpp's are {theirs[where:][:6]}; name the folder of "
-                    "the model's own tokenizer with target.tokenizer"
+                    f"{ours[where:][:6]} from token {where} on, llama.cpp's are {theirs[where:][:6]}; name the folder "
+                    "of the model's own tokenizer with target.tokenizer"
                 )
 
 
