@@ -354,15 +354,20 @@ class Context:
             self._pointers += self._flat.ctypes.data
             self._one_each = True
 
-    def set_ids(self, counts: np.ndarray, flat: np.ndarray) -> None:
-        """Give each row several sequence ids: ``counts`` ``[n]`` says how many, ``flat`` lists them row by row."""
+    def set_ids(self, counts: np.ndarray, starts: np.ndarray, flat: np.ndarray) -> None:
+        """Give each row several sequence ids.
+
+        Args:
+            counts: ``[n]`` how many each row has.
+            starts: ``[n]`` where they begin in
+            flat: the ids, row by row.
+        """
         if len(flat) > len(self._flat):
             self._flat = np.zeros(2 * len(flat), dtype=np.int32)
         rows = len(counts)
         self._flat[: len(flat)] = flat
         self._counts[:rows] = counts
-        ends = np.cumsum(counts)
-        self._pointers[:rows] = self._flat.ctypes.data + 4 * (ends - counts)
+        self._pointers[:rows] = self._flat.ctypes.data + 4 * starts
         self._one_each = False
 
     def decode(self, rows: int) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:

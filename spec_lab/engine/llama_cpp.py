@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,11 @@ class Paths:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The ids of the nodes of a forest, before it is known which ids its sequences have.
+    """The ids of the rows of a forest, before it is known which ids its sequences have.
 
     Args:
         trees: the paths of each tree.
-        counts: ``[M]`` how many ids each node has.
+        counts: ``[R]`` how many ids each row has.
         paths: ``[sum of counts]`` their places among the ids of all trees, tree by tree.
         nodes: of each tree the places of its nodes among all nodes.
     """
@@ -91,20 +92,31 @@ class Plan:
     def of(shape: Shape) -> Plan:
         """The plan of a shape."""
         trees, first = [], 0
-        each: list[list[int]] = [[] for _ in range(shape.nodes)]
+        each: list[list[int]] = [[] for _ in range(shape.rows)]
         nodes = [rows[1:] - shape.roots for rows in shape.trees]
         places = shape.places.tolist()
-        for own in nodes:
+        for root, own in enumerate(nodes):
             paths = Paths()
             parents = shape.parent[own].tolist()
             rows, _ = paths.add((place, places[parent]) for place, parent in enumerate(parents))
             for node, numbers in zip(own.tolist(), rows, strict=True):
-                each[node] = [first + number for number in numbers]
+                each[shape.roots + node] = [first + number for number in numbers]
             paths.fixed = True
             trees.append(paths)
+            each[root] = list(range(first, first + len(paths.paths)))
             first += len(paths.paths)
         flat = [number for numbers in each for number in numbers]
         return Plan(trees, np.array([len(one) for one in each], dtype=np.int32), np.array(flat, dtype=np.int64), nodes)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """How many ids each tree has."""
+        return [len(one.paths) for one in self.trees]
+
+    @cached_property
+    def starts(self) -> np.ndarray:  # [R]
+        """Where the ids of each row begin in ``paths``."""
+        return np.cumsum(self.counts) - self.counts
 
 
 class LlamaSequence:
@@ -348,7 +360,7 @@ class LlamaCpp:
         plan = self._plan(shape) if shape.nodes else None
         every = [*sequences, *(one for one, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
-        paths = [1] * len(every) if plan is None else [len(one.paths) for one in plan.trees] + [1] * len(prefill)
+        paths = [1] * len(every) if plan is None else plan.widths + [1] * len(prefill)
         rows = sum(map(len, tokens)) + shape.nodes
         self._reserve(every, paths, rows)
         for sequence, count in zip(every, paths, strict=True):
@@ -419,7 +431,8 @@ class LlamaCpp:
         context.token[:count] = token.numpy()
         context.position[:count] = position
         context.flags[:count] = 1
-        context.set_ids(np.array([len(one) for one in flat]), np.array([number for one in flat for number in one]))
+        each = np.array([len(one) for one in flat])
+        context.set_ids(each, np.cumsum(each) - each, np.array([number for one in flat for number in one]))
         self._ready = None
         return Extended(*self._decode(count, count, timed))
 
@@ -464,40 +477,37 @@ class LlamaCpp:
             context.set_id([one.ids[0] for one in every])
             one_each = [np.arange(row, row + 1) for row in range(rows)] if self._layers else ()
             return Prepared(rows, rows, attended, one_each, [np.arange(0)] * rows if self._layers else ())
+        plan = self._plan(shape) if plan is None else plan
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
         flags[first:rows] = 1
-        counts = np.ones(rows, dtype=np.int32)
-        ids, own_rows, at = [], [], 0
-        for number, (sequence, new, start) in enumerate(zip(every, tokens, starts, strict=True)):
-            before = len(new) - (number < trees)
-            token[at : at + before] = new[:before]
-            position[at : at + before] = np.arange(start, start + before)
-            carried = sequence.ids[: 1 if plan is None or number >= trees else len(plan.trees[number].paths)]
-            counts[at : at + before] = len(carried)
-            ids.append(np.tile(np.array(carried, dtype=np.int32), before))
-            own = np.arange(at, at + before)
-            if number < trees:
-                root = first + number
-                token[root], position[root], counts[root] = new[-1], start + before, len(carried)
-                own = np.append(own, root)
-            own_rows.append(own)
-            at += before
-        roots = [one.ids[: len(tree.paths)] for one, tree in zip(every, plan.trees, strict=False)] if plan else [
-            one.ids[:1] for one in every[:trees]
-        ]  # fmt: skip
-        table = np.array([number for one in roots for number in one], dtype=np.int32)
-        ids.append(table)
-        nodes: Sequence[np.ndarray] = [np.arange(0)] * trees
-        if plan is not None:
-            below = first + shape.roots
+        widths = [*plan.widths, *(1 for _ in every[trees:])]
+        carried = [one.ids[:width] for one, width in zip(every, widths, strict=True)]
+        before = [len(new) - (number < trees) for number, new in enumerate(tokens)]
+        table = np.array([number for ids in carried[:trees] for number in ids], dtype=np.int32)
+        ids, counts, starts_of_ids = table[plan.paths], plan.counts, plan.starts
+        if first:
+            more = np.repeat(np.array(widths, dtype=np.int32), before)
+            earlier = [np.tile(np.array(own, dtype=np.int32), n) for own, n in zip(carried, before, strict=True)]
+            ids, counts = np.concatenate([*earlier, ids]), np.concatenate([more, counts])
+            starts_of_ids = np.cumsum(counts) - counts
+            token[:first] = [one for new, n in zip(tokens, before, strict=True) for one in new[:n]]
+            position[:first] = np.concatenate(
+                [np.arange(start, start + n) for start, n in zip(starts, before, strict=True)]
+            )
+        context.set_ids(counts, starts_of_ids, ids)
+        if trees:
+            roots = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)], dtype=np.int32)
+            below = first + trees
+            token[first:below] = [new[-1] for new in tokens[:trees]]
             token[below:rows] = draft.token.numpy()
-            position[below:rows] = position[first:below][shape.root[shape.roots :]] + shape.depth[shape.roots :]
-            counts[below:rows] = plan.counts
-            ids.append(table[plan.paths])
-            nodes = [below + own for own in plan.nodes]
-        context.set_ids(counts, np.concatenate(ids))
-        return Prepared(rows, shape.rows, attended, own_rows, nodes)
+            position[first:rows] = (roots if trees == 1 else roots[shape.root]) + shape.depth
+        if not self._layers:
+            return Prepared(rows, shape.rows, attended)
+        ends = np.cumsum(before)
+        own_rows = [np.arange(end - n, end) for end, n in zip(ends, before, strict=True)]
+        own_rows[:trees] = [np.append(own, first + root) for root, own in enumerate(own_rows[:trees])]
+        return Prepared(rows, shape.rows, attended, own_rows, [first + trees + own for own in plan.nodes])
 
     # Ids and cells ---------------------------------------------------------------------------------------------------
 
