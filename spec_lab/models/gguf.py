@@ -39,7 +39,8 @@ def load(
     context: int | None = None,
     threads: int | None = None,
     gpu_layers: int = 0,
-    kv_dtype: str = "f16",
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
     chunk: int = 512,
     cells: int | None = None,
     cache: ProcessCache | None = None,
@@ -53,8 +54,11 @@ def load(
         context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value.
         threads: of the CPU; None uses as many as torch.
         gpu_layers: how many layers are computed on a GPU, where llama.cpp was built for one; -1 for all of them.
-        kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0". With f32 flash attention is off, whose
-            float16 parts cost 1e-3 standard deviations of the logits.
+        dtype: "float32" refuses a file whose weights are not all float32, for what must be exact, such as
+            certification. None accepts any file.
+        kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 with
+            ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of
+            the logits.
         chunk: most rows that are computed at once, of a prompt above all.
         cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
             allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
@@ -68,6 +72,9 @@ def load(
         Unsupported: llama-cpp-python is missing; the model is of a kind that cannot be rewound, or fails the
             self-check.
     """
+    if dtype is not None:
+        one_of("target.dtype", dtype, ("float32",))
+    kv_dtype = kv_dtype or ("f16" if dtype is None else "f32")
     one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
     whole("target.chunk", chunk)
     whole("target.gpu_layers", gpu_layers, least=-1)
@@ -78,6 +85,11 @@ def load(
     limit = file.context
     if context is not None:
         whole("target.context", context, otherwise=", or null for the model's own", most=limit)
+    exact = all(one.kind == 0 for one in file.tensors.values())
+    if dtype is not None and not exact:
+        raise ValueError(
+            f"target.dtype=float32 requires float32 weights, {path} has others: write it with spec-lab convert --dtype f32"
+        )
     if "rope_factors_long.weight" in file.tensors:
         raise Unsupported(f"{path} is not supported: its longrope RoPE changes with the size of the KV cache")
     try:
@@ -92,7 +104,7 @@ def load(
         check_tokenizer(model, read)
     settings = Settings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
-    measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and _is_float32(file) else ROUNDED)
+    measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and exact else ROUNDED)
     lm, services = LlamaCpp(model, settings), GGUFServices(file)
     return Target(
         lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends
@@ -102,7 +114,8 @@ def load(
 def load_draft(path: str, target: Target) -> Target:
     """Load the GGUF file of a draft model, to be computed as the target is. Errors as of ``load``."""
     own = target.lm.settings if isinstance(target.lm, LlamaCpp) else Settings(torch.get_num_threads())
-    return load(path, None, None, own.threads, 0, own.kv_dtype, own.batch, own.cells, target.cache)
+    more = {"threads": own.threads, "kv_dtype": own.kv_dtype, "chunk": own.batch, "cells": own.cells}
+    return load(path, **more, cache=target.cache)  # type: ignore[arg-type]
 
 
 def check_tokenizer(model: Model, tokenizer: object) -> None:
@@ -175,7 +188,3 @@ def checked(model: Model, settings: Settings, sha256: str, cache: ProcessCache, 
         )
     cache.self_checks[setting] = error
     return error
-
-
-def _is_float32(file: GGUFFile) -> bool:
-    return all(one.kind == 0 for one in file.tensors.values())

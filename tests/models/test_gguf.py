@@ -65,6 +65,7 @@ def test_logits_without_drafts_are_those_of_plain_texts(files):
     ("options", "named"),
     [
         ({"kv_dtype": "f8"}, r"target\.kv_dtype must be one of f32"), ({"chunk": 0}, r"target\.chunk"),
+        ({"dtype": "bfloat16"}, r"target\.dtype must be one of float32"),
         ({"threads": 0}, r"target\.threads"), ({"threads": 10**6}, r"target\.threads"),
         ({"gpu_layers": -2}, r"target\.gpu_layers"), ({"cells": "1"}, r"target\.cells"),
         ({"context": 257}, r"target\.context must be at most 256"), ({"context": True}, r"target\.context"),
@@ -74,6 +75,15 @@ def test_logits_without_drafts_are_those_of_plain_texts(files):
 def test_wrong_options_are_refused_by_name(files, options, named):
     with pytest.raises((OSError, ValueError), match=named):
         load(files, **options)
+
+
+def test_float32_is_exact_or_refused(files, tmp_path):
+    target = load(files, dtype="float32")
+    assert target.lm.settings.kv_dtype == "f32" and target.lm.context.library.made[-1].flash_attn_type == 0
+    convert(files / "own", tmp_path / "bf16.gguf", "bf16")
+    assert load(tmp_path, "bf16").lm.settings.kv_dtype == "f16"
+    with pytest.raises(ValueError, match=r"target\.dtype=float32 requires float32 weights.* --dtype f32"):
+        load(tmp_path, "bf16", dtype="float32")
 
 
 @pytest.mark.parametrize(
