@@ -539,7 +539,7 @@ class LlamaCpp:
             raise ValueError(
                 f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MOST_IDS} sequence ids, one "
                 "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
-                "requests at once (max_batch_size)"
+                "requests at once (batch_size, max_batch_size)"
             )
         return self._ids.pop()
 

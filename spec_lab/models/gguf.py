@@ -18,7 +18,7 @@ from spec_lab.core.options import one_of, whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.llama_context import KV_DTYPES, Library, Model, Settings, load_library
 from spec_lab.engine.llama_cpp import LlamaCpp
-from spec_lab.models.gguf_file import GGUFFile, read_gguf
+from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
 from spec_lab.models.services import GGUFServices
 from spec_lab.models.support import Unsupported, forest_error
@@ -88,7 +88,8 @@ def load(
     exact = all(one.kind == 0 for one in file.tensors.values())
     if dtype is not None and not exact:
         raise ValueError(
-            f"target.dtype=float32 requires float32 weights, {path} has others: write it with spec-lab convert --dtype f32"
+            f"target.dtype=float32 requires float32 weights, {path} has others: write it with spec-lab convert --dtype "
+            "f32"
         )
     if "rope_factors_long.weight" in file.tensors:
         raise Unsupported(f"{path} is not supported: its longrope RoPE changes with the size of the KV cache")
