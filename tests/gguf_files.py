@@ -64,7 +64,7 @@ def with_zoo_tokenizer(folder: Path, pre: str | None = None, **changes: Any) -> 
         steps: list[dict[str, Any]] = [{**split, "pattern": {"Regex": one}} for one in found.patterns]
         steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
         whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-        whole["model"]["ignore_merges"] = found.whole
+        whole["model"]["ignore_merges"] = found.ignore_merges
         (folder / "tokenizer.json").write_text(json.dumps(whole))
     return folder
 

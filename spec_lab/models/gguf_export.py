@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from spec_lab.core.files import replacing
 from spec_lab.core.options import brief, one_of
 from spec_lab.models import checkpoint
-from spec_lab.models.gguf_file import gguf_package
+from spec_lab.models.gguf_file import SOURCE, gguf_package
 from spec_lab.models.gguf_tokenizer import write_tokenizer
 from spec_lab.models.loading import describe, read_texts
 from spec_lab.models.support import Unsupported, model_context
@@ -102,6 +103,7 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
         planned = _plan(path, found.model, tensors, dtype)
         writer = gguf.GGUFWriter(None, ARCHITECTURES[config.model_type])
         writer.add_name(Path(path).name)
+        writer.add_string(SOURCE, checkpoint.weights_hash(path))
         writer.add_file_type(FILE_TYPES[dtype])
         if dtype.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -119,10 +121,11 @@ def convert(path: str, out: Path, dtype: str | None = None, overwrite: bool = Fa
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            if factors is not None:
-                writer.write_tensor_data(factors)
-            for data in tqdm(_numbers(path, planned, tensors), out.name, len(planned), unit="tensor", disable=None):
-                writer.write_tensor_data(data)
+            writer.write_padding(stream, stream.tell())
+            numbers = chain([] if factors is None else [factors], _numbers(path, planned, tensors))
+            for data in tqdm(numbers, out.name, len(writer.tensors[0]), unit="tensor", disable=None):
+                stream.write(np.ascontiguousarray(data).data)  # unlike tofile, names the file when the disk is full
+                writer.write_padding(stream, data.nbytes)
     return Written(
         ARCHITECTURES[config.model_type], dtype, len(planned) + (factors is not None),
         sum(math.prod(one.shape) for one in planned), out.stat().st_size, described,

@@ -31,8 +31,13 @@ MAX_FIELDS = 2**16
 """Maximum number of metadata fields, and of tensors."""
 MAX_ARRAY = 2**24
 """Maximum number of elements of a metadata array."""
+MAX_CONTEXT = 2**31 - 1
+"""Largest number of positions of a model; llama.cpp counts them in 32 bits."""
 MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
+
+SOURCE = "spec_lab.weights_sha256"
+"""Metadata field: SHA-256 of the weight files of the checkpoint that was converted (``checkpoint.weights_hash``)."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values (``gguf.GGUFValueType``) that are numbers, as codes of ``struct``."""
@@ -91,7 +96,7 @@ class GGUFFile:
     @property
     def context(self) -> int:
         """Maximum number of positions of the model."""
-        return self.count("context_length", 2**53)
+        return self.count("context_length", MAX_CONTEXT)
 
     @property
     def num_layers(self) -> int:
@@ -118,6 +123,11 @@ class GGUFFile:
         """The end-of-text tokens that the file names. (llama.cpp adds those that it knows by their text.)"""
         named = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         return frozenset(one for one in named if isinstance(one, int) and 0 <= one < self.vocabulary)
+
+    @property
+    def source_sha256(self) -> str:
+        """SHA-256 of the weight files from which ``spec-lab convert`` wrote the file; empty if it is not known."""
+        return str(self.metadata.get(SOURCE, ""))
 
     @property
     def nbytes(self) -> int:
@@ -278,8 +288,8 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         name = cursor.text(MAX_NAME)
         if name in described:
             raise _Malformed(f"the tensor {brief(name)} occurs twice")
-        shape = [cursor.number("Q") for _ in range(cursor.count("dimensions of a tensor", "I", 4))]
-        described[name] = (tuple(reversed(shape)), cursor.number("I"), cursor.number("Q"))
+        sizes = [cursor.number("Q") for _ in range(cursor.count("dimensions of a tensor", "I", 4))]
+        described[name] = (tuple(reversed(sizes)), cursor.number("I"), cursor.number("Q"))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise _Malformed(f"general.alignment is {brief(alignment)}, not a power of two")
@@ -325,8 +335,8 @@ def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo
     for name, info in (("the LM head", head), ("token_embd.weight", embedding)):
         if len(info.shape) != 2 or info.shape[1] != file.hidden_size:
             raise Unreadable(f"{path}: {name} has the shape {list(info.shape)}, not [V, {file.hidden_size}]")
-    if file.context < 1 or file.num_layers < 1:
-        raise Unreadable(f"{path} names no context or layers")
+    for name, most in (("context_length", MAX_CONTEXT), ("block_count", MAX_LAYERS)):
+        file.count(name, most)
     tokens = file.tokens
     if tokens is not None and (not isinstance(tokens, list) or len({*tokens}) < len(tokens)):
         raise Unreadable(f"{path}: tokenizer.ggml.tokens holds a token twice, which llama.cpp does not load")

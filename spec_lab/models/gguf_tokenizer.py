@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -45,8 +46,8 @@ class PreTokenizer(NamedTuple):
 
     patterns: tuple[str, ...]
     """Regular expressions, applied one after the other; each match is a piece, and so is what lies between matches."""
-    whole: bool = False
-    """Whether a piece that is a token stays whole, whatever the merges (``ignore_merges``)."""
+    ignore_merges: bool = False
+    """Whether a piece that is a token stays settings, whatever the merges."""
 
 
 PRE_TOKENIZERS = {
@@ -98,8 +99,8 @@ def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequenc
         raise ValueError(
             f"a {type(tokenizer).__name__} has no tokenizer.json, which GGUF files hold: use a fast tokenizer"
         )
-    whole = json.loads(backend.to_str())
-    writer.add_string(HF_JSON, json.dumps(whole, ensure_ascii=False, separators=(",", ":")))
+    settings = json.loads(backend.to_str())
+    writer.add_string(HF_JSON, json.dumps(settings, ensure_ascii=False, separators=(",", ":")))
     if tokenizer.chat_template and isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
     for one, add in (
@@ -117,45 +118,46 @@ def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequenc
     given = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(bool(given) and given[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(given) and given[-1] == tokenizer.eos_token_id)
-    if not _byte_level(whole):
+    if not _byte_level(settings):
         writer.add_tokenizer_model("no_vocab")
         return "llama.cpp reads token ids only: it has no tokenizer of this kind"
     tokens = {number: token for token, number in backend.get_vocab(with_added_tokens=True).items()}
     added = backend.get_added_tokens_decoder()
-    unused = [f"[PAD{number}]" for number in range(vocabulary)]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([tokens.get(number, unused[number]) for number in range(vocabulary)])
+    writer.add_token_list([tokens.get(number, f"[PAD{number}]") for number in range(vocabulary)])
     writer.add_token_types([
         UNUSED if number not in tokens else NORMAL if number not in added
         else CONTROL if added[number].special else USER_DEFINED
         for number in range(vocabulary)
     ])  # fmt: skip
-    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in whole["model"]["merges"]])
-    name = pre_tokenizer_name(whole)
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in settings["model"]["merges"]])
+    name = pre_tokenizer_name(settings)
     if name is None:
         return "llama.cpp has no pre-tokenizer of this kind and splits some texts differently: give it token ids"
     writer.add_tokenizer_pre(name)
     return f"llama.cpp tokenizes as {name}"
 
 
-def _byte_level(whole: Mapping[str, Any]) -> bool:
+def _byte_level(settings: Mapping[str, Any]) -> bool:
     """Return whether a ``tokenizer.json`` is byte-level BPE, which llama.cpp calls gpt2."""
-    model, steps = whole["model"], _steps(whole["pre_tokenizer"])
+    model, steps = settings["model"], _steps(settings["pre_tokenizer"])
     plain = not any(model.get(name) for name in (
         "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
     ))  # fmt: skip
-    normal = whole["normalizer"] is None or whole["normalizer"]["type"] == "NFC"  # Qwen's, which llama.cpp leaves out
-    return bool(model["type"] == "BPE" and plain and normal and model["merges"] and steps[-1:] == [_BYTES])
+    normalizer = settings["normalizer"] or {"type": "NFC"}  # Qwen's is NFC; llama.cpp leaves it out
+    return bool(
+        model["type"] == "BPE" and plain and normalizer["type"] == "NFC" and model["merges"] and steps[-1:] == [_BYTES]
+    )
 
 
 _BYTES = "bytes"
 """The step of ``_steps`` that maps each byte to a character."""
 
 
-def pre_tokenizer_name(whole: Mapping[str, Any]) -> str | None:
+def pre_tokenizer_name(settings: Mapping[str, Any]) -> str | None:
     """Return llama.cpp's name of the pre-tokenizer of a ``tokenizer.json``; None if it has none."""
-    *patterns, last = _steps(whole["pre_tokenizer"]) or [""]
-    found = PreTokenizer(tuple(map(str, patterns)), bool(whole["model"].get("ignore_merges")))
+    *patterns, last = _steps(settings["pre_tokenizer"]) or [""]
+    found = PreTokenizer(tuple(map(str, patterns)), bool(settings["model"].get("ignore_merges")))
     names = [name for name, one in PRE_TOKENIZERS.items() if one == found]
     return names[0] if names and last == _BYTES else None
 
@@ -177,8 +179,13 @@ def _steps(pre: Mapping[str, Any] | None) -> list[str | None]:
 
 def reads_as_llama_cpp(file: GGUFFile) -> bool:
     """Return whether llama.cpp's own tokenizer should yield the tokens of ``read_gguf_tokenizer`` for this file."""
-    model, pre = (file.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    return file.tokens is not None and (model != "gpt2" or ALIASES.get(str(pre), pre) in PRE_TOKENIZERS)
+    return file.tokens is not None and (file.metadata.get("tokenizer.ggml.model") != "gpt2" or _known(file) is not None)
+
+
+def _known(file: GGUFFile) -> PreTokenizer | None:
+    """Return the pre-tokenizer that a file names; None for an unknown one."""
+    name = str(file.metadata.get("tokenizer.ggml.pre"))
+    return PRE_TOKENIZERS.get(ALIASES.get(name, name))
 
 
 def read_gguf_tokenizer(file: GGUFFile, folder: str | None = None) -> Any:
@@ -225,11 +232,11 @@ def _of_file(file: GGUFFile) -> Any:
         Exception: a corrupt one.
     """
     fields = file.metadata
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
+    kind, known = fields.get("tokenizer.ggml.model"), _known(file)
     if isinstance(fields.get(HF_JSON), str):
         backend = Tokenizer.from_str(fields[HF_JSON])
-    elif kind == "gpt2" and ALIASES.get(str(pre), pre) in PRE_TOKENIZERS:
-        backend = _byte_level_tokenizer(file, PRE_TOKENIZERS[ALIASES.get(pre, pre)])
+    elif kind == "gpt2" and known is not None:
+        backend = _byte_level_tokenizer(file, known)
     elif kind in ("llama", "t5", "gemma4"):
         with TemporaryDirectory() as alone:  # beside a tokenizer.json, transformers would read that instead
             (Path(alone) / "model.gguf").symlink_to(file.path.resolve())
@@ -237,7 +244,7 @@ def _of_file(file: GGUFFile) -> Any:
     else:
         raise Unreadable(
             f"{file.path} has a tokenizer of a kind that is not read from GGUF files (tokenizer.ggml.model {kind}, "
-            f"tokenizer.ggml.pre {pre}): name a folder with the model's tokenizer"
+            f"tokenizer.ggml.pre {fields.get('tokenizer.ggml.pre')}): name a folder with the model's tokenizer"
         )
     named: dict[str, Any] = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
@@ -253,11 +260,10 @@ def _of_file(file: GGUFFile) -> Any:
 def _byte_level_tokenizer(file: GGUFFile, pre: PreTokenizer) -> Tokenizer:
     """Build byte-level BPE from a file's tokens and merges."""
     fields, tokens = file.metadata, file.tokens or []
-    types = fields.get("tokenizer.ggml.token_type", ())
-    kind = {number: int(one) for number, one in enumerate(types)}
+    kind = dict(enumerate(_token_types(file)))
     vocabulary = {token: number for number, token in enumerate(tokens) if kind.get(number) != UNUSED}
     merges = [tuple(one.split(" ", 1)) for one in fields["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.whole))
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre.ignore_merges))
     backend.pre_tokenizer = pre_tokenizers.Sequence([
         *(pre_tokenizers.Split(Regex(one), "isolated") for one in pre.patterns),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -266,10 +272,16 @@ def _byte_level_tokenizer(file: GGUFFile, pre: PreTokenizer) -> Tokenizer:
     added = {number: one == CONTROL for number, one in kind.items() if one in (CONTROL, USER_DEFINED)}
     backend.add_tokens([AddedToken(tokens[one], special=special, normalized=False) for one, special in added.items()])
     begin = fields.get("tokenizer.ggml.bos_token_id")
-    if fields.get("tokenizer.ggml.add_bos_token", pre.whole) and isinstance(begin, int) and begin < len(tokens):
+    if fields.get("tokenizer.ggml.add_bos_token", pre.ignore_merges) and isinstance(begin, int) and begin < len(tokens):
         special, sequence = [(tokens[begin], begin)], f"{tokens[begin]}:0 $A:0"
         backend.post_processor = processors.TemplateProcessing(single=sequence, special_tokens=special)
     return backend
+
+
+def _token_types(file: GGUFFile) -> list[int]:
+    """Return the types of a file's tokens; an empty list if it names none."""
+    types = file.metadata.get("tokenizer.ggml.token_type")
+    return [int(one) for one in types] if isinstance(types, np.ndarray) else []
 
 
 def _check_tokens(file: GGUFFile, tokenizer: Any, source: str) -> None:
@@ -278,7 +290,7 @@ def _check_tokens(file: GGUFFile, tokenizer: Any, source: str) -> None:
     Raises:
         ValueError: names the first token that differs.
     """
-    types = file.metadata.get("tokenizer.ggml.token_type", ())
+    types = _token_types(file)
     known = {number: token for token, number in tokenizer.get_vocab().items()}
     for number, token in enumerate(file.tokens or ()):
         unused = number < len(types) and types[number] == UNUSED

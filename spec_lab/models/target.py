@@ -36,6 +36,7 @@ class Target:
         cache: facts that this process found before; draft models that are loaded for this target use it too.
         stops: end-of-text tokens that are known otherwise than from a model of transformers or the tokenizer.
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
+        source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
     """
 
     lm: Runner
@@ -47,6 +48,7 @@ class Target:
     cache: ProcessCache = field(default_factory=ProcessCache, repr=False)
     stops: frozenset[int] = frozenset()
     parts: TargetServices | None = None
+    source_sha256: str = ""
 
     @cached_property
     def vocabulary(self) -> int:

@@ -163,7 +163,7 @@ class Heads:
                 "supported: use heads that share the target's"
             )
         trained_on = config.get("target_sha256", "")
-        if trained_on and target.sha256 and trained_on != target.sha256:
+        if trained_on and target.sha256 and trained_on not in (target.sha256, target.source_sha256):
             log.warning(
                 "the Medusa heads at %s were trained on other weights than %s: the output distribution is still the "
                 "target's, but fewer tokens will be accepted", path, target.name,

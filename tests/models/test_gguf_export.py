@@ -1,6 +1,7 @@
 """A GGUF file holds the tensors of its checkpoint in llama.cpp's names and order, and what describes the model."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from spec_lab.cli.commands import command
+from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.gguf_export import PARTS, convert, permuted
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.support import Unsupported
@@ -46,6 +48,7 @@ def test_every_tensor_is_the_checkpoint_s_and_a_tied_head_is_left_out(tmp_path, 
     for one, numbers in held.items():
         heads = heads_of(file, one)
         assert torch.equal(unpermuted(numbers, heads) if heads else numbers, weights[source_of(one)]), one
+    assert file.source_sha256 == weights_hash(str(folder))
     assert file.tied == (name == "tied") == ("output.weight" not in file.tensors)
     assert made.parameters == sum(one.numel() for one in weights.values())
 
@@ -140,6 +143,17 @@ def test_a_number_that_a_dtype_cannot_hold_is_refused_by_the_tensor_s_name(tmp_p
     assert convert(str(folder), tmp_path / "model.gguf", "bf16").dtype == "bf16"
 
 
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_nothing(tmp_path):
+    folder, limits = tiny(tmp_path / "checkpoint"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 * 2**10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"free some space.*model\.gguf"):
+            convert(str(folder), tmp_path / "model.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint"]
+
+
 @pytest.mark.parametrize(("changes", "named"), [
     ({"family": "gpt2"}, "model_type 'gpt2'"), ({"family": "gemma"}, "model_type 'gemma'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -194,6 +208,16 @@ def test_ids_without_a_token_are_unused_ones(tmp_path):
     file = read_gguf(tmp_path / "model.gguf")
     assert file.tokens[4095:][1:] == [f"[PAD{number}]" for number in range(4096, 4100)]
     assert file.metadata["tokenizer.ggml.token_type"][4096:].tolist() == [5] * 4
+
+
+def test_qwen_s_normalizer_which_llama_cpp_leaves_out_is_kept_in_the_json(tmp_path):
+    folder = with_zoo_tokenizer(tmp_path / "checkpoint", "qwen2")
+    whole = json.loads((folder / "tokenizer.json").read_text()) | {"normalizer": {"type": "NFC"}}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    convert(str(folder), tmp_path / "model.gguf")
+    metadata = read_gguf(tmp_path / "model.gguf").metadata
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "qwen2")
+    assert json.loads(metadata["tokenizer.huggingface.json"])["normalizer"] == {"type": "NFC"}
 
 
 def test_a_tokenizer_without_a_name_in_llama_cpp_is_in_the_file_and_the_message_says_so(tmp_path):

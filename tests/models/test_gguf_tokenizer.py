@@ -112,6 +112,14 @@ def test_an_unknown_or_corrupt_tokenizer_is_refused_with_the_file_s_name(tmp_pat
     assert str(file.path) in str(refused.value)
 
 
+@pytest.mark.parametrize("types", [3, "control", ["3"]])
+def test_token_types_that_are_no_numbers_are_left_out(tmp_path, types):
+    file = without(written(tmp_path, "qwen2"), token_type=types)
+    assert (
+        read_gguf_tokenizer(file)("a b")["input_ids"] == read_gguf_tokenizer(without(file, HF_JSON))("a b")["input_ids"]
+    )
+
+
 def test_a_corrupt_json_is_refused_with_the_file_s_name(tmp_path):
     file = written(tmp_path, "qwen2")
     with pytest.raises(Unreadable, match=r"model\.gguf"):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spec_lab.models.gguf_export import convert
+from spec_lab.models.gguf_export import FILE_TYPES, convert
+from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import PRE_TOKENIZERS, PROBES
 from tests.gguf_files import MODELS, ZOO, tiny, with_zoo_tokenizer
 
@@ -101,3 +102,19 @@ def test_llama_cpp_tokenizes_as_transformers_does(tmp_path, pre):
     texts += ["".join(map(chr, random.integers(0x20, 0x3000, 60))) for _ in range(100)]
     texts += ["".join(map(chr, random.integers(0x20, 0x7F, 60))) for _ in range(100)]
     assert tokens_of(tmp_path / "model.gguf", texts) == [own(text)["input_ids"] for text in texts]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0", "q4_0"])
+def test_the_numbers_are_those_of_llama_cpp_s_own_quantizer(tmp_path, dtype):
+    convert(str(ZOO), tmp_path / "f32.gguf", "f32")
+    convert(str(ZOO), tmp_path / "ours.gguf", dtype)
+    options = llama.llama_model_quantize_default_params()
+    options.ftype, options.nthread = FILE_TYPES[dtype], 1
+    llama.llama_backend_init()
+    paths = (str(tmp_path / name).encode() for name in ("f32.gguf", "own.gguf"))
+    assert llama.llama_model_quantize(*paths, ctypes.byref(options)) == 0
+    ours, own = read_gguf(tmp_path / "ours.gguf"), read_gguf(tmp_path / "own.gguf")
+    other = {name for name in ours.tensors if ours.tensors[name].kind != own.tensors[name].kind}
+    assert other == ({"token_embd.weight"} if dtype == "q4_0" else set()), "q8_0 here, q6_k in llama.cpp's"
+    for name in ours.tensors.keys() - other:
+        assert torch.equal(ours.tensor(name), own.tensor(name)), name

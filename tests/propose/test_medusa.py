@@ -475,6 +475,8 @@ def test_missing_and_broken_files_are_named(target, tmp_path, caplog):
     with pytest.raises(ValueError, match="is not readable"):
         Medusa.load(target, str(folder), tree="2")
     other = saved(tmp_path / "other", {"target_sha256": "abc"})
+    Medusa.load(replace(target, sha256="def", source_sha256="abc"), str(other), tree="2")
+    assert "trained on other weights" not in caplog.text
     Medusa.load(replace(target, sha256="def"), str(other), tree="2")
     assert "trained on other weights" in caplog.text
 
