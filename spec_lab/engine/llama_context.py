@@ -209,7 +209,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LlamaSettings:
     """How a context computes.
 
     Args:
@@ -241,7 +241,7 @@ class Context:
         cells, ids: the cells and the sequence ids that exist now.
     """
 
-    def __init__(self, model: Model, settings: Settings) -> None:
+    def __init__(self, model: Model, settings: LlamaSettings) -> None:
         self.model, self.library, self.settings = model, model.library, settings
         self.cells = self.ids = 0
         self.embeddings = False

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
-from spec_lab.engine.llama_context import MOST_IDS, Context, Model, Settings
+from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Model
 from spec_lab.engine.runner import Capabilities, Extended, Output
 
-MOST_PLANS = 64
+MOST_SHAPES = 64
 """Most shapes of forests whose ids a runner remembers."""
 
 
@@ -73,7 +73,7 @@ class Paths:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ForestIds:
     """The ids of the rows of a forest, before it is known which ids its sequences have.
 
     Args:
@@ -89,7 +89,7 @@ class Plan:
     nodes: list[np.ndarray]
 
     @staticmethod
-    def of(shape: Shape) -> Plan:
+    def of(shape: Shape) -> ForestIds:
         """The plan of a shape."""
         trees, first = [], 0
         each: list[list[int]] = [[] for _ in range(shape.rows)]
@@ -106,7 +106,9 @@ class Plan:
             each[root] = list(range(first, first + len(paths.paths)))
             first += len(paths.paths)
         flat = [number for numbers in each for number in numbers]
-        return Plan(trees, np.array([len(one) for one in each], dtype=np.int32), np.array(flat, dtype=np.int64), nodes)
+        return ForestIds(
+            trees, np.array([len(one) for one in each], dtype=np.int32), np.array(flat, dtype=np.int64), nodes
+        )
 
     @cached_property
     def widths(self) -> list[int]:
@@ -234,7 +236,7 @@ def _common(path: list[int], accepted: list[int]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class PreparedRows:
     """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
 
     Args:
@@ -256,7 +258,7 @@ class LlamaCpp:
     """A GGUF model in llama.cpp. A ``runner.Runner`` and a ``runner.DraftRunner``.
 
     Logits that a forward returns are the library's memory: the next forward overwrites them. Long prompts are computed
-    in parts of ``Settings.batch`` rows. Cells and ids are allocated as they are needed, up to ``Settings.cells``.
+    in parts of ``LlamaSettings.batch`` rows. Cells and ids are allocated as they are needed.
 
     Args:
         model: a loaded model.
@@ -266,17 +268,17 @@ class LlamaCpp:
     device = torch.device("cpu")
     dtype = torch.float32
 
-    def __init__(self, model: Model, settings: Settings | None = None) -> None:
-        self.model, self.settings = model, Settings() if settings is None else settings
+    def __init__(self, model: Model, settings: LlamaSettings | None = None) -> None:
+        self.model, self.settings = model, LlamaSettings() if settings is None else settings
         self.context = Context(model, self.settings)
         self.clock = Clock(self.device)
         self.forwards = 0
         self.sequences: set[LlamaSequence] = set()
         self._ids = list(range(MOST_IDS - 1, -1, -1))
-        self._plans: dict[Shape, Plan] = {}
+        self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
-        self._ready: Prepared | None = None
+        self._ready: PreparedRows | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -349,7 +351,7 @@ class LlamaCpp:
         pending: Sequence[Sequence[int]],
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
-    ) -> Prepared:
+    ) -> PreparedRows:
         """See ``runner.Runner``. Rows are all pending tokens but the roots, then the roots, then the nodes.
 
         Raises:
@@ -375,7 +377,7 @@ class LlamaCpp:
         self._ready = prepared
         return prepared
 
-    def run(self, prepared: Prepared, timed: Phase | None = None) -> Output:
+    def run(self, prepared: PreparedRows, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``.
 
         Args:
@@ -448,11 +450,11 @@ class LlamaCpp:
         states: list[Any] = [final if layer == self.model.layers else next(others) for layer in self._layers]
         return found, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
 
-    def _plan(self, shape: Shape) -> Plan:
+    def _plan(self, shape: Shape) -> ForestIds:
         if shape not in self._plans:
-            if len(self._plans) >= MOST_PLANS:
+            if len(self._plans) >= MOST_SHAPES:
                 self._plans.clear()
-            self._plans[shape] = Plan.of(shape)
+            self._plans[shape] = ForestIds.of(shape)
         return self._plans[shape]
 
     def _arrange(
@@ -460,10 +462,10 @@ class LlamaCpp:
         every: Sequence[LlamaSequence],
         tokens: Sequence[Sequence[int]],
         draft: Draft,
-        plan: Plan | None,
+        plan: ForestIds | None,
         trees: int,
         rows: int,
-    ) -> Prepared:
+    ) -> PreparedRows:
         """Write the rows of a forward into the context's arrays."""
         context, shape = self.context, draft.shape
         context.reserve_rows(rows)
@@ -476,7 +478,7 @@ class LlamaCpp:
             flags[:rows] = 1
             context.set_id([one.ids[0] for one in every])
             one_each = [np.arange(row, row + 1) for row in range(rows)] if self._layers else ()
-            return Prepared(rows, rows, attended, one_each, [np.arange(0)] * rows if self._layers else ())
+            return PreparedRows(rows, rows, attended, one_each, [np.arange(0)] * rows if self._layers else ())
         plan = self._plan(shape) if plan is None else plan
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
@@ -503,11 +505,11 @@ class LlamaCpp:
             token[below:rows] = draft.token.numpy()
             position[first:rows] = (roots if trees == 1 else roots[shape.root]) + shape.depth
         if not self._layers:
-            return Prepared(rows, shape.rows, attended)
+            return PreparedRows(rows, shape.rows, attended)
         ends = np.cumsum(before)
         own_rows = [np.arange(end - n, end) for end, n in zip(ends, before, strict=True)]
         own_rows[:trees] = [np.append(own, first + root) for root, own in enumerate(own_rows[:trees])]
-        return Prepared(rows, shape.rows, attended, own_rows, [first + trees + own for own in plan.nodes])
+        return PreparedRows(rows, shape.rows, attended, own_rows, [first + trees + own for own in plan.nodes])
 
     # Ids and cells ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from spec_lab.core.draft import empty
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.llama_context import KV_DTYPES, Library, Model, Settings, load_library
+from spec_lab.engine.llama_context import KV_DTYPES, Library, LlamaSettings, Model, load_library
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
@@ -103,7 +103,7 @@ def load(
     read = read_gguf_tokenizer(file, tokenizer)
     if reads_as_llama_cpp(file):
         check_tokenizer(model, read)
-    settings = Settings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
+    settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
     measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and exact else ROUNDED)
     lm, services = LlamaCpp(model, settings), GGUFServices(file)
@@ -114,7 +114,7 @@ def load(
 
 def load_draft(path: str, target: Target) -> Target:
     """Load the GGUF file of a draft model, to be computed as the target is. Errors as of ``load``."""
-    own = target.lm.settings if isinstance(target.lm, LlamaCpp) else Settings(torch.get_num_threads())
+    own = target.lm.settings if isinstance(target.lm, LlamaCpp) else LlamaSettings(torch.get_num_threads())
     more = {"threads": own.threads, "kv_dtype": own.kv_dtype, "chunk": own.batch, "cells": own.cells}
     return load(path, **more, cache=target.cache)  # type: ignore[arg-type]
 
@@ -146,7 +146,7 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def checked(model: Model, settings: Settings, sha256: str, cache: ProcessCache, allowed: float) -> float:
+def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCache, allowed: float) -> float:
     """Return the self-check's error, measured once for the same file in the same setting.
 
     Args:

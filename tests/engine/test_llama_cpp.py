@@ -16,7 +16,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine import llama_context
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.llama_context import MOST_IDS, SIZES, Model, Settings, check_layout, load_library
+from spec_lab.engine.llama_context import MOST_IDS, SIZES, LlamaSettings, Model, check_layout, load_library
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import Capabilities
@@ -35,7 +35,7 @@ COLD, WARM = Sampling(0.0), Sampling(1.0)
 
 
 def runner(library=None, **more):
-    return LlamaCpp(Model(library or FakeLlama(V, H, LAYERS), "fake.gguf"), Settings(**{"batch": 7, **more}))
+    return LlamaCpp(Model(library or FakeLlama(V, H, LAYERS), "fake.gguf"), LlamaSettings(**{"batch": 7, **more}))
 
 
 def used(lm):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.llama_context import Settings
+from spec_lab.engine.llama_context import LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
@@ -40,7 +40,7 @@ def test_a_target_has_the_files_context_tokenizer_ends_and_services(files):
     target = load(files)
     assert isinstance(target.lm, LlamaCpp) and target.vocabulary == target.lm.vocabulary == 4096
     assert target.context == 256 and target.ends == {0} and len(target.sha256) == 64
-    assert target.self_check == 0 and target.lm.settings == Settings(1, "f16", 512, None)
+    assert target.self_check == 0 and target.lm.settings == LlamaSettings(1, "f16", 512, None)
     own = AutoTokenizer.from_pretrained(files / "own")
     assert target.tokenizer("def f(x): return 1")["input_ids"] == own("def f(x): return 1")["input_ids"]
     assert target.services.hidden_size == 32 and target.services.lm_head(torch.zeros(1, 32)).shape == (1, 4096)
@@ -209,4 +209,4 @@ def test_a_target_of_transformers_may_have_a_gguf_draft(files, monkeypatch):
     monkeypatch.setattr(gguf, "load_library", library)
     target = Target.load(str(files / "own"))
     draft = DraftModel.load(target, str(files / "own.gguf"), depth=2)
-    assert draft.lm.settings == Settings(torch.get_num_threads())
+    assert draft.lm.settings == LlamaSettings(torch.get_num_threads())

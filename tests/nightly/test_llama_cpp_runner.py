@@ -15,7 +15,7 @@ from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine
-from spec_lab.engine.llama_context import Model, Settings, load_library
+from spec_lab.engine.llama_context import LlamaSettings, Model, load_library
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
@@ -52,7 +52,7 @@ def library():
 
 def runner(files, library, kind, **more):
     kv, _ = KINDS[kind]
-    return LlamaCpp(Model(library, str(files / f"target-{kind}.gguf")), Settings(1, kv, **{"batch": 64, **more}))
+    return LlamaCpp(Model(library, str(files / f"target-{kind}.gguf")), LlamaSettings(1, kv, **{"batch": 64, **more}))
 
 
 def worst(found, expected):
