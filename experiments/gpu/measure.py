@@ -60,6 +60,9 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 """Sizes of Llama 3.2 1B, Llama 2 7B and Qwen 2.5 14B; eight key-value heads, four of the smallest."""
 
 WAYS = ("as they come", "captured")
+PROMPT = 128
+"""Tokens of each prompt of autoregressive decoding."""
+
 WARM_UP = 8
 """Steps before the timed ones: kernels are chosen, graphs are captured."""
 
@@ -244,7 +247,8 @@ def main() -> None:
     table = Table("shape", "way", "batch", "tokens/s", "roofline share", "overhead", title="Autoregressive decoding")
     limits = {}
     for shape in given.shapes:
-        model = model_of(shape, given.device, dtype, max(given.contexts) + 2 * max(given.nodes) + given.steps + 64)
+        longest = max(*given.contexts, PROMPT) + 2 * max(given.nodes) + given.steps + 64
+        model = model_of(shape, given.device, dtype, longest)
         merge(model)  # for both ways: they differ in the capture only
         lms = {way: CausalLM(model, fixed=way == "captured") for way in WAYS}
         targets = {
@@ -255,7 +259,7 @@ def main() -> None:
         roofline = Roofline(work, measure(work.weight_bytes, dtype, device))
         limits[shape] = roofline.facts()
         for batch in tqdm(given.batches, desc=f"{shape}: decoding"):
-            for one in autoregressive(targets, roofline, shape, batch, 128, given.steps, max(2, given.repeats // 3)):
+            for one in autoregressive(targets, roofline, shape, batch, PROMPT, given.steps, max(2, given.repeats // 3)):
                 found.append(one)
                 table.add_row(
                     shape, one["way"], str(batch), f"{one['tokens_per_second']:.1f}", f"{one['roofline_share']:.0%}",

@@ -69,6 +69,10 @@ class Capabilities:
     abilities: frozenset[Ability] = frozenset()
 
 
+Rows = slice | np.ndarray
+"""Consecutive rows of a tensor, or the numbers of some."""
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
     """What one forward over a forest returns.
@@ -85,8 +89,8 @@ class Output:
     logits: Tensor
     attended: int
     hidden: Tensor | None = None
-    pending_rows: Sequence[slice] = ()
-    node_rows: Sequence[slice] = ()
+    pending_rows: Sequence[Rows] = ()
+    node_rows: Sequence[Rows] = ()
     early: Mapping[int, Tensor] = field(default_factory=dict)
 
     def observed(self, sequence: int, nodes: Sequence[int] = ()) -> Tensor | None:  # [n, layers * H]
@@ -97,9 +101,9 @@ class Output:
         if self.hidden is None:
             return None
         rows = self.pending_rows[sequence]
-        if nodes:
-            first = self.node_rows[sequence].start
-            index = np.array([*range(rows.start, rows.stop), *(first + node for node in nodes)])
+        if nodes or not isinstance(rows, slice):
+            own = _numbers(self.node_rows[sequence]) if nodes else []
+            index = np.array([*_numbers(rows), *(own[node] for node in nodes)], dtype=np.int64)
             found = self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
         else:
             found = self.hidden[rows].clone()
@@ -115,6 +119,10 @@ class Output:
     def nodes(self) -> list[Tensor]:
         """For each tree the hidden states of its nodes; empty where nothing is captured."""
         return [] if self.hidden is None else [self.hidden[rows] for rows in self.node_rows]
+
+
+def _numbers(rows: Rows) -> Sequence[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
 
 
 class Extended(NamedTuple):

@@ -8,7 +8,8 @@ refused by name before any weight is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -20,6 +21,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import SPANS, Attention
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.runner import DraftRunner
 
 LOG = logging.getLogger(__name__)
 
@@ -29,6 +31,10 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torc
 CHANGING_ROPE = {"dynamic", "longrope"}
 ALIBI = {"bloom", "mpt"}
 NOT_FULL_ATTENTION = {"mamba", "mamba2", "rwkv", "falcon_mamba", "recurrent_gemma", "jamba", "gpt_neo", "zamba"}
+
+
+Plain = Callable[[list[int], int], Tensor]
+"""Returns the logits ``[n, V]`` of the last n tokens of a text, computed without drafts."""
 
 
 class Unsupported(ValueError):
@@ -94,7 +100,8 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
     """
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
-        error = max(_forest_error(model, attention, fixed), _rotation_error(model))
+        lm = CausalLM(model, attention, fixed=fixed)
+        error = max(forest_error(lm, lm.vocabulary, partial(_plain_forward, model)), _rotation_error(model))
     except Unsupported:
         raise
     except (
@@ -139,20 +146,25 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, 
     return error
 
 
-def _forest_error(model: Any, attention: Attention, fixed: bool) -> float:
-    """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one."""
-    lm = CausalLM(model, attention, fixed=fixed)
+def forest_error(lm: DraftRunner, vocabulary: int, plain: Plain) -> float:
+    """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one.
+
+    Args:
+        lm: decodes the forests.
+        vocabulary: V.
+        plain: returns the expected logits.
+    """
     generator = np.random.default_rng(0)
 
     def random_tokens(count: int) -> list[int]:
-        return generator.integers(0, lm.vocabulary, count).tolist()
+        return generator.integers(0, vocabulary, count).tolist()
 
     prompts = [random_tokens(7), random_tokens(4)]
     sequences = [lm.open() for _ in prompts]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
     first = Draft(Shape(2, np.array([0, 0, 3, 1, 5])), torch.tensor(random_tokens(5), device=lm.device))
     output = lm.forward(sequences, prompts, first)
-    worst = _compare(model, prompts, first, output.logits)
+    worst = _compare(plain, prompts, first, output.logits.clone())
     for sequence, accepted in zip(sequences, ([1, 2], []), strict=True):
         sequence.accept(accepted)
     tokens = [prompts[0] + first.token[[1, 2]].tolist(), prompts[1]]
@@ -160,7 +172,10 @@ def _forest_error(model: Any, attention: Attention, fixed: bool) -> float:
     second = Draft(Shape(2, np.array([0, 0, 2, 1, 1, 6])), torch.tensor(random_tokens(6), device=lm.device))
     output = lm.forward(sequences, pending, second)
     tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
-    return max(worst, _compare(model, tokens, second, output.logits))
+    worst = max(worst, _compare(plain, tokens, second, output.logits.clone()))
+    for sequence in sequences:
+        sequence.close()
+    return worst
 
 
 @torch.inference_mode()
@@ -179,21 +194,27 @@ def _rotation_error(model: Any) -> float:
 
 
 @torch.inference_mode()
-def _compare(model: Any, tokens: Sequence[list[int]], draft: Draft, logits: Tensor) -> float:
-    """Return the largest error of any row against plain forwards over paths, with transformers' own attention."""
-    errors, ours = [], model.config._attn_implementation
+def _plain_forward(model: Any, tokens: list[int], rows: int) -> Tensor:  # [rows, V]
+    """Return the logits of the last rows of a plain forward, with transformers' own attention."""
+    ours = model.config._attn_implementation
     if ours == SPANS:
         model.set_attn_implementation("sdpa")
+    logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -rows:]
+    if ours == SPANS:
+        model.set_attn_implementation(SPANS)
+    return logits
+
+
+def _compare(plain: Plain, tokens: Sequence[list[int]], draft: Draft, logits: Tensor) -> float:
+    """Return the largest error of any row against plain forwards over paths."""
+    errors = []
     for leaf in (row for row in range(draft.shape.rows) if not len(draft.shape.children[row])):
         nodes = [int(node) for node in draft.shape.path(leaf)]
         path = [int(draft.token[node - draft.shape.roots]) for node in nodes]
         root = int(draft.shape.root[leaf])
-        ids = torch.tensor([tokens[root] + path], device=logits.device)
-        plain = model(input_ids=ids, use_cache=False).logits[0, -len(path) - 1 :].double()
-        for row, expected in zip([root, *nodes], plain, strict=True):
-            errors.append(float((logits[row].double() - expected).abs().max() / expected.std()))
-    if ours == SPANS:
-        model.set_attn_implementation(SPANS)
+        expected = plain(tokens[root] + path, len(path) + 1).double()
+        for row, one in zip([root, *nodes], expected, strict=True):
+            errors.append(float((logits[row].double() - one).abs().max() / one.std()))
     return _largest(errors)
 
 

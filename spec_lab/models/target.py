@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import empty
 from spec_lab.core.options import whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import Attention
@@ -31,6 +35,7 @@ class Target:
         sha256: of the weight files in order of name; empty for a model that was not read from files.
         self_check: largest error that the self-check at load measured, in standard deviations of the logits.
         cache: facts that this process found before; draft models that are loaded for this target use it too.
+        stops: end-of-text tokens that are known otherwise than from a model of transformers or the tokenizer.
         parts: embedding, final norm and LM head for proposers that call them; None: those of ``causal_lm``.
         source_sha256: ``sha256`` of the checkpoint that the weights were converted from; empty if they were not.
     """
@@ -42,6 +47,7 @@ class Target:
     sha256: str
     self_check: float
     cache: ProcessCache = field(default_factory=ProcessCache, repr=False)
+    stops: frozenset[int] = frozenset()
     parts: TargetServices | None = None
     source_sha256: str = ""
 
@@ -52,10 +58,10 @@ class Target:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The end-of-text tokens of the model's generation config and of the tokenizer that lie below V."""
+        """The end-of-text tokens of the model's generation config, of the tokenizer and of ``stops`` below V."""
         config = getattr(self.lm.model, "generation_config", None) if isinstance(self.lm, CausalLM) else None
         named = [getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)]
-        flat = [token for one in named for token in (one if isinstance(one, list) else [one])]
+        flat = [*self.stops, *(token for one in named for token in (one if isinstance(one, list) else [one]))]
         return frozenset(token for token in flat if token is not None and token < self.vocabulary)
 
     @property
@@ -99,6 +105,24 @@ class Target:
             merge(model)
         checked(model, own.attention, sha256, self.cache, own.fixed)
         return CausalLM(model, own.attention, own.chunk, own.fixed)
+
+    @torch.inference_mode()
+    def plain_logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        """Return the logits after the tokens from position ``first`` - 1 on, computed without drafts, ``[n, V]``.
+
+        A model of transformers computes them in one forward; another runner decodes one token after the other.
+        """
+        if isinstance(self.lm, CausalLM):
+            ids = torch.tensor([list(tokens)], device=self.lm.device)
+            logits: Tensor = self.lm.model(input_ids=ids, use_cache=False).logits[0, first - 1 :]
+            return logits
+        rows, kv, nothing = [], self.lm.open(len(tokens)), empty(1, self.lm.device)
+        try:
+            for pending in (tokens[:first], *([token] for token in tokens[first:])):
+                rows.append(self.lm.run(self.lm.prepare([kv], [pending], nothing)).logits[0].clone())
+        finally:
+            kv.close()
+        return torch.stack(rows)
 
     @staticmethod
     def load(

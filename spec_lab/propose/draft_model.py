@@ -6,9 +6,9 @@ and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, DraftMasks
+from spec_lab.models import gguf
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.support import model_context
@@ -104,7 +105,7 @@ class DraftModel(Lifecycle):
 
         Args:
             target: whose tokens are drafted.
-            path: folder of a checkpoint, or a hub name.
+            path: folder of a checkpoint, a hub name, or a GGUF file, which llama.cpp computes.
             depth: drafts a chain of so many tokens, at most ``trees.MOST_DEPTH``; or
             tree: drafts a tree, written as ``trees.parse`` reads it.
             drawn: "iid", "without", "point" or "gumbel".
@@ -143,8 +144,8 @@ class DraftModel(Lifecycle):
         kind = one_of("proposer.drawn", drawn, ("iid", "without", "point", "gumbel"))
         own = temperature_or_none("proposer.temperature", temperature)
         least = share("proposer.confidence", confidence)
-        model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
-        check_same_tokens(target, model, tokenizer, path)
+        draft = _load_draft(target, path)
+        check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
         if width_of(choices) > target.vocabulary:
             raise ValueError(
                 f"proposer.tree: a tree {width_of(choices)} wide does not fit a vocabulary of {target.vocabulary}"
@@ -153,11 +154,10 @@ class DraftModel(Lifecycle):
             raise ValueError(
                 f"proposer.children: {budget.children} children do not fit a vocabulary of {target.vocabulary}"
             )
-        sha256 = weights_hash(path)
-        lm = target.draft_runner(model, sha256)
         name = "draft_best_first" if budget else "draft_chain" if width_of(choices) == 1 else "draft_tree"
-        context = model_context(model.config)
-        return DraftModel(lm, context, choices, cast(Drawn, kind), own, least, name, sha256, budget)
+        return DraftModel(
+            draft.runner(), draft.context, choices, cast(Drawn, kind), own, least, name, draft.sha256, budget
+        )
 
     def check_sampling(self, request: Sampling) -> None:
         """Refuse what could draw only a chain.
@@ -283,8 +283,34 @@ class DraftModel(Lifecycle):
         return request if self.temperature is None else replace(request, temperature=self.temperature)
 
 
-def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> None:
+class _Loaded(NamedTuple):
+    """A draft model that was loaded, and what computes it, which is checked when it is made."""
+
+    runner: Callable[[], DraftRunner]
+    tokenizer: Any
+    vocabulary: int
+    context: int
+    sha256: str
+
+
+def _load_draft(target: Target, path: str) -> _Loaded:
+    """Load a draft model. Errors as of ``DraftModel.load``."""
+    if str(path).endswith(".gguf"):
+        own = gguf.load_draft(path, target)
+        return _Loaded(lambda: cast(DraftRunner, own.lm), own.tokenizer, own.vocabulary, own.context, own.sha256)
+    model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
+    sha256, width = weights_hash(path), int(model.get_output_embeddings().weight.shape[0])
+    return _Loaded(lambda: target.draft_runner(model, sha256), tokenizer, width, model_context(model.config), sha256)
+
+
+def check_same_tokens(target: Target, vocabulary: int, tokenizer: Any, path: str) -> None:
     """Refuse a draft with other tokens than the target's.
+
+    Args:
+        target: whose tokens are drafted.
+        vocabulary: V of the draft.
+        tokenizer: the draft's.
+        path: of the draft, for messages.
 
     Raises:
         ValueError: other vocabulary sizes, tokens or splitting; the message states how they differ.
@@ -307,9 +333,8 @@ def check_same_tokens(target: Target, model: Any, tokenizer: Any, path: str) -> 
                 f"the draft {path} has the target's tokens but splits text otherwise: {probe!r} becomes {ours} in the "
                 f"target's tokenizer and {other} in the draft's"
             )
-    width = int(model.get_output_embeddings().weight.shape[0])
-    if width != target.vocabulary:
+    if vocabulary != target.vocabulary:
         raise ValueError(
-            f"the draft {path} has logits for {width} tokens, the target {target.name} for {target.vocabulary}; "
+            f"the draft {path} has logits for {vocabulary} tokens, the target {target.name} for {target.vocabulary}; "
             "they must agree"
         )

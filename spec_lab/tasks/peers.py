@@ -108,7 +108,7 @@ class Generate:
             config.assistant_confidence_threshold = share("confidence", confidence)
         lm = target.lm
         assistant, tokenizer = load_model(path, str(lm.device), str(lm.dtype).removeprefix("torch."))
-        check_same_tokens(target, assistant, tokenizer, path)
+        check_same_tokens(target, int(assistant.get_output_embeddings().weight.shape[0]), tokenizer, path)
         assistant.generation_config = config
         return Generate(target, sampling, seed, assistant=assistant, sha256=weights_hash(path))
 

@@ -202,9 +202,7 @@ def likeliest(p: Tensor) -> Tensor:  # [n, V] -> [n, V]
 def _plain_probabilities(target: Target, live: SequenceState, applied: AppliedConstraint | None) -> Tensor:
     """Return p for each emitted token, by one forward over the whole text, ``[n, V]`` float64."""
     first = len(live.request.tokens)
-    ids = torch.tensor([live.tokens], device=target.lm.device)
-    with torch.inference_mode():
-        logits = target.causal_lm.model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+    logits = target.plain_logits(live.tokens[:-1], first)
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     seen[:, list(live.request.tokens)] = True
     for row, token in enumerate(live.emitted[:-1], start=1):

@@ -1,0 +1,477 @@
+"""llama.cpp through the low-level interface of llama-cpp-python: a loaded model, and a context with one reused batch.
+
+A context has a KV cache of cells that all sequence ids share (``kv_unified``). A cell holds the key and value of one
+token and the set of ids that it belongs to; a token attends to the cells of its first id up to its own position.
+``n_seq_max``, the number of ids, is at most 256.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+
+LOG = logging.getLogger(__name__)
+
+VERSION = "0.3.36"
+"""Of llama-cpp-python; the layout of its structs changes from version to version."""
+
+SIZES = {"llama_batch": 56, "llama_model_params": 80, "llama_context_params": 160}
+"""Bytes of the structs of ``VERSION`` that are passed by value, on 64-bit platforms."""
+
+KV_DTYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
+"""Data types of keys and values, and their numbers (``ggml_type``)."""
+
+GRAIN = 256
+"""Cells are allocated in multiples of it, as llama.cpp pads its context."""
+
+MOST_IDS = 256
+"""llama.cpp's LLAMA_MAX_SEQ."""
+
+MOST_OUTPUT = 2**27
+"""Most bytes of logits of one forward in which every row has outputs (``Context.set_embeddings``)."""
+
+
+class Library(Protocol):
+    """The functions of llama.cpp and ggml that are used, as llama-cpp-python declares them."""
+
+    llama_batch: Any
+    llama_model_default_params: Any
+    llama_model_load_from_file: Any
+    llama_model_free: Any
+    llama_model_get_vocab: Any
+    llama_model_n_layer: Any
+    llama_model_n_embd: Any
+    llama_model_n_embd_out: Any
+    llama_model_n_ctx_train: Any
+    llama_model_n_params: Any
+    llama_model_n_swa: Any
+    llama_model_desc: Any
+    llama_model_is_recurrent: Any
+    llama_model_is_hybrid: Any
+    llama_model_is_diffusion: Any
+    llama_model_has_encoder: Any
+    llama_vocab_n_tokens: Any
+    llama_vocab_is_eog: Any
+    llama_tokenize: Any
+    llama_context_default_params: Any
+    llama_init_from_model: Any
+    llama_free: Any
+    llama_get_memory: Any
+    llama_memory_seq_rm: Any
+    llama_memory_seq_cp: Any
+    llama_state_get_size: Any
+    llama_state_get_data: Any
+    llama_state_set_data: Any
+    llama_set_embeddings: Any
+    llama_decode: Any
+    llama_get_logits: Any
+    llama_get_embeddings: Any
+    ggml_backend_sched_eval_callback: Any
+    ggml_get_name: Any
+    ggml_nbytes: Any
+    ggml_backend_tensor_get: Any
+
+
+def load_library() -> Library:
+    """Import llama-cpp-python, check that it is the expected one, and send its log to Python's.
+
+    Raises:
+        ImportError: it is missing, of another version, or built for another interface; says what to install.
+    """
+    advice = "pip install 'spec-lab[llamacpp]' (it compiles llama.cpp, which takes some ten minutes)"
+    try:
+        found = version("llama-cpp-python")
+        from llama_cpp import llama_cpp as lib
+        from llama_cpp._ggml import libggml
+    except (ImportError, PackageNotFoundError, OSError, RuntimeError) as error:
+        raise ImportError(
+            f"target=gguf requires llama-cpp-python, which cannot be imported ({error}): {advice}"
+        ) from error
+    if found != VERSION:
+        raise ImportError(f"target=gguf requires llama-cpp-python {VERSION}, but {found} is installed: {advice}")
+    functions = [name for name in Library.__annotations__ if name.startswith("llama_") or name.endswith("_callback")]
+    library: Any = SimpleNamespace(**{name: getattr(lib, name) for name in functions})
+    pointer = ctypes.c_void_p
+    for name, result, arguments in (
+        ("ggml_get_name", ctypes.c_char_p, [pointer]),
+        ("ggml_nbytes", ctypes.c_size_t, [pointer]),
+        ("ggml_backend_tensor_get", None, [pointer, pointer, ctypes.c_size_t, ctypes.c_size_t]),
+    ):
+        function = getattr(libggml, name)
+        function.restype, function.argtypes = result, arguments
+        setattr(library, name, function)
+    check_layout({name: ctypes.sizeof(getattr(lib, name)) for name in SIZES}, lib.llama_context_default_params())
+    lib.llama_log_set(_log, None)
+    lib.llama_backend_init()
+    return library
+
+
+def check_layout(sizes: Mapping[str, int], defaults: Any) -> None:
+    """Check that Python's structs are laid out as the compiled library's.
+
+    Args:
+        sizes: bytes of the structs in Python (``SIZES``).
+        defaults: what ``llama_context_default_params`` returned, whose first and last fields have known values.
+
+    Raises:
+        ImportError: they are not.
+    """
+    known = {"n_ctx": 512, "n_batch": 2048, "n_seq_max": 1, "type_k": 1, "type_v": 1, "embeddings": False,
+             "offload_kqv": True, "swa_full": True, "n_samplers": 0}  # fmt: skip
+    wrong = [name for name, size in SIZES.items() if sizes[name] != size]
+    wrong += [name for name, value in known.items() if getattr(defaults, name) != value]
+    if wrong:
+        raise ImportError(
+            f"llama-cpp-python {VERSION} has another layout than expected ({', '.join(wrong)}): it was built from "
+            "other sources; install it again with pip install --force-reinstall 'spec-lab[llamacpp]'"
+        )
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def _log(_level: int, text: bytes, _data: int) -> None:
+    LOG.debug("%s", text.decode(errors="replace").rstrip())
+
+
+class Model:
+    """A model that llama.cpp has loaded.
+
+    Args:
+        library: of ``load_library``.
+        path: a GGUF file that was checked; llama.cpp reads it again.
+        gpu_layers: how many layers are computed on a GPU, where the library was built for one; -1 for all.
+
+    Raises:
+        ValueError: llama.cpp cannot load it, or the model is of a kind whose sequences cannot be rewound.
+    """
+
+    def __init__(self, library: Library, path: str, gpu_layers: int = 0) -> None:
+        self.library, self.path = library, path
+        params = library.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        self.handle = library.llama_model_load_from_file(path.encode(), params)
+        if not self.handle:
+            raise ValueError(f"llama.cpp cannot load {path}: its log at level DEBUG says why (verbose=true)")
+        self._free = weakref.finalize(self, library.llama_model_free, self.handle)
+        self._refuse_by_kind()
+        self.vocab = library.llama_model_get_vocab(self.handle)
+        self.vocabulary = int(library.llama_vocab_n_tokens(self.vocab))
+        self.layers = int(library.llama_model_n_layer(self.handle))
+        self.hidden_size = int(library.llama_model_n_embd(self.handle))
+        self.output_size = int(library.llama_model_n_embd_out(self.handle))
+        self.context = int(library.llama_model_n_ctx_train(self.handle))
+        self.parameters = int(library.llama_model_n_params(self.handle))
+        self.window = int(library.llama_model_n_swa(self.handle))
+        text = ctypes.create_string_buffer(128)
+        library.llama_model_desc(self.handle, text, len(text))
+        self.description = text.value.decode(errors="replace")
+
+    def _refuse_by_kind(self) -> None:
+        lib, kinds = self.library, ("is_recurrent", "is_hybrid", "is_diffusion", "has_encoder")
+        is_kind = [kind for kind in kinds if getattr(lib, f"llama_model_{kind}")(self.handle)]
+        if is_kind:
+            what = {"is_recurrent": "recurrent", "is_hybrid": "partly recurrent", "is_diffusion": "a diffusion model",
+                    "has_encoder": "an encoder-decoder"}[is_kind[0]]  # fmt: skip
+            raise ValueError(
+                f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
+            )
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a generation: those that the file names, and those that llama.cpp knows by their text."""
+        is_end, vocab = self.library.llama_vocab_is_eog, self.vocab
+        return frozenset(token for token in range(self.vocabulary) if is_end(vocab, token))
+
+    def tokenize(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text by llama.cpp's own tokenizer.
+
+        Args:
+            text: any text.
+            special: whether to add the tokens that begin or end a text, where the file asks for them.
+
+        Raises:
+            ValueError: the file has no tokenizer.
+        """
+        data = text.encode()
+        tokens = np.empty(len(data) + 8, dtype=np.int32)
+        pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        count = self.library.llama_tokenize(self.vocab, data, len(data), pointer, len(tokens), special, True)
+        if count < 0:
+            raise ValueError(f"{self.path}: llama.cpp cannot tokenize {text[:40]!r}")
+        return tokens[:count].tolist()
+
+
+@dataclass(frozen=True)
+class LlamaSettings:
+    """How a context computes.
+
+    Args:
+        threads: of the CPU.
+        kv_dtype: data type of keys and values (``KV_DTYPES``).
+        batch: most rows of one call of llama_decode.
+        cells: most cells of the KV cache; None for no limit.
+    """
+
+    threads: int = 1
+    kv_dtype: str = "f16"
+    batch: int = 512
+    cells: int | None = None
+
+
+class Context:
+    """A KV cache and a batch of one model, grown on demand.
+
+    Growing makes a new context and copies the cells that are in use, since llama.cpp fixes sizes and callbacks when a
+    context is made.
+
+    Args:
+        model: what computes.
+        settings: how.
+
+    Attributes:
+        token, position, flags: ``[>= n]`` arrays that the next call of ``decode`` reads: of each row its token, its
+            position, and whether it has outputs. Rows' ids are set by ``set_ids``.
+        cells, ids: the cells and the sequence ids that exist now.
+    """
+
+    def __init__(self, model: Model, settings: LlamaSettings) -> None:
+        self.model, self.library, self.settings = model, model.library, settings
+        self.cells = self.ids = 0
+        self.embeddings = False
+        self._watched: dict[str, np.ndarray | None] = {}
+        self._watches = False
+        self._callback: Any = None
+        self._handle: Any = None
+        self._memory: Any = None
+        self._free: Any = None
+        self._rows = 0
+        self._flat = np.zeros(0, dtype=np.int32)
+        self.reserve_rows(settings.batch)
+
+    # Sizes -----------------------------------------------------------------------------------------------------------
+
+    def require(self, cells: int, ids: int, watch: tuple[str, ...] | None = None) -> None:
+        """Grow to at least so many cells and sequence ids, and watch tensors of these names; None changes nothing.
+
+        Raises:
+            MemoryError: there is not enough memory.
+        """
+        if watch is not None and set(watch) != set(self._watched):
+            self._watched = dict.fromkeys(watch)
+        if cells <= self.cells and ids <= self.ids and bool(self._watched) == self._watches:
+            return
+        settings, lib = self.settings, self.library
+        if cells > self.cells:
+            cells = -(-max(cells, 2 * self.cells) // GRAIN) * GRAIN
+        ids = self.ids if 0 < self.ids >= ids else min(MOST_IDS, max(ids, 4 * self.ids, 16))
+        cells = max(cells, self.cells, settings.batch, MOST_IDS)
+        if settings.cells is not None:
+            cells = min(cells, -(-settings.cells // GRAIN) * GRAIN)
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified, params.swa_full = cells, ids, True, True
+        params.n_batch = params.n_ubatch = max(settings.batch, MOST_IDS)  # the library reserves outputs for all ids
+        params.n_threads = params.n_threads_batch = settings.threads
+        params.type_k = params.type_v = KV_DTYPES[settings.kv_dtype]
+        if settings.kv_dtype == "f32":
+            params.flash_attn_type = 0  # parts of it are float16
+        params.embeddings = self.embeddings
+        params.no_perf = True
+        if self._watched:
+            params.cb_eval = self._callback = lib.ggml_backend_sched_eval_callback(_weakly(self))
+        state = self._state()
+        self.close()
+        handle = lib.llama_init_from_model(self.model.handle, params)
+        if not handle:
+            raise MemoryError(
+                f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
+                "target.context or max_kv_tokens to fewer tokens"
+            )
+        self._free = weakref.finalize(self, lib.llama_free, handle)
+        self._handle, self._memory = handle, lib.llama_get_memory(handle)
+        self.cells, self.ids, self._watches = cells, ids, bool(self._watched)
+        if state is not None and not lib.llama_state_set_data(handle, state, len(state)):
+            raise MemoryError(f"llama.cpp cannot copy its KV cache to one of {cells} cells")
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        if self._free is not None:
+            self._free()
+        self._handle = self._memory = self._free = None
+
+    def _state(self) -> Any:
+        """All cells in use, as bytes; None without a context."""
+        if self._handle is None:
+            return None
+        size = self.library.llama_state_get_size(self._handle)
+        state = (ctypes.c_uint8 * size)()
+        self.library.llama_state_get_data(self._handle, state, size)
+        return state
+
+    # Cells -----------------------------------------------------------------------------------------------------------
+
+    def remove(self, number: int, start: int) -> None:
+        """Take the cells from position ``start`` on from a sequence id.
+
+        Raises:
+            RuntimeError: the library cannot.
+        """
+        if self._memory is not None and not self.library.llama_memory_seq_rm(self._memory, number, start, -1):
+            raise RuntimeError(f"llama.cpp cannot remove the tokens from position {start} on of a sequence")
+
+    def share(self, source: int, number: int, start: int, end: int) -> None:
+        """Give the cells of ``source`` at positions ``start`` to ``end`` - 1 to another sequence id as well."""
+        if end > start:
+            self.library.llama_memory_seq_cp(self._memory, source, number, start, end)
+
+    # Rows ------------------------------------------------------------------------------------------------------------
+
+    def reserve_rows(self, rows: int) -> None:
+        """Grow the arrays to so many rows."""
+        if rows <= self._rows:
+            return
+        self._rows = rows
+        self.token, self.position, self._counts = (np.zeros(rows, dtype=np.int32) for _ in range(3))
+        self.flags = np.zeros(rows, dtype=np.int8)
+        self._pointers = np.zeros(rows, dtype=np.uintp)
+        self._one_each = False
+        if len(self._flat) < rows:
+            self._flat = np.zeros(2 * rows, dtype=np.int32)
+        self._whole = self._part(0, rows)
+
+    def set_id(self, ids: list[int]) -> None:
+        """Give each row one sequence id: ``ids`` ``[n]``."""
+        self._flat[: len(ids)] = ids
+        if not self._one_each:
+            self._counts[:] = 1
+            np.multiply(np.arange(self._rows, dtype=np.uintp), 4, out=self._pointers)
+            self._pointers += self._flat.ctypes.data
+            self._one_each = True
+
+    def set_ids(self, counts: np.ndarray, starts: np.ndarray, flat: np.ndarray) -> None:
+        """Give each row several sequence ids.
+
+        Args:
+            counts: ``[n]`` how many each row has.
+            starts: ``[n]`` where they begin in
+            flat: the ids, row by row.
+        """
+        if len(flat) > len(self._flat):
+            self._flat = np.zeros(2 * len(flat), dtype=np.int32)
+        rows = len(counts)
+        self._flat[: len(flat)] = flat
+        self._counts[:rows] = counts
+        self._pointers[:rows] = self._flat.ctypes.data + 4 * starts
+        self._one_each = False
+
+    def decode(self, rows: int) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+        """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
+
+        Returns:
+            Logits ``[outputs, V]`` of the rows with flags, in order: a view of the library's memory that the next call
+            overwrites, or a copy; their hidden states after the final norm ``[outputs, H]``, a copy, or None where
+            they are off; and the watched tensors ``[rows, H]``, in the order asked for.
+
+        Raises:
+            MemoryError: there are not enough free cells.
+            RuntimeError: the library refuses the rows or fails.
+        """
+        most = min(self.settings.batch, self.cells)
+        if self.embeddings:
+            most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
+        if rows <= most:
+            return self._decode(0, rows, self._whole)
+        parts, found = -(-rows // most), []
+        for number in range(parts):
+            start, stop = number * rows // parts, (number + 1) * rows // parts
+            logits, hidden, watched = self._decode(start, stop, self._part(start, stop))
+            found.append((logits.copy() if number < parts - 1 else logits, hidden, watched))
+        each_logits = [logits for logits, _, _ in found if len(logits)]
+        logits = np.concatenate(each_logits) if len(each_logits) > 1 else (each_logits or [found[0][0]])[0]
+        hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
+        return logits, hidden, [np.concatenate(one) for one in zip(*(watched for _, _, watched in found), strict=True)]
+
+    def set_embeddings(self, on: bool) -> None:
+        """Return hidden states after the final norm; every row must have outputs then."""
+        self.embeddings = on
+        if self._handle is not None:
+            self.library.llama_set_embeddings(self._handle, on)
+
+    def _part(self, start: int, stop: int) -> Any:
+        batch = self.library.llama_batch()
+        batch.n_tokens = stop - start
+        for name, array in (
+            ("token", self.token), ("pos", self.position), ("n_seq_id", self._counts), ("seq_id", self._pointers),
+            ("logits", self.flags),
+        ):  # fmt: skip
+            kind = dict(batch._fields_)[name]
+            setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
+        return batch
+
+    def _decode(self, start: int, stop: int, batch: Any) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+        lib, model, count = self.library, self.model, stop - start
+        batch.n_tokens = count
+        self._expected = count
+        if code := lib.llama_decode(self._handle, batch):
+            self._raise(code, count)
+        outputs = int(np.count_nonzero(self.flags[start:stop])) if count > 1 else int(self.flags[start])
+        logits = _view(lib.llama_get_logits(self._handle), outputs, model.vocabulary)
+        hidden = None
+        if self.embeddings:
+            hidden = _view(lib.llama_get_embeddings(self._handle), outputs, model.output_size).copy()
+        watched = []
+        for name in self._watched:
+            if (found := self._watched[name]) is None:
+                raise RuntimeError(
+                    f"llama.cpp computes no tensor {name} [{count}, {model.hidden_size}] for {model.description}: "
+                    "these hidden states cannot be read; choose a proposer that requires none, or only the last ones"
+                )
+            watched.append(found)
+            self._watched[name] = None
+        return logits, hidden, watched
+
+    def _raise(self, code: int, rows: int) -> None:
+        if code == 1:
+            raise MemoryError(
+                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, or set max_kv_tokens to "
+                f"at most {self.cells}"
+            )
+        raise RuntimeError(f"llama_decode failed with code {code} for {rows} rows: its log at level DEBUG says why")
+
+    def evaluated(self, tensor: int, asks: bool) -> bool:
+        """Called for every tensor of a forward: first asked whether it is needed, then with its values."""
+        name = self.library.ggml_get_name(tensor).decode(errors="replace")
+        if asks or name not in self._watched:
+            return name in self._watched
+        shape = (self._expected, self.model.hidden_size)
+        size = self.library.ggml_nbytes(tensor)
+        if size == 4 * shape[0] * shape[1]:  # float32, and of all rows
+            values = np.empty(shape, dtype=np.float32)
+            self.library.ggml_backend_tensor_get(tensor, values.ctypes.data, 0, size)
+            self._watched[name] = values
+        return True
+
+
+def _weakly(context: Context) -> Callable[[int, bool, int], bool]:
+    """A callback that does not keep the context, and with it the KV cache, alive."""
+    reference = weakref.ref(context)
+
+    def evaluated(tensor: int, asks: bool, _data: int) -> bool:
+        context = reference()
+        return context is not None and context.evaluated(tensor, asks)
+
+    return evaluated
+
+
+def _view(pointer: Any, rows: int, width: int) -> np.ndarray:
+    """The library's memory as a float32 array ``[rows, width]``."""
+    if not rows:
+        return np.empty((0, width), dtype=np.float32)
+    memory: Any = (ctypes.c_float * (rows * width)).from_address(ctypes.addressof(pointer.contents))
+    return np.frombuffer(memory, dtype=np.float32).reshape(rows, width)

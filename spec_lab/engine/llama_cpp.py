@@ -1,0 +1,550 @@
+"""A model in llama.cpp, run over forests of tokens.
+
+llama.cpp marks each cell of its KV cache with the ids of the sequences that it belongs to, and a token attends to the
+cells of its own id up to its own position. So a draft tree is a set of paths, one id for each leaf: a node carries the
+ids of all leaves below it, and pending tokens those of all leaves. The first path, which follows first children, has
+the sequence's own id, so a chain requires no other. Ids of other leaves have the sequence's past in common with it;
+copying and removing ids only edits the cells' marks. A batch and its trees have at most 256 ids together: batch 8
+leaves 32 leaves for each tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.clock import Clock, Phase
+from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.roofline import ForwardWork
+from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Model
+from spec_lab.engine.runner import Capabilities, Extended, Output
+
+MOST_SHAPES = 64
+"""Most shapes of forests whose ids a runner remembers."""
+
+
+@dataclass(eq=False)
+class Paths:
+    """The paths from the root of a tree to its leaves. Nodes are numbered within the tree.
+
+    Args:
+        paths: the nodes of each; the first one follows first children.
+        path_of: of each node a path that it lies on, and its depth.
+        fixed: whether several steps share them, so that ``add`` must not be called.
+    """
+
+    paths: list[list[int]] = field(default_factory=lambda: [[]])
+    path_of: dict[int, tuple[int, int]] = field(default_factory=dict)
+    fixed: bool = False
+
+    def add(self, nodes: Iterable[tuple[int, int]]) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+        """Append nodes, given with their parents (-1 for the root), parents first.
+
+        Returns:
+            For each new node the paths that it lies on, and for each new path one that has the same nodes at first,
+            and how many of these were there before.
+        """
+        new: dict[int, list[int]] = {}
+        begun = []
+        for node, parent in nodes:
+            number, depth = self.path_of[parent] if parent >= 0 else (0, 0)
+            if len(self.paths[number]) == depth:
+                self.paths[number].append(node)
+            else:
+                above = self.paths[number][:depth]
+                begun.append((len(self.paths), number, sum(one not in new for one in above)))
+                number = len(self.paths)
+                self.paths.append([*above, node])
+                for one in above:
+                    if one in new:
+                        new[one].append(number)
+            self.path_of[node] = number, depth + 1
+            new[node] = [number]
+        return list(new.values()), begun
+
+    def copy(self) -> Paths:
+        """An independent copy."""
+        return Paths([list(path) for path in self.paths], dict(self.path_of))
+
+
+@dataclass(frozen=True, eq=False)
+class ForestIds:
+    """The ids of the rows of a forest, before it is known which ids its sequences have.
+
+    Args:
+        trees: the paths of each tree.
+        counts: ``[R]`` how many ids each row has.
+        paths: ``[sum of counts]`` their places among the ids of all trees, tree by tree.
+        nodes: of each tree the places of its nodes among all nodes.
+    """
+
+    trees: list[Paths]
+    counts: np.ndarray
+    paths: np.ndarray
+    nodes: list[np.ndarray]
+
+    @staticmethod
+    def of(shape: Shape) -> ForestIds:
+        """The plan of a shape."""
+        trees, first = [], 0
+        each: list[list[int]] = [[] for _ in range(shape.rows)]
+        nodes = [rows[1:] - shape.roots for rows in shape.trees]
+        places = shape.places.tolist()
+        for root, own in enumerate(nodes):
+            paths = Paths()
+            parents = shape.parent[own].tolist()
+            rows, _ = paths.add((place, places[parent]) for place, parent in enumerate(parents))
+            for node, numbers in zip(own.tolist(), rows, strict=True):
+                each[shape.roots + node] = [first + number for number in numbers]
+            paths.fixed = True
+            trees.append(paths)
+            each[root] = list(range(first, first + len(paths.paths)))
+            first += len(paths.paths)
+        flat = [number for numbers in each for number in numbers]
+        return ForestIds(
+            trees, np.array([len(one) for one in each], dtype=np.int32), np.array(flat, dtype=np.int64), nodes
+        )
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """How many ids each tree has."""
+        return [len(one.paths) for one in self.trees]
+
+    @cached_property
+    def starts(self) -> np.ndarray:  # [R]
+        """Where the ids of each row begin in ``paths``."""
+        return np.cumsum(self.counts) - self.counts
+
+
+class LlamaSequence:
+    """The KV cache of one sequence: its own id, and further ids for the leaves of its draft trees.
+
+    A further id stays when its leaf is gone, and has a prefix of the sequence, so that the next tree only has to share
+    what was added. A ``runner.KVSequence``.
+    """
+
+    def __init__(self, runner: LlamaCpp, number: int, reserve: int) -> None:
+        self.runner, self.reserve = runner, reserve
+        self.ids = [number]
+        self.shared = [0]  # of each further id the positions that it has in common with the sequence
+        self.held: Paths | None = None
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def open(self) -> bool:
+        """Whether it has not been closed."""
+        return bool(self.ids)
+
+    @property
+    def cells(self) -> int:
+        """Cells that it uses at most."""
+        return self._length + (0 if self.held is None else len(self.held.path_of))
+
+    def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
+        """Append the tokens of held ``nodes``, a path from the root down, and forget all others.
+
+        Raises:
+            ValueError: the nodes are no such path.
+        """
+        held, self.held = self.held, None
+        if held is None:
+            return
+        accepted = np.asarray(nodes).tolist() if len(nodes) else []
+        context, end, depth = self.runner.context, self._length, len(accepted)
+        common = [_common(path, accepted) for path in held.paths]
+        if depth not in common:
+            raise ValueError(f"nodes {accepted} are no path of the held tree from its root down")
+        if len(held.paths[0]) > common[0]:
+            context.remove(self.ids[0], end + common[0])
+        if common[0] < depth:
+            context.share(self.ids[common.index(depth)], self.ids[0], end + common[0], end + depth)
+        for place in range(1, len(held.paths)):
+            if len(held.paths[place]) > common[place]:
+                context.remove(self.ids[place], end + common[place])
+            self.shared[place] = end + common[place]
+        self._length += depth
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from ``length`` on, and held nodes.
+
+        Raises:
+            ValueError: it is longer than the sequence.
+        """
+        self.accept()
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot shorten a sequence of {self._length} tokens to {length}")
+        if length < self._length:
+            self.runner.context.remove(self.ids[0], length)
+        for place, shared in enumerate(self.shared[1:], start=1):
+            if shared > length:
+                self.runner.context.remove(self.ids[place], length)
+                self.shared[place] = length
+        self._length = length
+
+    def fork(self) -> LlamaSequence:
+        """A second sequence with the same past, whose cells it shares."""
+        twin = self.runner.open(self.reserve)
+        self.runner.context.require(0, twin.ids[0] + 1)
+        self.runner.context.share(self.ids[0], twin.ids[0], 0, self._length)
+        twin._length = self._length
+        return twin
+
+    def close(self) -> None:
+        """Free everything. Harmless when repeated."""
+        self.held, self._length = None, 0
+        self.release(0)
+
+    def release(self, keep: int) -> None:
+        """Give back all ids but the first ``keep``."""
+        for number in self.ids[keep:]:
+            self.runner.context.remove(number, 0)
+            self.runner.give(number)
+        del self.ids[keep:], self.shared[keep:]
+        if not keep:
+            self.runner.sequences.discard(self)
+
+    def attach(self, count: int) -> None:
+        """Share the sequence's past with its first ``count`` ids, of which it has as many."""
+        own = self.ids[0]
+        for place in range(1, count):
+            self.runner.context.share(own, self.ids[place], self.shared[place], self._length)
+            self.shared[place] = self._length
+
+    def append(self, count: int, paths: int) -> None:
+        """Take note of ``count`` computed tokens that carry the first ``paths`` ids."""
+        self._length += count
+        for place in range(1, paths):
+            self.shared[place] = self._length
+
+
+def _common(path: list[int], accepted: list[int]) -> int:
+    """How many of the first nodes two paths have in common."""
+    length = 0
+    for mine, theirs in zip(path, accepted, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRows:
+    """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
+
+    Args:
+        rows: N, all rows.
+        outputs: R, the last ones, roots first, then nodes: those whose logits are returned.
+        attended: positions attended to.
+        pending: of each sequence the rows of its pending tokens.
+        nodes: of each tree the rows of its nodes.
+    """
+
+    rows: int
+    outputs: int
+    attended: int
+    pending: Sequence[np.ndarray] = ()
+    nodes: Sequence[np.ndarray] = ()
+
+
+class LlamaCpp:
+    """A GGUF model in llama.cpp. A ``runner.Runner`` and a ``runner.DraftRunner``.
+
+    Logits that a forward returns are the library's memory: the next forward overwrites them. Long prompts are computed
+    in parts of ``LlamaSettings.batch`` rows. Cells and ids are allocated as they are needed.
+
+    Args:
+        model: a loaded model.
+        settings: how it is computed.
+        work: what a forward reads and computes; None if it is not known.
+    """
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, model: Model, settings: LlamaSettings | None = None, work: ForwardWork | None = None) -> None:
+        self.model, self.settings, self.work = model, LlamaSettings() if settings is None else settings, work
+        self.context = Context(model, self.settings)
+        self.clock = Clock(self.device)
+        self.forwards = 0
+        self.sequences: set[LlamaSequence] = set()
+        self._ids = list(range(MOST_IDS - 1, -1, -1))
+        self._plans: dict[Shape, ForestIds] = {}
+        self._asked: tuple[int, ...] = ()
+        self._layers: tuple[int, ...] = ()
+        self._ready: PreparedRows | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """See ``runner.Runner``."""
+        return self.model.vocabulary
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
+        return {
+            "engine": "llama.cpp", "model": self.model.description, "parameters": self.model.parameters,
+            "kv_dtype": self.settings.kv_dtype, "llama_threads": self.settings.threads,
+        }  # fmt: skip
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
+        return Capabilities(self.model.layers, MOST_IDS, frozenset({"shared_prefix"}))
+
+    def open(self, reserve: int = 0) -> LlamaSequence:
+        """An empty sequence that will have about ``reserve`` tokens.
+
+        Raises:
+            ValueError: too many sequences are open.
+        """
+        sequence = LlamaSequence(self, self._take(()), reserve)
+        self.sequences.add(sequence)
+        return sequence
+
+    def close(self) -> None:
+        """Free the KV cache."""
+        self.context.close()
+
+    def give(self, number: int) -> None:
+        """Take back a sequence id whose cells were removed."""
+        self._ids.append(number)
+
+    def capture(self, layers: tuple[int, ...] = ()) -> None:
+        """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
+
+        Raises:
+            ValueError: a layer that the model does not have.
+        """
+        if layers == self._asked:
+            return
+        last = self.model.layers
+        if wrong := [layer for layer in layers if not -last - 1 <= layer <= last]:
+            raise ValueError(f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}")
+        self._asked, self._layers = layers, tuple(layer % (last + 1) for layer in layers)
+        self.context.set_embeddings(last in self._layers)
+        names = tuple(_tensor(layer) for layer in self._layers if layer != last)
+        self.context.require(0, 0, names)
+
+    # Forwards --------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+        timed: Phase | None = None,
+    ) -> Output:
+        """``prepare`` and ``run``."""
+        return self.run(self.prepare(sequences, pending, draft, prefill), timed)
+
+    def prepare(
+        self,
+        sequences: Sequence[Any],
+        pending: Sequence[Sequence[int]],
+        draft: Draft,
+        prefill: Sequence[tuple[Any, Sequence[int]]] = (),
+    ) -> PreparedRows:
+        """See ``runner.Runner``. Rows are all pending tokens but the roots, then the roots, then the nodes.
+
+        Raises:
+            ValueError: the trees have more leaves together than there are sequence ids.
+            MemoryError: there is not enough memory for the KV cache.
+        """
+        shape = draft.shape
+        plan = self._plan(shape) if shape.nodes else None
+        every = [*sequences, *(one for one, _ in prefill)]
+        tokens = [*pending, *(more for _, more in prefill)]
+        paths = [1] * len(every) if plan is None else plan.widths + [1] * len(prefill)
+        rows = sum(map(len, tokens)) + shape.nodes
+        self._reserve(every, paths, rows)
+        for sequence, count in zip(every, paths, strict=True):
+            sequence.accept()
+            sequence.attach(count)
+        prepared = self._arrange(every, tokens, draft, plan, len(sequences), rows)
+        for sequence, new, count in zip(every, tokens, paths, strict=True):
+            sequence.append(len(new), count)
+        if plan is not None:
+            for sequence, tree in zip(sequences, plan.trees, strict=True):
+                sequence.held = tree
+        self._ready = prepared
+        return prepared
+
+    def run(self, prepared: PreparedRows, timed: Phase | None = None) -> Output:
+        """See ``runner.Runner``.
+
+        Args:
+            prepared: by the last call of ``prepare``.
+            timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
+
+        Raises:
+            MemoryError: there are not enough free cells.
+            RuntimeError: the library fails, or another forward was prepared since.
+        """
+        if prepared is not self._ready:
+            raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
+        logits, hidden = self._decode(prepared.rows, prepared.outputs, timed)
+        return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes)
+
+    def extend(
+        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+    ) -> Extended:
+        """See ``runner.DraftRunner``.
+
+        Raises:
+            ValueError, MemoryError: as of ``prepare``.
+        """
+        roots, places = shape.root[rows], shape.places
+        parents = places[shape.parent[rows - shape.roots]]
+        every, new, begun, depths = [], [], [], shape.depth[rows]
+        for tree, sequence in enumerate(sequences):
+            own = np.flatnonzero(roots == tree)
+            if sequence is None or not len(own):
+                continue
+            if sequence.held is None or sequence.held.fixed:
+                sequence.held = Paths() if sequence.held is None else sequence.held.copy()
+            nodes = zip(places[rows[own]].tolist(), parents[own].tolist(), strict=True)
+            found, more = sequence.held.add(nodes)
+            every.append(sequence)
+            new.append((own, found))
+            begun.append(more)
+        counts = [len(one.held.paths) for one in every]
+        self._reserve(every, counts, len(rows))
+        context, position, flat = self.context, np.empty(len(rows), dtype=np.int32), []
+        for sequence, count, (own, found), more in zip(every, counts, new, begun, strict=True):
+            sequence.attach(count)
+            for path, source, common in more:
+                end = len(sequence)
+                context.share(sequence.ids[source], sequence.ids[path], end, end + common)
+            position[own] = len(sequence) - 1 + depths[own]
+            flat += [[sequence.ids[path] for path in numbers] for numbers in found]
+        count = len(rows)
+        context.reserve_rows(count)
+        context.token[:count] = token.numpy()
+        context.position[:count] = position
+        context.flags[:count] = 1
+        each = np.array([len(one) for one in flat])
+        context.set_ids(each, np.cumsum(each) - each, np.array([number for one in flat for number in one]))
+        self._ready = None
+        return Extended(*self._decode(count, count, timed))
+
+    def _decode(self, rows: int, outputs: int, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[outputs, V]`` of the last rows, and hidden states ``[rows, layers * H]``."""
+        self.forwards += 1
+        with timed or self.clock.phase("target_forward"):
+            logits, final, watched = self.context.decode(rows)
+        found = torch.from_numpy(logits[len(logits) - outputs :])
+        if not self._layers:
+            return found, None
+        others = iter(watched)
+        states: list[Any] = [final if layer == self.model.layers else next(others) for layer in self._layers]
+        return found, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
+
+    def _plan(self, shape: Shape) -> ForestIds:
+        if shape not in self._plans:
+            if len(self._plans) >= MOST_SHAPES:
+                self._plans.clear()
+            self._plans[shape] = ForestIds.of(shape)
+        return self._plans[shape]
+
+    def _arrange(
+        self,
+        every: Sequence[LlamaSequence],
+        tokens: Sequence[Sequence[int]],
+        draft: Draft,
+        plan: ForestIds | None,
+        trees: int,
+        rows: int,
+    ) -> PreparedRows:
+        """Write the rows of a forward into the context's arrays."""
+        context, shape = self.context, draft.shape
+        context.reserve_rows(rows)
+        token, position, flags = context.token, context.position, context.flags
+        starts = [len(one) for one in every]
+        attended = sum(starts) + rows
+        if rows == len(every) == trees:  # one token each, and no nodes
+            token[:rows] = [one[0] for one in tokens]
+            position[:rows] = starts
+            flags[:rows] = 1
+            context.set_id([one.ids[0] for one in every])
+            one_each = [np.arange(row, row + 1) for row in range(rows)] if self._layers else ()
+            return PreparedRows(rows, rows, attended, one_each, [np.arange(0)] * rows if self._layers else ())
+        plan = self._plan(shape) if plan is None else plan
+        first = rows - shape.rows  # the row of the first root
+        flags[:first] = context.embeddings
+        flags[first:rows] = 1
+        widths = [*plan.widths, *(1 for _ in every[trees:])]
+        carried = [one.ids[:width] for one, width in zip(every, widths, strict=True)]
+        before = [len(new) - (number < trees) for number, new in enumerate(tokens)]
+        table = np.array([number for ids in carried[:trees] for number in ids], dtype=np.int32)
+        ids, counts, starts_of_ids = table[plan.paths], plan.counts, plan.starts
+        if first:
+            more = np.repeat(np.array(widths, dtype=np.int32), before)
+            earlier = [np.tile(np.array(own, dtype=np.int32), n) for own, n in zip(carried, before, strict=True)]
+            ids, counts = np.concatenate([*earlier, ids]), np.concatenate([more, counts])
+            starts_of_ids = np.cumsum(counts) - counts
+            token[:first] = [one for new, n in zip(tokens, before, strict=True) for one in new[:n]]
+            position[:first] = np.concatenate(
+                [np.arange(start, start + n) for start, n in zip(starts, before, strict=True)]
+            )
+        context.set_ids(counts, starts_of_ids, ids)
+        if trees:
+            roots = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)], dtype=np.int32)
+            below = first + trees
+            token[first:below] = [new[-1] for new in tokens[:trees]]
+            token[below:rows] = draft.token.numpy()
+            position[first:rows] = (roots if trees == 1 else roots[shape.root]) + shape.depth
+        if not self._layers:
+            return PreparedRows(rows, shape.rows, attended)
+        ends = np.cumsum(before)
+        own_rows = [np.arange(end - n, end) for end, n in zip(ends, before, strict=True)]
+        own_rows[:trees] = [np.append(own, first + root) for root, own in enumerate(own_rows[:trees])]
+        return PreparedRows(rows, shape.rows, attended, own_rows, [first + trees + own for own in plan.nodes])
+
+    # Ids and cells ---------------------------------------------------------------------------------------------------
+
+    def _reserve(self, every: Sequence[LlamaSequence], paths: Sequence[int], rows: int) -> None:
+        """Take the ids that a forward requires, and grow the KV cache."""
+        for sequence, count in zip(every, paths, strict=True):
+            while len(sequence.ids) < count:
+                sequence.ids.append(self._take(every, paths))
+                sequence.shared.append(0)
+        cells = rows + sum(one.cells for one in self.sequences)
+        if cells > self.context.cells:
+            cells = max(cells, sum(one.reserve for one in self.sequences))
+        highest = 1 + max((max(one.ids) for one in every), default=0)
+        self.context.require(cells, highest)
+
+    def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
+        """A free id, if need be one that another sequence does not need now.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self._ids:
+            needed = dict(zip(every, paths, strict=True))
+            for sequence in self.sequences:
+                if sequence.held is None or sequence in needed:
+                    sequence.release(max(1, needed.get(sequence, 1)))
+        if not self._ids:
+            leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""
+            raise ValueError(
+                f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MOST_IDS} sequence ids, one "
+                "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
+                "requests at once (batch_size, max_batch_size)"
+            )
+        return self._ids.pop()
+
+
+def _tensor(layer: int) -> str:
+    """llama.cpp's name of the tensor with a hidden state: the embeddings, or the output of the layer before."""
+    return f"l_out-{layer - 1}" if layer else "embd"

@@ -1,0 +1,237 @@
+"""Load a GGUF file as a target that llama.cpp computes.
+
+The file is checked before llama.cpp reads it. The self-check at load decodes forests of draft trees and compares them
+with plain decoding by the same library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import empty
+from spec_lab.core.options import one_of, whole
+from spec_lab.core.process_cache import ProcessCache
+from spec_lab.core.roofline import AttentionWork, ForwardWork
+from spec_lab.engine.llama_context import KV_DTYPES, Library, LlamaSettings, Model, load_library
+from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.models.gguf_file import GGUFFile, read_gguf
+from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
+from spec_lab.models.services import GGUFServices
+from spec_lab.models.support import Unsupported, forest_error
+from spec_lab.models.target import Target
+
+LOG = logging.getLogger(__name__)
+
+EXACT, ROUNDED = 1e-3, 0.25
+"""Largest error of a logit that the self-check allows, in standard deviations of the plain logits: with weights, keys
+and values in float32, and otherwise."""
+
+MOST_THREADS = 1024
+
+
+def load(
+    path: str,
+    tokenizer: str | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+    gpu_layers: int = 0,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    chunk: int = 512,
+    cells: int | None = None,
+    cache: ProcessCache | None = None,
+    library: Library | None = None,
+) -> Target:
+    """Load a target from a GGUF file.
+
+    Args:
+        path: the file.
+        tokenizer: folder of the model's tokenizer; None reads it from the file.
+        context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value.
+        threads: of the CPU; None uses as many as torch.
+        gpu_layers: how many layers are computed on a GPU, where llama.cpp was built for one; -1 for all of them.
+        dtype: "float32" refuses a file whose weights are not all float32, for what must be exact, such as
+            certification. None accepts any file.
+        kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 with
+            ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of
+            the logits.
+        chunk: most rows that are computed at once, of a prompt above all.
+        cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
+            allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
+        cache: facts that this process found before; None starts with none.
+        library: llama.cpp; None imports it.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: a wrong option; a file that is not readable or holds no language model; a tokenizer that is not the
+            model's.
+        Unsupported: llama-cpp-python is missing; the model is of a kind that cannot be rewound, or fails the
+            self-check.
+    """
+    if dtype is not None:
+        one_of("target.dtype", dtype, ("float32",))
+    kv_dtype = kv_dtype or ("f16" if dtype is None else "f32")
+    one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
+    whole("target.chunk", chunk)
+    whole("target.gpu_layers", gpu_layers, least=-1)
+    for name, value, most in (("threads", threads, MOST_THREADS), ("cells", cells, None)):
+        if value is not None:
+            whole(f"target.{name}", value, otherwise=", or null", most=most)
+    file = read_gguf(Path(path))
+    limit = file.context
+    if context is not None:
+        whole("target.context", context, otherwise=", or null for the model's own", most=limit)
+    exact = all(one.kind == 0 for one in file.tensors.values())
+    if dtype is not None and not exact:
+        raise ValueError(
+            f"target.dtype=float32 requires float32 weights, {path} has others: write it with spec-lab convert --dtype "
+            "f32"
+        )
+    if "rope_factors_long.weight" in file.tensors:
+        raise Unsupported(f"{path} is not supported: its longrope RoPE changes with the size of the KV cache")
+    try:
+        library = load_library() if library is None else library
+    except ImportError as error:
+        raise Unsupported(str(error)) from error
+    model = Model(library, path, gpu_layers)
+    if model.vocabulary != file.vocabulary:
+        raise Unsupported(f"{path} has {model.vocabulary} tokens, but logits for {file.vocabulary}")
+    read = read_gguf_tokenizer(file, tokenizer)
+    if reads_as_llama_cpp(file):
+        check_tokenizer(model, read)
+    settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
+    sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
+    measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and exact else ROUNDED)
+    lm, services = LlamaCpp(model, settings, work_of(file, kv_dtype)), GGUFServices(file)
+    return Target(
+        lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends,
+        source_sha256=file.source_sha256,
+    )  # fmt: skip
+
+
+def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
+    """Return what a forward of a model of a GGUF file reads and computes, its weights as they are stored.
+
+    Matrices of three dimensions are those of experts, of which a row uses some.
+
+    Returns:
+        None of a model with windows, whose layers the file does not name, or with other numbers for each layer.
+    """
+    fields = {
+        name: file.metadata.get(f"{file.architecture}.{name}")
+        for name in (
+            "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+            "attention.sliding_window", "expert_count", "expert_used_count",
+        )
+    }  # fmt: skip
+    if fields["attention.sliding_window"] or not all(one is None or isinstance(one, int) for one in fields.values()):
+        return None
+    heads = fields["attention.head_count"]
+    if not heads:
+        return None
+    weights, flops, head = 0.0, 0.0, "token_embd.weight" if file.tied else "output.weight"
+    for name, one in file.tensors.items():
+        if name == "token_embd.weight" and not file.tied:
+            continue
+        share = 1.0
+        if len(one.shape) > 2:
+            if not fields["expert_count"] or not fields["expert_used_count"]:
+                return None
+            share = fields["expert_used_count"] / fields["expert_count"]
+        weights += share * one.nbytes
+        if name != head and len(one.shape) > 1:
+            flops += share * 2 * one.parameters
+    width = file.hidden_size // heads
+    both = (fields["attention.key_length"] or width) + (fields["attention.value_length"] or width)
+    kv_heads = fields["attention.head_count_kv"] or heads
+    cached = file.num_layers * kv_heads * both * KV_BYTES[kv_dtype]
+    attention = AttentionWork(round(cached), file.num_layers * 2 * heads * both)
+    return ForwardWork(round(weights), round(flops), 2 * file.vocabulary * file.hidden_size, (attention,))
+
+
+KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
+"""Bytes of a number of the KV cache."""
+
+
+def load_draft(path: str, target: Target) -> Target:
+    """Load the GGUF file of a draft model, to be computed as the target is. Errors as of ``load``."""
+    own = target.lm.settings if isinstance(target.lm, LlamaCpp) else LlamaSettings(torch.get_num_threads())
+    more = {"threads": own.threads, "kv_dtype": own.kv_dtype, "chunk": own.batch, "cells": own.cells}
+    return load(path, **more, cache=target.cache)  # type: ignore[arg-type]
+
+
+def check_tokenizer(model: Model, tokenizer: object) -> None:
+    """Refuse a tokenizer that splits probe texts otherwise than llama.cpp does, special tokens included.
+
+    Raises:
+        ValueError: it does; the message names a text.
+    """
+    own = [token for token in getattr(tokenizer, "all_special_tokens", ()) if token]
+    texts = [*PROBES, "".join(f"{token} a{token}" for token in own)]
+    for text in texts:
+        for special in (True, False):
+            ours = tokenizer(text, add_special_tokens=special)["input_ids"]  # type: ignore[operator]
+            theirs = model.tokenize(text, special)
+            if ours != theirs:
+                where = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+                raise Unsupported(
+                    f"the tokenizer splits text otherwise than llama.cpp does for {model.path}: {text[:40]!r} becomes "
+                    f"{ours[where:][:6]} from token {where} on, llama.cpp's are {theirs[where:][:6]}; name the folder "
+                    "of the model's own tokenizer with target.tokenizer"
+                )
+
+
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCache, allowed: float) -> float:
+    """Return the self-check's error, measured once for the same file in the same setting.
+
+    Args:
+        model: the model.
+        settings: how it is computed.
+        sha256: of its file.
+        cache: errors that were measured before; a new one is added.
+        allowed: the largest one, in standard deviations of the logits.
+
+    Raises:
+        Unsupported: it exceeds the tolerance, or llama.cpp raises an error.
+    """
+    setting = (sha256, model.description, "llama.cpp", settings.kv_dtype, str(settings.threads))
+    if setting in cache.self_checks:
+        return cache.self_checks[setting]
+    LOG.info("Self-check: a forest of draft trees against plain decoding")
+    forests, alone = LlamaCpp(model, settings), LlamaCpp(model, settings)
+
+    def plain(tokens: list[int], rows: int) -> Tensor:
+        sequence, nothing = alone.open(len(tokens)), empty(1)
+        first, found = len(tokens) - rows + 1, []
+        for pending in (tokens[:first], *([token] for token in tokens[first:])):
+            found.append(alone.forward([sequence], [pending], nothing).logits[0].clone())
+        sequence.close()
+        return torch.stack(found)
+
+    try:
+        error = forest_error(forests, model.vocabulary, plain)
+    except (MemoryError, RuntimeError, ValueError) as failure:
+        raise Unsupported(
+            f"{model.path} cannot decode forests in llama.cpp ({type(failure).__name__}: {failure})"
+        ) from failure
+    finally:
+        forests.close()
+        alone.close()
+    if not error <= allowed:
+        raise Unsupported(
+            f"{model.path} ({model.description}) decodes forests wrongly in llama.cpp: its logits differ from plain "
+            f"decoding's by {error:.2g} standard deviations, allowed are {allowed:g}"
+        )
+    cache.self_checks[setting] = error
+    return error

@@ -1,0 +1,254 @@
+"""GGUF files as targets and draft models, computed by a fake of llama.cpp."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from spec_lab.core.process_cache import ProcessCache
+from spec_lab.engine.llama_context import LlamaSettings
+from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.models import gguf
+from spec_lab.models.gguf_export import convert
+from spec_lab.models.gguf_file import read_gguf
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from spec_lab.propose.draft_model import DraftModel
+from tests.checkpoints import checkpoint
+from tests.engine.fake_llama import FakeLlama, logits_of
+from tests.gguf_files import field, header, with_zoo_tokenizer
+
+pytest.importorskip("gguf", reason="requires the extra llamacpp")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files of a tiny model with the bundled target's tokenizer, and with one that llama.cpp has as well."""
+    folder = tmp_path_factory.mktemp("gguf")
+    for name, pre in (("own", None), ("gpt2", "gpt-2")):
+        convert(with_zoo_tokenizer(folder / name, pre), folder / f"{name}.gguf")
+    return folder
+
+
+def library(**more):
+    return FakeLlama(4096, 32, 2, **more)
+
+
+def load(files, name="own", **options):
+    return gguf.load(str(files / f"{name}.gguf"), **{"library": library(), "threads": 1, **options})
+
+
+def test_a_target_has_the_files_context_tokenizer_ends_and_services(files):
+    target = load(files)
+    assert isinstance(target.lm, LlamaCpp) and target.vocabulary == target.lm.vocabulary == 4096
+    assert target.context == 256 and target.ends == {0} and len(target.sha256) == 64
+    assert target.self_check == 0 and target.lm.settings == LlamaSettings(1, "f16", 512, None)
+    own = AutoTokenizer.from_pretrained(files / "own")
+    assert target.tokenizer("def f(x): return 1")["input_ids"] == own("def f(x): return 1")["input_ids"]
+    assert target.services.hidden_size == 32 and target.services.lm_head(torch.zeros(1, 32)).shape == (1, 4096)
+    assert target.lm.facts["engine"] == "llama.cpp" and target.lm.capabilities.hidden_layers == 2
+    with pytest.raises(Unsupported, match="LlamaCpp"):
+        target.causal_lm  # noqa: B018
+
+
+def test_a_forward_reads_and_computes_what_it_does_in_transformers(files, tmp_path):
+    """Of the same weights and a cache in float32; quantised weights are fewer bytes, and the same products."""
+    convert(files / "own", tmp_path / "f32.gguf", "f32")
+    convert(files / "own", tmp_path / "q8_0.gguf", "q8_0")
+    own = Target.load(str(files / "own"), dtype="float32").lm.work
+    assert load(tmp_path, "f32", kv_dtype="f32").lm.work == own
+    small = load(tmp_path, "q8_0", kv_dtype="f32").lm.work
+    assert small.weight_bytes < own.weight_bytes / 3 and small.row_flops == own.row_flops
+    half = load(tmp_path, "f32").lm.work
+    assert 2 * half.attention[0].kv_bytes == own.attention[0].kv_bytes
+
+
+@pytest.mark.parametrize("more", [{"attention.sliding_window": 4}, {"attention.head_count": [4, 2]}], ids=str)
+def test_what_windows_and_uneven_layers_read_is_not_known(files, more):
+    file = read_gguf(files / "own.gguf")
+    named = {f"{file.architecture}.{name}": value for name, value in more.items()}
+    assert gguf.work_of(replace(file, metadata={**file.metadata, **named}), "f16") is None
+
+
+def test_of_a_mixture_of_experts_the_experts_of_one_row_are_counted(files):
+    file = read_gguf(files / "own.gguf")
+    few, many = (
+        gguf.work_of(
+            replace(
+                file,
+                metadata={**file.metadata, "llama.expert_count": 8, "llama.expert_used_count": used},
+                tensors={
+                    name: one._replace(shape=(8, *one.shape)) if "ffn_up" in name else one
+                    for name, one in file.tensors.items()
+                },
+            ),
+            "f16",
+        )
+        for used in (2, 8)
+    )
+    up = sum(one.parameters for name, one in file.tensors.items() if "ffn_up" in name)
+    assert many.row_flops - few.row_flops == 2 * 6 * up and many.weight_bytes > few.weight_bytes
+
+
+def test_end_tokens_that_llama_cpp_knows_by_their_text_end_a_generation_too(files):
+    assert load(files, library=library(ends=(0, 17))).ends == {0, 17}
+
+
+def test_logits_without_drafts_are_those_of_plain_texts(files):
+    target = load(files)
+    found = target.plain_logits([5, 6, 7, 8], 2)
+    for row, end in zip(found, (2, 3, 4), strict=True):
+        torch.testing.assert_close(row, torch.from_numpy(logits_of([5, 6, 7, 8][:end], 4096)), rtol=0, atol=0)
+    assert not target.lm.sequences
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_dtype": "f8"}, r"target\.kv_dtype must be one of f32"), ({"chunk": 0}, r"target\.chunk"),
+        ({"dtype": "bfloat16"}, r"target\.dtype must be one of float32"),
+        ({"threads": 0}, r"target\.threads"), ({"threads": 10**6}, r"target\.threads"),
+        ({"gpu_layers": -2}, r"target\.gpu_layers"), ({"cells": "1"}, r"target\.cells"),
+        ({"context": 257}, r"target\.context must be at most 256"), ({"context": True}, r"target\.context"),
+        ({"tokenizer": "/nowhere"}, "/nowhere"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused_by_name(files, options, named):
+    with pytest.raises((OSError, ValueError), match=named):
+        load(files, **options)
+
+
+def test_float32_is_exact_or_refused(files, tmp_path):
+    target = load(files, dtype="float32")
+    assert target.lm.settings.kv_dtype == "f32" and target.lm.context.library.made[-1].flash_attn_type == 0
+    convert(files / "own", tmp_path / "bf16.gguf", "bf16")
+    assert load(tmp_path, "bf16").lm.settings.kv_dtype == "f16"
+    with pytest.raises(ValueError, match=r"target\.dtype=float32 requires float32 weights.* --dtype f32"):
+        load(tmp_path, "bf16", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "bad.gguf"), (b"GGUF", "ends within its header"), (b"safetensors", "does not begin with GGUF"),
+        (header(version=99), "version 99"), (header([field("general.architecture", 8, b"\xff" * 8)]), "bad.gguf"),
+    ],
+)  # fmt: skip
+def test_hostile_files_are_refused_before_llama_cpp_sees_them(tmp_path, content, named):
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(content)
+    found = library()
+    found.llama_model_load_from_file = None
+    with pytest.raises((OSError, ValueError), match=named):
+        gguf.load(str(file), library=found)
+    with pytest.raises(OSError, match="missing"):
+        gguf.load(str(tmp_path / "missing.gguf"), library=found)
+
+
+def test_a_model_whose_positions_depend_on_the_size_of_the_cache_is_refused(files, monkeypatch):
+    read = gguf.read_gguf
+
+    def longrope(path):
+        file = read(path)
+        file.tensors["rope_factors_long.weight"] = file.tensors["token_embd.weight"]
+        return file
+
+    monkeypatch.setattr(gguf, "read_gguf", longrope)
+    with pytest.raises(Unsupported, match="longrope"):
+        load(files)
+
+
+def test_a_missing_package_is_named_with_what_to_install(files, monkeypatch):
+    def missing():
+        raise ImportError("pip install 'spec-lab[llamacpp]'")
+
+    monkeypatch.setattr(gguf, "load_library", missing)
+    with pytest.raises(Unsupported, match=r"spec-lab\[llamacpp\]"):
+        load(files, library=None)
+
+
+class WithTokenizer(FakeLlama):
+    """Tokenizes as a tokenizer of transformers does, but for one text."""
+
+    def __init__(self, tokenizer, but=""):
+        super().__init__(4096, 32, 2)
+        self.tokenizer, self.but = tokenizer, but
+
+    def llama_tokenize(self, vocab, text, size, tokens, room, special, parse):
+        found = self.tokenizer(text.decode(), add_special_tokens=special)["input_ids"]
+        if self.but and self.but in text.decode():
+            found = found[1:]
+        for place, token in enumerate(found):
+            tokens[place] = token
+        return len(found)
+
+
+@pytest.mark.parametrize("but", ["", "Ünïcödé", "<|endoftext|>"])
+def test_a_tokenizer_that_splits_otherwise_than_llama_cpp_is_refused(files, but):
+    own = WithTokenizer(AutoTokenizer.from_pretrained(files / "gpt2"), but)
+    if not but:
+        assert load(files, "gpt2", library=own).tokenizer is not None
+        return
+    with pytest.raises(Unsupported, match=r"gpt2\.gguf.* target\.tokenizer"):
+        load(files, "gpt2", library=own)
+
+
+class SeesSiblings(FakeLlama):
+    def attended(self, context, pos, ids):
+        return sorted((cell.pos, cell.token) for cell in context.cells if cell.ids and cell.pos <= pos)
+
+
+class SeesRejected(FakeLlama):
+    """What was removed stays visible where a cell is used again."""
+
+    def llama_memory_seq_cp(self, memory, source, number, start, end):
+        for cell in memory.cells:
+            if source in cell.ids and start <= cell.pos < end:
+                cell.token += 1
+        super().llama_memory_seq_cp(memory, source, number, start, end)
+
+
+@pytest.mark.parametrize("mutant", [SeesSiblings, SeesRejected])
+def test_the_self_check_refuses_a_library_with_a_wrong_attention_mask(files, mutant):
+    with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* standard deviations, allowed are 0\.25"):
+        load(files, library=mutant(4096, 32, 2))
+
+
+def test_the_self_check_reports_a_library_that_fails(files):
+    own = library()
+    own.fails = -3
+    with pytest.raises(Unsupported, match="code -3"):
+        load(files, library=own)
+
+
+def test_the_self_check_is_measured_once_for_the_same_file_and_setting(files):
+    cache, own = ProcessCache(), library()
+    load(files, library=own, cache=cache)
+    made = len(own.made)
+    load(files, library=own, cache=cache)
+    assert len(own.made) == made
+    load(files, library=own, cache=cache, kv_dtype="f32")
+    assert len(own.made) > made
+
+
+def test_a_draft_model_may_be_a_gguf_file(files, monkeypatch):
+    monkeypatch.setattr(gguf, "load_library", library)
+    target = load(files, kv_dtype="bf16", chunk=64)
+    draft = DraftModel.load(target, str(files / "own.gguf"), depth=2)
+    assert isinstance(draft.lm, LlamaCpp) and draft.lm.settings == target.lm.settings
+    assert draft.context == 256 and draft.sha256 == target.sha256
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(files, monkeypatch, tmp_path):
+    monkeypatch.setattr(gguf, "load_library", lambda: FakeLlama(128, 32, 2))
+    convert(checkpoint(tmp_path / "other", vocab_size=128), tmp_path / "other.gguf")
+    with pytest.raises(ValueError, match="another tokenizer than the target"):
+        DraftModel.load(load(files), str(tmp_path / "other.gguf"), depth=2)
+
+
+def test_a_target_of_transformers_may_have_a_gguf_draft(files, monkeypatch):
+    monkeypatch.setattr(gguf, "load_library", library)
+    target = Target.load(str(files / "own"))
+    draft = DraftModel.load(target, str(files / "own.gguf"), depth=2)
+    assert draft.lm.settings == LlamaSettings(torch.get_num_threads())

@@ -1,0 +1,239 @@
+"""The real llama.cpp as the target: forests, hidden states, growth, whole runs from the command line."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import spec_lab
+from spec_lab.core.draft import Draft, Shape, empty
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import Engine
+from spec_lab.engine.llama_context import LlamaSettings, Model, load_library
+from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.models import gguf
+from spec_lab.models.gguf_export import convert
+from spec_lab.models.support import Unsupported
+from spec_lab.models.target import Target
+from spec_lab.propose import Null
+from spec_lab.tasks.lab import requests_of
+from spec_lab.text.prompts import mixed
+from spec_lab.verify import Token
+
+pytest.importorskip(
+    "llama_cpp", reason="NOT TESTED: llama-cpp-python is not installed (pip install 'spec-lab[llamacpp]')"
+)
+pytestmark = pytest.mark.nightly
+
+ZOO = Path(spec_lab.__file__).parent / "zoo"
+KINDS = {"f32": ("f32", 1e-4), "bf16": ("f16", 0.1), "q8_0": ("f16", 0.25)}
+"""Data types of weights: that of the KV cache, and how many standard deviations a logit may be off."""
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zoo")
+    for kind in KINDS:
+        for name in ("target", "draft"):
+            convert(str(ZOO / name), folder / f"{name}-{kind}.gguf", kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library():
+    return load_library()
+
+
+def runner(files, library, kind, **more):
+    kv, _ = KINDS[kind]
+    return LlamaCpp(Model(library, str(files / f"target-{kind}.gguf")), LlamaSettings(1, kv, **{"batch": 64, **more}))
+
+
+def worst(found, expected):
+    """Largest error of a logit, in standard deviations."""
+    return max(float((a.double() - b.double()).abs().max() / b.std()) for a, b in zip(found, expected, strict=True))
+
+
+def decoded(lm, text, rows):
+    """Logits after the last tokens of a text, one token after the other."""
+    sequence, found = lm.open(len(text)), []
+    first = len(text) - rows + 1
+    for pending in (text[:first], *([token] for token in text[first:])):
+        found.append(lm.forward([sequence], [pending], empty(1)).logits[0].clone())
+    sequence.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forests_have_the_logits_of_plain_decoding_after_acceptance_forks_and_rewinds(files, library, kind):
+    generator = np.random.default_rng(5)
+    lm, plain = runner(files, library, kind), runner(files, library, kind)
+    open_, tokens = [lm.open() for _ in range(3)], [[] for _ in range(3)]
+    error = 0.0
+    for step in range(8):
+        pending = [generator.integers(0, 4096, 90 if not step else 2).tolist() for _ in open_]
+        parents = [int(generator.integers(0, len(open_) + node)) for node in range(14)]
+        draft = Draft(Shape(len(open_), np.array(parents)), torch.from_numpy(generator.integers(0, 4096, 14)))
+        found = lm.forward(open_, pending, draft).logits.clone()
+        shape = draft.shape
+        tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
+        for place, sequence in enumerate(open_):
+            leaf = int(generator.choice(shape.trees[place]))
+            path = shape.path(leaf)
+            text = tokens[place] + draft.token[np.array(path, dtype=np.int64) - shape.roots].tolist()
+            error = max(error, worst(found[[place, *path]], decoded(plain, text, len(path) + 1)))
+            sequence.accept(shape.places[np.array(path[:2], dtype=np.int64)])
+            tokens[place] = text[: len(tokens[place]) + len(path[:2])]
+            if step % 3 == 2:
+                sequence.truncate(len(sequence) - 7)
+                del tokens[place][-7:]
+        if step == 4:
+            open_.append(open_[0].fork())
+            tokens.append(list(tokens[0]))
+    assert error <= KINDS[kind][1]
+    assert len(lm.context._watched) == 0 and lm.context.cells >= 512, "the cache has grown meanwhile"
+
+
+def test_a_draft_that_grows_level_by_level_has_the_logits_of_plain_decoding(files, library):
+    lm, plain = runner(files, library, "f32"), runner(files, library, "f32")
+    sequence, text = lm.open(), [5, 6, 7, 8]
+    lm.forward([sequence], [text], empty(1))
+    shape = Shape(1, np.array([0, 0, 1, 1, 2, 3, 3]))
+    token = torch.tensor([11, 12, 13, 14, 15, 16, 17])
+    for rows in (np.array([1, 2]), np.array([3, 4, 5]), np.array([6, 7])):
+        found = lm.extend([sequence], shape, rows, token[torch.from_numpy(rows - 1)]).logits
+        for row, logits in zip(rows.tolist(), found, strict=True):
+            own = text + [int(token[node - 1]) for node in shape.path(row)]
+            assert worst([logits], decoded(plain, own, 1)) < 1e-4
+    sequence.accept([0, 2, 6])
+    found = lm.forward([sequence], [[9]], empty(1)).logits
+    assert worst(found, decoded(plain, [*text, 11, 13, 17, 9], 1)) < 1e-4
+
+
+@pytest.mark.parametrize("layers", [(-1,), (0, 3), (2, 6, 5)])
+def test_hidden_states_are_those_of_transformers(files, library, layers):
+    lm, model = runner(files, library, "f32"), Target.load(str(ZOO / "target"), dtype="float32").causal_lm
+    lm.capture(layers)
+    model.capture(layers)
+    generator = np.random.default_rng(1)
+    text = generator.integers(0, 4096, 150).tolist()
+    draft = Draft(Shape(1, np.array([0, 0, 1, 2])), torch.tensor([3, 4, 5, 6]))
+    found, expected = lm.forward([lm.open()], [text], draft), model.forward([model.open()], [text], draft)
+    assert worst(found.logits, expected.logits) < 1e-3
+    assert worst(found.pending[0], expected.pending[0]) < 2e-3 and worst(found.nodes[0], expected.nodes[0]) < 2e-3
+
+
+def test_what_is_captured_may_change_while_sequences_are_open(files, library):
+    lm, plain = runner(files, library, "f32"), runner(files, library, "f32")
+    sequence, text = lm.open(), [1, 2, 3]
+    lm.forward([sequence], [text], empty(1))
+    for layers in ((2,), (), (-1,)):
+        lm.capture(layers)
+        text.append(9)
+        assert worst(lm.forward([sequence], [[9]], empty(1)).logits, decoded(plain, text, 1)) < 1e-4
+
+
+def test_greedy_decoding_in_float32_emits_what_transformers_emits_for_almost_every_bundled_prompt(files):
+    targets = (
+        Target.load(str(ZOO / "target"), dtype="float32"),
+        gguf.load(str(files / "target-f32.gguf"), dtype="float32"),
+    )
+    outputs = []
+    for target in targets:
+        engine = Engine(target, Null(), Token(), CounterDraws(0))
+        for request in requests_of(target, mixed(str(ZOO / "prompts")), Sampling(0.0), 32):
+            engine.add(request)
+        list(engine)
+        outputs.append({one.request.id: one.emitted for one in engine.sequences})
+    ours, theirs = outputs
+    assert ours.keys() == theirs.keys()
+    same = sum(ours[number] == theirs[number] for number in ours)
+    assert same >= 0.99 * len(ours), f"{same} of {len(ours)}"
+
+
+def test_a_damaged_file_is_refused_or_computed_but_never_ends_the_process(files, tmp_path):
+    """In a process of its own, which a crash would end with a signal."""
+    whole, generator = (files / "draft-bf16.gguf").read_bytes(), random.Random(0)
+    for number in range(12):
+        data = bytearray(whole)
+        for _ in range(20):
+            data[generator.randrange(min(len(data), 3000 if number % 2 else 200_000))] = generator.randrange(256)
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(data[: generator.randrange(100, len(data))] if number % 4 == 3 else data)
+    code = (
+        "import sys\nfrom spec_lab.models import gguf\nfrom pathlib import Path\n"
+        "try:\n    gguf.load(sys.argv[1], threads=1)\nexcept (OSError, ValueError) as error:\n    print(error)\n"
+    )
+    for file in sorted(tmp_path.glob("*.gguf")):
+        done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, (file.name, done.returncode, done.stderr[-2000:])
+
+
+def test_a_missing_tokenizer_folder_is_named(files):
+    with pytest.raises((OSError, Unsupported), match="nowhere"):
+        gguf.load(str(files / "target-bf16.gguf"), tokenizer="nowhere")
+
+
+# The command line ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, "-m", "spec_lab", *arguments], cwd=cwd, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    return done.stdout
+
+
+SHORT = ("prompts.limit=4", "max_new_tokens=24", "warmup=2")
+
+
+def test_the_bundled_target_is_converted_and_decoded_with_the_commands_of_the_readme(tmp_path):
+    run("convert", str(ZOO / "target"), "zoo.gguf", cwd=tmp_path)
+    run("target=gguf", "target.path=zoo.gguf", "proposer=ngram", *SHORT, "output_dir=out", cwd=tmp_path)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert "speculative" in summary["arms"] and json.loads((tmp_path / "out/manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("+experiment=draft_chain", "proposer.path=draft-bf16.gguf", "proposer.depth=3"),
+        ("+experiment=draft_tree", "proposer.path=draft-bf16.gguf", "proposer.tree=0 1 0.0 0.1 1.0"),
+        ("+experiment=draft_chain", f"proposer.path={ZOO / 'draft'}", "proposer.depth=3"),
+        ("+experiment=medusa_tree", "proposer.tree=0 1 0.0 0.1 0.0.0"),
+        ("proposer=ngram_tree", "batch_size=3"),
+        ("proposer=ngram", "sampling=temperature_1"),
+    ],
+    ids=["gguf chain", "gguf tree", "draft of transformers", "medusa", "batch", "sampled"],
+)
+def test_proposers_run_on_llama_cpp(files, tmp_path, options):
+    options = [one.replace("draft-bf16.gguf", str(files / "draft-bf16.gguf")) for one in options]
+    target = f"target.path={files / 'target-bf16.gguf'}"
+    run("target=gguf", target, *options, *SHORT, "output_dir=out", cwd=tmp_path)
+    arms = json.loads((tmp_path / "out/summary.json").read_text())["arms"]
+    assert all(np.isfinite(one["tokens_per_second"]) for one in arms.values())
+
+
+@pytest.mark.parametrize("option", ["+experiment=peers", "target.dtype=bfloat16"])
+def test_what_requires_transformers_is_refused_in_one_line(files, tmp_path, option):
+    target = f"target.path={files / 'target-bf16.gguf'}"
+    done = subprocess.run(
+        [sys.executable, "-m", "spec_lab", "target=gguf", target, option, *SHORT, "output_dir=out"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode and "Traceback" not in done.stderr
+
+
+def test_the_certificate_passes_by_samples(files, tmp_path):
+    run("+experiment=certify", "target=gguf", f"target.path={files / 'target-f32.gguf'}",
+        f"proposer.path={files / 'draft-f32.gguf'}", "task.samples=2000", "task.tokens=1000", "output_dir=out",
+        cwd=tmp_path)  # fmt: skip
+    found = json.loads((tmp_path / "out/certificate.json").read_text())
+    assert not found["failed"] and found["pairs"]
