@@ -1,0 +1,260 @@
+"""llama.cpp's own decoding as arms of a run on a GGUF file: same weights, prompts, process and sampling.
+
+``Generate`` is llama-cpp-python's generation, alone, with its prompt lookup, or with a draft model; ``Loop`` is what one
+would write in C: llama_decode and llama.cpp's own sampler, called in turn. Time and tokens are split as in ``peers``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_lab.core.options import whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.llama_context import KV_DTYPES, load_library
+from spec_lab.engine.request import Request
+from spec_lab.models.gguf_file import read_gguf
+from spec_lab.models.target import Target
+from spec_lab.results.writer import Outcome
+from spec_lab.tasks.lab import Decoded
+from spec_lab.tasks.peers import MOST_NGRAM, MOST_TOKENS, finish, room
+
+
+def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
+    """Return the outcome of a stream of tokens; the first one ends the prefill.
+
+    Args:
+        request: whose tokens they are.
+        tokens: as they come, as many as there is room for; nothing is read beyond a stop token.
+        start: when the prefill began, on ``time.perf_counter``.
+    """
+    found: list[int] = []
+    first = start
+    for token in tokens:
+        found.append(token)
+        if len(found) == 1:
+            first = time.perf_counter()
+        if token in request.stop:
+            break
+    prefill, decode = first - start, time.perf_counter() - first
+    return Outcome(request, found, finish(found, request), 1, len(found) - 1, prefill, decode, prefill)
+
+
+class Generate:
+    """llama-cpp-python's ``Llama.generate``; built by ``plain``, ``lookup`` or ``assisted``.
+
+    Args:
+        target: of a GGUF file.
+        sampling: the sampling parameters.
+        seed: of the library's sampler; the request's number is added.
+        draft: maps the tokens so far to drafted tokens; None for none.
+        sha256: of the draft model's file; None without one.
+
+    Raises:
+        ValueError: the target is no GGUF file, or ``sampling`` sets what the library does otherwise.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        sampling: Sampling,
+        seed: int,
+        draft: Callable[..., Any] | None = None,
+        sha256: str | None = None,
+    ) -> None:
+        if sampling.repetition_penalty != 1:
+            raise ValueError(
+                "llama.cpp penalises the last 64 tokens only: set sampling.repetition_penalty=1, or leave its arms out"
+            )
+        self.target, self.sampling, self.seed, self.sha256 = target, sampling, seed, sha256
+        self.llama = llama_of(target, draft_model=draft)
+
+    @staticmethod
+    def plain(target: Target, sampling: Sampling, seed: int) -> Generate:
+        """Return generation without drafts. Arguments as in the class."""
+        return Generate(target, sampling, seed)
+
+    @staticmethod
+    def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> Generate:
+        """Return prompt lookup; the defaults are llama-cpp-python's own.
+
+        Args:
+            target, sampling, seed: as in the class.
+            tokens: maximum number of draft tokens per step, at most 1024.
+            max_ngram: longest n-gram that is looked up, at most 64.
+
+        Raises:
+            ValueError: an option is not a whole number in its range; and as in the class.
+        """
+        whole("tokens", tokens, most=MOST_TOKENS)
+        whole("max_ngram", max_ngram, most=MOST_NGRAM)
+        check_target(target)
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        return Generate(target, sampling, seed, LlamaPromptLookupDecoding(max_ngram, tokens))
+
+    @staticmethod
+    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int = 8) -> Generate:
+        """Return generation with a draft model that drafts greedily.
+
+        Args:
+            target, sampling, seed: as in the class.
+            path: the draft model's GGUF file.
+            tokens: number of draft tokens per step, at most 1024.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: ``tokens`` is not a whole number in its range; the draft model has another vocabulary; and as in
+                the class.
+        """
+        whole("tokens", tokens, most=MOST_TOKENS)
+        check_target(target)
+        file = read_gguf(Path(path))
+        if file.vocabulary != target.vocabulary:
+            raise ValueError(
+                f"the draft model {path} has {file.vocabulary} tokens, the target {target.name} has "
+                f"{target.vocabulary}: choose one with the same vocabulary"
+            )
+        return Generate(target, sampling, seed, GreedyDraft(llama_of(target, path), tokens), file.source_sha256)
+
+    def decode(self, requests: Sequence[Request]) -> Decoded:
+        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        for request in requests:
+            request.check_fits(self.target.context, self.target.vocabulary)
+        return Decoded([], [self._one(request) for request in requests])
+
+    def _one(self, request: Request) -> Outcome:
+        sampling = self.sampling
+        self.llama.reset()
+        self.llama.set_seed((self.seed + request.id) % 2**32)
+        start = time.perf_counter()
+        with closing(
+            self.llama.generate(
+                request.tokens, temp=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+                min_p=sampling.min_p, repeat_penalty=1.0,
+            )
+        ) as tokens:  # fmt: skip
+            return timed(request, islice(tokens, room(request, self.target)), start)
+
+
+class GreedyDraft:
+    """A draft model in the interface of ``llama_cpp.llama_speculative.LlamaDraftModel``.
+
+    Args:
+        llama: the model.
+        tokens: how many it drafts.
+    """
+
+    def __init__(self, llama: Any, tokens: int) -> None:
+        self.llama, self.tokens = llama, tokens
+
+    def __call__(self, input_ids: Any, **_: Any) -> Any:
+        """Return the draft after ``input_ids``: ``[n] -> [tokens]``; shorter where the context ends."""
+        count = min(self.tokens, self.llama.n_ctx() - len(input_ids) - 1)
+        if count <= 0:
+            return np.empty(0, dtype=np.intc)
+        with closing(self.llama.generate(input_ids.tolist(), temp=0.0)) as drafted:
+            return np.fromiter(islice(drafted, count), dtype=np.intc)
+
+
+class Loop:
+    """A loop over llama_decode with llama.cpp's own sampler: the bound of what decoding costs on this engine.
+
+    Args:
+        target, sampling, seed: as in ``Generate``.
+
+    Raises:
+        ValueError: ``sampling`` sets more than a temperature; and as of ``Generate``.
+    """
+
+    def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:
+        if sampling.truncates or sampling.repetition_penalty != 1:
+            raise ValueError(
+                "llama.cpp's bare loop supports sampling.temperature only, not top_k, top_p, min_p or "
+                "repetition_penalty: leave its arm out"
+            )
+        self.target, self.temperature, self.seed = target, sampling.temperature, seed
+        self.llama = llama_of(target)
+
+    def decode(self, requests: Sequence[Request]) -> Decoded:
+        """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
+        for request in requests:
+            request.check_fits(self.target.context, self.target.vocabulary)
+        return Decoded([], [self._one(request) for request in requests])
+
+    def _one(self, request: Request) -> Outcome:
+        from llama_cpp import llama_cpp as lib
+
+        lib.llama_memory_clear(lib.llama_get_memory(self.llama.ctx), True)
+        sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if self.temperature > 0:
+            lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_temp(self.temperature))
+            lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_dist((self.seed + request.id) % 2**32))
+        else:
+            lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_greedy())
+        try:
+            start = time.perf_counter()
+            return timed(request, self._tokens(lib, sampler, request), start)
+        finally:
+            lib.llama_sampler_free(sampler)
+
+    def _tokens(self, lib: Any, sampler: Any, request: Request) -> Iterator[int]:
+        context, most = self.llama.ctx, int(self.llama.n_batch)
+        tokens = (lib.llama_token * len(request.tokens))(*request.tokens)
+        for start in range(0, len(tokens), most):
+            part = (lib.llama_token * min(most, len(tokens) - start))(*tokens[start : start + most])
+            self._decode(lib, context, part)
+        one = (lib.llama_token * 1)()
+        for number in range(room(request, self.target)):
+            if number:
+                self._decode(lib, context, one)
+            one[0] = lib.llama_sampler_sample(sampler, context, -1)
+            yield one[0]
+
+    def _decode(self, lib: Any, context: Any, tokens: Any) -> None:
+        if code := lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(tokens))):
+            raise RuntimeError(f"llama_decode failed with code {code}")
+
+
+def check_target(target: Target) -> None:
+    """Refuse a target that llama.cpp does not compute.
+
+    Raises:
+        ValueError: names it.
+    """
+    if facts(target).get("engine") != "llama.cpp":
+        raise ValueError(
+            f"llama.cpp's own arms require a target in llama.cpp, and {target.name} is none: set target=gguf and "
+            "target.path to a GGUF file, or leave them out"
+        )
+
+
+def facts(target: Target) -> dict[str, Any]:
+    """Return what the target's runner states of itself."""
+    found = getattr(target.lm, "facts", {})
+    return found if isinstance(found, dict) else {}
+
+
+def llama_of(target: Target, path: str | None = None, **more: Any) -> Any:
+    """Return llama-cpp-python's ``Llama`` of the target's file, or of another, with the target's settings.
+
+    Raises:
+        ValueError: as of ``check_target``.
+    """
+    check_target(target)
+    load_library()  # checks the version
+    from llama_cpp import Llama
+
+    own = facts(target)
+    return Llama(
+        path or target.name, n_ctx=target.context, n_batch=own["rows"], n_ubatch=own["rows"],
+        n_threads=own["llama_threads"], n_threads_batch=own["llama_threads"], n_gpu_layers=own["gpu_layers"],
+        type_k=KV_DTYPES[own["kv_dtype"]], type_v=KV_DTYPES[own["kv_dtype"]], flash_attn=own["kv_dtype"] != "f32",
+        verbose=False, **more,
+    )  # fmt: skip
