@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 LOG = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ GRAIN = 256
 
 MOST_IDS = 256
 """llama.cpp's LLAMA_MAX_SEQ."""
+
+MOST_TENSORS = 64
+"""Most tensors over the library's memory that a context keeps."""
 
 MOST_OUTPUT = 2**27
 """Most bytes of logits of one forward in which every row has outputs (``Context.set_embeddings``)."""
@@ -237,7 +242,7 @@ class Context:
 
     Attributes:
         token, position, flags: ``[>= n]`` arrays that the next call of ``decode`` reads: of each row its token, its
-            position, and whether it has outputs. Rows' ids are set by ``set_ids``.
+            position, and whether it has outputs. Rows' ids are set by ``set_ids``; ``one_each`` sets all.
         cells, ids: the cells and the sequence ids that exist now.
     """
 
@@ -248,6 +253,7 @@ class Context:
         self._watched: dict[str, np.ndarray | None] = {}
         self._watches = False
         self._callback: Any = None
+        self._tensors: dict[tuple[int, int], Tensor] = {}
         self._handle: Any = None
         self._memory: Any = None
         self._free: Any = None
@@ -265,15 +271,18 @@ class Context:
         """
         if watch is not None and set(watch) != set(self._watched):
             self._watched = dict.fromkeys(watch)
+        settings, lib = self.settings, self.library
+        most = None if settings.cells is None else -(-max(settings.cells, MOST_IDS) // GRAIN) * GRAIN
+        if most is not None:
+            cells = min(cells, most)
         if cells <= self.cells and ids <= self.ids and bool(self._watched) == self._watches:
             return
-        settings, lib = self.settings, self.library
         if cells > self.cells:
             cells = -(-max(cells, 2 * self.cells) // GRAIN) * GRAIN
         ids = self.ids if 0 < self.ids >= ids else min(MOST_IDS, max(ids, 4 * self.ids, 16))
         cells = max(cells, self.cells, settings.batch, MOST_IDS)
-        if settings.cells is not None:
-            cells = min(cells, -(-settings.cells // GRAIN) * GRAIN)
+        if most is not None:
+            cells = min(cells, most)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified, params.swa_full = cells, ids, True, True
         params.n_batch = params.n_ubatch = max(settings.batch, MOST_IDS)  # the library reserves outputs for all ids
@@ -322,7 +331,9 @@ class Context:
         Raises:
             RuntimeError: the library cannot.
         """
-        if self._memory is not None and not self.library.llama_memory_seq_rm(self._memory, number, start, -1):
+        if self._free is None or not self._free.alive:  # the process ends, and has freed the cells
+            return
+        if not self.library.llama_memory_seq_rm(self._memory, number, start, -1):
             raise RuntimeError(f"llama.cpp cannot remove the tokens from position {start} on of a sequence")
 
     def share(self, source: int, number: int, start: int, end: int) -> None:
@@ -343,16 +354,19 @@ class Context:
         self._one_each = False
         if len(self._flat) < rows:
             self._flat = np.zeros(2 * rows, dtype=np.int32)
+        self._views = memoryview(self.token), memoryview(self.position), memoryview(self._flat)
         self._whole = self._part(0, rows)
 
-    def set_id(self, ids: list[int]) -> None:
-        """Give each row one sequence id: ``ids`` ``[n]``."""
-        self._flat[: len(ids)] = ids
+    def one_each(self, tokens: list[int], positions: list[int], ids: list[int]) -> None:
+        """Write rows of one token each, all with outputs, of sequences with one id each: ``[n]`` all three."""
+        self.reserve_rows(len(ids))
         if not self._one_each:
-            self._counts[:] = 1
-            np.multiply(np.arange(self._rows, dtype=np.uintp), 4, out=self._pointers)
-            self._pointers += self._flat.ctypes.data
+            self._counts[:] = self.flags[:] = 1
+            self._pointers[:] = self._flat.ctypes.data + 4 * np.arange(self._rows)
             self._one_each = True
+        for row, (token, position, number) in enumerate(zip(tokens, positions, ids, strict=True)):
+            # Items of a memoryview: after a forward, which has emptied the caches, NumPy's slices cost ten times more.
+            self._views[0][row], self._views[1][row], self._views[2][row] = token, position, number
 
     def set_ids(self, counts: np.ndarray, starts: np.ndarray, flat: np.ndarray) -> None:
         """Give each row several sequence ids.
@@ -364,17 +378,18 @@ class Context:
         """
         if len(flat) > len(self._flat):
             self._flat = np.zeros(2 * len(flat), dtype=np.int32)
+            self._views = memoryview(self.token), memoryview(self.position), memoryview(self._flat)
         rows = len(counts)
         self._flat[: len(flat)] = flat
         self._counts[:rows] = counts
         self._pointers[:rows] = self._flat.ctypes.data + 4 * starts
         self._one_each = False
 
-    def decode(self, rows: int) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+    def decode(self, rows: int) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Returns:
-            Logits ``[outputs, V]`` of the rows with flags, in order: a view of the library's memory that the next call
+            Logits ``[outputs, V]`` of the rows with flags, in order: the library's memory, which the next call
             overwrites, or a copy; their hidden states after the final norm ``[outputs, H]``, a copy, or None where
             they are off; and the watched tensors ``[rows, H]``, in the order asked for.
 
@@ -382,7 +397,7 @@ class Context:
             MemoryError: there are not enough free cells.
             RuntimeError: the library refuses the rows or fails.
         """
-        most = min(self.settings.batch, self.cells)
+        most = self.settings.batch if self.settings.batch < self.cells else self.cells
         if self.embeddings:
             most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
         if rows <= most:
@@ -391,9 +406,8 @@ class Context:
         for number in range(parts):
             start, stop = number * rows // parts, (number + 1) * rows // parts
             logits, hidden, watched = self._decode(start, stop, self._part(start, stop))
-            found.append((logits.copy() if number < parts - 1 else logits, hidden, watched))
-        each_logits = [logits for logits, _, _ in found if len(logits)]
-        logits = np.concatenate(each_logits) if len(each_logits) > 1 else (each_logits or [found[0][0]])[0]
+            found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
+        logits = torch.cat([one for one, _, _ in found]) if any(len(one) for one, _, _ in found[:-1]) else found[-1][0]
         hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
         return logits, hidden, [np.concatenate(one) for one in zip(*(watched for _, _, watched in found), strict=True)]
 
@@ -414,14 +428,14 @@ class Context:
             setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
         return batch
 
-    def _decode(self, start: int, stop: int, batch: Any) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+    def _decode(self, start: int, stop: int, batch: Any) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
         lib, model, count = self.library, self.model, stop - start
         batch.n_tokens = count
         self._expected = count
         if code := lib.llama_decode(self._handle, batch):
             self._raise(code, count)
-        outputs = int(np.count_nonzero(self.flags[start:stop])) if count > 1 else int(self.flags[start])
-        logits = _view(lib.llama_get_logits(self._handle), outputs, model.vocabulary)
+        outputs = count if self._one_each else int(np.count_nonzero(self.flags[start:stop]))
+        logits = self._logits(outputs)
         hidden = None
         if self.embeddings:
             hidden = _view(lib.llama_get_embeddings(self._handle), outputs, model.output_size).copy()
@@ -435,6 +449,18 @@ class Context:
             watched.append(found)
             self._watched[name] = None
         return logits, hidden, watched
+
+    def _logits(self, rows: int) -> Tensor:  # [rows, V]
+        """The library's memory of logits; the tensor over it is made once for each address and size."""
+        if not rows:
+            return torch.empty(0, self.model.vocabulary)
+        pointer = self.library.llama_get_logits(self._handle)
+        key = ctypes.addressof(pointer.contents), rows
+        if key not in self._tensors:
+            if len(self._tensors) >= MOST_TENSORS:
+                self._tensors.clear()
+            self._tensors[key] = torch.from_numpy(_view(pointer, rows, self.model.vocabulary))
+        return self._tensors[key]
 
     def _raise(self, code: int, rows: int) -> None:
         if code == 1:

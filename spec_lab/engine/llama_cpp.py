@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,10 +133,10 @@ class LlamaSequence:
         self.ids = [number]
         self.shared = [0]  # of each further id the positions that it has in common with the sequence
         self.held: Paths | None = None
-        self._length = 0
+        self.length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     @property
     def open(self) -> bool:
@@ -146,7 +146,7 @@ class LlamaSequence:
     @property
     def cells(self) -> int:
         """Cells that it uses at most."""
-        return self._length + (0 if self.held is None else len(self.held.path_of))
+        return self.length + (0 if self.held is None else len(self.held.path_of))
 
     def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
         """Append the tokens of held ``nodes``, a path from the root down, and forget all others.
@@ -158,7 +158,7 @@ class LlamaSequence:
         if held is None:
             return
         accepted = np.asarray(nodes).tolist() if len(nodes) else []
-        context, end, depth = self.runner.context, self._length, len(accepted)
+        context, end, depth = self.runner.context, self.length, len(accepted)
         common = [_common(path, accepted) for path in held.paths]
         if depth not in common:
             raise ValueError(f"nodes {accepted} are no path of the held tree from its root down")
@@ -170,7 +170,7 @@ class LlamaSequence:
             if len(held.paths[place]) > common[place]:
                 context.remove(self.ids[place], end + common[place])
             self.shared[place] = end + common[place]
-        self._length += depth
+        self.length += depth
 
     def truncate(self, length: int) -> None:
         """Forget all positions from ``length`` on, and held nodes.
@@ -179,27 +179,27 @@ class LlamaSequence:
             ValueError: it is longer than the sequence.
         """
         self.accept()
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot shorten a sequence of {self._length} tokens to {length}")
-        if length < self._length:
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot shorten a sequence of {self.length} tokens to {length}")
+        if length < self.length:
             self.runner.context.remove(self.ids[0], length)
         for place, shared in enumerate(self.shared[1:], start=1):
             if shared > length:
                 self.runner.context.remove(self.ids[place], length)
                 self.shared[place] = length
-        self._length = length
+        self.length = length
 
     def fork(self) -> LlamaSequence:
         """A second sequence with the same past, whose cells it shares."""
         twin = self.runner.open(self.reserve)
         self.runner.context.require(0, twin.ids[0] + 1)
-        self.runner.context.share(self.ids[0], twin.ids[0], 0, self._length)
-        twin._length = self._length
+        self.runner.context.share(self.ids[0], twin.ids[0], 0, self.length)
+        twin.length = self.length
         return twin
 
     def close(self) -> None:
         """Free everything. Harmless when repeated."""
-        self.held, self._length = None, 0
+        self.held, self.length = None, 0
         self.release(0)
 
     def release(self, keep: int) -> None:
@@ -215,14 +215,14 @@ class LlamaSequence:
         """Share the sequence's past with its first ``count`` ids, of which it has as many."""
         own = self.ids[0]
         for place in range(1, count):
-            self.runner.context.share(own, self.ids[place], self.shared[place], self._length)
-            self.shared[place] = self._length
+            self.runner.context.share(own, self.ids[place], self.shared[place], self.length)
+            self.shared[place] = self.length
 
     def append(self, count: int, paths: int) -> None:
         """Take note of ``count`` computed tokens that carry the first ``paths`` ids."""
-        self._length += count
+        self.length += count
         for place in range(1, paths):
-            self.shared[place] = self._length
+            self.shared[place] = self.length
 
 
 def _common(path: list[int], accepted: list[int]) -> int:
@@ -235,8 +235,7 @@ def _common(path: list[int], accepted: list[int]) -> int:
     return length
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedRows:
+class PreparedRows(NamedTuple):
     """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
 
     Args:
@@ -275,6 +274,8 @@ class LlamaCpp:
         self.forwards = 0
         self.sequences: set[LlamaSequence] = set()
         self._ids = list(range(MOST_IDS - 1, -1, -1))
+        self._highest = 0  # one past the highest id that was ever taken
+        self._used = 0  # at least as many cells as are in use
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
@@ -359,6 +360,8 @@ class LlamaCpp:
             MemoryError: there is not enough memory for the KV cache.
         """
         shape = draft.shape
+        if sequences and not (prefill or self._layers) and len(shape.parent) == 0 and all(len(n) == 1 for n in pending):
+            return self._one_token_each(sequences, pending)
         plan = self._plan(shape) if shape.nodes else None
         every = [*sequences, *(one for one, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
@@ -443,7 +446,7 @@ class LlamaCpp:
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
             logits, final, watched = self.context.decode(rows)
-        found = torch.from_numpy(logits[len(logits) - outputs :])
+        found = logits[rows - outputs :] if self.context.embeddings and rows > outputs else logits
         if not self._layers:
             return found, None
         others = iter(watched)
@@ -456,6 +459,19 @@ class LlamaCpp:
                 self._plans.clear()
             self._plans[shape] = ForestIds.of(shape)
         return self._plans[shape]
+
+    def _one_token_each(self, sequences: Sequence[LlamaSequence], pending: Sequence[Sequence[int]]) -> PreparedRows:
+        """``prepare`` one token of each sequence, as in autoregressive decoding: host work is a visible share of it."""
+        rows, starts = len(sequences), [one.length for one in sequences]
+        self._reserve_cells(rows)
+        for one in sequences:
+            if one.held is not None:
+                one.accept()
+        self.context.one_each([new[0] for new in pending], starts, [one.ids[0] for one in sequences])
+        for one in sequences:
+            one.length += 1
+        self._ready = prepared = PreparedRows(rows, rows, sum(starts) + rows)
+        return prepared
 
     def _arrange(
         self,
@@ -472,13 +488,6 @@ class LlamaCpp:
         token, position, flags = context.token, context.position, context.flags
         starts = [len(one) for one in every]
         attended = sum(starts) + rows
-        if rows == len(every) == trees:  # one token each, and no nodes
-            token[:rows] = [one[0] for one in tokens]
-            position[:rows] = starts
-            flags[:rows] = 1
-            context.set_id([one.ids[0] for one in every])
-            one_each = [np.arange(row, row + 1) for row in range(rows)] if self._layers else ()
-            return PreparedRows(rows, rows, attended, one_each, [np.arange(0)] * rows if self._layers else ())
         plan = self._plan(shape) if plan is None else plan
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
@@ -519,11 +528,15 @@ class LlamaCpp:
             while len(sequence.ids) < count:
                 sequence.ids.append(self._take(every, paths))
                 sequence.shared.append(0)
-        cells = rows + sum(one.cells for one in self.sequences)
-        if cells > self.context.cells:
-            cells = max(cells, sum(one.reserve for one in self.sequences))
-        highest = 1 + max((max(one.ids) for one in every), default=0)
-        self.context.require(cells, highest)
+        self._reserve_cells(rows)
+
+    def _reserve_cells(self, rows: int) -> None:
+        """Grow the KV cache if its free cells may not suffice for ``rows`` more, or if it has too few ids."""
+        self._used += rows
+        if self._used > self.context.cells or self._highest > self.context.ids:
+            self._used = rows + sum(one.cells for one in self.sequences)
+            reserved = sum(one.reserve for one in self.sequences) if self._used > self.context.cells else 0
+            self.context.require(max(self._used, reserved), self._highest)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
         """A free id, if need be one that another sequence does not need now.
@@ -543,7 +556,9 @@ class LlamaCpp:
                 "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
                 "requests at once (batch_size, max_batch_size)"
             )
-        return self._ids.pop()
+        number = self._ids.pop()
+        self._highest = max(self._highest, number + 1)
+        return number
 
 
 def _tensor(layer: int) -> str:
