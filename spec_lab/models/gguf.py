@@ -16,8 +16,9 @@ from torch import Tensor
 from spec_lab.core.draft import empty
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.process_cache import ProcessCache
-from spec_lab.engine.llama_context import KV_DTYPES, Library, LlamaSettings, Model, load_library
+from spec_lab.engine.llama_context import KV_DTYPES, LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_library import Library, Model, load_library
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
 from spec_lab.models.services import GGUFServices
