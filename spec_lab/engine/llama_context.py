@@ -1,30 +1,22 @@
-"""llama.cpp through the low-level interface of llama-cpp-python: a loaded model, and a context with one reused batch.
+"""A context of llama.cpp: a KV cache with sequence ids, and one batch that is used again.
 
 A context has a KV cache of cells that all sequence ids share (``kv_unified``). A cell holds the key and value of one
 token and the set of ids that it belongs to; a token attends to the cells of its first id up to its own position.
-``n_seq_max``, the number of ids, is at most 256.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-LOG = logging.getLogger(__name__)
-
-VERSION = "0.3.36"
-"""Of llama-cpp-python; the layout of its structs changes from version to version."""
-
-SIZES = {"llama_batch": 56, "llama_model_params": 80, "llama_context_params": 160}
-"""Bytes of the structs of ``VERSION`` that are passed by value, on 64-bit platforms."""
+from spec_lab.engine.llama_library import Model
 
 KV_DTYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 """Data types of keys and values, and their numbers (``ggml_type``)."""
@@ -35,177 +27,11 @@ GRAIN = 256
 MOST_IDS = 256
 """llama.cpp's LLAMA_MAX_SEQ."""
 
+MOST_TENSORS = 64
+"""Most tensors over the library's memory that a context keeps."""
+
 MOST_OUTPUT = 2**27
 """Most bytes of logits of one forward in which every row has outputs (``Context.set_embeddings``)."""
-
-
-class Library(Protocol):
-    """The functions of llama.cpp and ggml that are used, as llama-cpp-python declares them."""
-
-    llama_batch: Any
-    llama_model_default_params: Any
-    llama_model_load_from_file: Any
-    llama_model_free: Any
-    llama_model_get_vocab: Any
-    llama_model_n_layer: Any
-    llama_model_n_embd: Any
-    llama_model_n_embd_out: Any
-    llama_model_n_ctx_train: Any
-    llama_model_n_params: Any
-    llama_model_n_swa: Any
-    llama_model_desc: Any
-    llama_model_is_recurrent: Any
-    llama_model_is_hybrid: Any
-    llama_model_is_diffusion: Any
-    llama_model_has_encoder: Any
-    llama_vocab_n_tokens: Any
-    llama_vocab_is_eog: Any
-    llama_tokenize: Any
-    llama_context_default_params: Any
-    llama_init_from_model: Any
-    llama_free: Any
-    llama_get_memory: Any
-    llama_memory_seq_rm: Any
-    llama_memory_seq_cp: Any
-    llama_state_get_size: Any
-    llama_state_get_data: Any
-    llama_state_set_data: Any
-    llama_set_embeddings: Any
-    llama_decode: Any
-    llama_get_logits: Any
-    llama_get_embeddings: Any
-    ggml_backend_sched_eval_callback: Any
-    ggml_get_name: Any
-    ggml_nbytes: Any
-    ggml_backend_tensor_get: Any
-
-
-def load_library() -> Library:
-    """Import llama-cpp-python, check that it is the expected one, and send its log to Python's.
-
-    Raises:
-        ImportError: it is missing, of another version, or built for another interface; says what to install.
-    """
-    advice = "pip install 'spec-lab[llamacpp]' (it compiles llama.cpp, which takes some ten minutes)"
-    try:
-        found = version("llama-cpp-python")
-        from llama_cpp import llama_cpp as lib
-        from llama_cpp._ggml import libggml
-    except (ImportError, PackageNotFoundError, OSError, RuntimeError) as error:
-        raise ImportError(
-            f"target=gguf requires llama-cpp-python, which cannot be imported ({error}): {advice}"
-        ) from error
-    if found != VERSION:
-        raise ImportError(f"target=gguf requires llama-cpp-python {VERSION}, but {found} is installed: {advice}")
-    functions = [name for name in Library.__annotations__ if name.startswith("llama_") or name.endswith("_callback")]
-    library: Any = SimpleNamespace(**{name: getattr(lib, name) for name in functions})
-    pointer = ctypes.c_void_p
-    for name, result, arguments in (
-        ("ggml_get_name", ctypes.c_char_p, [pointer]),
-        ("ggml_nbytes", ctypes.c_size_t, [pointer]),
-        ("ggml_backend_tensor_get", None, [pointer, pointer, ctypes.c_size_t, ctypes.c_size_t]),
-    ):
-        function = getattr(libggml, name)
-        function.restype, function.argtypes = result, arguments
-        setattr(library, name, function)
-    check_layout({name: ctypes.sizeof(getattr(lib, name)) for name in SIZES}, lib.llama_context_default_params())
-    lib.llama_log_set(_log, None)
-    lib.llama_backend_init()
-    return library
-
-
-def check_layout(sizes: Mapping[str, int], defaults: Any) -> None:
-    """Check that Python's structs are laid out as the compiled library's.
-
-    Args:
-        sizes: bytes of the structs in Python (``SIZES``).
-        defaults: what ``llama_context_default_params`` returned, whose first and last fields have known values.
-
-    Raises:
-        ImportError: they are not.
-    """
-    known = {"n_ctx": 512, "n_batch": 2048, "n_seq_max": 1, "type_k": 1, "type_v": 1, "embeddings": False,
-             "offload_kqv": True, "swa_full": True, "n_samplers": 0}  # fmt: skip
-    wrong = [name for name, size in SIZES.items() if sizes[name] != size]
-    wrong += [name for name, value in known.items() if getattr(defaults, name) != value]
-    if wrong:
-        raise ImportError(
-            f"llama-cpp-python {VERSION} has another layout than expected ({', '.join(wrong)}): it was built from "
-            "other sources; install it again with pip install --force-reinstall 'spec-lab[llamacpp]'"
-        )
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def _log(_level: int, text: bytes, _data: int) -> None:
-    LOG.debug("%s", text.decode(errors="replace").rstrip())
-
-
-class Model:
-    """A model that llama.cpp has loaded.
-
-    Args:
-        library: of ``load_library``.
-        path: a GGUF file that was checked; llama.cpp reads it again.
-        gpu_layers: how many layers are computed on a GPU, where the library was built for one; -1 for all.
-
-    Raises:
-        ValueError: llama.cpp cannot load it, or the model is of a kind whose sequences cannot be rewound.
-    """
-
-    def __init__(self, library: Library, path: str, gpu_layers: int = 0) -> None:
-        self.library, self.path = library, path
-        params = library.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers
-        self.handle = library.llama_model_load_from_file(path.encode(), params)
-        if not self.handle:
-            raise ValueError(f"llama.cpp cannot load {path}: its log at level DEBUG says why (verbose=true)")
-        self._free = weakref.finalize(self, library.llama_model_free, self.handle)
-        self._refuse_by_kind()
-        self.vocab = library.llama_model_get_vocab(self.handle)
-        self.vocabulary = int(library.llama_vocab_n_tokens(self.vocab))
-        self.layers = int(library.llama_model_n_layer(self.handle))
-        self.hidden_size = int(library.llama_model_n_embd(self.handle))
-        self.output_size = int(library.llama_model_n_embd_out(self.handle))
-        self.context = int(library.llama_model_n_ctx_train(self.handle))
-        self.parameters = int(library.llama_model_n_params(self.handle))
-        self.window = int(library.llama_model_n_swa(self.handle))
-        text = ctypes.create_string_buffer(128)
-        library.llama_model_desc(self.handle, text, len(text))
-        self.description = text.value.decode(errors="replace")
-
-    def _refuse_by_kind(self) -> None:
-        lib, kinds = self.library, ("is_recurrent", "is_hybrid", "is_diffusion", "has_encoder")
-        is_kind = [kind for kind in kinds if getattr(lib, f"llama_model_{kind}")(self.handle)]
-        if is_kind:
-            what = {"is_recurrent": "recurrent", "is_hybrid": "partly recurrent", "is_diffusion": "a diffusion model",
-                    "has_encoder": "an encoder-decoder"}[is_kind[0]]  # fmt: skip
-            raise ValueError(
-                f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
-            )
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a generation: those that the file names, and those that llama.cpp knows by their text."""
-        is_end, vocab = self.library.llama_vocab_is_eog, self.vocab
-        return frozenset(token for token in range(self.vocabulary) if is_end(vocab, token))
-
-    def tokenize(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of a text by llama.cpp's own tokenizer.
-
-        Args:
-            text: any text.
-            special: whether to add the tokens that begin or end a text, where the file asks for them.
-
-        Raises:
-            ValueError: the file has no tokenizer.
-        """
-        data = text.encode()
-        tokens = np.empty(len(data) + 8, dtype=np.int32)
-        pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        count = self.library.llama_tokenize(self.vocab, data, len(data), pointer, len(tokens), special, True)
-        if count < 0:
-            raise ValueError(f"{self.path}: llama.cpp cannot tokenize {text[:40]!r}")
-        return tokens[:count].tolist()
 
 
 @dataclass(frozen=True)
@@ -237,7 +63,7 @@ class Context:
 
     Attributes:
         token, position, flags: ``[>= n]`` arrays that the next call of ``decode`` reads: of each row its token, its
-            position, and whether it has outputs. Rows' ids are set by ``set_ids``.
+            position, and whether it has outputs. Rows' ids are set by ``set_ids``; ``one_each`` sets all.
         cells, ids: the cells and the sequence ids that exist now.
     """
 
@@ -248,6 +74,7 @@ class Context:
         self._watched: dict[str, np.ndarray | None] = {}
         self._watches = False
         self._callback: Any = None
+        self._tensors: dict[tuple[int, int], Tensor] = {}
         self._handle: Any = None
         self._memory: Any = None
         self._free: Any = None
@@ -265,15 +92,18 @@ class Context:
         """
         if watch is not None and set(watch) != set(self._watched):
             self._watched = dict.fromkeys(watch)
+        settings, lib = self.settings, self.library
+        most = None if settings.cells is None else -(-max(settings.cells, MOST_IDS) // GRAIN) * GRAIN
+        if most is not None:
+            cells = min(cells, most)
         if cells <= self.cells and ids <= self.ids and bool(self._watched) == self._watches:
             return
-        settings, lib = self.settings, self.library
         if cells > self.cells:
             cells = -(-max(cells, 2 * self.cells) // GRAIN) * GRAIN
         ids = self.ids if 0 < self.ids >= ids else min(MOST_IDS, max(ids, 4 * self.ids, 16))
         cells = max(cells, self.cells, settings.batch, MOST_IDS)
-        if settings.cells is not None:
-            cells = min(cells, -(-settings.cells // GRAIN) * GRAIN)
+        if most is not None:
+            cells = min(cells, most)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified, params.swa_full = cells, ids, True, True
         params.n_batch = params.n_ubatch = max(settings.batch, MOST_IDS)  # the library reserves outputs for all ids
@@ -322,7 +152,9 @@ class Context:
         Raises:
             RuntimeError: the library cannot.
         """
-        if self._memory is not None and not self.library.llama_memory_seq_rm(self._memory, number, start, -1):
+        if self._free is None or not self._free.alive:  # the process ends, and has freed the cells
+            return
+        if not self.library.llama_memory_seq_rm(self._memory, number, start, -1):
             raise RuntimeError(f"llama.cpp cannot remove the tokens from position {start} on of a sequence")
 
     def share(self, source: int, number: int, start: int, end: int) -> None:
@@ -343,16 +175,19 @@ class Context:
         self._one_each = False
         if len(self._flat) < rows:
             self._flat = np.zeros(2 * rows, dtype=np.int32)
+        self._views = self.token.data, self.position.data, self._flat.data
         self._whole = self._part(0, rows)
 
-    def set_id(self, ids: list[int]) -> None:
-        """Give each row one sequence id: ``ids`` ``[n]``."""
-        self._flat[: len(ids)] = ids
+    def one_each(self, tokens: list[int], positions: list[int], ids: list[int]) -> None:
+        """Write rows of one token each, all with outputs, of sequences with one id each: ``[n]`` all three."""
+        self.reserve_rows(len(ids))
         if not self._one_each:
-            self._counts[:] = 1
-            np.multiply(np.arange(self._rows, dtype=np.uintp), 4, out=self._pointers)
-            self._pointers += self._flat.ctypes.data
+            self._counts[:] = self.flags[:] = 1
+            self._pointers[:] = self._flat.ctypes.data + 4 * np.arange(self._rows)
             self._one_each = True
+        for row, (token, position, number) in enumerate(zip(tokens, positions, ids, strict=True)):
+            # Items of a memoryview: after a forward, which has emptied the caches, NumPy's slices cost ten times more.
+            self._views[0][row], self._views[1][row], self._views[2][row] = token, position, number
 
     def set_ids(self, counts: np.ndarray, starts: np.ndarray, flat: np.ndarray) -> None:
         """Give each row several sequence ids.
@@ -364,17 +199,18 @@ class Context:
         """
         if len(flat) > len(self._flat):
             self._flat = np.zeros(2 * len(flat), dtype=np.int32)
+            self._views = self.token.data, self.position.data, self._flat.data
         rows = len(counts)
         self._flat[: len(flat)] = flat
         self._counts[:rows] = counts
         self._pointers[:rows] = self._flat.ctypes.data + 4 * starts
         self._one_each = False
 
-    def decode(self, rows: int) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+    def decode(self, rows: int) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Returns:
-            Logits ``[outputs, V]`` of the rows with flags, in order: a view of the library's memory that the next call
+            Logits ``[outputs, V]`` of the rows with flags, in order: the library's memory, which the next call
             overwrites, or a copy; their hidden states after the final norm ``[outputs, H]``, a copy, or None where
             they are off; and the watched tensors ``[rows, H]``, in the order asked for.
 
@@ -382,7 +218,7 @@ class Context:
             MemoryError: there are not enough free cells.
             RuntimeError: the library refuses the rows or fails.
         """
-        most = min(self.settings.batch, self.cells)
+        most = self.settings.batch if self.settings.batch < self.cells else self.cells
         if self.embeddings:
             most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
         if rows <= most:
@@ -391,9 +227,8 @@ class Context:
         for number in range(parts):
             start, stop = number * rows // parts, (number + 1) * rows // parts
             logits, hidden, watched = self._decode(start, stop, self._part(start, stop))
-            found.append((logits.copy() if number < parts - 1 else logits, hidden, watched))
-        each_logits = [logits for logits, _, _ in found if len(logits)]
-        logits = np.concatenate(each_logits) if len(each_logits) > 1 else (each_logits or [found[0][0]])[0]
+            found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
+        logits = torch.cat([one for one, _, _ in found]) if any(len(one) for one, _, _ in found[:-1]) else found[-1][0]
         hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
         return logits, hidden, [np.concatenate(one) for one in zip(*(watched for _, _, watched in found), strict=True)]
 
@@ -414,14 +249,14 @@ class Context:
             setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
         return batch
 
-    def _decode(self, start: int, stop: int, batch: Any) -> tuple[np.ndarray, np.ndarray | None, list[np.ndarray]]:
+    def _decode(self, start: int, stop: int, batch: Any) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
         lib, model, count = self.library, self.model, stop - start
         batch.n_tokens = count
         self._expected = count
         if code := lib.llama_decode(self._handle, batch):
             self._raise(code, count)
-        outputs = int(np.count_nonzero(self.flags[start:stop])) if count > 1 else int(self.flags[start])
-        logits = _view(lib.llama_get_logits(self._handle), outputs, model.vocabulary)
+        outputs = count if self._one_each else int(np.count_nonzero(self.flags[start:stop]))
+        logits = self._logits(outputs)
         hidden = None
         if self.embeddings:
             hidden = _view(lib.llama_get_embeddings(self._handle), outputs, model.output_size).copy()
@@ -435,6 +270,18 @@ class Context:
             watched.append(found)
             self._watched[name] = None
         return logits, hidden, watched
+
+    def _logits(self, rows: int) -> Tensor:  # [rows, V]
+        """The library's memory of logits; the tensor over it is made once for each address and size."""
+        if not rows:
+            return torch.empty(0, self.model.vocabulary)
+        pointer = self.library.llama_get_logits(self._handle)
+        key = ctypes.addressof(pointer.contents), rows
+        if key not in self._tensors:
+            if len(self._tensors) >= MOST_TENSORS:
+                self._tensors.clear()
+            self._tensors[key] = torch.from_numpy(_view(pointer, rows, self.model.vocabulary))
+        return self._tensors[key]
 
     def _raise(self, code: int, rows: int) -> None:
         if code == 1:

@@ -1,19 +1,9 @@
-"""A model in llama.cpp, run over forests of tokens.
-
-llama.cpp marks each cell of its KV cache with the ids of the sequences that it belongs to, and a token attends to the
-cells of its own id up to its own position. So a draft tree is a set of paths, one id for each leaf: a node carries the
-ids of all leaves below it, and pending tokens those of all leaves. The first path, which follows first children, has
-the sequence's own id, so a chain requires no other. Ids of other leaves have the sequence's past in common with it;
-copying and removing ids only edits the cells' marks. A batch and its trees have at most 256 ids together: batch 8
-leaves 32 leaves for each tree.
-"""
+"""A model in llama.cpp, run over forests of tokens (``llama_sequence``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,222 +12,16 @@ from torch import Tensor
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Model
+from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings
+from spec_lab.engine.llama_library import Model
+from spec_lab.engine.llama_sequence import ForestIds, LlamaSequence, Paths
 from spec_lab.engine.runner import Capabilities, Extended, Output
 
 MOST_SHAPES = 64
 """Most shapes of forests whose ids a runner remembers."""
 
 
-@dataclass(eq=False)
-class Paths:
-    """The paths from the root of a tree to its leaves. Nodes are numbered within the tree.
-
-    Args:
-        paths: the nodes of each; the first one follows first children.
-        path_of: of each node a path that it lies on, and its depth.
-        fixed: whether several steps share them, so that ``add`` must not be called.
-    """
-
-    paths: list[list[int]] = field(default_factory=lambda: [[]])
-    path_of: dict[int, tuple[int, int]] = field(default_factory=dict)
-    fixed: bool = False
-
-    def add(self, nodes: Iterable[tuple[int, int]]) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
-        """Append nodes, given with their parents (-1 for the root), parents first.
-
-        Returns:
-            For each new node the paths that it lies on, and for each new path one that has the same nodes at first,
-            and how many of these were there before.
-        """
-        new: dict[int, list[int]] = {}
-        begun = []
-        for node, parent in nodes:
-            number, depth = self.path_of[parent] if parent >= 0 else (0, 0)
-            if len(self.paths[number]) == depth:
-                self.paths[number].append(node)
-            else:
-                above = self.paths[number][:depth]
-                begun.append((len(self.paths), number, sum(one not in new for one in above)))
-                number = len(self.paths)
-                self.paths.append([*above, node])
-                for one in above:
-                    if one in new:
-                        new[one].append(number)
-            self.path_of[node] = number, depth + 1
-            new[node] = [number]
-        return list(new.values()), begun
-
-    def copy(self) -> Paths:
-        """An independent copy."""
-        return Paths([list(path) for path in self.paths], dict(self.path_of))
-
-
-@dataclass(frozen=True, eq=False)
-class ForestIds:
-    """The ids of the rows of a forest, before it is known which ids its sequences have.
-
-    Args:
-        trees: the paths of each tree.
-        counts: ``[R]`` how many ids each row has.
-        paths: ``[sum of counts]`` their places among the ids of all trees, tree by tree.
-        nodes: of each tree the places of its nodes among all nodes.
-    """
-
-    trees: list[Paths]
-    counts: np.ndarray
-    paths: np.ndarray
-    nodes: list[np.ndarray]
-
-    @staticmethod
-    def of(shape: Shape) -> ForestIds:
-        """The plan of a shape."""
-        trees, first = [], 0
-        each: list[list[int]] = [[] for _ in range(shape.rows)]
-        nodes = [rows[1:] - shape.roots for rows in shape.trees]
-        places = shape.places.tolist()
-        for root, own in enumerate(nodes):
-            paths = Paths()
-            parents = shape.parent[own].tolist()
-            rows, _ = paths.add((place, places[parent]) for place, parent in enumerate(parents))
-            for node, numbers in zip(own.tolist(), rows, strict=True):
-                each[shape.roots + node] = [first + number for number in numbers]
-            paths.fixed = True
-            trees.append(paths)
-            each[root] = list(range(first, first + len(paths.paths)))
-            first += len(paths.paths)
-        flat = [number for numbers in each for number in numbers]
-        return ForestIds(
-            trees, np.array([len(one) for one in each], dtype=np.int32), np.array(flat, dtype=np.int64), nodes
-        )
-
-    @cached_property
-    def widths(self) -> list[int]:
-        """How many ids each tree has."""
-        return [len(one.paths) for one in self.trees]
-
-    @cached_property
-    def starts(self) -> np.ndarray:  # [R]
-        """Where the ids of each row begin in ``paths``."""
-        return np.cumsum(self.counts) - self.counts
-
-
-class LlamaSequence:
-    """The KV cache of one sequence: its own id, and further ids for the leaves of its draft trees.
-
-    A further id stays when its leaf is gone, and has a prefix of the sequence, so that the next tree only has to share
-    what was added. A ``runner.KVSequence``.
-    """
-
-    def __init__(self, runner: LlamaCpp, number: int, reserve: int) -> None:
-        self.runner, self.reserve = runner, reserve
-        self.ids = [number]
-        self.shared = [0]  # of each further id the positions that it has in common with the sequence
-        self.held: Paths | None = None
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def open(self) -> bool:
-        """Whether it has not been closed."""
-        return bool(self.ids)
-
-    @property
-    def cells(self) -> int:
-        """Cells that it uses at most."""
-        return self._length + (0 if self.held is None else len(self.held.path_of))
-
-    def accept(self, nodes: Sequence[int] | np.ndarray = ()) -> None:
-        """Append the tokens of held ``nodes``, a path from the root down, and forget all others.
-
-        Raises:
-            ValueError: the nodes are no such path.
-        """
-        held, self.held = self.held, None
-        if held is None:
-            return
-        accepted = np.asarray(nodes).tolist() if len(nodes) else []
-        context, end, depth = self.runner.context, self._length, len(accepted)
-        common = [_common(path, accepted) for path in held.paths]
-        if depth not in common:
-            raise ValueError(f"nodes {accepted} are no path of the held tree from its root down")
-        if len(held.paths[0]) > common[0]:
-            context.remove(self.ids[0], end + common[0])
-        if common[0] < depth:
-            context.share(self.ids[common.index(depth)], self.ids[0], end + common[0], end + depth)
-        for place in range(1, len(held.paths)):
-            if len(held.paths[place]) > common[place]:
-                context.remove(self.ids[place], end + common[place])
-            self.shared[place] = end + common[place]
-        self._length += depth
-
-    def truncate(self, length: int) -> None:
-        """Forget all positions from ``length`` on, and held nodes.
-
-        Raises:
-            ValueError: it is longer than the sequence.
-        """
-        self.accept()
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot shorten a sequence of {self._length} tokens to {length}")
-        if length < self._length:
-            self.runner.context.remove(self.ids[0], length)
-        for place, shared in enumerate(self.shared[1:], start=1):
-            if shared > length:
-                self.runner.context.remove(self.ids[place], length)
-                self.shared[place] = length
-        self._length = length
-
-    def fork(self) -> LlamaSequence:
-        """A second sequence with the same past, whose cells it shares."""
-        twin = self.runner.open(self.reserve)
-        self.runner.context.require(0, twin.ids[0] + 1)
-        self.runner.context.share(self.ids[0], twin.ids[0], 0, self._length)
-        twin._length = self._length
-        return twin
-
-    def close(self) -> None:
-        """Free everything. Harmless when repeated."""
-        self.held, self._length = None, 0
-        self.release(0)
-
-    def release(self, keep: int) -> None:
-        """Give back all ids but the first ``keep``."""
-        for number in self.ids[keep:]:
-            self.runner.context.remove(number, 0)
-            self.runner.give(number)
-        del self.ids[keep:], self.shared[keep:]
-        if not keep:
-            self.runner.sequences.discard(self)
-
-    def attach(self, count: int) -> None:
-        """Share the sequence's past with its first ``count`` ids, of which it has as many."""
-        own = self.ids[0]
-        for place in range(1, count):
-            self.runner.context.share(own, self.ids[place], self.shared[place], self._length)
-            self.shared[place] = self._length
-
-    def append(self, count: int, paths: int) -> None:
-        """Take note of ``count`` computed tokens that carry the first ``paths`` ids."""
-        self._length += count
-        for place in range(1, paths):
-            self.shared[place] = self._length
-
-
-def _common(path: list[int], accepted: list[int]) -> int:
-    """How many of the first nodes two paths have in common."""
-    length = 0
-    for mine, theirs in zip(path, accepted, strict=False):
-        if mine != theirs:
-            break
-        length += 1
-    return length
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedRows:
+class PreparedRows(NamedTuple):
     """A forward whose rows are in the context's arrays; it is run before the next one is prepared.
 
     Args:
@@ -277,6 +61,8 @@ class LlamaCpp:
         self.forwards = 0
         self.sequences: set[LlamaSequence] = set()
         self._ids = list(range(MOST_IDS - 1, -1, -1))
+        self._highest = 0  # one past the highest id that was ever taken
+        self._used = 0  # at least as many cells as are in use
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
@@ -361,6 +147,8 @@ class LlamaCpp:
             MemoryError: there is not enough memory for the KV cache.
         """
         shape = draft.shape
+        if sequences and not (prefill or self._layers) and len(shape.parent) == 0 and all(len(n) == 1 for n in pending):
+            return self._one_token_each(sequences, pending)
         plan = self._plan(shape) if shape.nodes else None
         every = [*sequences, *(one for one, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
@@ -442,7 +230,7 @@ class LlamaCpp:
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
             logits, final, watched = self.context.decode(rows)
-        found = torch.from_numpy(logits[len(logits) - outputs :])
+        found = logits[rows - outputs :] if self.context.embeddings and rows > outputs else logits
         if not self._layers:
             return found, None
         others = iter(watched)
@@ -455,6 +243,19 @@ class LlamaCpp:
                 self._plans.clear()
             self._plans[shape] = ForestIds.of(shape)
         return self._plans[shape]
+
+    def _one_token_each(self, sequences: Sequence[LlamaSequence], pending: Sequence[Sequence[int]]) -> PreparedRows:
+        """``prepare`` one token of each sequence, as in autoregressive decoding: host work is a visible share of it."""
+        rows, starts = len(sequences), [one.length for one in sequences]
+        self._reserve_cells(rows)
+        for one in sequences:
+            if one.held is not None:
+                one.accept()
+        self.context.one_each([new[0] for new in pending], starts, [one.ids[0] for one in sequences])
+        for one in sequences:
+            one.length += 1
+        self._ready = prepared = PreparedRows(rows, rows, sum(starts) + rows)
+        return prepared
 
     def _arrange(
         self,
@@ -471,13 +272,6 @@ class LlamaCpp:
         token, position, flags = context.token, context.position, context.flags
         starts = [len(one) for one in every]
         attended = sum(starts) + rows
-        if rows == len(every) == trees:  # one token each, and no nodes
-            token[:rows] = [one[0] for one in tokens]
-            position[:rows] = starts
-            flags[:rows] = 1
-            context.set_id([one.ids[0] for one in every])
-            one_each = [np.arange(row, row + 1) for row in range(rows)] if self._layers else ()
-            return PreparedRows(rows, rows, attended, one_each, [np.arange(0)] * rows if self._layers else ())
         plan = self._plan(shape) if plan is None else plan
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
@@ -518,11 +312,15 @@ class LlamaCpp:
             while len(sequence.ids) < count:
                 sequence.ids.append(self._take(every, paths))
                 sequence.shared.append(0)
-        cells = rows + sum(one.cells for one in self.sequences)
-        if cells > self.context.cells:
-            cells = max(cells, sum(one.reserve for one in self.sequences))
-        highest = 1 + max((max(one.ids) for one in every), default=0)
-        self.context.require(cells, highest)
+        self._reserve_cells(rows)
+
+    def _reserve_cells(self, rows: int) -> None:
+        """Grow the KV cache if its free cells may not suffice for ``rows`` more, or if it has too few ids."""
+        self._used += rows
+        if self._used > self.context.cells or self._highest > self.context.ids:
+            self._used = rows + sum(one.cells for one in self.sequences)
+            reserved = sum(one.reserve for one in self.sequences) if self._used > self.context.cells else 0
+            self.context.require(max(self._used, reserved), self._highest)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
         """A free id, if need be one that another sequence does not need now.
@@ -542,7 +340,9 @@ class LlamaCpp:
                 "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
                 "requests at once (batch_size, max_batch_size)"
             )
-        return self._ids.pop()
+        number = self._ids.pop()
+        self._highest = max(self._highest, number + 1)
+        return number
 
 
 def _tensor(layer: int) -> str:

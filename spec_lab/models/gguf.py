@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from spec_lab.core.draft import empty
 from spec_lab.core.options import one_of, whole
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.roofline import AttentionWork, ForwardWork
-from spec_lab.engine.llama_context import KV_DTYPES, Library, LlamaSettings, Model, load_library
+from spec_lab.engine.llama_context import KV_DTYPES, LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_library import Library, Model, load_library
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
 from spec_lab.models.services import GGUFServices
@@ -163,6 +165,42 @@ def load_draft(path: str, target: Target) -> Target:
     own = target.lm.settings if isinstance(target.lm, LlamaCpp) else LlamaSettings(torch.get_num_threads())
     more = {"threads": own.threads, "kv_dtype": own.kv_dtype, "chunk": own.batch, "cells": own.cells}
     return load(path, **more, cache=target.cache)  # type: ignore[arg-type]
+
+
+def require_llama_cpp(target: Target) -> LlamaCpp:
+    """Return the runner of a target that llama.cpp computes.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if not isinstance(target.lm, LlamaCpp):
+        raise ValueError(
+            f"llama.cpp's own arms require a target in llama.cpp, and {target.name} is none: set target=gguf and "
+            "target.path to a GGUF file, or leave them out"
+        )
+    return target.lm
+
+
+def llama_of(target: Target, path: str | None = None, **more: Any) -> Any:
+    """Return llama-cpp-python's ``Llama`` of a target's file, or of another file, with the target's settings.
+
+    Args:
+        target: of a GGUF file.
+        path: the other file.
+        more: further options of ``Llama``.
+
+    Raises:
+        ValueError: llama.cpp does not compute the target.
+    """
+    lm = require_llama_cpp(target)
+    from llama_cpp import Llama
+
+    own = lm.settings
+    return Llama(
+        path or target.name, n_ctx=target.context, n_batch=own.batch, n_ubatch=own.batch, n_threads=own.threads,
+        n_threads_batch=own.threads, n_gpu_layers=lm.model.gpu_layers, type_k=KV_DTYPES[own.kv_dtype],
+        type_v=KV_DTYPES[own.kv_dtype], flash_attn=own.kv_dtype != "f32", verbose=False, **more,
+    )  # fmt: skip
 
 
 def check_tokenizer(model: Model, tokenizer: object) -> None:

@@ -1,7 +1,7 @@
 """llama.cpp's own decoding as arms of a run on a GGUF file: same weights, prompts, process and sampling.
 
-``Generate`` is llama-cpp-python's generation, alone, with its prompt lookup, or with a draft model; ``Loop`` is what one
-would write in C: llama_decode and llama.cpp's own sampler, called in turn. Time and tokens are split as in ``peers``.
+``Generate`` is llama-cpp-python's generation, alone, with its prompt lookup, or with a draft model. ``Loop`` calls
+llama_decode and llama.cpp's own sampler in turn, as a program in C does. Time and tokens are split as in ``peers``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from spec_lab.core.options import whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.engine.llama_context import KV_DTYPES, load_library
 from spec_lab.engine.request import Request
+from spec_lab.models.gguf import llama_of, require_llama_cpp
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.target import Target
 from spec_lab.results.writer import Outcome
@@ -94,7 +94,7 @@ class Generate:
         """
         whole("tokens", tokens, most=MOST_TOKENS)
         whole("max_ngram", max_ngram, most=MOST_NGRAM)
-        check_target(target)
+        require_llama_cpp(target)
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
         return Generate(target, sampling, seed, LlamaPromptLookupDecoding(max_ngram, tokens))
@@ -114,7 +114,6 @@ class Generate:
                 the class.
         """
         whole("tokens", tokens, most=MOST_TOKENS)
-        check_target(target)
         file = read_gguf(Path(path))
         if file.vocabulary != target.vocabulary:
             raise ValueError(
@@ -220,41 +219,3 @@ class Loop:
     def _decode(self, lib: Any, context: Any, tokens: Any) -> None:
         if code := lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(tokens))):
             raise RuntimeError(f"llama_decode failed with code {code}")
-
-
-def check_target(target: Target) -> None:
-    """Refuse a target that llama.cpp does not compute.
-
-    Raises:
-        ValueError: names it.
-    """
-    if facts(target).get("engine") != "llama.cpp":
-        raise ValueError(
-            f"llama.cpp's own arms require a target in llama.cpp, and {target.name} is none: set target=gguf and "
-            "target.path to a GGUF file, or leave them out"
-        )
-
-
-def facts(target: Target) -> dict[str, Any]:
-    """Return what the target's runner states of itself."""
-    found = getattr(target.lm, "facts", {})
-    return found if isinstance(found, dict) else {}
-
-
-def llama_of(target: Target, path: str | None = None, **more: Any) -> Any:
-    """Return llama-cpp-python's ``Llama`` of the target's file, or of another, with the target's settings.
-
-    Raises:
-        ValueError: as of ``check_target``.
-    """
-    check_target(target)
-    load_library()  # checks the version
-    from llama_cpp import Llama
-
-    own = facts(target)
-    return Llama(
-        path or target.name, n_ctx=target.context, n_batch=own["rows"], n_ubatch=own["rows"],
-        n_threads=own["llama_threads"], n_threads_batch=own["llama_threads"], n_gpu_layers=own["gpu_layers"],
-        type_k=KV_DTYPES[own["kv_dtype"]], type_v=KV_DTYPES[own["kv_dtype"]], flash_attn=own["kv_dtype"] != "f32",
-        verbose=False, **more,
-    )  # fmt: skip

@@ -35,7 +35,7 @@ def logits_of(tokens, width):
 
 
 class FakeLlama:
-    """The functions of ``llama_context.Library``.
+    """The functions of ``llama_library.Library``.
 
     Args:
         vocabulary, hidden_size, layers: of the model.

@@ -14,10 +14,11 @@ from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, Shape, chain, empty, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
-from spec_lab.engine import llama_context
+from spec_lab.engine import llama_library
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.llama_context import MOST_IDS, SIZES, LlamaSettings, Model, check_layout, load_library
+from spec_lab.engine.llama_context import MOST_IDS, LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_library import SIZES, Model, check_layout, load_library
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import Capabilities
 from spec_lab.models.target import Target
@@ -391,7 +392,7 @@ def test_a_file_that_the_library_cannot_load_is_named():
 
 
 def test_a_missing_or_different_package_names_the_extra_and_how_long_it_builds(monkeypatch):
-    monkeypatch.setattr(llama_context, "version", lambda _: "0.0.1")
+    monkeypatch.setattr(llama_library, "version", lambda _: "0.0.1")
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
     with pytest.raises(ImportError, match=r"llama-cpp-python.*spec-lab\[llamacpp\].*ten minutes"):
         load_library()

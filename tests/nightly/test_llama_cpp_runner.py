@@ -15,8 +15,9 @@ from spec_lab.core.draft import Draft, Shape, empty
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Engine
-from spec_lab.engine.llama_context import LlamaSettings, Model, load_library
+from spec_lab.engine.llama_context import LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_library import Model, load_library
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.support import Unsupported

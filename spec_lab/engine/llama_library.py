@@ -1,0 +1,190 @@
+"""llama.cpp through the low-level interface of llama-cpp-python: its functions, and a loaded model."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+
+LOG = logging.getLogger(__name__)
+
+VERSION = "0.3.36"
+"""Of llama-cpp-python; the layout of its structs changes from version to version."""
+
+SIZES = {"llama_batch": 56, "llama_model_params": 80, "llama_context_params": 160}
+"""Bytes of the structs of ``VERSION`` that are passed by value, on 64-bit platforms."""
+
+
+class Library(Protocol):
+    """The functions of llama.cpp and ggml that are used, as llama-cpp-python declares them."""
+
+    llama_batch: Any
+    llama_model_default_params: Any
+    llama_model_load_from_file: Any
+    llama_model_free: Any
+    llama_model_get_vocab: Any
+    llama_model_n_layer: Any
+    llama_model_n_embd: Any
+    llama_model_n_embd_out: Any
+    llama_model_n_ctx_train: Any
+    llama_model_n_params: Any
+    llama_model_n_swa: Any
+    llama_model_desc: Any
+    llama_model_is_recurrent: Any
+    llama_model_is_hybrid: Any
+    llama_model_is_diffusion: Any
+    llama_model_has_encoder: Any
+    llama_vocab_n_tokens: Any
+    llama_vocab_is_eog: Any
+    llama_tokenize: Any
+    llama_context_default_params: Any
+    llama_init_from_model: Any
+    llama_free: Any
+    llama_get_memory: Any
+    llama_memory_seq_rm: Any
+    llama_memory_seq_cp: Any
+    llama_state_get_size: Any
+    llama_state_get_data: Any
+    llama_state_set_data: Any
+    llama_set_embeddings: Any
+    llama_decode: Any
+    llama_get_logits: Any
+    llama_get_embeddings: Any
+    ggml_backend_sched_eval_callback: Any
+    ggml_get_name: Any
+    ggml_nbytes: Any
+    ggml_backend_tensor_get: Any
+
+
+def load_library() -> Library:
+    """Import llama-cpp-python, check that it is the expected one, and send its log to Python's.
+
+    Raises:
+        ImportError: it is missing, of another version, or built for another interface; says what to install.
+    """
+    advice = "pip install 'spec-lab[llamacpp]' (it compiles llama.cpp, which takes some ten minutes)"
+    try:
+        found = version("llama-cpp-python")
+        from llama_cpp import llama_cpp as lib
+        from llama_cpp._ggml import libggml
+    except (ImportError, PackageNotFoundError, OSError, RuntimeError) as error:
+        raise ImportError(
+            f"target=gguf requires llama-cpp-python, which cannot be imported ({error}): {advice}"
+        ) from error
+    if found != VERSION:
+        raise ImportError(f"target=gguf requires llama-cpp-python {VERSION}, but {found} is installed: {advice}")
+    functions = [name for name in Library.__annotations__ if name.startswith("llama_") or name.endswith("_callback")]
+    library: Any = SimpleNamespace(**{name: getattr(lib, name) for name in functions})
+    pointer = ctypes.c_void_p
+    for name, result, arguments in (
+        ("ggml_get_name", ctypes.c_char_p, [pointer]),
+        ("ggml_nbytes", ctypes.c_size_t, [pointer]),
+        ("ggml_backend_tensor_get", None, [pointer, pointer, ctypes.c_size_t, ctypes.c_size_t]),
+    ):
+        function = getattr(libggml, name)
+        function.restype, function.argtypes = result, arguments
+        setattr(library, name, function)
+    check_layout({name: ctypes.sizeof(getattr(lib, name)) for name in SIZES}, lib.llama_context_default_params())
+    lib.llama_log_set(_log, None)
+    lib.llama_backend_init()
+    return library
+
+
+def check_layout(sizes: Mapping[str, int], defaults: Any) -> None:
+    """Check that Python's structs are laid out as the compiled library's.
+
+    Args:
+        sizes: bytes of the structs in Python (``SIZES``).
+        defaults: what ``llama_context_default_params`` returned, whose first and last fields have known values.
+
+    Raises:
+        ImportError: they are not.
+    """
+    known = {"n_ctx": 512, "n_batch": 2048, "n_seq_max": 1, "type_k": 1, "type_v": 1, "embeddings": False,
+             "offload_kqv": True, "swa_full": True, "n_samplers": 0}  # fmt: skip
+    wrong = [name for name, size in SIZES.items() if sizes[name] != size]
+    wrong += [name for name, value in known.items() if getattr(defaults, name) != value]
+    if wrong:
+        raise ImportError(
+            f"llama-cpp-python {VERSION} has another layout than expected ({', '.join(wrong)}): it was built from "
+            "other sources; install it again with pip install --force-reinstall 'spec-lab[llamacpp]'"
+        )
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def _log(_level: int, text: bytes, _data: int) -> None:
+    LOG.debug("%s", text.decode(errors="replace").rstrip())
+
+
+class Model:
+    """A model that llama.cpp has loaded.
+
+    Args:
+        library: of ``load_library``.
+        path: a GGUF file that was checked; llama.cpp reads it again.
+        gpu_layers: how many layers are computed on a GPU, where the library was built for one; -1 for all.
+
+    Raises:
+        ValueError: llama.cpp cannot load it, or the model is of a kind whose sequences cannot be rewound.
+    """
+
+    def __init__(self, library: Library, path: str, gpu_layers: int = 0) -> None:
+        self.library, self.path, self.gpu_layers = library, path, gpu_layers
+        params = library.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        self.handle = library.llama_model_load_from_file(path.encode(), params)
+        if not self.handle:
+            raise ValueError(f"llama.cpp cannot load {path}: its log at level DEBUG says why (verbose=true)")
+        self._free = weakref.finalize(self, library.llama_model_free, self.handle)
+        self._refuse_by_kind()
+        self.vocab = library.llama_model_get_vocab(self.handle)
+        self.vocabulary = int(library.llama_vocab_n_tokens(self.vocab))
+        self.layers = int(library.llama_model_n_layer(self.handle))
+        self.hidden_size = int(library.llama_model_n_embd(self.handle))
+        self.output_size = int(library.llama_model_n_embd_out(self.handle))
+        self.context = int(library.llama_model_n_ctx_train(self.handle))
+        self.parameters = int(library.llama_model_n_params(self.handle))
+        self.window = int(library.llama_model_n_swa(self.handle))
+        text = ctypes.create_string_buffer(128)
+        library.llama_model_desc(self.handle, text, len(text))
+        self.description = text.value.decode(errors="replace")
+
+    def _refuse_by_kind(self) -> None:
+        lib, kinds = self.library, ("is_recurrent", "is_hybrid", "is_diffusion", "has_encoder")
+        is_kind = [kind for kind in kinds if getattr(lib, f"llama_model_{kind}")(self.handle)]
+        if is_kind:
+            what = {"is_recurrent": "recurrent", "is_hybrid": "partly recurrent", "is_diffusion": "a diffusion model",
+                    "has_encoder": "an encoder-decoder"}[is_kind[0]]  # fmt: skip
+            raise ValueError(
+                f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
+            )
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a generation: those that the file names, and those that llama.cpp knows by their text."""
+        is_end, vocab = self.library.llama_vocab_is_eog, self.vocab
+        return frozenset(token for token in range(self.vocabulary) if is_end(vocab, token))
+
+    def tokenize(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text by llama.cpp's own tokenizer.
+
+        Args:
+            text: any text.
+            special: whether to add the tokens that begin or end a text, where the file asks for them.
+
+        Raises:
+            ValueError: the file has no tokenizer.
+        """
+        data = text.encode()
+        tokens = np.empty(len(data) + 8, dtype=np.int32)
+        pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        count = self.library.llama_tokenize(self.vocab, data, len(data), pointer, len(tokens), special, True)
+        if count < 0:
+            raise ValueError(f"{self.path}: llama.cpp cannot tokenize {text[:40]!r}")
+        return tokens[:count].tolist()

@@ -1,0 +1,33 @@
+"""llama.cpp's own decoding beside the project's on the bundled models: the same greedy texts."""
+
+import json
+
+import pytest
+
+from spec_lab.analysis import metrics
+from spec_lab.models.gguf_export import convert
+from tests.gguf_files import ZOO
+
+pytest.importorskip("llama_cpp", reason="requires the extra llamacpp")
+pytestmark = pytest.mark.nightly
+
+
+def test_every_arm_of_llama_cpp_decodes_the_same_greedy_texts(cli, tmp_path):
+    """In float32 and with one thread, where the engine's sums differ least between shapes of a batch."""
+    for name in ("target", "draft"):
+        convert(str(ZOO.parent / name), tmp_path / f"{name}.gguf", "f32")
+    files = [
+        f"target.path={tmp_path}/target.gguf",
+        f"arms.draft_chain.path={tmp_path}/draft.gguf",
+        "target.dtype=float32",
+    ]
+    short = ["prompts.limit=4", "max_new_tokens=24", "warmup=2", "threads=1", "output_dir=run"]
+    code, _, errors = cli("+experiment=llama_cpp_peers", *files, *short)
+    assert code == 0, errors
+    requests = metrics.load(tmp_path / "run").requests
+    texts = {arm: own.sort_values("group")["text"].tolist() for arm, own in requests.groupby("arm")}
+    assert {"loop", "generate", "lookup", "assisted", "baseline", "draft_chain"} < set(texts)
+    for arm, found in texts.items():
+        same = sum(a == b for a, b in zip(found, texts["baseline"], strict=True))
+        assert same >= 3, arm
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["target"]["engine"] == "llama.cpp"

@@ -1,0 +1,66 @@
+"""llama.cpp's own decoding as arms: what is refused, and how its tokens are split and timed. The rest is nightly."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.request import Request
+from spec_lab.tasks.peers_llama import Generate, GreedyDraft, Loop, timed
+from tests.tiny import tiny_target
+
+REQUEST = Request(0, "one", (1, 2, 3), Sampling(), 5, frozenset({7}))
+
+
+@pytest.mark.parametrize("arm", [Loop, Generate.plain, Generate.lookup], ids=["loop", "generate", "lookup"])
+def test_a_target_of_transformers_is_refused(arm):
+    with pytest.raises(ValueError, match="target=gguf"):
+        arm(tiny_target(), Sampling(), 0)
+
+
+@pytest.mark.parametrize(
+    ("arm", "sampling", "named"),
+    [
+        (Generate.plain, Sampling(repetition_penalty=1.2), "sampling.repetition_penalty"),
+        (Loop, Sampling(1.0, top_p=0.9), "top_p"),
+        (Loop, Sampling(repetition_penalty=1.2), "repetition_penalty"),
+    ],
+    ids=["generate, penalty", "loop, top_p", "loop, penalty"],
+)
+def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named):
+    with pytest.raises(ValueError, match=named):
+        arm(tiny_target(), sampling, 0)
+
+
+@pytest.mark.parametrize("options", [{"tokens": 0}, {"tokens": 2000}, {"max_ngram": True}], ids=str)
+def test_wrong_options_of_lookup_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Generate.lookup(tiny_target(), Sampling(), 0, **options)
+
+
+@pytest.mark.parametrize(
+    ("stream", "tokens", "why"), [([4, 5, 6, 8, 9], [4, 5, 6, 8, 9], "length"), ([4, 7, 6], [4, 7], "stop")], ids=str
+)
+def test_the_first_token_belongs_to_the_prefill(stream, tokens, why):
+    found = timed(REQUEST, iter(stream), 0.0)
+    assert found.tokens == tokens and found.finish == why
+    assert (found.prefill_tokens, found.decode_tokens) == (1, len(tokens) - 1)
+    assert found.prefill_seconds > 0 and found.decode_seconds >= 0
+
+
+class Counts:
+    """A model that continues every text with 10, 11, 12, .."""
+
+    def n_ctx(self):
+        return 8
+
+    def generate(self, tokens, temp):
+        assert temp == 0
+        yield from count(10)
+
+
+@pytest.mark.parametrize(("length", "drafted"), [(3, [10, 11, 12]), (5, [10, 11]), (7, []), (8, [])])
+def test_a_draft_ends_where_the_context_does(length, drafted):
+    found = GreedyDraft(Counts(), 3)(np.arange(length, dtype=np.intc))
+    assert found.tolist() == drafted and found.dtype == np.intc
