@@ -128,12 +128,13 @@ class Roofline:
 
     @staticmethod
     def of(facts: Mapping[str, Any] | None) -> Roofline | None:
-        """Return the roofline of recorded ``facts``; None where a run has recorded none."""
+        """Return the roofline of recorded ``facts``, of which only known keys are read; None for a run without any."""
         if not facts:
             return None
-        work = dict(facts["work"])
-        attention = tuple(AttentionWork(**one) for one in work.pop("attention"))
-        return Roofline(ForwardWork(**work, attention=attention), MachineLimits(**facts["limits"]))
+        work, limits = facts["work"], facts["limits"]
+        attention = tuple(AttentionWork(one["kv_bytes"], one["flops"], one["window"]) for one in work["attention"])
+        own = ForwardWork(work["weight_bytes"], work["row_flops"], work["logits_flops"], attention)
+        return Roofline(own, MachineLimits(**{name: limits[name] for name in SHAPE["limits"]}))
 
 
 SHAPE = {

@@ -45,6 +45,8 @@ def test_what_a_run_records_is_read_back_and_has_the_shape_that_manifests_are_ch
     facts = json.loads(json.dumps(own.facts()))
     expect(facts, roofline.SHAPE, "roofline")
     assert Roofline.of(facts) == own
+    newer = {part: {**values, "later": 1} for part, values in facts.items()}
+    assert Roofline.of(newer) == own, "a later version may record more"
     assert Roofline.of(None) is None
 
 

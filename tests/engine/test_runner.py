@@ -1,6 +1,6 @@
 """Runners: what they declare, what the engine does with runners that can do less, and a runner without transformers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits, table_models
 from spec_lab.verify import Token, Traversal
 from tests.constrain.scripted import Scripted, after
+from tests.labs import lab
 from tests.propose.lab import COLD, WARM, draft_model, emitted, requests
 from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
 
@@ -162,6 +163,7 @@ class Lookup:
     """Looks logits up in the tables of a toy model: no module, no cells, no attention mask."""
 
     device, dtype, vocabulary = torch.device("cpu"), torch.float64, TOY.v
+    work = None  # it multiplies nothing
 
     def __init__(self, side, capabilities=None):
         self.tables = [logits(TOY.probabilities(length)[side]) for length in range(LENGTH + 1)]
@@ -297,6 +299,11 @@ def test_what_requires_a_model_of_transformers_is_refused_with_another_runner():
         with pytest.raises(Unsupported, match="'lookup' .* Lookup"):
             use()
     assert target.vocabulary == TOY.v and target.ends == frozenset()
+
+
+def test_a_runner_that_does_not_state_its_work_has_no_roofline():
+    assert replace(lab(), target=lookups()[0]).roofline() is None
+    assert lab().roofline() is not None
 
 
 def test_a_model_of_transformers_drafts_for_a_target_with_another_runner():
