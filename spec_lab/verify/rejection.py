@@ -1,0 +1,168 @@
+"""Rejection of siblings one at a time, on the CPU. Notation as in ``siblings``.
+
+Numbers per row and per node are Python's: once a forward has emptied the caches, the first calls of a dozen different
+NumPy functions cost more than a loop over a tree. A sum over the vocabulary is computed when it is first read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import POINT, WITHOUT, Draft
+from spec_lab.verify import parallel
+from spec_lab.verify.arrays import Array, Arrays
+from spec_lab.verify.siblings import HUGE, TINY, check_rows, excess_, no_mass
+
+
+class Rejection:
+    """What is left of p at every row after the children rejected so far.
+
+    Args:
+        draft: has nodes, none of them drawn ``gumbel``.
+        p: ``[R, V]`` on the CPU; a dead row is all zero.
+
+    Attributes:
+        parent: each node's parent, a row.
+
+    Raises:
+        ValueError: ``p`` does not fit the forest; a token cannot have been drawn as the draft states.
+    """
+
+    def __init__(self, draft: Draft, p: Tensor) -> None:
+        check_rows(draft, p)
+        rows = draft.shape.rows
+        self.parent: list[int] = draft.shape.parent.tolist()
+        self._token: list[int] = draft.token.tolist()
+        self._code: list[int] = draft.codes.tolist()
+        self._p, self._q = p, draft.q
+        self._q_row: list[int] = [-1] * rows if draft.q_row is None else draft.q_row.tolist()
+        self._theta = [0.0] * rows
+        self._mass: list[float | None] = [1.0] * rows  # S; None where it must be summed
+        self._points: dict[int, list[int]] = {}  # of each row, the tokens of the points rejected
+        self._without: dict[int, list[int]] = {}  # of each row, the children drawn without replacement
+        self._left: dict[int, float] = {}  # Z of these, of all below a row once one of them is read
+        self._held = list(zip(self.parent, self._token, strict=True))
+        value = p.numpy().item
+        self._p_token = [value(row, token) for row, token in self._held]  # p(token | parent)
+        self._q_token = [0.0] * len(self._held)  # q(token | parent); 0 where the parent has no q
+        if draft.q is not None:
+            value, place = draft.q.numpy().item, self._q_row
+            self._q_token = [value(place[row], token) if place[row] >= 0 else 0.0 for row, token in self._held]
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse tokens that cannot have been drawn as stated; points and what repeats one have no mass twice."""
+        for node, code in enumerate(self._code):
+            if code != POINT and not self._q_token[node] > 0:
+                raise no_mass(node)
+            if code == WITHOUT:
+                self._without.setdefault(self.parent[node], []).append(node)
+        if len(set(self._held)) == len(self._held):
+            return
+        for nodes in self._without.values():
+            if len({self._token[node] for node in nodes}) < len(nodes):
+                raise ValueError("siblings drawn without replacement repeat a token")
+        if POINT in self._code:
+            first: dict[tuple[int, int], int] = {}
+            for node, held in enumerate(self._held):
+                if first.setdefault(held, node) != node:
+                    self._p_token[node] = 0.0
+
+    def mass(self, row: int) -> float:
+        """S."""
+        mass = self._mass[row]
+        if mass is None:
+            mass = self._mass[row] = self._excess_(torch.empty_like(self._p[row]), row).sum().item()
+        return mass
+
+    def accept(self, node: int, a: float) -> float:
+        """min(1, a P(c) / q_c(c)): the probability that ``node`` is accepted now."""
+        share = min(self._weight(node) / max(self.mass(self.parent[node]), TINY), 1.0)
+        if self._code[node] == POINT:
+            return min(a * share, 1.0)
+        return min(a * share * self._z(node) / max(self._q_token[node], TINY), 1.0)
+
+    def reject(self, node: int, a: float) -> None:
+        """P <- norm((a P - q_c)+)."""
+        row = self.parent[node]
+        if self._code[node] == POINT:
+            self._mass[row] = max(self.mass(row) - self._weight(node), 0.0)
+            self._points.setdefault(row, []).append(self._token[node])
+        else:
+            self._theta[row] = min(self._theta[row] + self.mass(row) / max(a * self._z(node), TINY), HUGE)
+            self._mass[row] = None
+
+    def residual(self, rows: Array) -> Tensor:
+        """What is left at ``rows`` ``[n]``: ``[n, V]``, unnormalised."""
+        x = torch.empty(len(rows), self._p.shape[1], dtype=self._p.dtype)
+        for place, row in enumerate(rows.tolist()):
+            self._excess_(x[place], row)
+        return x
+
+    def _excess_(self, x: Tensor, row: int) -> Tensor:
+        """W ``[V]``, written over ``x``."""
+        if self._theta[row]:
+            assert self._q is not None
+            excess_(x, self._p[row], self._q[self._q_row[row]], self._theta[row])
+        else:
+            x.copy_(self._p[row])
+        if row in self._points:
+            x.numpy()[self._points[row]] = 0.0  # NumPy writes a few numbers faster
+        return x
+
+    def _weight(self, node: int) -> float:
+        """W(c)."""
+        return max(self._p_token[node] - self._theta[self.parent[node]] * self._q_token[node], 0.0)
+
+    def _z(self, node: int) -> float:
+        """Z, the mass of q that earlier siblings drawn without replacement left; 1 of nodes drawn otherwise.
+
+        It is summed from what is left, not subtracted from 1: a peaked q leaves little.
+        """
+        if self._code[node] != WITHOUT:
+            return 1.0
+        if node not in self._left:
+            # Z_r = q off all siblings + q(c_r) + q(c_{r+1}) + ..
+            row = self.parent[node]
+            first, *others = nodes = self._without[row]
+            self._left[first] = 1.0
+            if others:
+                assert self._q is not None
+                rest = self._q[self._q_row[row]].clone()
+                rest.numpy()[[self._token[one] for one in nodes]] = 0.0
+                left = rest.sum().item()
+                for one in reversed(others):
+                    self._left[one] = left = left + self._q_token[one]
+        return self._left[node]
+
+
+def recursive_rejection(draft: Draft, p: Tensor, lenience: float = 1.0) -> tuple[Array, Callable[[Array], Tensor]]:
+    """Try children in drawing order, accept with min(1, P(c) / (l q_c(c))), on rejection P <- norm((P - l q_c)+).
+
+    Args:
+        draft: has nodes.
+        p: ``[R, V]``.
+        lenience: l.
+
+    Returns:
+        ``stop`` ``[R]`` and ``residual`` as in ``Verdict``.
+
+    Raises:
+        ValueError: ``p`` does not fit the forest; a token cannot have been drawn as the draft states.
+    """
+    if Arrays.like(p).device is not None:
+        return parallel.recursive_rejection(draft, p, lenience)
+    rejection, roots, a = Rejection(draft, p), draft.shape.roots, 1.0 / lenience
+    stop = [1.0] * roots  # of each row so far: the path leads there, and to none of its children tried
+    for node, row in enumerate(rejection.parent):
+        reached = stop[row]
+        accept = rejection.accept(node, a) if reached else 0.0
+        stop.append(reached * accept)
+        stop[row] = reached * (1.0 - accept)
+        if stop[row]:  # else nothing is left to be tried or emitted here
+            rejection.reject(node, a)
+    return np.array(stop), rejection.residual
