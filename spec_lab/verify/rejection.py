@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import POINT, WITHOUT, Draft
+from spec_lab.core.draft import POINT, WAYS, WITHOUT, Draft
 from spec_lab.verify import parallel
 from spec_lab.verify.arrays import Array, Arrays
 from spec_lab.verify.siblings import HUGE, TINY, check_rows, excess_, no_mass
@@ -37,46 +37,46 @@ class Rejection:
         rows = draft.shape.rows
         self.parent: list[int] = draft.shape.parent.tolist()
         self._token: list[int] = draft.token.tolist()
-        self._code: list[int] = draft.codes.tolist()
-        self._p, self._q = p, draft.q
+        drawn = draft.drawn
+        self._code = [WAYS.index(drawn)] * draft.shape.nodes if isinstance(drawn, str) else drawn.tolist()
+        self._p, self._q, self._scratch = p, draft.q, torch.empty_like(p[0])
         self._q_row: list[int] = [-1] * rows if draft.q_row is None else draft.q_row.tolist()
         self._theta = [0.0] * rows
         self._mass: list[float | None] = [1.0] * rows  # S; None where it must be summed
         self._points: dict[int, list[int]] = {}  # of each row, the tokens of the points rejected
         self._without: dict[int, list[int]] = {}  # of each row, the children drawn without replacement
-        self._left: dict[int, float] = {}  # Z of these, of all below a row once one of them is read
-        self._held = list(zip(self.parent, self._token, strict=True))
+        self._left: dict[int, float] = {}  # Z of the later of these, once one below the row is read
         value = p.numpy().item
-        self._p_token = [value(row, token) for row, token in self._held]  # p(token | parent)
-        self._q_token = [0.0] * len(self._held)  # q(token | parent); 0 where the parent has no q
+        self._p_token = [*map(value, self.parent, self._token)]  # p(token | parent)
+        self._q_token = [0.0] * draft.shape.nodes  # q(token | parent); 0 where the parent has no q
         if draft.q is not None:
-            value, place = draft.q.numpy().item, self._q_row
-            self._q_token = [value(place[row], token) if place[row] >= 0 else 0.0 for row, token in self._held]
+            value, place = draft.q.numpy().item, [self._q_row[row] for row in self.parent]
+            self._q_token = [value(k, token) if k >= 0 else 0.0 for k, token in zip(place, self._token, strict=True)]
         self._check()
 
     def _check(self) -> None:
-        """Refuse tokens that cannot have been drawn as stated; points and what repeats one have no mass twice."""
+        """Refuse tokens that cannot have been drawn as stated; next to points, a token has its mass once."""
         for node, code in enumerate(self._code):
             if code != POINT and not self._q_token[node] > 0:
                 raise no_mass(node)
             if code == WITHOUT:
                 self._without.setdefault(self.parent[node], []).append(node)
-        if len(set(self._held)) == len(self._held):
-            return
         for nodes in self._without.values():
-            if len({self._token[node] for node in nodes}) < len(nodes):
+            if len(nodes) > 1 and len({self._token[node] for node in nodes}) < len(nodes):
                 raise ValueError("siblings drawn without replacement repeat a token")
         if POINT in self._code:
-            first: dict[tuple[int, int], int] = {}
-            for node, held in enumerate(self._held):
-                if first.setdefault(held, node) != node:
+            held = set()
+            for node, token in enumerate(self._token):
+                key = self.parent[node], token
+                if key in held:
                     self._p_token[node] = 0.0
+                held.add(key)
 
     def mass(self, row: int) -> float:
         """S."""
         mass = self._mass[row]
         if mass is None:
-            mass = self._mass[row] = self._excess_(torch.empty_like(self._p[row]), row).sum().item()
+            mass = self._mass[row] = self._excess_(self._scratch, row).sum().item()
         return mass
 
     def accept(self, node: int, a: float) -> float:
@@ -125,18 +125,20 @@ class Rejection:
         """
         if self._code[node] != WITHOUT:
             return 1.0
+        row = self.parent[node]
+        first, *others = nodes = self._without[row]
+        if node == first:
+            return 1.0
         if node not in self._left:
             # Z_r = q off all siblings + q(c_r) + q(c_{r+1}) + ..
-            row = self.parent[node]
-            first, *others = nodes = self._without[row]
-            self._left[first] = 1.0
-            if others:
-                assert self._q is not None
-                rest = self._q[self._q_row[row]].clone()
-                rest.numpy()[[self._token[one] for one in nodes]] = 0.0
-                left = rest.sum().item()
-                for one in reversed(others):
-                    self._left[one] = left = left + self._q_token[one]
+            assert self._q is not None
+            rest = self._q[self._q_row[row]].clone()
+            values = rest.numpy()  # which writes a few numbers faster
+            for one in nodes:
+                values[self._token[one]] = 0.0
+            left = rest.sum().item()
+            for one in reversed(others):
+                self._left[one] = left = left + self._q_token[one]
         return self._left[node]
 
 
