@@ -59,19 +59,21 @@ class Parallel:
             return known
         own = self.draft.shape
         one = own.schedule(own.turn if by_turn else own.rank, self.draft.codes == POINT)
-        nodes, parents, last = upload(self.arrays.device, one.nodes, one.parents, one.last)
+        nodes, parents, last = upload(self.siblings.p.device, one.nodes, one.parents, one.last)
         return one._replace(nodes=nodes, parents=parents, last=last)
 
     def _flags(self, *flags: np.ndarray) -> list[Tensor]:
         """Booleans of the host."""
-        return [one.bool() for one in upload(self.arrays.device, *flags)]
+        return [one.bool() for one in upload(self.siblings.p.device, *flags)]
 
     def _drawn(self) -> NodeNumbers:
         """In the order of the nodes. Whether tokens can have been drawn as stated is not checked: it would wait."""
         draft, shape, siblings = self.draft, self.shape, self.siblings
         p_token, ones = siblings.p_token(), self.arrays.full(shape.nodes, 1.0)
         if "point" in draft.ways:
-            p_token = torch.where(siblings.again, 0.0, p_token)
+            again = siblings.again
+            assert again is not None
+            p_token = torch.where(again, 0.0, p_token)
         if draft.ways == {"point"}:
             return NodeNumbers(p_token, 0.0 * ones, ones, ones, 0.0 * ones)
         q_token, sampled = siblings.q_token(), ones

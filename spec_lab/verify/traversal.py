@@ -33,8 +33,9 @@ class Traversal:
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.
 
-        Point drafts read M numbers of p. Others sum over the vocabulary once per node on a device, and on the CPU once
-        per node that can be visited: up to the first whose weight is 1.
+        Point drafts read M numbers of p. Others sum over the vocabulary: on the CPU once for each node that can be
+        deleted (nothing is visited after a weight of 1), on a device once per turn (a node's turn comes after its
+        parent's and its earlier siblings'), and once for all last siblings together.
 
         Raises:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement
