@@ -268,20 +268,36 @@ class Shape:
         return levels
 
     @cached_property
+    def tours(self) -> list[list[tuple[int, bool]]]:
+        """For each root a walk around its tree, depth first, siblings in the order drawn: all nodes, each as (row,
+        False) when it is entered and as (row, True) when it is left, after all below it.
+        """
+        below: list[list[int]] = [[] for _ in range(self.rows)]
+        for row, parent in enumerate(self.parent.tolist(), start=self.roots):
+            below[parent].append(row)
+        tours = []
+        for root in range(self.roots):
+            tour: list[tuple[int, bool]] = []
+            ahead = [(row, False) for row in reversed(below[root])]
+            while ahead:
+                row, leaving = ahead.pop()
+                tour.append((row, leaving))
+                if not leaving:
+                    ahead.append((row, True))
+                    ahead += [(child, False) for child in reversed(below[row])]
+            tours.append(tour)
+        return tours
+
+    @cached_property
     def visit(self) -> np.ndarray:  # [R]
         """Each row's place in a visit of its tree from the leaves up, from 0: children before their parent, siblings
         and what is below them in the order drawn.
         """
-        parents, size = self.parent.tolist(), [1] * self.rows  # of the subtree of each row
-        for row in range(self.rows - 1, self.roots - 1, -1):
-            size[parents[row - self.roots]] += size[row]
-        first = [0] * self.rows  # the place of the first leaf of what is left of each row's subtree
-        visit = [one - 1 for one in size[: self.roots]]
-        for row, parent in enumerate(parents, start=self.roots):
-            first[row] = first[parent]
-            first[parent] += size[row]
-            visit.append(first[row] + size[row] - 1)
-        return np.array(visit, dtype=np.int64)
+        visit = np.empty(self.rows, dtype=np.int64)
+        visit[: self.roots] = self.sizes - 1
+        for tour in self.tours:
+            visit[[row for row, leaving in tour if leaving]] = np.arange(len(tour) // 2)
+        return visit
 
     @cached_property
     def sizes(self) -> np.ndarray:  # [B]

@@ -117,11 +117,11 @@ def logits_to_probs(
         p = one_hot_(argmax(x), x)
     else:
         cold = [row for row, s in enumerate(rows) if s.temperature == 0]
-        coldest = argmax(x[cold])
+        coldest = argmax(x[cold]) if cold else None
         p = _softmax_(x, rows)
         if any(s.truncates for s in rows):
             p = _truncate(p, rows)
-        if cold:
+        if coldest is not None:
             p[cold] = one_hot_(coldest, p[cold])
     return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
 

@@ -92,49 +92,56 @@ def invert(weights: Tensor, uniform: np.ndarray) -> Tensor:  # [n, V], [n] -> [n
     """
     if weights.device.type != "cpu":
         return _invert_on_device(weights, uniform)
-    return torch.from_numpy(_invert_on_host(weights.numpy(), uniform))
+    return torch.from_numpy(np.asarray(_invert_on_host(weights, uniform)))
 
 
-def _invert_on_host(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+def _invert_on_host(weights: Tensor, uniform: np.ndarray) -> np.ndarray | list[int]:
     rows, width = weights.shape
-    if width <= NARROW:
-        return _search(weights, uniform)[0]
+    if width <= BLOCK:
+        if rows <= FEW:
+            return [_search(row, u)[0] for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)]
+        return _search_all(weights.numpy(), uniform)[0]
     # Find the block, then the index within it: a running sum over the whole vocabulary would take far longer.
     if width % BLOCK:
-        weights = np.concatenate([weights, np.zeros((rows, -width % BLOCK), dtype=weights.dtype)], axis=-1)
+        weights = torch.nn.functional.pad(weights, (0, -width % BLOCK))
     blocks = weights.reshape(rows, -1, BLOCK)
-    sums = torch.from_numpy(blocks).sum(-1).numpy()  # ten times as fast as NumPy
-    block, within = _search(sums, uniform)
-    return block * BLOCK + _search(blocks[np.arange(rows), block], within)[0]
+    sums, values = blocks.sum(-1), blocks.numpy()  # torch sums ten times as fast as NumPy
+    if rows <= FEW:
+        found = []
+        for row, (masses, u) in enumerate(zip(sums.tolist(), uniform.tolist(), strict=True)):
+            block, within = _search(masses, u)
+            found.append(block * BLOCK + _search(values[row, block].tolist(), within)[0])
+        return found
+    several, shares = _search_all(sums.numpy(), uniform)
+    return several * BLOCK + _search_all(values[np.arange(rows), several], shares)[0]
 
 
-BLOCK = NARROW = 128
+BLOCK = 128
+FEW = 4  # rows that are searched in lists, without NumPy's cost per call
 
 
-def _search(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, V], [n] -> [n], [n]
-    """The index by a running sum, and how far into the share of its index each uniform lay: one again, given it.
+def _search(weights: list[float], u: float) -> tuple[int, float]:
+    """The index by a running sum, and how far into the share of its index ``u`` lay: one again, given it.
 
     Rounding can push the mass looked for up to the last total; the last index that adds to it is then meant.
     """
-    if weights.size <= NARROW:
-        found = [_search_few(row, u) for row, u in zip(weights.tolist(), uniform.tolist(), strict=True)]
-        return np.array([index for index, _ in found], dtype=np.int64), np.array([within for _, within in found])
-    total = weights.cumsum(-1, dtype=np.float64)
-    _check_totals(total[:, -1].tolist())
-    mass, each = uniform * total[:, -1], np.arange(len(total))
-    index = (total > np.minimum(mass, np.nextafter(total[:, -1], 0.0))[:, None]).argmax(-1)
-    below = np.where(index > 0, total[each, index - 1], 0.0)
-    return index, (mass - below) / (total[each, index] - below)
-
-
-def _search_few(row: list[float], u: float) -> tuple[int, float]:
-    """``_search`` of a few weights, without NumPy's cost per call."""
-    total = list(accumulate(row))
-    _check_totals(total[-1:])
+    total = list(accumulate(weights))
+    _check_total(total[-1])
     mass = u * total[-1]
     index = min(bisect_right(total, mass), bisect_left(total, total[-1]))
     below = total[index - 1] if index else 0.0
     return index, (mass - below) / (total[index] - below)
+
+
+def _search_all(weights: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n, V], [n] -> [n], [n]
+    """``_search`` of many rows."""
+    total = weights.cumsum(-1, dtype=np.float64)
+    for whole in total[:, -1].tolist():
+        _check_total(whole)
+    mass, each = uniform * total[:, -1], np.arange(len(total))
+    index = (total > np.minimum(mass, np.nextafter(total[:, -1], 0.0))[:, None]).argmax(-1)
+    below = np.where(index > 0, total[each, index - 1], 0.0)
+    return index, (mass - below) / (total[each, index] - below)
 
 
 def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> Tensor:
@@ -148,6 +155,6 @@ def _invert_on_device(weights: Tensor, uniform: np.ndarray) -> Tensor:
     return torch.where((whole > 0) & (whole < torch.inf), weighty.gather(-1, chosen)[:, 0], -1)
 
 
-def _check_totals(totals: list[float]) -> None:
-    if not all(0 < total < math.inf for total in totals):
-        raise ValueError(f"a distribution to sample from has total mass {totals}; it must be finite and positive")
+def _check_total(total: float) -> None:
+    if not 0 < total < math.inf:
+        raise ValueError(f"a distribution to sample from has total mass {total}; it must be finite and positive")

@@ -1,7 +1,8 @@
 """Where a verdict's numbers live: NumPy arrays where p is on the CPU, tensors on p's device elsewhere.
 
-Verifiers are written once for both. Numbers per row and per node (not per token) are of either kind; ``Arrays`` has the
-few operations whose spelling differs. On a device nothing is read back.
+Verifiers are written once for both, but for the rejection of siblings (``rejection``, ``parallel``). Numbers per row
+and per node (not per token) are of either kind; ``Arrays`` has the few operations whose spelling differs. On a device
+nothing is read back.
 """
 
 from __future__ import annotations

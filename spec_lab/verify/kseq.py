@@ -45,9 +45,10 @@ class KSeq:
         if not draft.shape.nodes:
             return walk(draft, p)
         siblings = Siblings(draft, p)
-        each, rho = siblings.drawn(slice(None)), least_rho(draft, p)
-        accept = siblings.arrays.at_most(each.p / (rho[siblings.shape.parent] * each.own), 1.0)
-        return Verdict(siblings.first_accepted(accept), lambda rows: siblings.remainder(rows, rho))
+        arrays, q_token, rho = siblings.arrays, siblings.q_token(), least_rho(draft, p)
+        own = rho[siblings.shape.parent] * arrays.at_least(q_token, TINY)
+        accept = arrays.at_most(siblings.p_token() / own, 1.0)
+        return Verdict(siblings.first_accepted(accept), lambda rows: siblings.excess(rows, rho))
 
 
 STEPS, NEWTON = 20, 12

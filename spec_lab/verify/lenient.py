@@ -9,7 +9,8 @@ from torch import Tensor
 from spec_lab.core.draft import Draft
 from spec_lab.core.options import share
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import EVERY_DRAW, recursive_rejection
+from spec_lab.verify.rejection import recursive_rejection
+from spec_lab.verify.siblings import EVERY_DRAW
 from spec_lab.verify.verdict import Verdict
 
 LEAST = 1e-6

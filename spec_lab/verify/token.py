@@ -8,7 +8,8 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft
 from spec_lab.verify.match import walk
-from spec_lab.verify.siblings import EVERY_DRAW, recursive_rejection
+from spec_lab.verify.rejection import recursive_rejection
+from spec_lab.verify.siblings import EVERY_DRAW
 from spec_lab.verify.verdict import Verdict
 
 
@@ -30,8 +31,8 @@ class Token:
     def __call__(self, draft: Draft, p: Tensor) -> Verdict:
         """The distribution of one step for ``p`` ``[R, V]``.
 
-        Point drafts and chains read M numbers of p and of q; other trees sum over the vocabulary once per sibling rank
-        after the first. Notation as in ``siblings``.
+        Point drafts and chains read M numbers of p and of q. Other trees sum over the vocabulary: on the CPU once for
+        each later sibling that can be reached, on a device once per sibling rank after the first.
 
         Raises:
             ValueError: ``p`` does not fit the forest; a token has no mass in its q; siblings drawn without replacement

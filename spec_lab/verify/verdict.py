@@ -52,7 +52,9 @@ def in_trees(values: Array, grid: Array) -> Array:  # [R], [B, L] -> [B, L]
     """Numbers of rows, tree by tree; 0 where ``grid`` is -1."""
     if isinstance(values, Tensor):
         return torch.cat([values, values.new_zeros(1)])[grid]
-    return np.append(values, 0.0)[grid]
+    padded = np.zeros(len(values) + 1)
+    padded[:-1] = values
+    return padded[grid]
 
 
 class Verifier(Protocol):
@@ -259,12 +261,11 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     tokens, empties = [], []
     for part in parts(shape.roots, p, CHUNK):
         residual = verdict.residual(row[part])
-        empty = torch.zeros(len(residual), dtype=torch.bool, device=p.device)
-        if shape.nodes:
-            empty = residual.sum(-1) == 0
-            if arrays.device is not None or empty.any():
-                residual = torch.where(empty[:, None], rows_of(p, row[part]), residual)
-        tokens.append(draws.pick(residual, keys[part]))
+        empty = arrays.read(residual.sum(-1)) == 0 if shape.nodes else row[part] < 0
+        if shape.nodes and (arrays.device is not None or empty.any()):
+            residual = torch.where(arrays.tensor(empty)[:, None], rows_of(p, row[part]), residual)
+        tokens.append(arrays.read(draws.pick(residual, keys[part])))
         empties.append(empty)
-    token, none_left = (one[0] if len(one) == 1 else torch.cat(one) for one in (tokens, empties))
-    return Choice(row, arrays.read(token), arrays.read(none_left))
+    joined = np.concatenate if arrays.device is None else torch.cat
+    token, none_left = (one[0] if len(one) == 1 else joined(one) for one in (tokens, empties))
+    return Choice(row, token, none_left)

@@ -56,6 +56,13 @@ def visited(shape: Shape, row: int) -> list[int]:
     return [*(one for child in shape.children[row] for one in visited(shape, int(child))), row]
 
 
+def around(shape: Shape, row: int) -> list[tuple[int, bool]]:
+    """The nodes below ``row``, each as it is entered and as it is left."""
+    return [
+        one for child in shape.children[row].tolist() for one in ((child, False), *around(shape, child), (child, True))
+    ]
+
+
 @given(shapes())
 def test_the_properties_that_verifiers_read_follow_from_the_parents(shape):
     for row in range(shape.rows):
@@ -68,6 +75,7 @@ def test_the_properties_that_verifiers_read_follow_from_the_parents(shape):
     for root in range(shape.roots):
         order = visited(shape, root)
         assert [shape.visit[row] for row in order] == list(range(len(order)))
+        assert shape.tours[root] == around(shape, root)
     turn = np.full(shape.rows, -1)  # of roots
     for row in range(shape.roots, shape.rows):
         turn[row] = turn[shape.parent[row - shape.roots]] + 1 + shape.rank[row - shape.roots]

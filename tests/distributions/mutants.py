@@ -39,7 +39,8 @@ from spec_lab.tasks.certify.sampled import JOINT, joint
 from spec_lab.tasks.certify.significance import chi_square
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits
 from spec_lab.verify import Lenient, Token, Traversal, Verdict, Verifier
-from spec_lab.verify.siblings import EVERY_DRAW, Siblings, recursive_rejection
+from spec_lab.verify.rejection import Rejection, recursive_rejection
+from spec_lab.verify.siblings import EVERY_DRAW, excess_
 from tests.distributions import twin
 from tests.distributions.tabular import Verify, paths_of
 
@@ -153,17 +154,17 @@ def inverse() -> Iterator[None]:
 # Residuals and bonuses
 
 
-class Absolute(Siblings):
-    excess = edited(Siblings.excess, "x.relu_()", "x.abs_()")
+class Absolute(Rejection):
+    _excess_ = edited(
+        Rejection._excess_, "excess_(x,", "absolute_(x,", absolute_=edited(excess_, ".relu_()", ".abs_()")
+    )
 
 
 RESIDUAL_IS_ABSOLUTE = edited(
     Token,
     "recursive_rejection(draft, p)",
     "edited(draft, p)",
-    edited=edited(
-        recursive_rejection, "siblings = Siblings(draft, p)", "siblings = Absolute(draft, p)", Absolute=Absolute
-    ),
+    edited=edited(recursive_rejection, "Rejection(draft, p)", "Absolute(draft, p)", Absolute=Absolute),
 )()
 
 
@@ -190,7 +191,10 @@ def bonus_from(source: Callable[[Draft, Tensor, np.ndarray], Tensor]) -> Verify:
 
 
 def unscaled(draft: Draft, p: Tensor) -> Verdict:
-    return Verdict(Traversal()(draft, p).stop, Token()(draft, p).residual)
+    rejection = Rejection(draft, p)
+    for node in range(draft.shape.nodes):
+        rejection.reject(node, 1.0)
+    return Verdict(Traversal()(draft, p).stop, rejection.residual)
 
 
 # What a draft declares
@@ -330,9 +334,9 @@ class MaskedResidual(Broken):
 
 # Block verification and traversal
 
-WEIGHT = "arrays.where(rest > 0.0, kept / arrays.at_least(kept + rest, TINY), 1.0)"
-WEIGHT_IS_S = edited(Traversal, WEIGHT, "arrays.where(m < shape.roots, 1.0, kept)")()
-WEIGHT_STAYS = edited(Traversal, WEIGHT, "mine")()
+WEIGHT = "kept / max(kept + rest, TINY) if rest > 0.0 else 1.0"
+WEIGHT_IS_S = edited(Traversal, WEIGHT, "1.0 if above < shape.roots else kept")()
+WEIGHT_STAYS = edited(Traversal, WEIGHT, "a[above]")()
 
 
 def early_break(draft: Draft, p: Tensor) -> Verdict:

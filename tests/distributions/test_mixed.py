@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_lab.core.draft import Draft
+from spec_lab.core.draft import POINT, Draft
 from spec_lab.verify import Lenient, Match, Token, Traversal, Verdict
-from spec_lab.verify.siblings import Siblings, recursive_rejection
+from spec_lab.verify.rejection import Rejection, recursive_rejection
 from tests.distributions.mutants import edited
 from tests.distributions.tabular import Growing, Outputs, World
 from tests.distributions.test_lossless import WORLDS, require_lossless
@@ -117,43 +117,45 @@ def test_points_left_out_of_q_are_accepted_more_often(verifier):
 # Broken rules
 
 
-class PointsKept(Siblings):
+class PointsKept(Rejection):
     """Rejected points keep their mass."""
 
-    excess = edited(Siblings.excess, 'if "point" in draft.ways:', "if False:")
+    _excess_ = edited(Rejection._excess_, "if row in self._points:", "if False:")
 
 
-class PointsAsSampled(Siblings):
+class PointsAsSampled(Rejection):
     """A point is verified with the q of its parent, as if it had been drawn."""
 
-    drawn = edited(Siblings.drawn, "own = arrays.where(sampled, own, 1.0)", "own = own")
+    accept = edited(Rejection.accept, "if self._code[node] == POINT:", "if False:")
 
 
-class LaterPointsToo(Siblings):
+class LaterPointsToo(Rejection):
     """Points count as rejected before their turn."""
 
-    def _before(self, nodes):
-        return None
+    def __init__(self, draft, p):
+        super().__init__(draft, p)
+        for node in np.flatnonzero(draft.codes == POINT):
+            self._points.setdefault(self.parent[node], []).append(int(draft.token[node]))
 
 
-def broken(siblings: type[Siblings]) -> dict[str, object]:
-    """Token and traversal that read a draft through ``siblings``."""
-    rejection = edited(recursive_rejection, "Siblings(draft, p)", "Broken(draft, p)", Broken=siblings)
-    bottom_up = edited(Traversal, "siblings = Siblings(draft, p)", "siblings = Broken(draft, p)", Broken=siblings)
-    return {"token": lambda draft, p: Verdict(*rejection(draft, p)), "traversal": bottom_up()}
+def broken(rejection: type[Rejection]) -> dict[str, object]:
+    """Token and traversal that reject siblings through ``rejection``."""
+    top_down = edited(recursive_rejection, "Rejection(draft, p)", "Broken(draft, p)", Broken=rejection)
+    bottom_up = edited(Traversal, "Rejection(draft, p)", "Broken(draft, p)", Broken=rejection)
+    return {"token": lambda draft, p: Verdict(*top_down(draft, p)), "traversal": bottom_up()}
 
 
-@pytest.mark.parametrize("siblings", [PointsKept, PointsAsSampled, LaterPointsToo], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("rejection", [PointsKept, PointsAsSampled, LaterPointsToo], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("name", ["token", "traversal"])
-def test_a_broken_rule_for_points_is_killed(siblings, name):
-    verifier, world = broken(siblings)[name], World(6, support=4, plain=True)
+def test_a_broken_rule_for_points_is_killed(rejection, name):
+    verifier, world = broken(rejection)[name], World(6, support=4, plain=True)
     assert max(Outputs.of_grown(world, verifier, grow).tv() for grow in (alternating, sample_first)) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["token", "traversal"])
 def test_the_unbroken_rule_survives_the_same_edits(name):
     world = World(6, support=4, plain=True)
-    assert Outputs.of_grown(world, broken(Siblings)[name], alternating).tv() < 1e-12
+    assert Outputs.of_grown(world, broken(Rejection)[name], alternating).tv() < 1e-12
 
 
 def test_a_wrong_order_of_siblings_is_killed():

@@ -74,7 +74,8 @@ def test_the_code_for_devices_has_the_results_of_the_code_for_the_cpu(verifier, 
     verdict, residual, expected, choice = on_device(verifier, draft, p, rows)
     slack = 1e-7 if isinstance(verifier, KSeq) else 1e-12  # K-SEQ's rho has half the digits where p is nearly q
     np.testing.assert_allclose(verdict.stop.numpy(), host.stop, rtol=0, atol=slack)
-    np.testing.assert_allclose(residual.numpy(), host.residual(rows).numpy(), rtol=0, atol=slack)
+    ends = host.stop[rows] > slack  # what is left of rows where no path ends may differ
+    np.testing.assert_allclose(residual.numpy()[ends], host.residual(rows).numpy()[ends], rtol=0, atol=slack)
     np.testing.assert_allclose(expected.numpy(), host.expected_accepted(shape), rtol=0, atol=10 * slack)
     assert residual.dtype == p.dtype
     if not isinstance(verifier, KSeq):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from spec_lab.core.draft import POINT, WAYS, Draft, Shape, chain, empty, forest, tree
-from spec_lab.verify import Match, Token, Traversal, choose, follows_argmax, greedy_path, siblings
+from spec_lab.verify import Match, Token, Traversal, arrays, choose, follows_argmax, greedy_path, parallel, rejection
 from tests.distributions import twin
 from tests.distributions.tabular import explore
 
@@ -232,12 +233,24 @@ def test_a_stop_left_by_rounding_emits_from_the_target(verifier, direct, drawn):
 @pytest.mark.parametrize(("verifier", "direct"), PAIRS[:2], ids=["token", "traversal"])
 @settings(max_examples=50)
 @given(case=drafts(("iid", "without", "mixed")))
-def test_wide_vocabularies_are_summed_in_parts_with_the_same_result(verifier, direct, case):
+def test_wide_vocabularies_are_summed_in_parts_with_the_same_result_on_a_device(verifier, direct, case):
     draft, p = case
-    whole = joint(draft, verifier(draft, p))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(siblings, "CHUNK", 2 * p.shape[-1])  # two rows at a time
-        np.testing.assert_allclose(joint(draft, verifier(draft, p)), whole, rtol=0, atol=1e-15)
+        patch.setattr(arrays, "on_host", lambda x: False)
+        whole = verifier(draft, p).stop
+        patch.setattr(parallel, "CHUNK", 1)  # one row at a time
+        np.testing.assert_allclose(verifier(draft, p).stop, whole, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda one: one.name)
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_nothing_is_summed_over_the_vocabulary_that_no_path_can_reach(verifier, drawn, monkeypatch):
+    """A draft that is the target: the first path is accepted, whatever else was drafted."""
+    shape, q = tree(((0,), (1,), (0, 0), (0, 1), (1, 0))), torch.full((3, 4), 0.25)
+    draft = Draft(shape, torch.tensor([0, 1, 2, 3, 0]), drawn, q, np.array([0, 1, 2, -1, -1, -1]))
+    monkeypatch.setattr(rejection, "excess_", lambda *arguments: pytest.fail("a sum over the vocabulary"))
+    monkeypatch.setattr(Tensor, "sum", lambda *arguments: pytest.fail("a sum over the vocabulary"))
+    assert verifier(draft, torch.full((6, 4), 0.25)).stop.tolist() == [0, 0, 0, 1, 0, 0]
 
 
 @BY_NAME

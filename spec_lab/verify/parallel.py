@@ -1,0 +1,209 @@
+"""Rejection of siblings for p on a device: many nodes at once, and nothing is read back. Notation as in ``siblings``.
+
+Results are those of ``rejection`` and ``Traversal`` on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_lab.core.draft import POINT, WITHOUT, Draft, Schedule, upload
+from spec_lab.verify.arrays import CHUNK, parts, rows_of, zeroed_
+from spec_lab.verify.siblings import HUGE, TINY, Siblings
+
+
+class NodeNumbers(NamedTuple):
+    """What rejection reads of every node, all ``[M]`` float64, in the order of a schedule.
+
+    Args:
+        p: p(token | parent); 0 where an earlier sibling holds the token and points are among the siblings.
+        q: q(token | parent), 0 where the parent has no q.
+        own: the token's probability in the distribution from which it was drawn, above 0: 1 of a point.
+        left: Z, the mass of q that siblings drawn without replacement left.
+        sampled: 0 of a point, else 1.
+    """
+
+    p: Tensor
+    q: Tensor
+    own: Tensor
+    left: Tensor
+    sampled: Tensor
+
+
+class Parallel:
+    """A draft and p on a device, and how several nodes are rejected at once, at most one of each parent.
+
+    Args:
+        draft: has nodes, none of them drawn ``gumbel``.
+        p: ``[R, V]``.
+        by_turn: whether nodes come in turns, each after its parent and its earlier siblings; else by sibling rank.
+    """
+
+    def __init__(self, draft: Draft, p: Tensor, by_turn: bool) -> None:
+        self.siblings = Siblings(draft, p)
+        self.draft, self.arrays, self.shape = draft, self.siblings.arrays, self.siblings.shape
+        self.schedule = self._schedule(by_turn)
+        self.each = NodeNumbers(*(one[self.schedule.nodes] for one in self._drawn()))  # in the schedule's order
+        self.theta, self.s = self.arrays.full(self.shape.rows, 0.0), self.arrays.full(self.shape.rows, 1.0)
+
+    def _schedule(self, by_turn: bool) -> Schedule:
+        """All nodes in steps, sampled nodes before points."""
+        if "point" not in self.draft.ways:
+            known: Schedule = self.shape.by_turn if by_turn else self.shape.by_rank
+            return known
+        own = self.draft.shape
+        one = own.schedule(own.turn if by_turn else own.rank, self.draft.codes == POINT)
+        nodes, parents, last = upload(self.siblings.p.device, one.nodes, one.parents, one.last)
+        return one._replace(nodes=nodes, parents=parents, last=last)
+
+    def _flags(self, *flags: np.ndarray) -> list[Tensor]:
+        """Booleans of the host."""
+        return [one.bool() for one in upload(self.siblings.p.device, *flags)]
+
+    def _drawn(self) -> NodeNumbers:
+        """In the order of the nodes. Whether tokens can have been drawn as stated is not checked: it would wait."""
+        draft, shape, siblings = self.draft, self.shape, self.siblings
+        p_token, ones = siblings.p_token(), self.arrays.full(shape.nodes, 1.0)
+        if "point" in draft.ways:
+            again = siblings.again
+            assert again is not None
+            p_token = torch.where(again, 0.0, p_token)
+        if draft.ways == {"point"}:
+            return NodeNumbers(p_token, 0.0 * ones, ones, ones, 0.0 * ones)
+        q_token, sampled = siblings.q_token(), ones
+        if "point" in draft.ways:
+            assert draft.q_row is not None
+            sampled, known = self._flags(draft.codes != POINT, draft.q_row[draft.shape.parent] >= 0)
+            q_token = torch.where(known, q_token, 0.0)
+        left = self._left(q_token) if "without" in draft.ways and draft.shape.branches else ones
+        own = torch.where(sampled > 0, q_token.clamp_min(TINY) / left, 1.0)
+        return NodeNumbers(p_token, q_token, own, left, sampled.double())
+
+    def _left(self, q_token: Tensor) -> Tensor:  # [M]
+        """Z, the mass of q that earlier siblings drawn without replacement left; 1 of all other nodes.
+
+        It is summed from what is left, not subtracted from 1: a peaked q leaves little.
+        """
+        draft, arrays, shape, siblings = self.draft, self.arrays, self.shape, self.siblings
+        assert draft.q is not None
+        # Z_r = q off all siblings + q(c_r) + q(c_{r+1}) + ..
+        without = draft.codes == WITHOUT
+        several_host = np.flatnonzero(np.bincount(draft.shape.parent[without], minlength=draft.shape.rows) > 1)
+        left = arrays.full((shape.rows, shape.table.shape[1]), 1.0)
+        if not len(several_host):
+            return left[shape.parent, shape.rank]
+        several, (chosen,) = arrays.index(several_host), self._flags(without)
+        table = shape.table[several]
+        members = siblings.padded(chosen, False)[table]  # [n, K]
+        tokens = torch.where(members, siblings.children_token[several], -1)
+        rest = zeroed_(rows_of(draft.q, siblings.q_row[several]), tokens, arrays).sum(-1).double()
+        masses = torch.where(members, siblings.padded(q_token, 0.0)[table], 0.0)
+        some = torch.ones_like(masses)
+        for rank in range(masses.shape[1] - 1, 0, -1):
+            rest = rest + masses[:, rank]
+            some[:, rank] = rest
+        earlier = members.double().cumsum(1)  # the first drawn without replacement is drawn from all of q
+        left[several] = torch.where(members & (earlier > 1), some, 1.0)
+        return left[shape.parent, shape.rank]
+
+    @cached_property
+    def _points(self) -> Tensor:  # [R, K]
+        """The tokens of each row's points, at their ranks; -1 elsewhere."""
+        (point,) = self._flags(self.draft.codes == POINT)
+        return torch.where(self.siblings.padded(point, False)[self.shape.table], self.siblings.children_token, -1)
+
+    def excess(self, rows: Tensor, before: Tensor | None = None) -> Tensor:
+        """(p - theta q)+ off the rejected points at ``rows`` ``[n]``: ``[n, V]``, unnormalised.
+
+        Args:
+            before: ``[n]``, only points of lower sibling rank count as rejected; None for all points.
+        """
+        x = self.siblings.excess(rows, self.theta)
+        if "point" not in self.draft.ways:
+            return x
+        points = self._points[rows]
+        if before is not None:
+            points = torch.where(self.arrays.range(points.shape[1]) < before[:, None], points, -1)
+        return zeroed_(x, points, self.arrays)
+
+    def left_after(self, which: slice | Tensor, split: int) -> Tensor:
+        """S after rejecting nodes: ``split`` sampled ones, which theta contains, then points.
+
+        Args:
+            which: their places in the schedule.
+        """
+        nodes, rows = self.schedule.nodes[which], self.schedule.parents[which]
+        before = self.shape.rank[nodes] if "point" in self.draft.ways else None
+        left = (self.s[rows] - self.weight(which)).clamp_min(0.0)
+        for part in parts(split, self.siblings.p, CHUNK):
+            part = slice(part.start, min(part.stop, split))
+            left[part] = self.excess(rows[part], None if before is None else before[part]).sum(-1).double()
+        return left
+
+    def weight(self, which: slice | Tensor) -> Tensor:
+        """W(c) of the nodes at ``which`` places in the schedule."""
+        theta = self.theta[self.schedule.parents[which]]
+        return (self.each.p[which] - theta * self.each.q[which]).clamp_min(0.0)
+
+
+def recursive_rejection(draft: Draft, p: Tensor, lenience: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return ``stop`` ``[R]`` and ``residual`` as ``rejection.recursive_rejection``."""
+    parallel = Parallel(draft, p, by_turn=False)
+    schedule, each, theta, s = parallel.schedule, parallel.each, parallel.theta, parallel.s
+    accept = torch.ones_like(each.p)
+    for start, sampled, points, _, end in schedule.steps:
+        here = slice(start, end)
+        m, weight = schedule.parents[here], parallel.weight(here)
+        s_m = s[m]
+        ratio = (weight / s_m.clamp_min(TINY)).clamp_max(1.0) / each.own[here]
+        accept[schedule.nodes[here]] = (ratio / lenience).clamp_max(1.0)
+        theta[m] = (theta[m] + lenience * s_m * each.sampled[here] / each.left[here]).clamp_max(HUGE)
+        if points > start:
+            later = slice(start, points)
+            s[schedule.parents[later]] = parallel.left_after(later, sampled - start)
+    return parallel.siblings.first_accepted(accept), parallel.excess
+
+
+def traversal(draft: Draft, p: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return ``stop`` ``[R]`` and ``residual`` of ``Traversal``.
+
+    A node's weight and distribution when first reached depend only on the siblings deleted before, so all weights are
+    computed top down, and one product in visiting order gives the probability of each stop.
+    """
+    parallel = Parallel(draft, p, by_turn=True)
+    shape, schedule, each, theta, s = parallel.shape, parallel.schedule, parallel.each, parallel.theta, parallel.s
+    a = torch.ones_like(s)
+
+    def delete(which: slice | Tensor, split: int) -> None:
+        # S' = sum (a P - q_c)+ = a / S sum (p - theta q)+ off rejected points;  a <- S' / (S' + 1 - a)
+        m = schedule.parents[which]
+        before, mine = s[m], a[m]
+        total = parallel.left_after(which, split)
+        kept = mine * total / before.clamp_min(TINY)
+        rest = 1.0 - mine
+        a[m] = torch.where(rest > 0.0, kept / (kept + rest).clamp_min(TINY), 1.0)
+        s[m] = total
+
+    for start, sampled, points, _, end in schedule.steps:
+        # a_c = min(1, a P(c) / q_c(c))
+        here = slice(start, end)
+        m, w = schedule.parents[here], parallel.weight(here)
+        s_m, a_m = s[m], a[m]
+        ratio = (w / s_m.clamp_min(TINY)).clamp_max(1.0) / each.own[here]
+        a[shape.roots + schedule.nodes[here]] = (a_m * ratio).clamp_max(1.0)
+        # a point leaves theta as it is; a row without weight is never reached
+        more = torch.where(a_m > 0, s_m * each.sampled[here] / (a_m * each.left[here]).clamp_min(TINY), 0.0)
+        theta[m] = (theta[m] + more).clamp_max(HUGE)
+        if points > start:
+            delete(slice(start, points), sampled - start)
+    delete(schedule.last, schedule.sampled)
+    # visited[t, i] = prod of (1 - a) over the rows visited before place i of tree t
+    visited = parallel.arrays.full((shape.roots, draft.shape.grid.shape[1] + 1), 1.0)
+    visited[shape.root, shape.visit + 1] = 1.0 - a
+    return a * visited.cumprod(1)[shape.root, shape.visit], parallel.excess
