@@ -31,7 +31,8 @@ def show(summary: Mapping[str, Any], console: Console, verbose: bool = False) ->
     """
     names = arm_names({arm: figures.get("proposer") for arm, figures in summary["arms"].items()})
     against = {peer: renamed(speedups, names) for peer, speedups in (summary["against"] or {}).items()}
-    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against}
+    margins = renamed(summary.get("output_margins", {}), names)
+    summary = {**summary, "arms": renamed(summary["arms"], names), "against": against, "output_margins": margins}
     verbose = verbose or console.width >= WIDE
     wide = console.width >= WIDE
     console.print(_arms(_title(summary), (*FIGURES, *MORE_FIGURES) if wide else FIGURES, summary["arms"]))
@@ -145,7 +146,7 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
         f"{prefill}; with the prefill, the speed-up is {interval(with_prefill)}.",
         *roofline_notes(arms, summary.get("roofline")),
         *_losslessness(arms),
-        *(_identical(arms) if summary["temperature"] == 0 else []),
+        *(_identical(arms, summary.get("output_margins", {})) if summary["temperature"] == 0 else []),
     ]  # fmt: skip
     if not measured and len(arms) == 1:
         lines.append("One arm only, so no speed-up was measured.")
@@ -159,14 +160,23 @@ def _notes(summary: Mapping[str, Any], verbose: bool) -> list[str]:
     return lines
 
 
-def _identical(arms: Mapping[str, Arm]) -> list[str]:
-    """Return whether the arms' outputs equal the baseline's; nothing where none was compared."""
+def _identical(arms: Mapping[str, Arm], margins: Mapping[str, Any]) -> list[str]:
+    """Return whether the arms' outputs equal the baseline's, or by what margin of logits they do not; nothing where
+    none was compared.
+    """
     shares = {name: arm["identical_outputs"] for name, arm in arms.items() if arm["identical_outputs"] is not None}
     different = [f"{name} {share:.1%}" for name, share in shares.items() if share < 1]
     if not different:
         return ["All outputs are identical to the baseline's."] * bool(shares)
     others = "; every other arm 100 %" if len(different) < len(shares) else ""
-    return [f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}."]
+    lines = [f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}."]
+    if margins:
+        each = [f"{name} {one['median']:.2g} ({one['largest']:.2g})" for name, one in margins.items()]
+        lines.append(
+            "Where outputs first differ from the baseline's, the target's logits of the two tokens differ by "
+            f"{', '.join(each)}: median (largest)."
+        )
+    return lines
 
 
 def _estimates(arms: Mapping[str, Arm]) -> list[str]:

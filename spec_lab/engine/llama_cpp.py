@@ -61,6 +61,7 @@ class LlamaCpp:
         self.forwards = 0
         self.sequences: set[LlamaSequence] = set()
         self._ids = list(range(MOST_IDS - 1, -1, -1))
+        self._least = 2 if model.window else 1  # ids of a sequence
         self._highest = 0  # one past the highest id that was ever taken
         self._used = 0  # at least as many cells as are in use
         self._plans: dict[Shape, ForestIds] = {}
@@ -84,7 +85,7 @@ class LlamaCpp:
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
-        return Capabilities(self.model.layers, MOST_IDS, frozenset({"shared_prefix"}))
+        return Capabilities(self.model.layers, MOST_IDS // self._least, frozenset({"shared_prefix"}))
 
     def open(self, reserve: int = 0) -> LlamaSequence:
         """An empty sequence that will have about ``reserve`` tokens.
@@ -92,7 +93,7 @@ class LlamaCpp:
         Raises:
             ValueError: too many sequences are open.
         """
-        sequence = LlamaSequence(self, self._take(()), reserve)
+        sequence = LlamaSequence(self, [self._take(()) for _ in range(self._least)], reserve)
         self.sequences.add(sequence)
         return sequence
 
@@ -147,12 +148,13 @@ class LlamaCpp:
             MemoryError: there is not enough memory for the KV cache.
         """
         shape = draft.shape
-        if sequences and not (prefill or self._layers) and len(shape.parent) == 0 and all(len(n) == 1 for n in pending):
+        simple = sequences and not prefill and not self._layers and self._least == 1
+        if simple and len(shape.parent) == 0 and all(len(n) == 1 for n in pending):
             return self._one_token_each(sequences, pending)
         plan = self._plan(shape) if shape.nodes else None
         every = [*sequences, *(one for one, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
-        paths = [1] * len(every) if plan is None else plan.widths + [1] * len(prefill)
+        paths = [self._least] * len(every) if plan is None else plan.widths + [self._least] * len(prefill)
         rows = sum(map(len, tokens)) + shape.nodes
         self._reserve(every, paths, rows)
         for sequence, count in zip(every, paths, strict=True):
@@ -205,7 +207,7 @@ class LlamaCpp:
             every.append(sequence)
             new.append((own, found))
             begun.append(more)
-        counts = [len(one.held.paths) for one in every]
+        counts = [max(self._least, len(one.held.paths)) for one in every]
         self._reserve(every, counts, len(rows))
         context, position, flat = self.context, np.empty(len(rows), dtype=np.int32), []
         for sequence, count, (own, found), more in zip(every, counts, new, begun, strict=True):
@@ -241,7 +243,7 @@ class LlamaCpp:
         if shape not in self._plans:
             if len(self._plans) >= MOST_SHAPES:
                 self._plans.clear()
-            self._plans[shape] = ForestIds.of(shape)
+            self._plans[shape] = ForestIds.of(shape, self._least)
         return self._plans[shape]
 
     def _one_token_each(self, sequences: Sequence[LlamaSequence], pending: Sequence[Sequence[int]]) -> PreparedRows:
@@ -276,7 +278,7 @@ class LlamaCpp:
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
         flags[first:rows] = 1
-        widths = [*plan.widths, *(1 for _ in every[trees:])]
+        widths = [*plan.widths, *(self._least for _ in every[trees:])]
         carried = [one.ids[:width] for one, width in zip(every, widths, strict=True)]
         before = [len(new) - (number < trees) for number, new in enumerate(tokens)]
         table = np.array([number for ids in carried[:trees] for number in ids], dtype=np.int32)
@@ -332,7 +334,7 @@ class LlamaCpp:
             needed = dict(zip(every, paths, strict=True))
             for sequence in self.sequences:
                 if sequence.held is None or sequence in needed:
-                    sequence.release(max(1, needed.get(sequence, 1)))
+                    sequence.release(max(self._least, needed.get(sequence, 1)))
         if not self._ids:
             leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""
             raise ValueError(

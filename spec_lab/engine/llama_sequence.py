@@ -6,6 +6,9 @@ ids of all leaves below it, and pending tokens those of all leaves. The first pa
 the sequence's own id, so a chain requires no other. Ids of other leaves have the sequence's past in common with it;
 copying and removing ids only edits the cells' marks. A batch and its trees have at most 256 ids together: batch 8
 leaves 32 leaves for each tree.
+
+In models with sliding windows llama.cpp uses a cell again that one id alone has and that no later token of this id
+attends to (even with ``swa_full``), so that a rewind would miss it. There every sequence has a second id.
 """
 
 from __future__ import annotations
@@ -86,20 +89,22 @@ class ForestIds:
 
     Args:
         trees: the paths of each tree.
+        widths: how many ids each tree has.
         counts: ``[R]`` how many ids each row has.
         paths: ``[sum of counts]`` their places among the ids of all trees, tree by tree.
         nodes: of each tree the places of its nodes among all nodes.
     """
 
     trees: list[Paths]
+    widths: list[int]
     counts: np.ndarray
     paths: np.ndarray
     nodes: list[np.ndarray]
 
     @staticmethod
-    def of(shape: Shape) -> ForestIds:
-        """The plan of a shape."""
-        trees, first = [], 0
+    def of(shape: Shape, least: int = 1) -> ForestIds:
+        """The ids of a shape, at least so many for each tree."""
+        trees, widths, first = [], [], 0
         each: list[list[int]] = [[] for _ in range(shape.rows)]
         nodes = [rows[1:] - shape.roots for rows in shape.trees]
         places = shape.places.tolist()
@@ -111,17 +116,12 @@ class ForestIds:
                 each[shape.roots + node] = [first + number for number in numbers]
             paths.fixed = True
             trees.append(paths)
-            each[root] = list(range(first, first + len(paths.paths)))
-            first += len(paths.paths)
+            widths.append(max(least, len(paths.paths)))
+            each[root] = list(range(first, first + widths[-1]))
+            first += widths[-1]
         flat = [number for numbers in each for number in numbers]
-        return ForestIds(
-            trees, np.array([len(one) for one in each], dtype=np.int32), np.array(flat, dtype=np.int64), nodes
-        )
-
-    @cached_property
-    def widths(self) -> list[int]:
-        """How many ids each tree has."""
-        return [len(one.paths) for one in self.trees]
+        counts = np.array([len(one) for one in each], dtype=np.int32)
+        return ForestIds(trees, widths, counts, np.array(flat, dtype=np.int64), nodes)
 
     @cached_property
     def starts(self) -> np.ndarray:  # [R]
@@ -136,10 +136,9 @@ class LlamaSequence:
     what was added. A ``runner.KVSequence``.
     """
 
-    def __init__(self, runner: Owner, number: int, reserve: int) -> None:
-        self.runner, self.reserve = runner, reserve
-        self.ids = [number]
-        self.shared = [0]  # of each further id the positions that it has in common with the sequence
+    def __init__(self, runner: Owner, ids: list[int], reserve: int) -> None:
+        self.runner, self.ids, self.reserve = runner, ids, reserve
+        self.shared = [0] * len(ids)  # of each further id the positions that it has in common with the sequence
         self.held: Paths | None = None
         self.length = 0
 
@@ -200,9 +199,10 @@ class LlamaSequence:
     def fork(self) -> LlamaSequence:
         """A second sequence with the same past, whose cells it shares."""
         twin = self.runner.open(self.reserve)
-        self.runner.context.require(0, twin.ids[0] + 1)
+        self.runner.context.require(0, max(twin.ids) + 1)
         self.runner.context.share(self.ids[0], twin.ids[0], 0, self.length)
         twin.length = self.length
+        twin.attach(len(twin.ids))
         return twin
 
     def close(self) -> None:

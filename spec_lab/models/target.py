@@ -114,7 +114,8 @@ class Target:
         """
         if isinstance(self.lm, CausalLM):
             ids = torch.tensor([list(tokens)], device=self.lm.device)
-            logits: Tensor = self.lm.model(input_ids=ids, use_cache=False).logits[0, first - 1 :]
+            keep = len(tokens) - first + 1
+            logits: Tensor = self.lm.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0]
             return logits
         rows, kv, nothing = [], self.lm.open(len(tokens)), empty(1, self.lm.device)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import current_process
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -30,6 +31,9 @@ from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Match
+
+MOST_MARGINS = 32
+"""Most outputs of an arm whose margin is computed, a prefill each."""
 
 
 def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Console | None = None) -> int:
@@ -79,7 +83,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
                 bar.set_postfix(renamed(speeds, names))
         tables = recorder.gather()
         return Done(
-            _summary(lab, settings, arms, tables, config, facts.get("roofline")),
+            _summary(lab, settings, arms, tables, config, facts.get("roofline")) | margins(lab, requests, tables),
             lambda: [] if many else _draw(with_names(tables, names), settings.output_dir / "figures"),
             lambda found: show.show(found, console, settings.verbose),
             tables,
@@ -188,6 +192,27 @@ def _summary(
         "against": metrics.speedups_over_peers(tables),
         "errors": tables.requests["error"][tables.requests["error"] != ""].tolist(),
     }
+
+
+def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> dict[str, Any]:
+    """Return "output_margins" of ``summary.json``: by how much logits differ where greedy outputs first do.
+
+    Of each arm with other outputs than the baseline's, over at most ``MOST_MARGINS`` of these outputs: the difference
+    of the target's logits of the two tokens after the common text, by plain decoding. Rounding changes the arg max
+    only where it is small.
+    """
+    found: dict[str, Any] = {}
+    if lab.sampling.temperature == 0 and lab.sampling.repetition_penalty == 1:
+        prompts = {one.id: one.tokens for one in requests}
+        for arm in metrics.arms(tables):
+            each = []
+            for one in metrics.first_differences(tables.requests, arm)[:MOST_MARGINS]:
+                text = [*prompts[one.request], *one.before]
+                logits = lab.target.plain_logits(text, len(text))[0].float()
+                each.append(float((logits[one.token] - logits[one.expected]).abs()))
+            if each:
+                found[arm] = {"outputs": len(each), "median": median(each), "largest": max(each)}
+    return {"output_margins": found}
 
 
 def _named(lab: Lab, main: Arm) -> dict[str, Any]:

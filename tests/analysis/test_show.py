@@ -119,6 +119,9 @@ def test_at_temperature_0_every_arm_with_other_outputs_than_the_baseline_is_name
     summary["arms"][main]["identical_outputs"] = 0.5
     assert f"{summary['arms'][main]['proposer']} 50.0%, longer 98.5%" in words(shown(summary))
     assert "identical" not in shown(summary | {"temperature": 1.0})
+    assert "logits of the two tokens" not in shown(summary)
+    summary["output_margins"] = {"longer": {"outputs": 2, "median": 0.0123, "largest": 0.5}}
+    assert "tokens differ by longer 0.012 (0.5): median (largest)" in words(shown(summary))
 
 
 def test_arms_are_reported_as_lossless_lossy_failed_or_not_certified(summary):

@@ -40,14 +40,19 @@ class FakeLlama:
     Args:
         vocabulary, hidden_size, layers: of the model.
         kind: "is_recurrent" and so on, for a model of such a kind.
-        window: of a model with sliding windows.
+        ends: end-of-text tokens.
+        window: of a model with sliding windows, whose cells are used again as soon as possible; 0 for none.
+
+    Attributes:
         fails: code that llama_decode returns once.
+        decoded: the rows of each forward: token, position, ids, whether it has outputs.
+        made: the parameters of each context.
     """
 
     llama_batch = Batch
     ggml_backend_sched_eval_callback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 
-    def __init__(self, vocabulary=11, hidden_size=3, layers=2, kind="", ends=(0,)):
+    def __init__(self, vocabulary=11, hidden_size=3, layers=2, kind="", ends=(0,), window=0):
         self.vocabulary, self.hidden_size, self.layers, self.kind, self.ends = (
             vocabulary,
             hidden_size,
@@ -55,6 +60,7 @@ class FakeLlama:
             kind,
             ends,
         )
+        self.window = window
         self.fails, self.decoded, self.made, self.freed = 0, [], [], 0
         self.tensors = {}
 
@@ -92,7 +98,7 @@ class FakeLlama:
         return 12345
 
     def llama_model_n_swa(self, model):
-        return 0
+        return self.window
 
     def llama_model_desc(self, model, text, size):
         text.value = b"fake 1B F32"
@@ -168,7 +174,7 @@ class FakeLlama:
         assert all(0 <= token < self.vocabulary for token, *_ in rows)
         if not self.consistent(context, rows):
             return -1
-        free = [cell for cell in context.cells if not cell.ids][: len(rows)]
+        free = (self.left_behind(context) + [cell for cell in context.cells if not cell.ids])[: len(rows)]
         if len(free) < len(rows):
             return 1
         for cell, (token, pos, ids, _) in zip(free, rows, strict=True):
@@ -192,6 +198,12 @@ class FakeLlama:
                 if context.params.cb_eval(number, True, None):
                     assert context.params.cb_eval(number, False, None)
         return 0
+
+    def left_behind(self, context):
+        """Cells of one id alone that none of its later tokens attends to in layers with a window."""
+        ends = {number: cell.pos for cell in sorted(context.cells, key=lambda one: one.pos) for number in cell.ids}
+        alone = [cell for cell in context.cells if len(cell.ids) == 1] if self.window else []
+        return [cell for cell in alone if ends[next(iter(cell.ids))] + 1 - cell.pos >= self.window]
 
     def attended(self, context, pos, ids):
         """The (position, token) pairs that a row attends to."""

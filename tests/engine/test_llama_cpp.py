@@ -62,10 +62,11 @@ def texts(draft, tokens):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([3, 7, 64]))
-def test_any_forests_have_the_logits_of_plain_texts_after_any_acceptance_rewind_and_fork(seed, roots, batch):
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([3, 7, 64]), st.sampled_from([0, 0, 12]))
+def test_any_forests_have_the_logits_of_plain_texts_after_any_acceptance_rewind_and_fork(seed, roots, batch, window):
+    """With sliding windows as well, where no cell may be lost."""
     generator = np.random.default_rng(seed)
-    lm = runner(batch=batch)
+    lm = runner(FakeLlama(V, H, LAYERS, window=window), batch=batch)
     open_, tokens = [lm.open() for _ in range(roots)], [[] for _ in range(roots)]
     for _ in range(5):
         pending = [generator.integers(0, V, generator.integers(1, 9)).tolist() for _ in open_]

@@ -140,6 +140,64 @@ def test_what_is_captured_may_change_while_sequences_are_open(files, library):
         assert worst(lm.forward([sequence], [[9]], empty(1)).logits, decoded(plain, text, 1)) < 1e-4
 
 
+def windowed(file, window):
+    """Write a random model of four layers, every second one with a sliding window."""
+    from gguf import GGUFWriter
+
+    generator, hidden, heads, width, inner = np.random.default_rng(0), 64, 2, 32, 128
+    writer = GGUFWriter(file, "gemma3")
+    for add, value in (
+        (writer.add_vocab_size, 256), (writer.add_context_length, 2048), (writer.add_embedding_length, hidden),
+        (writer.add_block_count, 4), (writer.add_feed_forward_length, inner), (writer.add_head_count, heads),
+        (writer.add_head_count_kv, heads), (writer.add_key_length, width), (writer.add_value_length, width),
+        (writer.add_layer_norm_rms_eps, 1e-6), (writer.add_sliding_window, window), (writer.add_rope_freq_base, 1e6),
+        (writer.add_tokenizer_model, "no_vocab"),
+    ):  # fmt: skip
+        add(value)
+    writer.add_array("gemma3.attention.sliding_window_pattern", [True, False] * 2)
+    shapes = {"token_embd": (256, hidden), "output_norm": (hidden,)}
+    for layer in range(4):
+        own = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), (hidden,))
+        own |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (width,))
+        own |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), (heads * width, hidden))
+        own |= {"attn_output": (hidden, heads * width), "ffn_down": (hidden, inner)}
+        own |= dict.fromkeys(("ffn_gate", "ffn_up"), (inner, hidden))
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    for name, shape in shapes.items():
+        values = np.ones(shape) if len(shape) == 1 else generator.standard_normal(shape) / shape[1] ** 0.5
+        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("window", [8, 33])
+def test_no_cell_of_a_sliding_window_is_lost_to_a_rewind(library, tmp_path, window):
+    """llama.cpp uses cells outside of the window again, which the 90 steps in 768 cells come back to."""
+    windowed(tmp_path / "windowed.gguf", window)
+    model, generator = Model(library, str(tmp_path / "windowed.gguf")), np.random.default_rng(1)
+    lm = LlamaCpp(model, LlamaSettings(1, "f32", 64, 768))
+    plain = LlamaCpp(model, LlamaSettings(1, "f32", 64))
+    sequence, text = lm.open(300), []
+    for step in range(90):
+        pending = generator.integers(0, 256, 9 if step else 40).tolist()
+        nodes = int(generator.integers(0, 6))
+        parents = [int(generator.integers(0, 1 + node)) if step % 2 else node for node in range(nodes)]
+        draft = Draft(Shape(1, np.array(parents, dtype=np.int64)), torch.from_numpy(generator.integers(0, 256, nodes)))
+        found = lm.forward([sequence], [pending], draft).logits.clone()
+        text += pending
+        path = draft.shape.path(int(generator.integers(0, draft.shape.rows)))
+        own = draft.token[np.array(path, dtype=np.int64) - 1].tolist()
+        assert worst(found[[0, *path]], decoded(plain, text + own, len(path) + 1)) < 1e-3
+        sequence.accept([node - 1 for node in path])
+        text += own
+        if step % 10 == 9:
+            length = len(text) - int(generator.integers(10, 60))
+            sequence.truncate(length)
+            del text[length:]
+
+
 def test_greedy_decoding_in_float32_emits_what_transformers_emits_for_almost_every_bundled_prompt(files):
     targets = (
         Target.load(str(ZOO / "target"), dtype="float32"),

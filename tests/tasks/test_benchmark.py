@@ -19,7 +19,7 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.propose import Null
 from spec_lab.results.manifest import begun_trees
 from spec_lab.results.schema import DRAFT_COLUMNS
-from spec_lab.tasks.benchmark import run
+from spec_lab.tasks.benchmark import margins, run
 from spec_lab.tasks.lab import Decoded, Loop
 from spec_lab.verify import Gumbel, Lenient, Match, Token
 from tests.labs import TEXTS, Repeat, lab, settings
@@ -86,6 +86,28 @@ def test_greedy_arms_agree(done):
     tables = metrics.load(done[0])
     assert metrics.identical_outputs(tables.requests, "speculative") == 1.0
     assert (tables.requests["prefill_tokens"] + tables.requests["decode_tokens"] == 12).all()
+
+
+def test_outputs_that_differ_from_the_baselines_have_the_margin_of_the_targets_logits(done):
+    tables = metrics.load(done[0])
+    assert json.loads((done[0] / "summary.json").read_text())["output_margins"] == {}
+    requests = tables.requests.copy()
+    changed = requests.index[requests["arm"] == "speculative"][:2]
+    other = {}
+    for number in changed:
+        tokens = list(requests.at[number, "tokens"])
+        other[requests.at[number, "request"]] = (tokens[:3], tokens[3], (tokens[3] + 1) % 128)
+        tokens[3] = (tokens[3] + 1) % 128
+        requests.at[number, "tokens"] = np.array(tokens)
+    own, expected = lab(), []
+    prompts = own.requests(settings(done[0], warmup=4))
+    found = margins(own, prompts, replace(tables, requests=requests))["output_margins"]
+    for number, (before, expected_token, token) in other.items():
+        text = [*prompts[number].tokens, *before]
+        logits = own.target.plain_logits(text, len(text))[0].float()
+        expected.append(abs(float(logits[token] - logits[expected_token])))
+    assert found == {"speculative": {"outputs": 2, "median": pytest.approx(np.mean(expected)),
+                                     "largest": pytest.approx(max(expected))}}  # fmt: skip
 
 
 def test_the_summary_has_the_design_s_keys(done):

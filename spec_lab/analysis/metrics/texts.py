@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -23,14 +24,39 @@ def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
     return ratio(repeated, total)
 
 
+class Difference(NamedTuple):
+    """Where an output first differs from the baseline's: the tokens before, then one token of each."""
+
+    request: int
+    before: list[int]
+    token: int
+    expected: int
+
+
 def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> float:
     """Return the share of sequences whose tokens equal the baseline's.
 
     At temperature 0 a share below 1 means rounding (near ties in half precision) or an error.
     """
+    pairs = _pairs(requests, arm, baseline)
+    return ratio(sum(own == expected for _, own, expected in pairs), len(pairs))
+
+
+def first_differences(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> list[Difference]:
+    """Return where each output of an arm first differs from the baseline's; without outputs of which one continues."""
+    found = []
+    for request, own, expected in _pairs(requests, arm, baseline):
+        place = next((n for n, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), None)
+        if place is not None:
+            found.append(Difference(request, own[:place], own[place], expected[place]))
+    return found
+
+
+def _pairs(requests: pd.DataFrame, arm: str, baseline: str) -> list[tuple[int, list[int], list[int]]]:
+    """Return the number of the prompt and both outputs, of each sequence that both arms have."""
     complete = requests[~requests["group"].isin(broken_groups(requests))]
     tokens, expected = (
         complete[complete["arm"] == one].set_index(["request", "sequence"])["tokens"] for one in (arm, baseline)
     )
     shared = tokens.index.intersection(expected.index)
-    return ratio(sum(list(tokens[key]) == list(expected[key]) for key in shared), len(shared))
+    return [(int(key[0]), list(map(int, tokens[key])), list(map(int, expected[key]))) for key in shared]
