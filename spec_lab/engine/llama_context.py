@@ -124,7 +124,7 @@ class Context:
                 f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
                 "target.context or max_kv_tokens to fewer tokens"
             )
-        self._free = weakref.finalize(self, lib.llama_free, handle)
+        self._free = weakref.finalize(self, _free, lib, handle, self.model)
         self._handle, self._memory = handle, lib.llama_get_memory(handle)
         self.cells, self.ids, self._watches = cells, ids, bool(self._watched)
         if state is not None and not lib.llama_state_set_data(handle, state, len(state)):
@@ -135,6 +135,7 @@ class Context:
         if self._free is not None:
             self._free()
         self._handle = self._memory = self._free = None
+        self.cells = self.ids = 0
 
     def _state(self) -> Any:
         """All cells in use, as bytes; None without a context."""
@@ -323,6 +324,11 @@ def _weakly(context: Context) -> Callable[[int, bool, int], bool]:
         return context is not None and context.evaluated(tensor, asks)
 
     return evaluated
+
+
+def _free(library: Any, handle: Any, _model: Model) -> None:
+    """Free a context. Whoever waits for this call keeps its model, which must be freed after it."""
+    library.llama_free(handle)
 
 
 def _view(pointer: Any, rows: int, width: int) -> np.ndarray:
