@@ -34,6 +34,10 @@ MOST_OUTPUT = 2**27
 """Most bytes of logits of one forward in which every row has outputs (``Context.set_embeddings``)."""
 
 
+class OutOfCells(ValueError, MemoryError):
+    """The KV cache, or the memory for it, is exhausted; options limit both."""
+
+
 @dataclass(frozen=True)
 class LlamaSettings:
     """How a context computes.
@@ -89,7 +93,7 @@ class Context:
         """Grow to at least so many cells and sequence ids, and watch tensors of these names; None changes nothing.
 
         Raises:
-            MemoryError: there is not enough memory.
+            OutOfCells: there is not enough memory.
         """
         if watch is not None and set(watch) != set(self._watched):
             self._watched = dict.fromkeys(watch)
@@ -120,7 +124,7 @@ class Context:
         self.close()
         handle = lib.llama_init_from_model(self.model.handle, params)
         if not handle:
-            raise MemoryError(
+            raise OutOfCells(
                 f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
                 "target.context or max_kv_tokens to fewer tokens"
             )
@@ -128,7 +132,7 @@ class Context:
         self._handle, self._memory = handle, lib.llama_get_memory(handle)
         self.cells, self.ids, self._watches = cells, ids, bool(self._watched)
         if state is not None and not lib.llama_state_set_data(handle, state, len(state)):
-            raise MemoryError(f"llama.cpp cannot copy its KV cache to one of {cells} cells")
+            raise OutOfCells(f"llama.cpp cannot copy its KV cache to one of {cells} cells")
 
     def close(self) -> None:
         """Free the KV cache."""
@@ -225,7 +229,7 @@ class Context:
             watched tensors ``[rows, H]``, in the order asked for.
 
         Raises:
-            MemoryError: there are not enough free cells.
+            OutOfCells: there are not enough free cells.
             RuntimeError: the library refuses the rows or fails.
         """
         most = self.settings.batch if self.settings.batch < self.cells else self.cells
@@ -295,9 +299,9 @@ class Context:
 
     def _raise(self, code: int, rows: int) -> None:
         if code == 1:
-            raise MemoryError(
-                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, or set max_kv_tokens to "
-                f"at most {self.cells}"
+            raise OutOfCells(
+                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, decode fewer requests at once "
+                f"(batch_size), or set max_kv_tokens to at most {self.cells}"
             )
         raise RuntimeError(f"llama_decode failed with code {code} for {rows} rows: its log at level DEBUG says why")
 

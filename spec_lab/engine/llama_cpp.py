@@ -143,7 +143,7 @@ class LlamaCpp:
 
         Raises:
             ValueError: the trees have more leaves together than there are sequence ids.
-            MemoryError: there is not enough memory for the KV cache.
+            OutOfCells: there is not enough memory for the KV cache.
         """
         shape = draft.shape
         simple = sequences and not prefill and not self._layers and self._least == 1
@@ -175,7 +175,7 @@ class LlamaCpp:
             timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
 
         Raises:
-            MemoryError: there are not enough free cells.
+            OutOfCells: there are not enough free cells.
             RuntimeError: the library fails, or another forward was prepared since.
         """
         if prepared is not self._ready:
@@ -192,7 +192,7 @@ class LlamaCpp:
         """See ``runner.DraftRunner``.
 
         Raises:
-            ValueError, MemoryError: as of ``prepare``.
+            ValueError, OutOfCells: as of ``prepare``.
         """
         roots, places = shape.root[rows], shape.places
         parents = places[shape.parent[rows - shape.roots]]
