@@ -300,8 +300,8 @@ class Context:
     def _raise(self, code: int, rows: int) -> None:
         if code == 1:
             raise OutOfCells(
-                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, decode fewer requests at once "
-                f"(batch_size), or set max_kv_tokens to at most {self.cells}"
+                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, decode fewer requests at "
+                f"once (batch_size), or set max_kv_tokens to at most {self.cells}"
             )
         raise RuntimeError(f"llama_decode failed with code {code} for {rows} rows: its log at level DEBUG says why")
 
