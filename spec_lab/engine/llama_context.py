@@ -34,6 +34,10 @@ MOST_OUTPUT = 2**27
 """Most bytes of logits of one forward in which every row has outputs (``Context.set_embeddings``)."""
 
 
+class OutOfCells(ValueError, MemoryError):
+    """The KV cache, or the memory for it, is exhausted; options limit both."""
+
+
 @dataclass(frozen=True)
 class LlamaSettings:
     """How a context computes.
@@ -80,6 +84,7 @@ class Context:
         self._free: Any = None
         self._rows = 0
         self._flat = np.zeros(0, dtype=np.int32)
+        self._address = 0
         self.reserve_rows(settings.batch)
 
     # Sizes -----------------------------------------------------------------------------------------------------------
@@ -88,7 +93,7 @@ class Context:
         """Grow to at least so many cells and sequence ids, and watch tensors of these names; None changes nothing.
 
         Raises:
-            MemoryError: there is not enough memory.
+            OutOfCells: there is not enough memory.
         """
         if watch is not None and set(watch) != set(self._watched):
             self._watched = dict.fromkeys(watch)
@@ -119,21 +124,22 @@ class Context:
         self.close()
         handle = lib.llama_init_from_model(self.model.handle, params)
         if not handle:
-            raise MemoryError(
+            raise OutOfCells(
                 f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
                 "target.context or max_kv_tokens to fewer tokens"
             )
-        self._free = weakref.finalize(self, lib.llama_free, handle)
+        self._free = weakref.finalize(self, _free, lib, handle, self.model)
         self._handle, self._memory = handle, lib.llama_get_memory(handle)
         self.cells, self.ids, self._watches = cells, ids, bool(self._watched)
         if state is not None and not lib.llama_state_set_data(handle, state, len(state)):
-            raise MemoryError(f"llama.cpp cannot copy its KV cache to one of {cells} cells")
+            raise OutOfCells(f"llama.cpp cannot copy its KV cache to one of {cells} cells")
 
     def close(self) -> None:
         """Free the KV cache."""
         if self._free is not None:
             self._free()
         self._handle = self._memory = self._free = None
+        self.cells = self.ids = 0
 
     def _state(self) -> Any:
         """All cells in use, as bytes; None without a context."""
@@ -174,7 +180,7 @@ class Context:
         self._pointers = np.zeros(rows, dtype=np.uintp)
         self._one_each = False
         if len(self._flat) < rows:
-            self._flat = np.zeros(2 * rows, dtype=np.int32)
+            self._allocate_ids(2 * rows)
         self._views = self.token.data, self.position.data, self._flat.data
         self._whole = self._part(0, rows)
 
@@ -183,7 +189,7 @@ class Context:
         self.reserve_rows(len(ids))
         if not self._one_each:
             self._counts[:] = self.flags[:] = 1
-            self._pointers[:] = self._flat.ctypes.data + 4 * np.arange(self._rows)
+            self._pointers[:] = self._address + 4 * np.arange(self._rows)
             self._one_each = True
         for row, (token, position, number) in enumerate(zip(tokens, positions, ids, strict=True)):
             # Items of a memoryview: after a forward, which has emptied the caches, NumPy's slices cost ten times more.
@@ -194,39 +200,48 @@ class Context:
 
         Args:
             counts: ``[n]`` how many each row has.
-            starts: ``[n]`` where they begin in
-            flat: the ids, row by row.
+            starts: ``[n]`` where they begin in ``flat``, in bytes.
+            flat: the ids, row by row, int32.
         """
         if len(flat) > len(self._flat):
-            self._flat = np.zeros(2 * len(flat), dtype=np.int32)
-            self._views = self.token.data, self.position.data, self._flat.data
+            self._allocate_ids(2 * len(flat))
         rows = len(counts)
         self._flat[: len(flat)] = flat
         self._counts[:rows] = counts
-        self._pointers[:rows] = self._flat.ctypes.data + 4 * starts
+        np.add(starts, self._address, out=self._pointers[:rows], casting="unsafe")
         self._one_each = False
 
-    def decode(self, rows: int) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
+    def _allocate_ids(self, size: int) -> None:
+        self._flat = np.zeros(size, dtype=np.int32)
+        self._address = self._flat.ctypes.data
+        self._views = self.token.data, self.position.data, self._flat.data
+
+    def decode(self, rows: int, outputs: int) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
+        Args:
+            rows: how many rows.
+            outputs: how many have outputs: the last ones, or all.
+
         Returns:
-            Logits ``[outputs, V]`` of the rows with flags, in order: the library's memory, which the next call
-            overwrites, or a copy; their hidden states after the final norm ``[outputs, H]``, a copy, or None where
-            they are off; and the watched tensors ``[rows, H]``, in the order asked for.
+            Logits ``[outputs, V]`` in the order of the rows: the library's memory, which the next call overwrites, or a
+            copy; hidden states after the final norm ``[outputs, H]``, a copy, or None where they are off; and the
+            watched tensors ``[rows, H]``, in the order asked for.
 
         Raises:
-            MemoryError: there are not enough free cells.
+            OutOfCells: there are not enough free cells.
             RuntimeError: the library refuses the rows or fails.
         """
         most = self.settings.batch if self.settings.batch < self.cells else self.cells
         if self.embeddings:
             most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
         if rows <= most:
-            return self._decode(0, rows, self._whole)
+            return self._decode(rows, outputs, self._whole)
         parts, found = -(-rows // most), []
         for number in range(parts):
             start, stop = number * rows // parts, (number + 1) * rows // parts
-            logits, hidden, watched = self._decode(start, stop, self._part(start, stop))
+            own = stop - max(start, min(stop, rows - outputs))
+            logits, hidden, watched = self._decode(stop - start, own, self._part(start, stop))
             found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
         logits = torch.cat([one for one, _, _ in found]) if any(len(one) for one, _, _ in found[:-1]) else found[-1][0]
         hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
@@ -249,13 +264,12 @@ class Context:
             setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
         return batch
 
-    def _decode(self, start: int, stop: int, batch: Any) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
-        lib, model, count = self.library, self.model, stop - start
-        batch.n_tokens = count
-        self._expected = count
+    def _decode(self, rows: int, outputs: int, batch: Any) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
+        """Compute a batch of so many rows."""
+        lib, model = self.library, self.model
+        batch.n_tokens = self._expected = rows
         if code := lib.llama_decode(self._handle, batch):
-            self._raise(code, count)
-        outputs = count if self._one_each else int(np.count_nonzero(self.flags[start:stop]))
+            self._raise(code, rows)
         logits = self._logits(outputs)
         hidden = None
         if self.embeddings:
@@ -264,7 +278,7 @@ class Context:
         for name in self._watched:
             if (found := self._watched[name]) is None:
                 raise RuntimeError(
-                    f"llama.cpp computes no tensor {name} [{count}, {model.hidden_size}] for {model.description}: "
+                    f"llama.cpp computes no tensor {name} [{rows}, {model.hidden_size}] for {model.description}: "
                     "these hidden states cannot be read; choose a proposer that requires none, or only the last ones"
                 )
             watched.append(found)
@@ -285,9 +299,9 @@ class Context:
 
     def _raise(self, code: int, rows: int) -> None:
         if code == 1:
-            raise MemoryError(
-                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, or set max_kv_tokens to "
-                f"at most {self.cells}"
+            raise OutOfCells(
+                f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, decode fewer requests at "
+                f"once (batch_size), or set max_kv_tokens to at most {self.cells}"
             )
         raise RuntimeError(f"llama_decode failed with code {code} for {rows} rows: its log at level DEBUG says why")
 
@@ -314,6 +328,11 @@ def _weakly(context: Context) -> Callable[[int, bool, int], bool]:
         return context is not None and context.evaluated(tensor, asks)
 
     return evaluated
+
+
+def _free(library: Any, handle: Any, _model: Model) -> None:
+    """Free a context. Whoever waits for this call keeps its model, which must be freed after it."""
+    library.llama_free(handle)
 
 
 def _view(pointer: Any, rows: int, width: int) -> np.ndarray:

@@ -145,7 +145,7 @@ class LlamaCpp:
 
         Raises:
             ValueError: the trees have more leaves together than there are sequence ids.
-            MemoryError: there is not enough memory for the KV cache.
+            OutOfCells: there is not enough memory for the KV cache.
         """
         shape = draft.shape
         simple = sequences and not prefill and not self._layers and self._least == 1
@@ -177,7 +177,7 @@ class LlamaCpp:
             timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
 
         Raises:
-            MemoryError: there are not enough free cells.
+            OutOfCells: there are not enough free cells.
             RuntimeError: the library fails, or another forward was prepared since.
         """
         if prepared is not self._ready:
@@ -191,7 +191,7 @@ class LlamaCpp:
         """See ``runner.DraftRunner``.
 
         Raises:
-            ValueError, MemoryError: as of ``prepare``.
+            ValueError, OutOfCells: as of ``prepare``.
         """
         roots, places = shape.root[rows], shape.places
         parents = places[shape.parent[rows - shape.roots]]
@@ -223,7 +223,7 @@ class LlamaCpp:
         context.position[:count] = position
         context.flags[:count] = 1
         each = np.array([len(one) for one in flat])
-        context.set_ids(each, np.cumsum(each) - each, np.array([number for one in flat for number in one]))
+        context.set_ids(each, 4 * (np.cumsum(each) - each), np.array([number for one in flat for number in one]))
         self._ready = None
         return Extended(*self._decode(count, count, timed))
 
@@ -231,7 +231,7 @@ class LlamaCpp:
         """Logits ``[outputs, V]`` of the last rows, and hidden states ``[rows, layers * H]``."""
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
-            logits, final, watched = self.context.decode(rows)
+            logits, final, watched = self.context.decode(rows, rows if self.context.embeddings else outputs)
         found = logits[rows - outputs :] if self.context.embeddings and rows > outputs else logits
         if not self._layers:
             return found, None
@@ -278,27 +278,28 @@ class LlamaCpp:
         first = rows - shape.rows  # the row of the first root
         flags[:first] = context.embeddings
         flags[first:rows] = 1
-        widths = [*plan.widths, *(self._least for _ in every[trees:])]
-        carried = [one.ids[:width] for one, width in zip(every, widths, strict=True)]
         before = [len(new) - (number < trees) for number, new in enumerate(tokens)]
-        table = np.array([number for ids in carried[:trees] for number in ids], dtype=np.int32)
-        ids, counts, starts_of_ids = table[plan.paths], plan.counts, plan.starts
+        roots = [one.ids[:width] for one, width in zip(every, plan.widths, strict=False)]
+        ids = np.array([number for one in roots for number in one], dtype=np.int32)[plan.paths]
+        counts, begins = plan.counts, plan.starts
         if first:
-            more = np.repeat(np.array(widths, dtype=np.int32), before)
-            earlier = [np.tile(np.array(own, dtype=np.int32), n) for own, n in zip(carried, before, strict=True)]
-            ids, counts = np.concatenate([*earlier, ids]), np.concatenate([more, counts])
-            starts_of_ids = np.cumsum(counts) - counts
+            carried = [*roots, *(one.ids[: self._least] for one in every[trees:])]
+            more = np.repeat([len(one) for one in carried], before)
+            ids = np.concatenate([*(np.tile(one, n) for one, n in zip(carried, before, strict=True)), ids])
+            counts = np.concatenate([more, counts])
+            begins = 4 * (np.cumsum(counts) - counts)
             token[:first] = [one for new, n in zip(tokens, before, strict=True) for one in new[:n]]
-            position[:first] = np.concatenate(
-                [np.arange(start, start + n) for start, n in zip(starts, before, strict=True)]
-            )
-        context.set_ids(counts, starts_of_ids, ids)
-        if trees:
-            roots = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)], dtype=np.int32)
-            below = first + trees
-            token[first:below] = [new[-1] for new in tokens[:trees]]
-            token[below:rows] = draft.token.numpy()
-            position[first:rows] = (roots if trees == 1 else roots[shape.root]) + shape.depth
+            position[:first] = np.concatenate([
+                np.arange(start, start + n) for start, n in zip(starts, before, strict=True)
+            ])  # fmt: skip
+        context.set_ids(counts, begins, ids)
+        if trees == 1:
+            token[first], position[first:rows] = tokens[0][-1], shape.depth + (starts[0] + before[0])
+        elif trees:
+            token[first : first + trees] = [new[-1] for new in tokens[:trees]]
+            ends = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)])
+            position[first:rows] = shape.depth + ends[shape.root]
+        token[first + trees : rows] = draft.token.numpy()
         if not self._layers:
             return PreparedRows(rows, shape.rows, attended)
         ends = np.cumsum(before)

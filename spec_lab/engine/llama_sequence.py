@@ -125,8 +125,8 @@ class ForestIds:
 
     @cached_property
     def starts(self) -> np.ndarray:  # [R]
-        """Where the ids of each row begin in ``paths``."""
-        return np.cumsum(self.counts) - self.counts
+        """Where the ids of each row begin in an int32 array of the ids of ``paths``, in bytes."""
+        return 4 * (np.cumsum(self.counts) - self.counts)
 
 
 class LlamaSequence:

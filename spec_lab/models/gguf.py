@@ -259,7 +259,7 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
 
     try:
         error = forest_error(forests, model.vocabulary, plain)
-    except (MemoryError, RuntimeError, ValueError) as failure:
+    except (RuntimeError, ValueError) as failure:
         raise Unsupported(
             f"{model.path} cannot decode forests in llama.cpp ({type(failure).__name__}: {failure})"
         ) from failure

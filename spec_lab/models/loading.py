@@ -70,7 +70,7 @@ def load_model(
     return model, tokenizer
 
 
-class Described(NamedTuple):
+class CheckedCheckpoint(NamedTuple):
     """A checkpoint whose files were checked, before its weights are read."""
 
     folder: Path
@@ -81,7 +81,7 @@ class Described(NamedTuple):
     """The model that its config describes, on torch's meta device."""
 
 
-def describe(path: str) -> Described:
+def describe(path: str) -> CheckedCheckpoint:
     """Check the files of a checkpoint, after downloading them for a hub name, and describe its model.
 
     Raises:
@@ -93,10 +93,10 @@ def describe(path: str) -> Described:
     folder, revision = _folder(path)
     config = _read_config(path, folder)
     _fetch_weights(path, folder, revision)
-    return Described(folder, revision, _describe(path, folder, config))
+    return CheckedCheckpoint(folder, revision, _describe(path, folder, config))
 
 
-def read_texts(path: str, found: Described) -> tuple[Any, list[int]]:
+def read_texts(path: str, found: CheckedCheckpoint) -> tuple[Any, list[int]]:
     """Return a checkpoint's tokenizer and its end-of-text tokens, both checked against the model's vocabulary.
 
     Args:

@@ -94,8 +94,11 @@ def parts(rows: int, p: Tensor, chunk: int) -> list[slice]:
 def zeroed_(x: Tensor, tokens: Array, arrays: Arrays) -> Tensor:
     """``x`` ``[n, V]`` with 0 at ``tokens`` ``[n, K]``, where those are not -1. In place; x has no negative entry."""
     if arrays.device is None:
-        rows, ranks = np.nonzero(tokens >= 0)
-        x.numpy()[rows, tokens[rows, ranks]] = 0.0  # NumPy writes a few numbers faster
+        values = x.numpy()  # which writes a few numbers faster
+        for row, own in enumerate(tokens.tolist()):
+            for token in own:
+                if token >= 0:
+                    values[row, token] = 0.0
         return x
     least = torch.where(tokens >= 0, 0.0, torch.inf).to(x.dtype)
     return x.scatter_reduce_(1, tokens.clamp_min(0), least, "amin")

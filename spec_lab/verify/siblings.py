@@ -115,7 +115,8 @@ class Siblings:
         """Numbers of nodes ``[M]`` by row ``[R + 1]``: ``value`` at roots and at the last place, which -1 finds."""
         padded: Array
         if self.arrays.device is None:
-            padded = np.full(self.shape.rows + 1, value, dtype=nodes.dtype)
+            padded = np.empty(self.shape.rows + 1, dtype=nodes.dtype)
+            padded[:] = value  # without np.full, which is slow Python
         else:
             padded = torch.full((self.shape.rows + 1,), value, dtype=nodes.dtype, device=nodes.device)
         padded[self.shape.roots : -1] = nodes

@@ -47,6 +47,7 @@ class FakeLlama:
         fails: code that llama_decode returns once.
         decoded: the rows of each forward: token, position, ids, whether it has outputs.
         made: the parameters of each context.
+        freed: contexts and models, in order.
     """
 
     llama_batch = Batch
@@ -61,7 +62,7 @@ class FakeLlama:
             ends,
         )
         self.window = window
-        self.fails, self.decoded, self.made, self.freed = 0, [], [], 0
+        self.fails, self.decoded, self.made, self.freed = 0, [], [], []
         self.tensors = {}
 
     def __getattr__(self, name):
@@ -78,7 +79,7 @@ class FakeLlama:
         return None if b"broken" in path else "model"
 
     def llama_model_free(self, model):
-        self.freed += 1
+        self.freed.append("model")
 
     def llama_model_get_vocab(self, model):
         return "vocab"
@@ -125,6 +126,7 @@ class FakeLlama:
 
     def llama_free(self, context):
         context.cells = None
+        self.freed.append("context")
 
     def llama_get_memory(self, context):
         return context

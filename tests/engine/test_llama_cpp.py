@@ -1,5 +1,6 @@
 """llama.cpp behind the runner's Protocol, on a small fake of its library: forests, KV caches, hidden states, growth."""
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -384,7 +385,7 @@ def test_models_that_cannot_be_rewound_are_refused_by_kind(kind):
     library = FakeLlama(kind=kind)
     with pytest.raises(ValueError, match=r"fake\.gguf is .*recurrent|diffusion|encoder"):
         runner(library)
-    assert library.freed == 1
+    assert library.freed == ["model"]
 
 
 def test_a_file_that_the_library_cannot_load_is_named():
@@ -410,14 +411,16 @@ def test_structs_of_another_layout_are_refused_by_name():
         check_layout(SIZES, defaults)
 
 
-def test_the_model_is_freed_with_its_last_reference():
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_model_is_freed_with_its_last_reference_after_its_contexts(closed):
     library = FakeLlama()
     lm = runner(library)
-    lm.forward([lm.open()], [[1]], empty(1))
-    lm.close()
+    lm.forward([lm.open()], [[1]], empty(1))  # an open sequence and its runner refer to each other
+    if closed:
+        lm.close()
     del lm
-    __import__("gc").collect()
-    assert library.freed == 1
+    gc.collect()
+    assert library.freed == ["context", "model"]
 
 
 def test_end_tokens_and_tokens_of_a_text_are_the_librarys():

@@ -24,7 +24,7 @@ def repeated_8gram_share(outputs: Iterable[Sequence[int]], n: int = 8) -> float:
     return ratio(repeated, total)
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """Where an output first differs from the baseline's: the tokens before, then one token of each."""
 
     request: int
@@ -42,13 +42,13 @@ def identical_outputs(requests: pd.DataFrame, arm: str, baseline: str = "baselin
     return ratio(sum(own == expected for _, own, expected in pairs), len(pairs))
 
 
-def first_differences(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> list[Difference]:
+def first_differences(requests: pd.DataFrame, arm: str, baseline: str = "baseline") -> list[FirstDifference]:
     """Return where each output of an arm first differs from the baseline's; without outputs of which one continues."""
     found = []
     for request, own, expected in _pairs(requests, arm, baseline):
         place = next((n for n, (a, b) in enumerate(zip(own, expected, strict=False)) if a != b), None)
         if place is not None:
-            found.append(Difference(request, own[:place], own[place], expected[place]))
+            found.append(FirstDifference(request, own[:place], own[place], expected[place]))
     return found
 
 
