@@ -1,6 +1,6 @@
 """llama.cpp's own decoding as arms of a run on a GGUF file: same weights, prompts, process and sampling.
 
-``Generate`` is llama-cpp-python's generation, alone, with its prompt lookup, or with a draft model. ``Loop`` calls
+``LlamaGenerate`` is llama-cpp-python's generation, alone, with its prompt lookup, or with a draft model. ``LlamaLoop`` calls
 llama_decode and llama.cpp's own sampler in turn, as a program in C does. Time and tokens are split as in ``peers``.
 """
 
@@ -46,7 +46,7 @@ def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
     return Outcome(request, found, finish(found, request), 1, len(found) - 1, prefill, decode, prefill)
 
 
-class Generate:
+class LlamaGenerate:
     """llama-cpp-python's ``Llama.generate``; built by ``plain``, ``lookup`` or ``assisted``.
 
     Args:
@@ -76,12 +76,12 @@ class Generate:
         self.llama = llama_of(target, draft_model=draft)
 
     @staticmethod
-    def plain(target: Target, sampling: Sampling, seed: int) -> Generate:
+    def plain(target: Target, sampling: Sampling, seed: int) -> LlamaGenerate:
         """Return generation without drafts. Arguments as in the class."""
-        return Generate(target, sampling, seed)
+        return LlamaGenerate(target, sampling, seed)
 
     @staticmethod
-    def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> Generate:
+    def lookup(target: Target, sampling: Sampling, seed: int, tokens: int = 10, max_ngram: int = 2) -> LlamaGenerate:
         """Return prompt lookup; the defaults are llama-cpp-python's own.
 
         Args:
@@ -97,10 +97,10 @@ class Generate:
         require_llama_cpp(target)
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        return Generate(target, sampling, seed, LlamaPromptLookupDecoding(max_ngram, tokens))
+        return LlamaGenerate(target, sampling, seed, LlamaPromptLookupDecoding(max_ngram, tokens))
 
     @staticmethod
-    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int = 8) -> Generate:
+    def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int = 8) -> LlamaGenerate:
         """Return generation with a draft model that drafts greedily.
 
         Args:
@@ -120,7 +120,7 @@ class Generate:
                 f"the draft model {path} has {file.vocabulary} tokens, the target {target.name} has "
                 f"{target.vocabulary}: choose one with the same vocabulary"
             )
-        return Generate(target, sampling, seed, GreedyDraft(llama_of(target, path), tokens), file.source_sha256)
+        return LlamaGenerate(target, sampling, seed, GreedyDraft(llama_of(target, path), tokens), file.source_sha256)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
@@ -162,14 +162,14 @@ class GreedyDraft:
             return np.fromiter(islice(drafted, count), dtype=np.intc)
 
 
-class Loop:
+class LlamaLoop:
     """A loop over llama_decode with llama.cpp's own sampler: the bound of what decoding costs on this engine.
 
     Args:
-        target, sampling, seed: as in ``Generate``.
+        target, sampling, seed: as in ``LlamaGenerate``.
 
     Raises:
-        ValueError: ``sampling`` sets more than a temperature; and as of ``Generate``.
+        ValueError: ``sampling`` sets more than a temperature; and as of ``LlamaGenerate``.
     """
 
     def __init__(self, target: Target, sampling: Sampling, seed: int) -> None:

@@ -7,13 +7,15 @@ import pytest
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
-from spec_lab.tasks.peers_llama import Generate, GreedyDraft, Loop, timed
+from spec_lab.tasks.peers_llama import GreedyDraft, LlamaGenerate, LlamaLoop, timed
 from tests.tiny import tiny_target
 
 REQUEST = Request(0, "one", (1, 2, 3), Sampling(), 5, frozenset({7}))
 
 
-@pytest.mark.parametrize("arm", [Loop, Generate.plain, Generate.lookup], ids=["loop", "generate", "lookup"])
+@pytest.mark.parametrize(
+    "arm", [LlamaLoop, LlamaGenerate.plain, LlamaGenerate.lookup], ids=["loop", "generate", "lookup"]
+)
 def test_a_target_of_transformers_is_refused(arm):
     with pytest.raises(ValueError, match="target=gguf"):
         arm(tiny_target(), Sampling(), 0)
@@ -22,9 +24,9 @@ def test_a_target_of_transformers_is_refused(arm):
 @pytest.mark.parametrize(
     ("arm", "sampling", "named"),
     [
-        (Generate.plain, Sampling(repetition_penalty=1.2), "sampling.repetition_penalty"),
-        (Loop, Sampling(1.0, top_p=0.9), "top_p"),
-        (Loop, Sampling(repetition_penalty=1.2), "repetition_penalty"),
+        (LlamaGenerate.plain, Sampling(repetition_penalty=1.2), "sampling.repetition_penalty"),
+        (LlamaLoop, Sampling(1.0, top_p=0.9), "top_p"),
+        (LlamaLoop, Sampling(repetition_penalty=1.2), "repetition_penalty"),
     ],
     ids=["generate, penalty", "loop, top_p", "loop, penalty"],
 )
@@ -36,7 +38,7 @@ def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named)
 @pytest.mark.parametrize("options", [{"tokens": 0}, {"tokens": 2000}, {"max_ngram": True}], ids=str)
 def test_wrong_options_of_lookup_are_refused_by_name(options):
     with pytest.raises(ValueError, match=next(iter(options))):
-        Generate.lookup(tiny_target(), Sampling(), 0, **options)
+        LlamaGenerate.lookup(tiny_target(), Sampling(), 0, **options)
 
 
 @pytest.mark.parametrize(
