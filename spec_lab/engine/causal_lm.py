@@ -17,7 +17,7 @@ from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
-from spec_lab.engine.graphs import Fixed, FixedPack, Graphs, cuda_graph, uncaptured
+from spec_lab.engine.graphs import FixedForward, FixedPack, Graphs, cuda_graph, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.model_work import work_of
 from spec_lab.engine.prepare import Packer, Prepared
@@ -167,7 +167,7 @@ class CausalLM:
         pending: Sequence[Sequence[int]],
         draft: Draft,
         prefill: Sequence[tuple[Any, Sequence[int]]] = (),
-    ) -> Prepared | Fixed:
+    ) -> Prepared | FixedForward:
         """See ``runner.Runner``. Cells of pending tokens are appended to their sequences, those of nodes are held."""
         if self.fixed and sequences and not prefill and max(map(len, pending)) <= MOST_PENDING:
             planned = self._packer.plan(sequences, pending, draft, len(sequences))
@@ -178,14 +178,14 @@ class CausalLM:
             self._packer.give_back(planned)
         return self._packer.prepare(sequences, pending, draft, prefill, self.chunk)
 
-    def run(self, prepared: Prepared | Fixed, timed: Phase | None = None) -> Output:
+    def run(self, prepared: Prepared | FixedForward, timed: Phase | None = None) -> Output:
         """See ``runner.Runner``. Called in inference mode.
 
         Args:
             prepared: by ``prepare``.
             timed: records the model's calls; None for the phase "target_forward" of the runner's own clock.
         """
-        if isinstance(prepared, Fixed):
+        if isinstance(prepared, FixedForward):
             logits, hidden = self._run_fixed(prepared, timed)
             return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes)
         early: dict[int, Tensor] = {}
@@ -209,7 +209,7 @@ class CausalLM:
             return Extended(*self._call(self._packer.finish_level(planned, token), timed))
         return Extended(*self._call(self._packer.level(sequences, shape, rows, token), timed))
 
-    def _run_fixed(self, prepared: Fixed, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
+    def _run_fixed(self, prepared: FixedForward, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
         assert self.fixed
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):

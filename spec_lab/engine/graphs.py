@@ -87,7 +87,7 @@ def padded(count: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed:
+class FixedForward:
     """One forward of fixed shape, ready to run.
 
     Args:
@@ -231,7 +231,7 @@ class Graphs:
     )
     _generation: int = -1
 
-    def prepare(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> Fixed | None:
+    def prepare(self, planned: Planned, draft: Draft | None, tokens: Tensor | None = None) -> FixedForward | None:
         """Fill the inputs of a forward; None where a span has more rows than ``MOST_ROWS``.
 
         Args:
@@ -287,7 +287,7 @@ class Graphs:
         )
         flags = np.concatenate([own.ravel(), sees.ravel()])
         attended = sum(new.end for new in planned.new)
-        return Fixed(
+        return FixedForward(
             bucket, numbers, flags, len(chosen), tokens, roots, len(where), attended, planned.pending, planned.nodes
         )
 
@@ -306,7 +306,7 @@ class Graphs:
                 return size - 1
             size *= 2
 
-    def run(self, given: Fixed, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def run(self, given: FixedForward, layers: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[rows, layers * H]``, in memory of their own.
 
         Args:
