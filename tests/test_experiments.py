@@ -85,7 +85,11 @@ def test_gpu_times_both_ways_of_running_a_step_on_the_same_model(tmp_path, monke
     assert sorted(zip(decoding["way"], decoding["batch"], strict=True)) == [
         (way, batch) for way in sorted(gpu.WAYS) for batch in (1, 2)
     ]
-    assert (decoding["tokens_per_second"] > 0).all() and decoding["overhead"].between(0, 1).all()
+    assert (
+        (decoding["tokens_per_second"] > 0).all()
+        and (decoding["roofline_share"] > 0).all()
+        and decoding["overhead"].between(0, 1).all()
+    )
     assert len(forwards) == 8 and (forwards["seconds"] > 0).all() and (forwards["share"] > 0).all()
     assert set(forwards["nodes"]) == {0, 5} and set(forwards["context"]) == {20}
 

@@ -1,4 +1,4 @@
-"""How close to a GPU's limits are steps with shapes as they come, and steps captured as CUDA graphs?
+"""How close to a GPU's limits are eager steps, and steps captured as CUDA graphs?
 
     python experiments/gpu/measure.py --shapes 1B 7B 14B
 
@@ -15,8 +15,10 @@ Rows that do not fit the memory are left out by name. Written are ``results.json
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -59,7 +61,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
 }
 """Sizes of Llama 3.2 1B, Llama 2 7B and Qwen 2.5 14B; eight key-value heads, four of the smallest."""
 
-WAYS = ("as they come", "captured")
+WAYS = ("eager", "captured")
 PROMPT = 128
 """Tokens of each prompt of autoregressive decoding."""
 
@@ -107,6 +109,25 @@ def model_of(name: str, device: str, dtype: torch.dtype, context: int) -> Any:
         torch.set_default_dtype(before)
 
 
+def ways(model: Any, name: str) -> dict[str, Target]:
+    """Both ways of running the model, with empty KV caches: they are as large as the largest batch and context."""
+    lms = {way: CausalLM(model, fixed=way == "captured") for way in WAYS}
+    return {way: Target(lm, None, name, model.config.max_position_embeddings, "", 0.0) for way, lm in lms.items()}
+
+
+@contextmanager
+def or_left_out(what: str, left_out: list[str]) -> Iterator[None]:
+    """Note what does not fit the memory, and go on."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        left_out.append(f"{what}: out of memory")
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def balanced(nodes: int) -> Shape:
     """A tree in which every row has two children, as long as there are nodes."""
     return Shape(1, np.arange(nodes, dtype=np.int64) // 2)
@@ -151,7 +172,7 @@ def autoregressive(
         order.reverse()
     for way, found in spent.items():
         whole, forward, bound = (sum(part) for part in zip(*found, strict=True))
-        tokens = batch * (steps - 1) * repeats
+        tokens = batch * steps * repeats
         each = [b / f for _, f, b in found]
         yield {
             "shape": shape, "way": way, "batch": batch, "prompt": prompt, "tokens_per_second": tokens / whole,
@@ -206,7 +227,7 @@ def forwards(
 
 
 def figure(rows: Sequence[Row], file: Path) -> None:
-    """Draw t(n) / t(0) by nodes: a panel for each shape and context, a line for each batch, dashed as they come."""
+    """Draw t(n) / t(0) by nodes: a panel for each shape and context, a line for each batch, dashed where eager."""
     panels = sorted({(row.shape, row.context) for row in rows}, key=lambda one: (list(SHAPES).index(one[0]), one[1]))
     whole = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
     for place, (shape, context) in enumerate(panels, start=1):
@@ -221,7 +242,7 @@ def figure(rows: Sequence[Row], file: Path) -> None:
                     label = f"batch {batch}" if way == "captured" else None
                     axes.plot(x, y, "-" if way == "captured" else "--", color=f"C{number}", label=label)
         axes.set(title=f"{shape}, context {context}", xlabel="rows per sequence", ylabel="t(n) / t(0)", xscale="log")
-        axes.legend(frameon=False, title="dashed: as they come")
+        axes.legend(frameon=False, title="dashed: eager")
     whole.savefig(file, dpi=120)
 
 
@@ -244,35 +265,30 @@ def main() -> None:
     rows: list[Row] = []
     found: list[dict[str, Any]] = []
     left_out: list[str] = []
-    table = Table("shape", "way", "batch", "tokens/s", "roofline share", "overhead", title="Autoregressive decoding")
     limits = {}
     for shape in given.shapes:
         longest = max(*given.contexts, PROMPT) + 2 * max(given.nodes) + given.steps + 64
         model = model_of(shape, given.device, dtype, longest)
         merge(model)  # for both ways: they differ in the capture only
-        lms = {way: CausalLM(model, fixed=way == "captured") for way in WAYS}
-        targets = {
-            way: Target(lm, None, shape, model.config.max_position_embeddings, "", 0.0) for way, lm in lms.items()
-        }
         work = work_of(model, {})
         assert work is not None
         roofline = Roofline(work, measure(work.weight_bytes, dtype, device))
         limits[shape] = roofline.facts()
         for batch in tqdm(given.batches, desc=f"{shape}: decoding"):
-            for one in autoregressive(targets, roofline, shape, batch, PROMPT, given.steps, max(2, given.repeats // 3)):
-                found.append(one)
-                table.add_row(
-                    shape, one["way"], str(batch), f"{one['tokens_per_second']:.1f}", f"{one['roofline_share']:.0%}",
-                    f"{one['overhead']:.1%}",
-                )  # fmt: skip
+            with or_left_out(f"{shape}, batch {batch}, decoding", left_out):
+                repeats = max(2, given.repeats // 3)
+                found += autoregressive(ways(model, shape), roofline, shape, batch, PROMPT, given.steps, repeats)
         for context in given.contexts:
             for batch in tqdm(given.batches, desc=f"{shape}: forwards at context {context}"):
-                try:
-                    rows += forwards(targets, roofline, shape, batch, context, given.nodes, given.repeats)
-                except torch.OutOfMemoryError:
-                    left_out.append(f"{shape}, batch {batch}, context {context}: out of memory")
-                    torch.cuda.empty_cache()
-        del model, lms, targets
+                with or_left_out(f"{shape}, batch {batch}, context {context}", left_out):
+                    rows += forwards(ways(model, shape), roofline, shape, batch, context, given.nodes, given.repeats)
+        del model
+    table = Table("shape", "way", "batch", "tokens/s", "roofline share", "overhead", title="Autoregressive decoding")
+    for one in found:
+        table.add_row(
+            one["shape"], one["way"], str(one["batch"]), f"{one['tokens_per_second']:.1f}",
+            f"{one['roofline_share']:.0%}", f"{one['overhead']:.1%}",
+        )  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     whole = {
         "machine": machine(), "limits": limits, "decoding": found, "forwards": [row._asdict() for row in rows],
@@ -282,8 +298,8 @@ def main() -> None:
     if rows:
         figure(rows, given.out / "forward.png")
     Console().print(table)
-    for one in left_out:
-        Console().print(one)
+    for line in left_out:
+        Console().print(line)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from rich.table import Table
 from spec_lab.analysis.metrics import PHASES
 from spec_lab.analysis.names import arm_names, renamed
 from spec_lab.analysis.roofline_text import roofline_notes
-from spec_lab.analysis.text import COLUMNS, WIDE, interval, losslessness, number, table
+from spec_lab.analysis.text import COLUMNS, WIDE, interval, losslessness, margin_notes, number, table
 from spec_lab.core.terminal import visible
 
 Arm = Mapping[str, Any]
@@ -169,14 +169,10 @@ def _identical(arms: Mapping[str, Arm], margins: Mapping[str, Any]) -> list[str]
     if not different:
         return ["All outputs are identical to the baseline's."] * bool(shares)
     others = "; every other arm 100 %" if len(different) < len(shares) else ""
-    lines = [f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}."]
-    if margins:
-        each = [f"{name} {one['median']:.2g} ({one['largest']:.2g})" for name, one in margins.items()]
-        lines.append(
-            "Where outputs first differ from the baseline's, the target's logits of the two tokens differ by "
-            f"{', '.join(each)}: median (largest)."
-        )
-    return lines
+    return [
+        f"Outputs identical to the baseline's: {', '.join(different)} of the prompts{others}.",
+        *margin_notes(margins),
+    ]
 
 
 def _estimates(arms: Mapping[str, Arm]) -> list[str]:

@@ -79,6 +79,19 @@ def table(title: str) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False, padding=0)
 
 
+def margin_notes(margins: Mapping[str, Any]) -> list[str]:
+    """Return by how much logits differ where greedy outputs first differ, as a sentence; nothing where none differ.
+
+    Args:
+        margins: ``output_margins`` of ``summary.json``.
+    """
+    each = [f"{name} {one['median']:.2g} ({one['largest']:.2g})" for name, one in margins.items()]
+    return [
+        "Where outputs first differ from the baseline's, the target's logits of the two tokens differ by "
+        f"{', '.join(each)}: median (largest)."
+    ] * bool(each)
+
+
 def losslessness(arm: Mapping[str, Any]) -> tuple[str, str]:
     """Return whether an arm preserves the target distribution, in a word or two, and why; nothing where unknown.
 

@@ -17,7 +17,7 @@ from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
-from spec_lab.engine.graphs import FixedForward, FixedPack, Graphs, cuda_graph, uncaptured
+from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
 from spec_lab.engine.model_work import work_of
 from spec_lab.engine.prepare import Packer, Prepared
@@ -62,7 +62,7 @@ class CausalLM:
         if fixed and (split or attention == "dense"):
             raise ValueError("forwards of fixed shapes require attention over spans, and all layers on one device")
         self.fixed = fixed
-        capture = cuda_graph if self.device.type == "cuda" else uncaptured
+        capture: Capture = CudaGraphs() if self.device.type == "cuda" else uncaptured
         self.graphs = Graphs(self.cells, self._packer.kinds, self.device, self.dtype, self._compute_fixed, capture)
         self.clock = Clock(self.device)
         self.forwards = 0  # of the model, so far
@@ -215,8 +215,10 @@ class CausalLM:
         with timed or self.clock.phase("target_forward"):
             return self.graphs.run(prepared, self._layers)
 
-    def _compute_fixed(self, ids: Tensor, positions: Tensor, pack: FixedPack) -> tuple[Tensor, Tensor | None]:
-        return self._compute({"input_ids": ids}, positions, pack, None, 0)
+    def _compute_fixed(
+        self, ids: Tensor, positions: Tensor, pack: FixedPack, wanted: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._compute({"input_ids": ids}, positions, pack, None, wanted)
 
     def _call(self, prepared: Prepared, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""

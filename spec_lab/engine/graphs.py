@@ -1,12 +1,12 @@
 """Forwards of fixed shapes over static buffers, which a CUDA graph can capture and replay.
 
 A replayed graph runs the same kernels on the same addresses, so the shapes of a forward are padded to buckets, and what
-changes from step to step (tokens, positions, cells, which cells a row attends to) is data in static buffers. Decoding
-steps take this way; prompts, whose shapes are too many, do not. Everything but the capture itself is the same on the
-CPU, where the forward is called in place of a replay.
+changes from step to step (tokens, positions, cells, which cells a row attends to) is data in static buffers. Only
+decoding steps run so; prompts have too many shapes and run eagerly. Everything but the capture itself is the same on
+the CPU, where the forward is called in place of a replay.
 
-Rows are padded span by span (``kv_cache``): S spans of n rows each. A padding row attends to one unused cell, and its
-own key and value are written there, so that it computes finite numbers that no other row reads.
+Rows are padded span by span (``kv_cache``): N = S * n rows, n of each of S spans. A padding row attends to one unused
+cell, and its own key and value are written there, so that it computes finite numbers that no other row reads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from spec_lab.engine.kv_cache import GRAIN, Cells
 from spec_lab.engine.prepare import Planned
 
 MOST_ROWS = 256
-"""Most rows of a span in a forward of fixed shape; a step with more runs without."""
+"""Most rows of a span in a forward of fixed shape; a step with more rows runs eagerly."""
 
-Compute = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor | None]]
-"""The model: ids and positions ``[S, n]`` and what stands in for its cache, to logits ``[S * n, V]`` and hidden states
-``[S * n, layers * H]``."""
+MOST_GRAPHS = 128
+"""Most shapes that stay captured; then the one that was not used for the longest time is forgotten."""
+
+Compute = Callable[[Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor | None]]
+"""The model. Given are ids and positions ``[1, N]``, what stands in for its cache, and the rows ``[L]`` that get
+logits; returned are logits ``[L, V]`` and hidden states ``[N, layers * H]``."""
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Turns a forward over static buffers into what replays it, and returns the same tensors in every call."""
@@ -41,23 +44,30 @@ def uncaptured(forward: Callable[[], Any]) -> Callable[[], Any]:
     return forward
 
 
-def cuda_graph(forward: Callable[[], Any]) -> Callable[[], Any]:
-    """Capture the forward as a CUDA graph, after two calls in which libraries choose their kernels."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = forward()
+class CudaGraphs:
+    """Captures forwards as CUDA graphs that share their memory: results are read before another graph is replayed."""
 
-    def replay() -> Any:
-        graph.replay()
-        return found
+    def __init__(self) -> None:
+        self._pool: Any = None
 
-    return replay
+    def __call__(self, forward: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture after two calls in which libraries choose their kernels."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            found = forward()
+        self._pool = graph.pool() if self._pool is None else self._pool
+
+        def replay() -> Any:
+            graph.replay()
+            return found
+
+        return replay
 
 
 class Bucket(NamedTuple):
@@ -69,6 +79,7 @@ class Bucket(NamedTuple):
         cells: C of each span that rows may attend to.
         sequences: Q; the last one is that of padding rows.
         uncommitted: m, most tokens of a sequence that are not committed.
+        logits: L, rows that get logits.
     """
 
     spans: int
@@ -76,6 +87,7 @@ class Bucket(NamedTuple):
     cells: int
     sequences: int
     uncommitted: int
+    logits: int
 
 
 def padded(count: int) -> int:
@@ -93,7 +105,7 @@ class FixedForward:
     Args:
         bucket: its sizes.
         numbers: ``[..]`` int64 what is uploaded, in the order of ``Buffers``.
-        flags: ``[..]`` uint8, likewise.
+        flags: ``[..]`` bool, likewise.
         rows: how many rows get logits: the first of ``Buffers.wanted``.
         drafted: the nodes' tokens on the device, which follow the roots' rows in ``wanted``; None for none.
         roots: how many rows come before them.
@@ -116,26 +128,26 @@ class FixedForward:
 
 
 class Buffers:
-    """The static inputs of one bucket. N = S * n rows.
+    """The static inputs of one bucket.
 
     Attributes:
-        ids: ``[S, n]``; positions: ``[S, n]``; cell: ``[N]`` where each row's key and value are written.
+        ids: ``[1, N]``; positions: ``[1, N]``; cell: ``[N]`` where each row's key and value are written.
         owner: ``[N]`` the sequence of each row.
         slots: ``[Q, m]`` cells of uncommitted tokens; keys: ``[Q, C]`` positions of the tokens in the cells, where some
             layers attend to nearby positions only.
-        wanted: ``[N]`` rows that get logits, then padding; packed: ``[N]`` rows that are no padding, then padding.
+        wanted: ``[L]`` rows that get logits, then padding; packed: ``[N]`` rows that are no padding, then padding.
         own: ``[Q, C]`` bool, whether a cell holds a committed token of the sequence.
         sees: ``[N, m]`` bool, whether the row attends to each uncommitted token of its sequence.
     """
 
     def __init__(self, bucket: Bucket, nearby: bool, device: torch.device) -> None:
-        spans, rows, cells, sequences, uncommitted = bucket
+        spans, rows, cells, sequences, uncommitted, logits = bucket
         total = spans * rows
-        sizes = [total, total, total, total, sequences * uncommitted, total, total, sequences * cells * nearby]
+        sizes = [total, total, total, total, sequences * uncommitted, logits, total, sequences * cells * nearby]
         self.numbers = torch.zeros(sum(sizes), dtype=torch.long, device=device)
         self.flags = torch.zeros(sequences * cells + total * uncommitted, dtype=torch.bool, device=device)
         ids, positions, self.cell, self.owner, slots, self.wanted, self.packed, keys = self.numbers.split(sizes)
-        self.ids, self.positions = ids.view(spans, rows), positions.view(spans, rows)
+        self.ids, self.positions = ids[None], positions[None]
         self.slots = slots.view(sequences, uncommitted)
         self.keys = keys.view(sequences, cells) if nearby else None
         own, sees = self.flags.split([sequences * cells, total * uncommitted])
@@ -171,13 +183,12 @@ class FixedPack:
         return mask.view(bucket.spans, bucket.rows, bucket.cells)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Write a layer's new keys and values ``[S, heads, n, dim]``; return what attention should read."""
+        """Write a layer's new keys and values ``[1, heads, N, dim]``; return what attention should read."""
         if len(self.cells.keys) <= layer_idx:
             self.cells.allocate(layer_idx, key, value)
         found = []
         for store, new in ((self.cells.keys[layer_idx], key), (self.cells.values[layer_idx], value)):
-            rows = new.transpose(1, 2).flatten(0, 1)  # [N, heads, dim]
-            store.transpose(1, 2).index_put_((self.given.span, self.given.cell), rows)
+            store.transpose(1, 2).index_put_((self.given.span, self.given.cell), new[0].transpose(0, 1))
             found.append(store[: self.bucket.spans, :, : self.bucket.cells])
         kind = self.kinds.get(layer_idx, FULL)
         layer = FixedLayer(found[0], found[1], kind, self.masks[kind])
@@ -197,13 +208,14 @@ class FixedLayer(NamedTuple):
     mask: Tensor  # [S, n, C]
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """``[S, heads, n, dim] -> [S, n, heads, dim]``. Query heads that share keys become rows: none is repeated."""
-        spans, heads, rows, dim = query.shape
+        """``[1, heads, N, dim] -> [1, N, heads, dim]``. Query heads that share keys become rows: no key is repeated."""
+        (spans, rows, _), (heads, dim) = self.mask.shape, (query.shape[1], query.shape[3])
         groups = heads // self.keys.shape[1]
-        q = query.reshape(spans, heads // groups, groups * rows, dim)
+        q = query[0].unflatten(1, (spans, rows)).transpose(0, 1)
+        q = q.reshape(spans, heads // groups, groups * rows, dim)
         mask = self.mask[:, None].expand(-1, groups, -1, -1).reshape(spans, 1, groups * rows, -1)
         out = scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, scale=scaling)
-        return out.reshape(spans, heads, rows, dim).transpose(1, 2)
+        return out.reshape(spans, heads, rows, dim).transpose(1, 2).reshape(1, spans * rows, heads, dim)
 
 
 @dataclass(eq=False)
@@ -216,7 +228,7 @@ class Graphs:
         device: of the model.
         dtype: of its weights.
         compute: the model.
-        capture: ``cuda_graph``, or ``uncaptured``.
+        capture: a ``CudaGraphs``, or ``uncaptured``.
         captured: the buckets that were captured so far, each with its buffers and its replay.
     """
 
@@ -254,9 +266,11 @@ class Graphs:
             unused + 1,
             padded(len(planned.new)) + 1,
             padded(max(len(new.slots) for new in planned.new)),
+            padded(planned.numbers.shape[1] if draft is None else draft.shape.rows),
         )
         total, n = bucket.spans * bucket.rows, bucket.rows
-        ids, positions, wanted, packed = (np.zeros(total, dtype=np.int64) for _ in range(4))
+        ids, positions, packed = (np.zeros(total, dtype=np.int64) for _ in range(3))
+        wanted = np.zeros(bucket.logits, dtype=np.int64)
         cell, owner = np.full(total, unused), np.full(total, bucket.sequences - 1)
         slots = np.full((bucket.sequences, bucket.uncommitted), unused)
         keys = np.zeros((bucket.sequences, bucket.cells if self.kinds else 0), dtype=np.int64)
@@ -327,12 +341,17 @@ class Graphs:
 
             def forward() -> tuple[Tensor, Tensor | None]:
                 pack = FixedPack(self.cells, self.kinds, given.bucket, buffers, self.dtype)
-                return self.compute(buffers.ids, buffers.positions, pack)
+                return self.compute(buffers.ids, buffers.positions, pack, buffers.wanted)
 
-            self.captured[key] = buffers, self.capture(forward)
-        logits, hidden = self.captured[key][1]()
+            while len(self.captured) >= MOST_GRAPHS:
+                del self.captured[next(iter(self.captured))]
+            replay = self.capture(forward)
+        else:
+            replay = self.captured.pop(key)[1]
+        self.captured[key] = buffers, replay  # the last one used comes last
+        logits, hidden = replay()
         self._generation = self.cells.generation  # the first forward may have allocated cells
-        chosen = logits.index_select(0, buffers.wanted[: given.rows])
+        chosen = logits[: given.rows].clone()
         return chosen, None if hidden is None else hidden.index_select(0, buffers.packed[: given.total])
 
     def _host(self, array: np.ndarray) -> Tensor:

@@ -237,19 +237,25 @@ class Cells:
         self.generation += 1
 
     def _grow(self, spans: int, capacity: int) -> None:
+        """Grow layer by layer; where memory runs out, some layers are larger than needed, and nothing else changes.
+
+        Each growth copies everything, so spans grow by half at least.
+        """
         capacity = max(self.capacity, -(-capacity // GRAIN) * GRAIN)
         old_spans, old_capacity = self.references.shape
-        references = np.zeros((spans, capacity), dtype=np.int32)
-        references[:old_spans, :old_capacity] = self.references
-        self.references = references
-        self._users += [0] * (spans - old_spans)
+        if spans > old_spans:
+            spans = max(spans, old_spans * 3 // 2)
         self.generation += 1
         for layer in range(len(self.keys)):
             for store in (self.keys, self.values):
                 old = store[layer]
                 store[layer] = old.new_zeros(spans, old.shape[1], capacity, old.shape[-1])
-                store[layer][:old_spans, :, :old_capacity] = old
+                store[layer][: old.shape[0], :, : old.shape[2]] = old
             self.views[layer] = (_by_span(self.keys[layer]), _by_span(self.values[layer]))
+        references = np.zeros((spans, capacity), dtype=np.int32)
+        references[:old_spans, :old_capacity] = self.references
+        self.references = references
+        self._users += [0] * (spans - old_spans)
 
 
 def _by_span(store: Tensor) -> list[Tensor]:  # [S, ..] -> S views [1, ..]

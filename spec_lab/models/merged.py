@@ -16,7 +16,7 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names that transformers gives to layers with the same input, in the order in which its modules call them."""
 
 
-class First(nn.Module):
+class MergedLinear(nn.Module):
     """Stands in for the first of several linear layers: computes all, returns its own share.
 
     Args:
@@ -39,10 +39,10 @@ class First(nn.Module):
         return first
 
 
-class Later(nn.Module):
-    """Stands in for a later one: returns what ``First`` has computed for it."""
+class MergedOutput(nn.Module):
+    """Stands in for a later one: returns what ``MergedLinear`` has computed for it."""
 
-    def __init__(self, first: First) -> None:
+    def __init__(self, first: MergedLinear) -> None:
         super().__init__()
         self.first = [first]  # in a list: it is no submodule of this one
 
@@ -71,8 +71,8 @@ def merge(model: Any) -> int:
             layers = [layer for name in names if type(layer := children.get(name)) is nn.Linear]
             if len(layers) < len(names) or len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
                 continue
-            first = First(layers)
+            first = MergedLinear(layers)
             for place, name in enumerate(names):
-                setattr(module, name, Later(first) if place else first)
+                setattr(module, name, MergedOutput(first) if place else first)
             changed += 1
     return changed

@@ -1,4 +1,4 @@
-"""On a GPU: the same forwards as on the CPU, with shapes as they come and with captured graphs. Skipped without one."""
+"""On a GPU: the same forwards as on the CPU, eagerly and with captured graphs. Skipped without one."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tests.engine.test_causal_lm import TREE, World
 from tests.tiny import CONTEXT, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["as they come", "captured"])
+FIXED = pytest.mark.parametrize("fixed", [False, True], ids=["eager", "captured"])
 
 
 @FIXED

@@ -14,7 +14,7 @@ from spec_lab.analysis.metrics.frames import Ranks
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.analysis.report.page import Cell, DataTable, Page, figure_cell, render, short_path
 from spec_lab.analysis.roofline_text import limits_in_words, roofline_notes
-from spec_lab.analysis.text import COLUMNS, losslessness, number
+from spec_lab.analysis.text import COLUMNS, losslessness, margin_notes, number
 from spec_lab.core.files import Unreadable, expect, read_json
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.request import FINISHES
@@ -37,6 +37,8 @@ PARTS = {
     "?certificate": (None, {"?failure": (str, None), "?missing": [str]}),
 }
 """What is read of ``summary.json``."""
+
+MARGIN = {"median": float, "largest": float}
 
 MARKS = {"accepted": "a", "forced": "f"}
 """The CSS class of each kind of span that is shaded."""
@@ -90,7 +92,10 @@ def page(folder: Path) -> str:
             for arm, state in states.items()
             if (why := losslessness(state)[1]) and not state.get("certified")
         ],
-        roofline=roofline_notes(figures_of, manifest.get("roofline")),
+        notes=[
+            *roofline_notes(figures_of, manifest.get("roofline")),
+            *margin_notes(renamed(summary.get("output_margins", {}), names)),
+        ],
         peers=_peers(tables),
         names=arms,
         prompts=prompts,
@@ -126,7 +131,7 @@ def _summary(folder: Path) -> dict[str, Any]:
     file = folder / "summary.json"
     try:
         summary = read_json(file) or {}
-        expect(summary, {**PARTS, "?arms": {str: PARTS}}, "")
+        expect(summary, {**PARTS, "?arms": {str: PARTS}, "?output_margins": {str: MARGIN}}, "")
     except ValueError as error:
         why = str(error) if str(file) in str(error) else f"{file} is not readable ({error})"
         raise Unreadable(f"{why}; run the same command again to write it anew") from error

@@ -70,6 +70,16 @@ def swept(ran, tmp_path_factory) -> Path:
     return folder
 
 
+def test_the_page_states_by_what_margin_of_logits_outputs_differ(ran, tmp_path):
+    out = tmp_path / "differs"
+    shutil.copytree(ran, out)
+    assert "logits of the two tokens" not in report.write(out).read_text()
+    summary = json.loads((out / "summary.json").read_text())
+    summary["output_margins"] = {"speculative": {"outputs": 2, "median": 0.0123, "largest": 0.5}}
+    write_json(out / "summary.json", summary)
+    assert "0.012 (0.5): median (largest)" in report.write(out).read_text()
+
+
 @pytest.mark.nightly
 def test_a_run_that_drafted_nothing_has_a_report(ran, tmp_path):
     out = tmp_path / "none"
