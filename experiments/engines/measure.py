@@ -36,11 +36,13 @@ SIZES: dict[str, tuple[str, dict[str, str | int]]] = {
     "medusa_6": ("medusa", {"tree": "likeliest", "max_nodes": 6}),
     "medusa_24": ("medusa", {"tree": "likeliest", "max_nodes": 24}),
     "draft_chain_2": ("draft_chain", {"depth": 2}),
+    "draft_chain_sure": ("draft_chain", {"confidence": 0.9}),
     "ngram_chain_3": ("ngram", {"depth": 3}),
+    "ngram_chain_sure": ("ngram", {"min_ngram": 4, "max_ngram": 8}),
 }
-"""Arms with drafts of other sizes than the default: proposer and its options."""
+"""Arms with drafts of other sizes than the default, or only where they are likelier: proposer and its options."""
 
-DRAFTING = ("draft_chain", "draft_tree", "draft_chain_2")
+DRAFTING = ("draft_chain", "draft_tree", "draft_chain_2", "draft_chain_sure")
 """The arms with a draft model."""
 
 OWN: dict[str, tuple[str, int]] = {
