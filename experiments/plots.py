@@ -337,4 +337,8 @@ def kept(table: pd.DataFrame, *keys: str, more: Sequence[str] = ()) -> pd.DataFr
     rest += ("identical_outputs", "repeated_8gram_share")
     bands = [f"{name}{end}" for name in (*spread, *more) for end in ("", "_low", "_high")]
     names = [*keys, "arm", *figures, *bands, *rest, "commit"]
-    return table[[name for name in names if name in table]].sort_values([*keys, "arm"]).reset_index(drop=True)
+    return (
+        table[[name for name in dict.fromkeys(names) if name in table]]
+        .sort_values([*keys, "arm"])
+        .reset_index(drop=True)
+    )

@@ -6,12 +6,14 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_method
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
@@ -157,6 +159,62 @@ def test_all_proposers_by_workload_are_those_of_one_run():
 def defaults(experiment):
     """Its defaults list."""
     return OmegaConf.load(Path(conf(), "experiment", f"{experiment}.yaml")).defaults
+
+
+# The same on several engines --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engines():
+    return importlib.import_module("experiments.engines.measure")
+
+
+def test_engines_are_measured_and_its_tables_state_what_a_step_may_cost(engines, tmp_path, monkeypatch, capfd):
+    def run(arguments, check):
+        assert check and command(monkeypatch, *arguments[3:]) == 0, capfd.readouterr().err
+
+    monkeypatch.setattr(engines, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.chdir(tmp_path)
+    short = "--limit 2 --new 6 --threads 1 --texts code --nodes 0 2 --batches 1 --context 8 --repeats 1"
+    engines.main([*short.split(), "--out", "here", "--engines", "transformers-float32"])
+    shutil.copy(ROOT / "experiments" / "engines" / "README.md", tmp_path)
+    table = figure_of("engines").main(["here", "--folder", str(tmp_path)])
+    assert list(pd.read_csv(tmp_path / "results.csv").columns) == list(table.columns)
+    assert (tmp_path / "engines.png").read_bytes().startswith(b"\x89PNG")
+    nodes = table[table["part"] == "cost"]
+    assert nodes["nodes"].tolist() == [0, 2] and nodes["over_no_nodes"].iloc[0] == 1
+    ours = table[table["arm"].isin(figure_of("engines").OURS)]
+    assert len(ours) == 5 + len(engines.SIZES)
+    assert (
+        ours["tau_pooled"] / (ours["step_over_baseline"] + ours["draft_over_baseline"])
+    ).to_numpy() == pytest.approx(ours["speedup"].to_numpy(), rel=0.1)
+    assert (ours["highest_step"] + ours["draft_over_baseline"]).to_numpy() == pytest.approx(ours["tau_pooled"])
+    slow = ours[~(ours["speedup_low"] > 1) & (ours["nodes_per_step"] > 0)]
+    shown = (tmp_path / "README.md").read_text().partition("### Break-even")[2].partition("<!-- end")[0]
+    assert shown.count("\n| transformers, float32 |") == len(slow)
+    for row in slow.to_dict("records"):
+        assert f"{plots.shown(row)} | {row['tau_pooled']:.2f} |" in shown
+
+
+def test_every_engine_has_the_same_proposers_and_llama_cpp_its_own_decoding_too(engines, tmp_path):
+    chosen = SimpleNamespace(out=tmp_path, threads=1, limit=1, new=4, texts=["code"])
+    arms, peers = {}, {}
+    for engine in engines.ENGINES:
+        with initialize_config_dir(conf(), version_base=None):
+            found = compose("config", overrides=engines.options("proposers", engine, chosen))
+        arms[engine] = {name: {**one, "path": ""} for name, one in found.arms.items()}
+        peers[engine] = set(found.peers)
+        for peer in found.peers.values():
+            get_method(peer._target_)
+        if own := engines.files(engine, tmp_path / "files"):
+            assert found.target.path == str(own["target"])
+            assert {found.arms[name].path for name in engines.DRAFTING} == {str(own["draft"])}
+    assert (
+        len({json.dumps(OmegaConf.to_container(OmegaConf.create(one)), sort_keys=True) for one in arms.values()}) == 1
+    )
+    for engine, found in peers.items():
+        own = {"generate", *engines.OWN} if engine.startswith(engines.LLAMA) else set()
+        assert found == {"loop"} | own
 
 
 # Inputs of figures -------------------------------------------------------------------------------------------------
