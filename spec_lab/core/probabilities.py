@@ -126,6 +126,14 @@ def logits_to_probs(
     return p if dead is None else p.masked_fill_(dead, 0.0)  # NaN until here
 
 
+def finite(logits: Tensor) -> tuple[Tensor, Tensor | None]:  # [n, V] -> [n, V], [n] bool
+    """``finite_`` of a copy; on the CPU the same tensor where every row has a distribution."""
+    if logits.device.type == "cpu" and math.isfinite(float(logits.sum())):
+        return logits, None
+    own = logits.clone()
+    return own, finite_(own)
+
+
 def finite_(logits: Tensor) -> Tensor | None:  # [n, V] -> [n] bool
     """Set rows without a distribution to zero, and return which they are; on the CPU None where there are none.
 

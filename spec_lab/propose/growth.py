@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
-from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import Sampling, finite, likeliest, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
-
-NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 class Growth:
@@ -62,19 +60,22 @@ class Growth:
         shape, batch = self.shape, self.batch
         leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
         for level in shape.levels:
-            parents = level.parents[self.live[level.parents] & ~leaf[level.parents]]
-            allowed = None
+            live = self.live[level.parents] & ~leaf[level.parents]
+            parents, allowed = level.parents[live], None
             if len(parents) and batch.draft_masks is not None:
                 allowed = batch.draft_masks(shape, parents, self.token)
                 if parents[0] >= shape.roots:  # roots are computed whatever is drafted
-                    parents, allowed = parents[allowed.any(-1)], allowed[allowed.any(-1)]
-            live = np.isin(level.parents, parents)
+                    some = allowed.any(-1)
+                    live[live], parents, allowed = some, parents[some], allowed[some]
             for nodes, above in level.ranks:
                 self.live[nodes] = live[above]
             if len(parents):
                 unsure = self._draw(level, live, parents, self._logits(parents), allowed)
-                for nodes, above in level.ranks if self.confidence else ():
-                    leaf[nodes] = np.isin(level.parents[above], unsure)
+                if unsure is not None:
+                    last = live.copy()
+                    last[live] = unsure
+                    for nodes, above in level.ranks:
+                        leaf[nodes] = last[above]
         for tree, cache in enumerate(self.caches):
             if cache is not None:
                 cache.tentative = Tentative(shape, tree, self.token, self.computed)
@@ -93,7 +94,7 @@ class Growth:
 
     def _draw(
         self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor, allowed: np.ndarray | None
-    ) -> np.ndarray:
+    ) -> np.ndarray | None:
         """Draw one level's nodes, and read all that the host needs by one copy.
 
         Args:
@@ -104,29 +105,33 @@ class Growth:
             allowed: ``[n, V]`` what its constraint allows there; None for everything.
 
         Returns:
-            The parents at which no token reaches ``confidence``.
+            ``[n]`` bool, the parents at which no token reaches ``confidence``; None without one.
         """
         width, ask = len(level.ranks), {}
-        own = logits.to(probs_dtype(logits), copy=True)
-        if (without := finite_(own)) is not None:
+        own, without = finite(logits.to(probs_dtype(logits)))
+        if without is not None:
             ask["without"] = without
+        if own is logits and (allowed is not None or self.drawn != "point"):
+            own = logits.clone()  # it is written to
         if allowed is not None:
             own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
             ask["possible"] = possible = own.amax(-1) > -torch.inf
             own[:, 0].masked_fill_(~possible, 0.0)
         if self.confidence:
-            ask["sure"] = own.softmax(-1).amax(-1) >= self.confidence
+            ask["unsure"] = own.softmax(-1).amax(-1) < self.confidence
         if self.drawn == "point":
             if self.seen is not None:
-                own = self._penalised(own, parents)
+                own = self._penalised(own.clone(), parents)
             support = (own > -torch.inf).sum(-1) if allowed is not None else None
         else:
             own = logits_to_probs(own, *self._warp(self.samplings, parents), scratch=own)
             support = (own > 0).sum(-1) if width > 1 else None
         if support is not None:
             ask["support"] = support
-        places = live.cumsum() - 1  # of each of the level's parents among ``parents``
-        below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in level.ranks]
+        below = level.ranks
+        if len(parents) < len(live):
+            places = live.cumsum() - 1  # of each of the level's parents among ``parents``
+            below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in below]
         if self.drawn in ("point", "gumbel"):  # [n, width]
             ask["token"] = likeliest(own if self.drawn == "point" else self._race(own, parents), width)
         else:
@@ -135,20 +140,23 @@ class Growth:
         host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
         if "without" in host:
             self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
-        fine = host.get("possible", np.ones(len(parents), dtype=bool))
+        fine = host.get("possible")
         if self.drawn != "point":
-            self.q_row[parents[fine]] = sum(map(len, self.q)) + np.flatnonzero(fine)
+            some = np.arange(len(parents)) if fine is None else np.flatnonzero(fine)
+            self.q_row[parents[some]] = sum(map(len, self.q)) + some
             self.q.append(own)
         start = 0
         for rank, (nodes, above) in enumerate(below):
-            drawn = fine[above]
-            if support is not None:
-                drawn = drawn & exists(host["support"][above], rank, self.drawn)
             token = host["token"][above, rank] if host["token"].ndim == 2 else host["token"][start : start + len(nodes)]
             start += len(nodes)
-            self.live[nodes] = drawn
-            self.token[nodes[drawn] - self.shape.roots] = token[drawn]
-        return parents[~host["sure"]] if self.confidence else NO_ROWS
+            if fine is not None or support is not None:
+                drawn = np.ones(len(nodes), dtype=bool) if fine is None else fine[above]
+                if support is not None:
+                    drawn = drawn & exists(host["support"][above], rank, self.drawn)
+                self.live[nodes] = drawn
+                nodes, token = nodes[drawn], token[drawn]
+            self.token[nodes - self.shape.roots] = token
+        return host.get("unsure")
 
     def _race(self, q: Tensor, parents: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""
