@@ -477,6 +477,7 @@ class Draft:
         broken: trees that could not be drafted, because the draft's logits are NaN or infinite, each with the reason:
             their sequences end.
         computed_only: rows that are computed with the draft and never accepted.
+        one_hot: whether every q is one-hot, as at temperature 0, so that sampled nodes are verified as points are.
     """
 
     shape: Shape
@@ -487,6 +488,7 @@ class Draft:
     noise: Tensor | None = None  # [E, V]
     broken: Mapping[int, str] = field(default_factory=dict)
     computed_only: ComputedOnly | None = None
+    one_hot: bool = False
 
     def __post_init__(self) -> None:
         if self.token.numel() != self.shape.nodes:
@@ -582,7 +584,7 @@ class Draft:
         if not isinstance(drawn, str):
             drawn = drawn[kept]
             noise = noise if GUMBEL in drawn else None
-        return Draft(smaller, token, drawn, self.q, q_row, noise, self.broken, extra), both
+        return Draft(smaller, token, drawn, self.q, q_row, noise, self.broken, extra, self.one_hot), both
 
 
 def empty(roots: int, device: torch.device | str = "cpu") -> Draft:

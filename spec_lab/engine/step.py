@@ -116,7 +116,7 @@ class Parts:
 
     def follows_argmax(self, draft: Draft) -> bool:
         """Whether the verifier follows the arg max of each row down this draft at temperature 0."""
-        return self._follows_argmax and draft.ways == {"point"}
+        return self._follows_argmax and (draft.one_hot or draft.ways == {"point"})
 
 
 NOTHING = np.empty(0)

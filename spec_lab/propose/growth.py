@@ -43,6 +43,7 @@ class Growth:
     ) -> None:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
         self.samplings, self.caches, self.confidence = samplings, caches, confidence
+        self.one_hot = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
         self.timed = batch.clock.phase("propose_forward")
         self.token = np.zeros(shape.nodes, dtype=np.int64)
         self.computed = np.zeros(shape.rows, dtype=bool)
@@ -90,7 +91,7 @@ class Growth:
             nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
             self.q, self.noise = [nothing], [nothing.double()]
         noise = torch.cat(self.noise) if self.drawn == "gumbel" else None
-        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise, self.broken)
+        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise, self.broken, one_hot=self.one_hot)
 
     def _draw(
         self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor, allowed: np.ndarray | None
@@ -132,7 +133,9 @@ class Growth:
         if len(parents) < len(live):
             places = live.cumsum() - 1  # of each of the level's parents among ``parents``
             below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in below]
-        if self.drawn in ("point", "gumbel"):  # [n, width]
+        if self.one_hot and width == 1:
+            ask["token"] = likeliest(own, 1)  # whatever the random choice
+        elif self.drawn in ("point", "gumbel"):  # [n, width]
             ask["token"] = likeliest(own if self.drawn == "point" else self._race(own, parents), width)
         else:
             ranks = [(places, self._keys(nodes, Purpose.DRAFT)) for nodes, places in below]

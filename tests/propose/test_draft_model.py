@@ -446,3 +446,20 @@ def test_a_confident_draft_decodes_as_its_requests_alone(target, sampling):
     group, steps = decode(target, proposer, wanted)
     assert len({one.draft.shape.nodes for one in steps}) > 1
     assert emitted(group) == [emitted(decode(target, proposer, [one])[0])[0] for one in wanted]
+
+
+@pytest.mark.parametrize("drawn", ["iid", "without"])
+def test_a_chain_drawn_at_temperature_0_is_verified_as_points_are(drawn):
+    """Its q are one-hot: the same steps, tokens and expected counts, and q is still what it was drawn from."""
+    found = []
+    for kind in (drawn, "point"):
+        group, steps = decode(tiny_target(), draft_model("1x1x1", kind), requests())
+        found.append((emitted(group), [(info.expected.tolist(), info.expected_emitted.tolist()) for info in steps]))
+        drafts = [info.draft for info in steps if info.draft.shape.nodes]
+        assert drafts and all(one.one_hot == (kind != "point") for one in drafts)
+        for one in drafts if kind != "point" else ():
+            q = one.q[one.q_row[one.shape.parent], one.token]
+            assert bool((q == 1).all()) and bool((one.q.sum(-1) == 1).all())
+    assert found[0] == found[1]
+    _, steps = decode(tiny_target(), draft_model("1x1x1", drawn), requests(WARM))
+    assert not any(info.draft.one_hot for info in steps)
