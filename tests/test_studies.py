@@ -189,7 +189,9 @@ def test_engines_are_measured_and_its_tables_state_what_a_step_may_cost(engines,
         ours["tau_pooled"] / (ours["step_over_baseline"] + ours["draft_over_baseline"])
     ).to_numpy() == pytest.approx(ours["speedup"].to_numpy(), rel=0.1)
     assert (ours["highest_step"] + ours["draft_over_baseline"]).to_numpy() == pytest.approx(ours["tau_pooled"])
-    slow = ours[~(ours["speedup_low"] > 1) & (ours["nodes_per_step"] > 0)]
+    slow = ours[
+        ~(ours["speedup_low"] > 1) & (ours["nodes_per_step"] > 0) & ours["arm"].isin(figure_of("engines").NEEDED)
+    ]
     shown = (tmp_path / "README.md").read_text().partition("### Break-even")[2].partition("<!-- end")[0]
     assert shown.count("\n| transformers, float32 |") == len(slow)
     for row in slow.to_dict("records"):

@@ -43,7 +43,10 @@ SPECULATIVE = {"lookup": "llama.cpp, prompt lookup", "assisted": "llama.cpp, dra
 
 OURS = (*PROPOSERS, *SIZES)
 
-PAIRED = ("speed_over_baseline", "speed_over_loop", "speed_over_reference", "speed_over_best_own")
+NEEDED = (*PROPOSERS, "medusa_6", "ngram_chain_sure")
+"""The arms of the table of what steps would have to cost; ``results.csv`` holds all."""
+
+PAIRED = ("speed_over_baseline", "speed_over_loop", "speed_over_reference", "speed_over_best_own", "speed_over_default")
 BREAK_EVEN = ("step_over_baseline", "draft_over_baseline", "highest_step", "highest_draft")
 
 SIZED = {
@@ -112,9 +115,18 @@ def of_proposers(runs: Path, engine: str) -> Iterator[dict[str, Any]]:
             if speeds and arm not in OWN:
                 row["best_own"] = max(speeds, key=lambda own: speeds[own])
                 row |= bounds("speed_over_best_own", speed_over(requests, arm, row["best_own"]))
+            if arm in SIZES:
+                row |= bounds(
+                    "speed_over_default", speed_over(requests, arm, default_of(arm.rpartition("_")[0], table))
+                )
             if row["arm"] in OURS:
                 row |= break_even(row) | {"tree_nodes": manifest["proposers"][arm].get("nodes", np.nan)}
             yield row
+
+
+def default_of(arm: str, table: pd.DataFrame) -> str:
+    """Return the name that a proposer's arm has in the run's rows."""
+    return str(table.loc[table["arm"] == arm, "recorded"].iloc[0])
 
 
 def reference_of(runs: Path, prompts: str) -> pd.DataFrame | None:
@@ -320,7 +332,7 @@ def needed(own: pd.DataFrame) -> str:
     head = ["engine", "text", "arm", "speed-up", "tau", "step", "drafting", "highest step", "highest drafting"]
     lines = [head]
     for engine, prompts, rows in each_text(own):
-        for arm in OURS:
+        for arm in NEEDED:
             row = row_where(rows, arm=arm)
             if row and not row["speedup_low"] > 1 and row["steps"] and row["nodes_per_step"] > 0:
                 cells = [f"{row[name]:.2f}" for name in ("tau_pooled", *BREAK_EVEN)]
