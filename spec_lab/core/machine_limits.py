@@ -36,13 +36,18 @@ CACHES = Path("/sys/devices/system/cpu")
 
 
 def measure(
-    weight_bytes: int, dtype: torch.dtype, device: torch.device, seconds: float = SECONDS, clock: Clock | None = None
+    weight_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float = SECONDS,
+    clock: Clock | None = None,
+    threads: int | None = None,
 ) -> MachineLimits:
     """Return what bounds forwards here; it takes less than a second.
 
     Of all ways of reading, and of all products, the fastest pass counts: a bound must not include what slowed down the
-    others. On the CPU one thread is tried beside all of torch's, since several wait for the slowest, which another
-    process may stop. Call it where nothing else is timed.
+    others. On the CPU one thread is tried as well as all, since several wait for the slowest, which another process may
+    stop. Call it where nothing else is timed.
 
     Args:
         weight_bytes: of the weights that a forward reads.
@@ -50,16 +55,18 @@ def measure(
         device: where it is computed.
         seconds: see ``SECONDS``.
         clock: of the device.
+        threads: of the CPU that a forward uses; None for torch's.
     """
+    threads = torch.get_num_threads() if threads is None else threads
     clock = clock or Clock(device)
     began, start = Usage.now(), time.perf_counter()
     size = _buffer_bytes(weight_bytes, device)
     ways, dtypes = reads(size, device), same_products(dtype)
     read, peaks = (0.0, 0.0), [((0.0, 0.0), dtype)]
-    counts = {torch.get_num_threads(), 1} if device.type == "cpu" else {torch.get_num_threads()}
+    counts = {threads, 1} if device.type == "cpu" else {threads}
     with torch.inference_mode():
-        for threads in counts:
-            with _threads(threads):
+        for count in counts:
+            with _threads(count):
                 read = max(read, _fastest(ways, seconds / len(counts), clock))
                 share = seconds / len(counts) / len(dtypes)
                 peaks += [(_fastest_product(one, device, share, clock), one) for one in dtypes]
@@ -77,7 +84,7 @@ def measure(
         peak_dtype=str(best).removeprefix("torch."),
         cache_bytes=cache,
         fits_cache=None if cache is None else weight_bytes <= cache,
-        threads=torch.get_num_threads(),
+        threads=threads,
         cores=len(allowed_cores()),
         other_load=other_load(began, Usage.now()),
         seconds=time.perf_counter() - start,

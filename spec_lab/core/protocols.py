@@ -38,6 +38,16 @@ class Hashed(Protocol):
         ...
 
 
+@runtime_checkable
+class Threaded(Protocol):
+    """A runner whose forwards have CPU threads of their own in place of torch's."""
+
+    @property
+    def threads(self) -> int:
+        """Their number."""
+        ...
+
+
 def members(contract: type) -> list[str]:
     """Return what an object must have: a Protocol's members, a dataclass's fields, an abstract class's methods."""
     if is_dataclass(contract):

@@ -65,7 +65,7 @@ class MachineLimits:
         peak_dtype: of its factors.
         cache_bytes: of the last-level caches; None if not known.
         fits_cache: whether the weights fit into them, so that the bandwidth is the cache's; None if not known.
-        threads: of torch.
+        threads: of a forward on the CPU.
         cores: that the process may use.
         other_load: cores that other processes used on average meanwhile; None if not known.
         seconds: that the measurement took.

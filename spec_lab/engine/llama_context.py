@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.engine.llama_library import Model
+from spec_lab.engine.llama_library import FAILURES, Model, logged
 
 KV_DTYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 """Data types of keys and values, and their numbers (``ggml_type``)."""
@@ -76,7 +76,7 @@ class Context:
         self.cells = self.ids = 0
         self.embeddings = False
         self._watched: dict[str, np.ndarray | None] = {}
-        self._watches = False
+        self._watches = self._lost = False
         self._callback: Any = None
         self._tensors: dict[tuple[int, int], Tensor] = {}
         self._handle: Any = None
@@ -89,26 +89,55 @@ class Context:
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
-    def require(self, cells: int, ids: int, watch: tuple[str, ...] | None = None) -> None:
+    def require(self, cells: int, ids: int, watch: Collection[str] | None = None) -> None:
         """Grow to at least so many cells and sequence ids, and watch tensors of these names; None changes nothing.
 
+        The callback stays once a tensor was watched: arms that watch none may alternate with one that does.
+
         Raises:
-            OutOfCells: there is not enough memory.
+            OutOfCells: there is not enough memory. The context is as it was before; if not even that can be made
+                again, the cells are lost and every further call fails.
         """
-        if watch is not None and set(watch) != set(self._watched):
-            self._watched = dict.fromkeys(watch)
-        settings, lib = self.settings, self.library
+        if self._lost:
+            raise OutOfCells("the KV cache could not be grown and is lost: start again with fewer or shorter requests")
+        settings = self.settings
         most = None if settings.cells is None else -(-max(settings.cells, MOST_IDS) // GRAIN) * GRAIN
         if most is not None:
             cells = min(cells, most)
-        if cells <= self.cells and ids <= self.ids and bool(self._watched) == self._watches:
-            return
+        watches = self._watches or bool(watch)
+        if cells > self.cells or ids > self.ids or watches > self._watches:
+            self._grow(cells, ids, most, watches)
+        if watch is not None and self._watched.keys() != {*watch}:
+            self._watched = dict.fromkeys(watch)
+
+    def _grow(self, cells: int, ids: int, most: int | None, watches: bool) -> None:
+        """Make a larger context with the cells of this one, or restore this one. Errors as of ``require``."""
+        settings = self.settings
         if cells > self.cells:
             cells = -(-max(cells, 2 * self.cells) // GRAIN) * GRAIN
         ids = self.ids if 0 < self.ids >= ids else min(MOST_IDS, max(ids, 4 * self.ids, 16))
         cells = max(cells, self.cells, settings.batch, MOST_IDS)
         if most is not None:
             cells = min(cells, most)
+        state, before = self._state(), (self.cells, self.ids, self._watches)
+        self.close()
+        try:
+            self._make(cells, ids, watches, state)
+        except OutOfCells:
+            self.close()
+            if state is not None:
+                self._lost = True
+                self._make(*before, state)
+                self._lost = False
+            raise
+
+    def _make(self, cells: int, ids: int, watches: bool, state: Any) -> None:
+        """Make a context with the cells of another one (``_state``).
+
+        Raises:
+            OutOfCells: there is not enough memory.
+        """
+        settings, lib = self.settings, self.library
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified, params.swa_full = cells, ids, True, True
         params.n_batch = params.n_ubatch = max(settings.batch, MOST_IDS)  # the library reserves outputs for all ids
@@ -118,19 +147,19 @@ class Context:
             params.flash_attn_type = 0  # parts of it are float16
         params.embeddings = self.embeddings
         params.no_perf = True
-        if self._watched:
+        if watches:
             params.cb_eval = self._callback = lib.ggml_backend_sched_eval_callback(_weakly(self))
-        state = self._state()
-        self.close()
+        FAILURES.clear()
         handle = lib.llama_init_from_model(self.model.handle, params)
         if not handle:
             raise OutOfCells(
                 f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
-                "target.context or max_kv_tokens to fewer tokens"
+                f"target.context or max_kv_tokens to fewer tokens{logged()}"
             )
+        FAILURES.clear()
         self._free = weakref.finalize(self, _free, lib, handle, self.model)
         self._handle, self._memory = handle, lib.llama_get_memory(handle)
-        self.cells, self.ids, self._watches = cells, ids, bool(self._watched)
+        self.cells, self.ids, self._watches = cells, ids, watches
         if state is not None and not lib.llama_state_set_data(handle, state, len(state)):
             raise OutOfCells(f"llama.cpp cannot copy its KV cache to one of {cells} cells")
 
@@ -216,7 +245,7 @@ class Context:
         self._address = self._flat.ctypes.data
         self._views = self.token.data, self.position.data, self._flat.data
 
-    def decode(self, rows: int, outputs: int) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
+    def decode(self, rows: int, outputs: int) -> tuple[Tensor, np.ndarray | None, dict[str, np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Args:
@@ -226,10 +255,10 @@ class Context:
         Returns:
             Logits ``[outputs, V]`` in the order of the rows: the library's memory, which the next call overwrites, or a
             copy; hidden states after the final norm ``[outputs, H]``, a copy, or None where they are off; and the
-            watched tensors ``[rows, H]``, in the order asked for.
+            watched tensors ``[rows, H]`` by name.
 
         Raises:
-            OutOfCells: there are not enough free cells.
+            OutOfCells: there are not enough free cells, or all were lost (``require``).
             RuntimeError: the library refuses the rows or fails.
         """
         most = self.settings.batch if self.settings.batch < self.cells else self.cells
@@ -245,7 +274,7 @@ class Context:
             found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
         logits = torch.cat([one for one, _, _ in found]) if any(len(one) for one, _, _ in found[:-1]) else found[-1][0]
         hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
-        return logits, hidden, [np.concatenate(one) for one in zip(*(watched for _, _, watched in found), strict=True)]
+        return logits, hidden, {name: np.concatenate([one[name] for _, _, one in found]) for name in self._watched}
 
     def set_embeddings(self, on: bool) -> None:
         """Return hidden states after the final norm; every row must have outputs then."""
@@ -264,7 +293,7 @@ class Context:
             setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
         return batch
 
-    def _decode(self, rows: int, outputs: int, batch: Any) -> tuple[Tensor, np.ndarray | None, list[np.ndarray]]:
+    def _decode(self, rows: int, outputs: int, batch: Any) -> tuple[Tensor, np.ndarray | None, dict[str, np.ndarray]]:
         """Compute a batch of so many rows."""
         lib, model = self.library, self.model
         batch.n_tokens = self._expected = rows
@@ -274,15 +303,14 @@ class Context:
         hidden = None
         if self.embeddings:
             hidden = _view(lib.llama_get_embeddings(self._handle), outputs, model.output_size).copy()
-        watched = []
-        for name in self._watched:
-            if (found := self._watched[name]) is None:
+        watched = {}
+        for name, found in self._watched.items():
+            if found is None:
                 raise RuntimeError(
                     f"llama.cpp computes no tensor {name} [{rows}, {model.hidden_size}] for {model.description}: "
                     "these hidden states cannot be read; choose a proposer that requires none, or only the last ones"
                 )
-            watched.append(found)
-            self._watched[name] = None
+            watched[name], self._watched[name] = found, None
         return logits, hidden, watched
 
     def _logits(self, rows: int) -> Tensor:  # [rows, V]
@@ -303,7 +331,7 @@ class Context:
                 f"the KV cache has no {rows} free cells of {self.cells}: raise target.cells, decode fewer requests at "
                 f"once (batch_size), or set max_kv_tokens to at most {self.cells}"
             )
-        raise RuntimeError(f"llama_decode failed with code {code} for {rows} rows: its log at level DEBUG says why")
+        raise RuntimeError(f"llama_decode failed with code {code} for {rows} rows{logged()}")
 
     def evaluated(self, tensor: int, asks: bool) -> bool:
         """Called for every tensor of a forward: first asked whether it is needed, then with its values."""
@@ -325,13 +353,13 @@ def _weakly(context: Context) -> Callable[[int, bool, int], bool]:
 
     def evaluated(tensor: int, asks: bool, _data: int) -> bool:
         context = reference()
-        return context is not None and context.evaluated(tensor, asks)
+        return context is not None and bool(context._watched) and context.evaluated(tensor, asks)
 
     return evaluated
 
 
 def _free(library: Any, handle: Any, _model: Model) -> None:
-    """Free a context. Whoever waits for this call keeps its model, which must be freed after it."""
+    """Free a context. The finalizer that calls it refers to the model, which must be freed after its contexts."""
     library.llama_free(handle)
 
 

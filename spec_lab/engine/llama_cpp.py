@@ -67,12 +67,18 @@ class LlamaCpp:
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
+        self._found: set[str] = set()  # tensors that llama.cpp was seen to compute
         self._ready: PreparedRows | None = None
 
     @property
     def vocabulary(self) -> int:
         """See ``runner.Runner``."""
         return self.model.vocabulary
+
+    @property
+    def threads(self) -> int:
+        """See ``core.protocols.Threaded``."""
+        return self.settings.threads
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -108,18 +114,41 @@ class LlamaCpp:
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
 
+        Which tensors llama.cpp computes depends on the architecture: the first time that some are asked for, one row of
+        a sequence of its own shows whether it computes them.
+
         Raises:
-            ValueError: a layer that the model does not have.
+            ValueError: a layer that the model does not have, or whose tensor llama.cpp does not compute.
+            OutOfCells: there is not enough memory.
         """
         if layers == self._asked:
             return
         last = self.model.layers
         if wrong := [layer for layer in layers if not -last - 1 <= layer <= last]:
             raise ValueError(f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}")
-        self._asked, self._layers = layers, tuple(layer % (last + 1) for layer in layers)
-        self.context.set_embeddings(last in self._layers)
-        names = tuple(_tensor(layer) for layer in self._layers if layer != last)
+        states = tuple(layer % (last + 1) for layer in layers)
+        names = {_tensor(layer) for layer in states if layer != last}
         self.context.require(0, 0, names)
+        if names - self._found and self._ids:
+            self._probe(names)
+        self.context.set_embeddings(last in states)
+        self._asked, self._layers = layers, states
+
+    def _probe(self, names: set[str]) -> None:
+        """Compute one row with these watched tensors. If one is missing, capture nothing; error as of ``capture``."""
+        self.context.set_embeddings(False)
+        sequence = self.open()
+        try:
+            self._reserve_cells(1)
+            self.context.one_each([0], [0], sequence.ids[:1])
+            self.context.decode(1, 1)
+        except RuntimeError as error:
+            self._asked = self._layers = ()
+            self.context.require(0, 0, ())
+            raise ValueError(str(error)) from error
+        finally:
+            sequence.close()
+        self._found |= names
 
     # Forwards --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +199,7 @@ class LlamaCpp:
         return prepared
 
     def run(self, prepared: PreparedRows, timed: Phase | None = None) -> Output:
-        """See ``runner.Runner``.
+        """See ``runner.Runner``. After an error its sequences lack keys and values, and must be closed.
 
         Args:
             prepared: by the last call of ``prepare``.
@@ -235,8 +264,7 @@ class LlamaCpp:
         found = logits[rows - outputs :] if self.context.embeddings and rows > outputs else logits
         if not self._layers:
             return found, None
-        others = iter(watched)
-        states: list[Any] = [final if layer == self.model.layers else next(others) for layer in self._layers]
+        states: list[Any] = [final if layer == self.model.layers else watched[_tensor(layer)] for layer in self._layers]
         return found, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
 
     def _plan(self, shape: Shape) -> ForestIds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
@@ -13,6 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 LOG = logging.getLogger(__name__)
+
+FAILURES: deque[str] = deque(maxlen=4)
+"""The last warnings and errors of llama.cpp: its log is one for the whole process."""
+
+WARNING, ERROR = 3, 4
+"""Levels of its log (``ggml_log_level``)."""
 
 VERSION = "0.3.36"
 """Of llama-cpp-python; the layout of its structs changes from version to version."""
@@ -118,8 +125,18 @@ def check_layout(sizes: Mapping[str, int], defaults: Any) -> None:
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def _log(_level: int, text: bytes, _data: int) -> None:
-    LOG.debug("%s", text.decode(errors="replace").rstrip())
+def _log(level: int, text: bytes, _data: int) -> None:
+    line = text.decode(errors="replace").rstrip()
+    LOG.debug("%s", line)
+    if level in (WARNING, ERROR) and line:
+        FAILURES.append(line[:200])
+
+
+def logged() -> str:
+    """Return the last warnings and errors of llama.cpp, for the end of a message, and forget them."""
+    lines = "; ".join(FAILURES)
+    FAILURES.clear()
+    return f" ({lines})" if lines else ""
 
 
 class Model:
@@ -138,9 +155,11 @@ class Model:
         self.library, self.path, self.gpu_layers = library, path, gpu_layers
         params = library.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
+        FAILURES.clear()
         self.handle = library.llama_model_load_from_file(path.encode(), params)
         if not self.handle:
-            raise ValueError(f"llama.cpp cannot load {path}: its log at level DEBUG says why (verbose=true)")
+            raise ValueError(f"llama.cpp cannot load {path}{logged()}")
+        FAILURES.clear()
         self._free = weakref.finalize(self, library.llama_model_free, self.handle)
         self._refuse_by_kind()
         self.vocab = library.llama_model_get_vocab(self.handle)
@@ -156,14 +175,15 @@ class Model:
         self.description = text.value.decode(errors="replace")
 
     def _refuse_by_kind(self) -> None:
-        lib, kinds = self.library, ("is_recurrent", "is_hybrid", "is_diffusion", "has_encoder")
-        is_kind = [kind for kind in kinds if getattr(lib, f"llama_model_{kind}")(self.handle)]
-        if is_kind:
-            what = {"is_recurrent": "recurrent", "is_hybrid": "partly recurrent", "is_diffusion": "a diffusion model",
-                    "has_encoder": "an encoder-decoder"}[is_kind[0]]  # fmt: skip
-            raise ValueError(
-                f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
-            )
+        lib = self.library
+        for is_kind, what in (
+            (lib.llama_model_is_recurrent, "recurrent"), (lib.llama_model_is_hybrid, "partly recurrent"),
+            (lib.llama_model_is_diffusion, "a diffusion model"), (lib.llama_model_has_encoder, "an encoder-decoder"),
+        ):  # fmt: skip
+            if is_kind(self.handle):
+                raise ValueError(
+                    f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
+                )
 
     @property
     def ends(self) -> frozenset[int]:

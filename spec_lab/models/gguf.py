@@ -33,7 +33,8 @@ EXACT, ROUNDED = 1e-3, 0.25
 """Largest error of a logit that the self-check allows, in standard deviations of the plain logits: with weights, keys
 and values in float32, and otherwise."""
 
-MOST_THREADS = 1024
+MOST_THREADS, MOST_CHUNK, MOST_GPU_LAYERS = 1024, 2**15, 9999
+"""Largest values of options."""
 
 
 def load(
@@ -56,13 +57,14 @@ def load(
         tokenizer: folder of the model's tokenizer; None reads it from the file.
         context: maximum number of tokens of a sequence; the default is the model's own limit, the largest value.
         threads: of the CPU; None uses as many as torch.
-        gpu_layers: how many layers are computed on a GPU, where llama.cpp was built for one; -1 for all of them.
+        gpu_layers: how many layers are computed on a GPU, where llama.cpp was built for one, at most 9999; -1 for all.
+            The target has no roofline then: which limits apply to which part of a forward is not known.
         dtype: "float32" refuses a file whose weights are not all float32, for what must be exact, such as
             certification. None accepts any file.
         kv_dtype: data type of keys and values: "f16", "f32", "bf16" or "q8_0"; None is f16, or f32 with
             ``dtype`` "float32". With f32 flash attention is off, whose float16 parts cost 1e-3 standard deviations of
             the logits.
-        chunk: most rows that are computed at once, of a prompt above all.
+        chunk: most rows that are computed at once, of a prompt above all; at most 32768.
         cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
             allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
         cache: facts that this process found before; None starts with none.
@@ -79,8 +81,8 @@ def load(
         one_of("target.dtype", dtype, ("float32",))
     kv_dtype = kv_dtype or ("f16" if dtype is None else "f32")
     one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
-    whole("target.chunk", chunk)
-    whole("target.gpu_layers", gpu_layers, least=-1)
+    whole("target.chunk", chunk, most=MOST_CHUNK)
+    whole("target.gpu_layers", gpu_layers, least=-1, most=MOST_GPU_LAYERS)
     for name, value, most in (("threads", threads, MOST_THREADS), ("cells", cells, None)):
         if value is not None:
             whole(f"target.{name}", value, otherwise=", or null", most=most)
@@ -109,7 +111,8 @@ def load(
     settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
     measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and exact else ROUNDED)
-    lm, services = LlamaCpp(model, settings, work_of(file, kv_dtype)), GGUFServices(file)
+    work = work_of(file, kv_dtype) if gpu_layers == 0 else None
+    lm, services = LlamaCpp(model, settings, work), GGUFServices(file)
     return Target(
         lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends,
         source_sha256=file.source_sha256,
@@ -162,9 +165,13 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 
 def load_draft(path: str, target: Target) -> Target:
     """Load the GGUF file of a draft model, to be computed as the target is. Errors as of ``load``."""
-    own = target.lm.settings if isinstance(target.lm, LlamaCpp) else LlamaSettings(torch.get_num_threads())
-    more = {"threads": own.threads, "kv_dtype": own.kv_dtype, "chunk": own.batch, "cells": own.cells}
-    return load(path, **more, cache=target.cache)  # type: ignore[arg-type]
+    own, gpu_layers = LlamaSettings(torch.get_num_threads()), 0
+    if isinstance(target.lm, LlamaCpp):
+        own, gpu_layers = target.lm.settings, target.lm.model.gpu_layers
+    return load(
+        path, threads=own.threads, gpu_layers=gpu_layers, kv_dtype=own.kv_dtype, chunk=own.batch, cells=own.cells,
+        cache=target.cache,
+    )  # fmt: skip
 
 
 def require_llama_cpp(target: Target) -> LlamaCpp:
@@ -181,11 +188,12 @@ def require_llama_cpp(target: Target) -> LlamaCpp:
     return target.lm
 
 
-def llama_of(target: Target, path: str | None = None, **more: Any) -> Any:
+def llama_of(target: Target, tokens: int, path: str | None = None, **more: Any) -> Any:
     """Return llama-cpp-python's ``Llama`` of a target's file, or of another file, with the target's settings.
 
     Args:
         target: of a GGUF file.
+        tokens: size of its KV cache, which is allocated at once.
         path: the other file.
         more: further options of ``Llama``.
 
@@ -197,23 +205,27 @@ def llama_of(target: Target, path: str | None = None, **more: Any) -> Any:
 
     own = lm.settings
     return Llama(
-        path or target.name, n_ctx=target.context, n_batch=own.batch, n_ubatch=own.batch, n_threads=own.threads,
+        path or lm.model.path, n_ctx=tokens, n_batch=own.batch, n_ubatch=own.batch, n_threads=own.threads,
         n_threads_batch=own.threads, n_gpu_layers=lm.model.gpu_layers, type_k=KV_DTYPES[own.kv_dtype],
         type_v=KV_DTYPES[own.kv_dtype], flash_attn=own.kv_dtype != "f32", verbose=False, **more,
     )  # fmt: skip
 
 
-def check_tokenizer(model: Model, tokenizer: object) -> None:
+def check_tokenizer(model: Model, tokenizer: Any) -> None:
     """Refuse a tokenizer that splits probe texts otherwise than llama.cpp does, special tokens included.
 
+    Args:
+        model: whose file llama.cpp can tokenize with (``reads_as_llama_cpp``).
+        tokenizer: transformers'.
+
     Raises:
-        ValueError: it does; the message names a text.
+        Unsupported: it does; the message names a text.
+        ValueError: llama.cpp cannot tokenize a text.
     """
-    own = [token for token in getattr(tokenizer, "all_special_tokens", ()) if token]
-    texts = [*PROBES, "".join(f"{token} a{token}" for token in own)]
+    texts = [*PROBES, "".join(f"{token} a{token}" for token in tokenizer.all_special_tokens)]
     for text in texts:
         for special in (True, False):
-            ours = tokenizer(text, add_special_tokens=special)["input_ids"]  # type: ignore[operator]
+            ours = tokenizer(text, add_special_tokens=special)["input_ids"]
             theirs = model.tokenize(text, special)
             if ours != theirs:
                 where = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
@@ -243,7 +255,8 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
     Raises:
         Unsupported: it exceeds the tolerance, or llama.cpp raises an error.
     """
-    setting = (sha256, model.description, "llama.cpp", settings.kv_dtype, str(settings.threads))
+    numbers = (settings.threads, settings.batch, model.gpu_layers)
+    setting = (sha256, model.description, "llama.cpp", settings.kv_dtype, *map(str, numbers))
     if setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain decoding")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spec_lab.core.files import Unreadable
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import MAX_LAYERS, MAX_TOKENIZER
+from spec_lab.models.checkpoint import MAX_TOKENIZER
 from spec_lab.models.support import Unsupported
 
 MAX_FIELDS = 2**16
@@ -33,6 +33,8 @@ MAX_ARRAY = 2**24
 """Maximum number of elements of a metadata array."""
 MAX_CONTEXT = 2**31 - 1
 """Largest number of positions of a model; llama.cpp counts them in 32 bits."""
+MAX_LAYERS, MAX_EXPERTS = 512, 1024
+"""llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS; it aborts the process above them."""
 MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
 
@@ -148,16 +150,17 @@ class GGUFFile:
     def _head(self) -> TensorInfo:
         return self.info("token_embd.weight" if self.tied else "output.weight")
 
-    def count(self, name: str, most: int) -> int:
+    def count(self, name: str, most: int, least: int = 1) -> int:
         """Return a whole number of the architecture's metadata.
 
         Raises:
-            ValueError: the file lacks it, or it is not a whole number from 1 to ``most``.
+            ValueError: the file lacks it, or it is not a whole number from ``least`` to ``most``.
         """
         value = self.metadata.get(f"{self.architecture}.{name}")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise Unreadable(
-                f"{self.path}: {self.architecture}.{name} must be a whole number from 1 to {most}, not {brief(value)}"
+                f"{self.path}: {self.architecture}.{name} must be a whole number from {least} to {most}, not "
+                f"{brief(value)}"
             )
         return value
 
@@ -337,6 +340,13 @@ def _checked(path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo
             raise Unreadable(f"{path}: {name} has the shape {list(info.shape)}, not [V, {file.hidden_size}]")
     for name, most in (("context_length", MAX_CONTEXT), ("block_count", MAX_LAYERS)):
         file.count(name, most)
+    experts = f"{file.architecture}.expert_count" in metadata and file.count("expert_count", MAX_EXPERTS, least=0)
+    used = metadata.get(f"{file.architecture}.expert_used_count", 0)
+    if isinstance(used, int) and not (experts > 1) <= used <= experts:
+        raise Unreadable(
+            f"{path}: expert_used_count must be at most expert_count ({experts:d}), and at least 1 with several experts"
+            f", not {brief(used)}"
+        )
     tokens = file.tokens
     if tokens is not None and (not isinstance(tokens, list) or len({*tokens}) < len(tokens)):
         raise Unreadable(f"{path}: tokenizer.ggml.tokens holds a token twice, which llama.cpp does not load")

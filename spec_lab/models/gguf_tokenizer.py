@@ -47,7 +47,7 @@ class PreTokenizer(NamedTuple):
     patterns: tuple[str, ...]
     """Regular expressions, applied one after the other; each match is a piece, and so is what lies between matches."""
     ignore_merges: bool = False
-    """Whether a piece that is a token stays settings, whatever the merges."""
+    """Whether a piece that is a token stays whole, whatever the merges."""
 
 
 PRE_TOKENIZERS = {
@@ -60,6 +60,12 @@ PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((_GPT2,)),
 }
 """By the value of ``tokenizer.ggml.pre``."""
+
+CONVERTED = ("llama", "t5", "gemma4")
+"""Values of ``tokenizer.ggml.model`` that transformers converts."""
+
+MOST_DEFAULT = 11
+"""Largest id of a token that llama.cpp adds to texts where a file names none."""
 
 ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "smaug-bpe",
@@ -178,8 +184,23 @@ def _steps(pre: Mapping[str, Any] | None) -> list[str | None]:
 
 
 def reads_as_llama_cpp(file: GGUFFile) -> bool:
-    """Return whether llama.cpp's own tokenizer should yield the tokens of ``read_gguf_tokenizer`` for this file."""
-    return file.tokens is not None and (file.metadata.get("tokenizer.ggml.model") != "gpt2" or _known(file) is not None)
+    """Return whether llama.cpp's own tokenizer should yield the tokens of ``read_gguf_tokenizer`` for this file.
+
+    It is not asked where it would abort the process: for a file without a vocabulary, and for one that adds a token to
+    a text but does not name its id.
+    """
+    fields, tokens = file.metadata, file.tokens
+    kind = fields.get("tokenizer.ggml.model")
+    if tokens is None or not (kind in CONVERTED or (kind == "gpt2" and _known(file) is not None)):
+        return False
+    for name in ("bos", "eos"):
+        number, adds = (fields.get(f"tokenizer.ggml.{key}") for key in (f"{name}_token_id", f"add_{name}_token"))
+        named = isinstance(number, int) and 0 <= number < len(tokens)
+        if kind == "gemma4" and name == "bos":
+            adds = True  # whatever the file says
+        if not named and (adds or (adds is None and len(tokens) <= MOST_DEFAULT)):
+            return False
+    return True
 
 
 def _known(file: GGUFFile) -> PreTokenizer | None:
@@ -237,7 +258,7 @@ def _of_file(file: GGUFFile) -> Any:
         backend = Tokenizer.from_str(fields[HF_JSON])
     elif kind == "gpt2" and known is not None:
         backend = _byte_level_tokenizer(file, known)
-    elif kind in ("llama", "t5", "gemma4"):
+    elif kind in CONVERTED:
         with TemporaryDirectory() as alone:  # beside a tokenizer.json, transformers would read that instead
             (Path(alone) / "model.gguf").symlink_to(file.path.resolve())
             return AutoTokenizer.from_pretrained(alone, gguf_file="model.gguf", trust_remote_code=False)

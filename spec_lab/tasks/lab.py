@@ -23,7 +23,7 @@ from spec_lab.constrain.protocol import Composite, PerRequestSource
 from spec_lab.core import machine_limits
 from spec_lab.core.options import brief, file_name, strings, whole
 from spec_lab.core.probabilities import Sampling
-from spec_lab.core.protocols import Hashed, facts_of
+from spec_lab.core.protocols import Hashed, Threaded, facts_of
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.core.roofline import Roofline
 from spec_lab.engine.engine import fixed_group
@@ -290,7 +290,8 @@ class Lab:
         lm = self.target.lm
         if (work := lm.work) is None:
             return None
-        return Roofline(work, machine_limits.measure(work.weight_bytes, lm.dtype, lm.device))
+        threads = lm.threads if isinstance(lm, Threaded) else None
+        return Roofline(work, machine_limits.measure(work.weight_bytes, lm.dtype, lm.device, threads=threads))
 
     def weights(self) -> dict[str, str]:
         """SHA-256 of each part's weights, if it has some, empty for those from the hub; of a constraint, its facts'."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -132,9 +132,7 @@ class Generate:
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
-        for request in requests:
-            request.check_fits(self.target.context, self.target.vocabulary)
-        return Decoded([], [self._one(request) for request in requests])
+        return one_by_one(requests, self.target, self._one)
 
     def _one(self, request: Request) -> Outcome:
         if self.sampling.temperature > 0:
@@ -203,9 +201,7 @@ class Bare:
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
-        for request in requests:
-            request.check_fits(self.target.context, self.target.vocabulary)
-        return Decoded([], [self._one(request) for request in requests])
+        return one_by_one(requests, self.target, self._one)
 
     @torch.inference_mode()
     def _one(self, request: Request) -> Outcome:
@@ -243,6 +239,13 @@ def as_transformers_runs_it(target: Target) -> Any:
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig()  # without the checkpoint's own sampling defaults
     return model
+
+
+def one_by_one(requests: Sequence[Request], target: Target, decode: Callable[[Request], Outcome]) -> Decoded:
+    """Decode each request alone. Errors as of ``Request.check_fits``, before the first one is decoded."""
+    for request in requests:
+        request.check_fits(target.context, target.vocabulary)
+    return Decoded([], [decode(request) for request in requests])
 
 
 def room(request: Request, target: Target) -> int:

@@ -21,10 +21,15 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
 from spec_lab.models.gguf import llama_of, require_llama_cpp
 from spec_lab.models.gguf_file import read_gguf
+from spec_lab.models.gguf_tokenizer import read_gguf_tokenizer
 from spec_lab.models.target import Target
+from spec_lab.propose.draft_model import check_same_tokens
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
-from spec_lab.tasks.peers import MOST_NGRAM, MOST_TOKENS, finish, room
+from spec_lab.tasks.peers import MOST_NGRAM, MOST_TOKENS, finish, one_by_one, room
+
+GRAIN = 256
+"""KV caches are allocated in multiples of it, as llama.cpp pads its context."""
 
 
 def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
@@ -47,6 +52,32 @@ def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
     return Outcome(request, found, finish(found, request), 1, len(found) - 1, prefill, decode, prefill)
 
 
+class Fitted:
+    """A ``Llama`` that is made when its first requests are known, and again where longer ones follow.
+
+    llama.cpp allocates a KV cache at once; one of a model's whole context may be larger than the memory.
+
+    Args:
+        target: decodes the requests.
+        make: returns a ``Llama`` with a KV cache of so many tokens.
+        more: tokens beyond those of a request, for drafts.
+    """
+
+    def __init__(self, target: Target, make: Callable[[int], Any], more: int = 0) -> None:
+        self.target, self.make, self.more = target, make, more
+        self.size = 0
+        self.made: Any = None
+
+    def to(self, requests: Sequence[Request]) -> Any:
+        """Return one with room for each of the requests, which fit the target, and for all that it may emit."""
+        required = self.more + max(len(one.tokens) + room(one, self.target) for one in requests)
+        if required > self.size:
+            size = -(-max(required, 2 * self.size) // GRAIN) * GRAIN
+            self.size, self.made = 0, None  # frees the one before
+            self.size, self.made = size, self.make(size)
+        return self.made
+
+
 class LlamaGenerate:
     """llama-cpp-python's ``Llama.generate``; built by ``plain``, ``lookup`` or ``assisted``.
 
@@ -54,7 +85,8 @@ class LlamaGenerate:
         target: of a GGUF file.
         sampling: the sampling parameters.
         seed: of the library's sampler; the request's number is added.
-        draft: maps the tokens so far to drafted tokens; None for none.
+        drafts: returns, for a KV cache of so many tokens, what maps the tokens so far to drafted tokens; None for none.
+        tokens: most drafted tokens of a step.
         sha256: of the draft model's file; None without one.
 
     Raises:
@@ -66,15 +98,27 @@ class LlamaGenerate:
         target: Target,
         sampling: Sampling,
         seed: int,
-        draft: Callable[..., Any] | None = None,
+        drafts: Callable[[int], Any] | None = None,
+        tokens: int = 0,
         sha256: str | None = None,
     ) -> None:
         if sampling.repetition_penalty != 1:
             raise ValueError(
                 "llama.cpp penalises the last 64 tokens only: set sampling.repetition_penalty=1, or leave its arms out"
             )
+        if sampling.truncates and sampling.temperature not in (0, 1):
+            raise ValueError(
+                "llama-cpp-python truncates before it divides by the temperature, spec_lab and transformers after it: "
+                "with sampling.top_k, top_p or min_p set sampling.temperature to 0 or 1 (got "
+                f"{sampling.temperature:g}), or leave its arms out"
+            )
+        require_llama_cpp(target)
         self.target, self.sampling, self.seed, self.sha256 = target, sampling, seed, sha256
-        self.llama = llama_of(target, draft_model=draft)
+
+        def make(size: int) -> Any:
+            return llama_of(target, size, draft_model=None if drafts is None else drafts(size))
+
+        self.llama = Fitted(target, make, tokens + 1)
 
     @staticmethod
     def plain(target: Target, sampling: Sampling, seed: int) -> LlamaGenerate:
@@ -98,7 +142,7 @@ class LlamaGenerate:
         require_llama_cpp(target)
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        return LlamaGenerate(target, sampling, seed, LlamaPromptLookupDecoding(max_ngram, tokens))
+        return LlamaGenerate(target, sampling, seed, lambda _: LlamaPromptLookupDecoding(max_ngram, tokens), tokens)
 
     @staticmethod
     def assisted(target: Target, sampling: Sampling, seed: int, path: str, tokens: int = 8) -> LlamaGenerate:
@@ -111,31 +155,29 @@ class LlamaGenerate:
 
         Raises:
             OSError: there is no such file.
-            ValueError: ``tokens`` is not a whole number in its range; the draft model has another vocabulary; and as in
-                the class.
+            ValueError: ``tokens`` is not a whole number in its range; the draft model has other tokens than the target;
+                and as in the class.
         """
         whole("tokens", tokens, most=MOST_TOKENS)
         file = read_gguf(Path(path))
-        if file.vocabulary != target.vocabulary:
-            raise ValueError(
-                f"the draft model {path} has {file.vocabulary} tokens, the target {target.name} has "
-                f"{target.vocabulary}: choose one with the same vocabulary"
-            )
-        return LlamaGenerate(target, sampling, seed, GreedyDraft(llama_of(target, path), tokens), file.source_sha256)
+        check_same_tokens(target, file.vocabulary, read_gguf_tokenizer(file), path)
+
+        def drafts(size: int) -> GreedyDraft:
+            return GreedyDraft(llama_of(target, size, path), tokens)
+
+        return LlamaGenerate(target, sampling, seed, drafts, tokens, file.source_sha256)
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
-        for request in requests:
-            request.check_fits(self.target.context, self.target.vocabulary)
-        return Decoded([], [self._one(request) for request in requests])
+        return one_by_one(requests, self.target, lambda request: self._one(self.llama.to(requests), request))
 
-    def _one(self, request: Request) -> Outcome:
+    def _one(self, llama: Any, request: Request) -> Outcome:
         sampling = self.sampling
-        self.llama.reset()
-        self.llama.set_seed((self.seed + request.id) % 2**32)
+        llama.reset()
+        llama.set_seed((self.seed + request.id) % 2**32)
         start = time.perf_counter()
         with closing(
-            self.llama.generate(
+            llama.generate(
                 request.tokens, temp=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                 min_p=sampling.min_p, repeat_penalty=1.0,
             )
@@ -180,18 +222,17 @@ class LlamaLoop:
                 "repetition_penalty: leave its arm out"
             )
         self.target, self.temperature, self.seed = target, sampling.temperature, seed
-        self.llama = llama_of(target)
+        require_llama_cpp(target)
+        self.llama = Fitted(target, lambda size: llama_of(target, size))
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
-        for request in requests:
-            request.check_fits(self.target.context, self.target.vocabulary)
-        return Decoded([], [self._one(request) for request in requests])
+        return one_by_one(requests, self.target, lambda request: self._one(self.llama.to(requests), request))
 
-    def _one(self, request: Request) -> Outcome:
+    def _one(self, llama: Any, request: Request) -> Outcome:
         from llama_cpp import llama_cpp as lib
 
-        lib.llama_memory_clear(lib.llama_get_memory(self.llama.ctx), True)
+        lib.llama_memory_clear(lib.llama_get_memory(llama.ctx), True)
         sampler = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if self.temperature > 0:
             lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_temp(self.temperature))
@@ -200,12 +241,12 @@ class LlamaLoop:
             lib.llama_sampler_chain_add(sampler, lib.llama_sampler_init_greedy())
         try:
             start = time.perf_counter()
-            return timed(request, self._tokens(lib, sampler, request), start)
+            return timed(request, self._tokens(lib, llama, sampler, request), start)
         finally:
             lib.llama_sampler_free(sampler)
 
-    def _tokens(self, lib: Any, sampler: Any, request: Request) -> Iterator[int]:
-        context, most = self.llama.ctx, int(self.llama.n_batch)
+    def _tokens(self, lib: Any, llama: Any, sampler: Any, request: Request) -> Iterator[int]:
+        context, most = llama.ctx, int(llama.n_batch)
         tokens = (lib.llama_token * len(request.tokens))(*request.tokens)
         for start in range(0, len(tokens), most):
             part = (lib.llama_token * min(most, len(tokens) - start))(*tokens[start : start + most])

@@ -93,6 +93,7 @@ def test_the_threads_of_the_run_are_those_from_before(small):
     torch.set_num_threads(2)
     try:
         assert measure(4096, torch.float32, CPU, 0.0).threads == 2
+        assert measure(4096, torch.float32, CPU, 0.0, threads=3).threads == 3 and torch.get_num_threads() == 2
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

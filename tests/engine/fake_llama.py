@@ -45,6 +45,7 @@ class FakeLlama:
 
     Attributes:
         fails: code that llama_decode returns once.
+        most: largest number of cells that there is memory for.
         decoded: the rows of each forward: token, position, ids, whether it has outputs.
         made: the parameters of each context.
         freed: contexts and models, in order.
@@ -63,7 +64,7 @@ class FakeLlama:
         )
         self.window = window
         self.fails, self.decoded, self.made, self.freed = 0, [], [], []
-        self.tensors = {}
+        self.tensors, self.most = {}, 2**31
 
     def __getattr__(self, name):
         if name.startswith("llama_model_is_") or name == "llama_model_has_encoder":
@@ -121,6 +122,8 @@ class FakeLlama:
         return SimpleNamespace(cb_eval=None)
 
     def llama_init_from_model(self, model, params):
+        if params.n_ctx > self.most:
+            return None
         self.made.append(params)
         return FakeContext(params)
 

@@ -207,6 +207,25 @@ def test_a_cache_of_limited_size_that_is_full_says_which_limits_to_change():
         lm.forward([lm.open()], [[1] * 7], empty(1))
 
 
+def test_a_cache_that_cannot_grow_keeps_what_it_holds():
+    library = FakeLlama(V)
+    lm = runner(library)
+    sequence = lm.open()
+    lm.forward([sequence], [[1] * 200], empty(1))
+    library.most = 256
+    with pytest.raises(MemoryError, match=r"512 cells .*target\.cells"):
+        lm.forward([lm.open()], [[1] * 100], empty(1))
+    output = lm.forward([sequence], [[2]], empty(1))
+    np.testing.assert_array_equal(output.logits[0], logits_of([1] * 200 + [2], V))
+    library.most = 0
+    with pytest.raises(MemoryError, match=r"target\.cells"):
+        lm.forward([lm.open()], [[1] * 100], empty(1))
+    library.most = 2**31
+    with pytest.raises(MemoryError, match="is lost"):
+        lm.forward([sequence], [[3]], empty(1))
+    sequence.close()
+
+
 def test_trees_with_more_leaves_than_ids_are_refused_by_number():
     lm = runner(batch=64)
     sequences = [lm.open() for _ in range(8)]
@@ -252,7 +271,7 @@ def state(text, layer):
     return numbers([*enumerate(map(int, text))], H, layer)
 
 
-@pytest.mark.parametrize("layers", [(-1,), (2,), (0, 1), (1, -1), (-1, 0)])
+@pytest.mark.parametrize("layers", [(-1,), (2,), (0, 1), (1, 0), (1, 1), (1, -1), (-1, 0), (-1, 0, 2)])
 @pytest.mark.parametrize("batch", [4, 64])
 def test_hidden_states_of_all_computed_rows_are_returned_in_the_order_asked_for(layers, batch):
     lm = runner(batch=batch)
@@ -280,7 +299,7 @@ def test_what_is_captured_may_change_between_the_steps_of_open_sequences():
     library = FakeLlama(V, H, LAYERS)
     lm = runner(library)
     sequence, text = lm.open(), []
-    for layers in ((), (1,), (), (-1,), (0, -1)):
+    for layers in ((), (1,), (), (-1,), (0, -1), (0, 1), (1, 0), (0, 0)):
         lm.capture(layers)
         output = lm.forward([sequence], [[3]], draft_of([0, 0]))
         text.append(3)
@@ -289,7 +308,7 @@ def test_what_is_captured_may_change_between_the_steps_of_open_sequences():
         for own in output.pending:
             np.testing.assert_array_equal(own[0], np.concatenate([state(text, layer % 3) for layer in layers]))
         sequence.accept()
-    assert [one.cb_eval is not None for one in library.made] == [False, True, False, True]
+    assert [one.cb_eval is not None for one in library.made] == [False, True], "the callback stays"
 
 
 def test_a_hidden_state_that_the_model_lacks_is_refused():
@@ -301,6 +320,22 @@ def test_a_hidden_state_that_the_model_lacks_is_refused():
     library.ggml_get_name = lambda tensor: b"another"
     with pytest.raises(RuntimeError, match=r"no tensor l_out-0 .* fake 1B F32"):
         lm.forward([lm.open()], [[1]], empty(1))
+
+
+@pytest.mark.parametrize("opened", [0, 1, MOST_IDS - 1])
+def test_a_tensor_that_the_architecture_does_not_compute_is_refused_when_it_is_captured(opened):
+    library = FakeLlama(V, H, LAYERS)
+    name, lm = library.ggml_get_name, runner(library)
+    sequences = [lm.open() for _ in range(opened)]
+    library.ggml_get_name = lambda tensor: b"another" if name(tensor) == b"l_out-0" else name(tensor)
+    lm.capture((0,))
+    rows = len(library.decoded)
+    with pytest.raises(ValueError, match=r"no tensor l_out-0 .* fake 1B F32"):
+        lm.capture((0, 1))
+    lm.capture((0,))
+    assert len(library.decoded) == rows + 1 and not used(lm) and len(lm.sequences) == opened
+    output = lm.forward([*sequences[:1], lm.open()][:1], [[3]], empty(1))
+    np.testing.assert_array_equal(output.pending[0], [state([3], 0)])
 
 
 # The whole engine ----------------------------------------------------------------------------------------------------
@@ -391,6 +426,22 @@ def test_models_that_cannot_be_rewound_are_refused_by_kind(kind):
 def test_a_file_that_the_library_cannot_load_is_named():
     with pytest.raises(ValueError, match=r"cannot load broken\.gguf"):
         Model(FakeLlama(), "broken.gguf")
+
+
+def test_the_last_warnings_and_errors_of_the_library_s_log_are_part_of_the_message():
+    class Says(FakeLlama):
+        def llama_model_load_from_file(self, path, params):
+            for level, line in ((2, b"loading"), (3, b"odd key\n"), (4, b"bad tensor " + b"x" * 999), (4, b"failed\n")):
+                llama_library._log(level, line, None)
+            return super().llama_model_load_from_file(path, params)
+
+    with pytest.raises(ValueError, match=r"broken\.gguf \(odd key; bad tensor x+; failed\)") as refused:
+        Model(Says(), "broken.gguf")
+    assert len(str(refused.value)) < 400
+    lm = runner(Says(V))
+    lm.context.library.fails = -3
+    with pytest.raises(RuntimeError, match="code -3 for 1 rows$"):
+        lm.forward([lm.open()], [[1]], empty(1))
 
 
 def test_a_missing_or_different_package_names_the_extra_and_how_long_it_builds(monkeypatch):

@@ -306,6 +306,12 @@ def test_a_runner_that_does_not_state_its_work_has_no_roofline():
     assert lab().roofline() is not None
 
 
+def test_limits_are_measured_with_the_threads_that_a_runner_states():
+    own = lab()
+    own.target.lm.threads = 3
+    assert own.roofline().limits.threads == 3
+
+
 def test_a_model_of_transformers_drafts_for_a_target_with_another_runner():
     target, _ = lookups()
     lm = target.draft_runner(tiny_model(), "")

@@ -1,20 +1,26 @@
 """GGUF files as targets and draft models, computed by a fake of llama.cpp."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from spec_lab.core.probabilities import Sampling
 from spec_lab.core.process_cache import ProcessCache
+from spec_lab.core.protocols import Threaded
 from spec_lab.engine.llama_context import LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.request import Request
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.tasks.peers_llama import LlamaGenerate
 from tests.checkpoints import checkpoint
 from tests.engine.fake_llama import FakeLlama, logits_of
 from tests.gguf_files import field, header, with_zoo_tokenizer
@@ -64,6 +70,16 @@ def test_a_forward_reads_and_computes_what_it_does_in_transformers(files, tmp_pa
     assert 2 * half.attention[0].kv_bytes == own.attention[0].kv_bytes
 
 
+def test_a_target_states_its_own_threads(files):
+    lm = load(files, threads=3).lm
+    assert isinstance(lm, Threaded) and lm.threads == 3
+    assert not isinstance(Target.load(str(files / "own")).lm, Threaded)
+
+
+def test_what_bounds_layers_on_a_gpu_is_not_known(files):
+    assert load(files).lm.work is not None and load(files, gpu_layers=1).lm.work is None
+
+
 @pytest.mark.parametrize("more", [{"attention.sliding_window": 4}, {"attention.head_count": [4, 2]}], ids=str)
 def test_what_windows_and_uneven_layers_read_is_not_known(files, more):
     file = read_gguf(files / "own.gguf")
@@ -107,6 +123,8 @@ def test_logits_without_drafts_are_those_of_plain_texts(files):
     ("options", "named"),
     [
         ({"kv_dtype": "f8"}, r"target\.kv_dtype must be one of f32"), ({"chunk": 0}, r"target\.chunk"),
+        ({"chunk": 2**15 + 1}, r"target\.chunk must be at most"),
+        ({"gpu_layers": 10**4}, r"target\.gpu_layers must be at most"),
         ({"dtype": "bfloat16"}, r"target\.dtype must be one of float32"),
         ({"threads": 0}, r"target\.threads"), ({"threads": 10**6}, r"target\.threads"),
         ({"gpu_layers": -2}, r"target\.gpu_layers"), ({"cells": "1"}, r"target\.cells"),
@@ -228,16 +246,35 @@ def test_the_self_check_is_measured_once_for_the_same_file_and_setting(files):
     made = len(own.made)
     load(files, library=own, cache=cache)
     assert len(own.made) == made
-    load(files, library=own, cache=cache, kv_dtype="f32")
-    assert len(own.made) > made
+    for more in ({"kv_dtype": "f32"}, {"threads": 2}, {"chunk": 64}, {"gpu_layers": 3}):
+        load(files, library=own, cache=cache, **more)
+        assert len(own.made) > made, more
+        made = len(own.made)
 
 
 def test_a_draft_model_may_be_a_gguf_file(files, monkeypatch):
     monkeypatch.setattr(gguf, "load_library", library)
-    target = load(files, kv_dtype="bf16", chunk=64)
+    target = load(files, kv_dtype="bf16", chunk=64, gpu_layers=2)
     draft = DraftModel.load(target, str(files / "own.gguf"), depth=2)
     assert isinstance(draft.lm, LlamaCpp) and draft.lm.settings == target.lm.settings
+    assert draft.lm.model.gpu_layers == 2
     assert draft.context == 256 and draft.sha256 == target.sha256
+
+
+def test_llama_cpp_s_own_arms_compute_the_target_s_file_in_a_cache_of_the_size_of_their_requests(files, monkeypatch):
+    made = []
+    library_ = SimpleNamespace(Llama=lambda path, n_ctx, **more: made.append((path, n_ctx, more["draft_model"])) or 1)
+    monkeypatch.setitem(sys.modules, "llama_cpp", library_)
+    target, sampling = replace(load(files), name="another"), Sampling()
+    arm = LlamaGenerate(target, sampling, 0, lambda size: f"drafts in {size}", 8)
+    assert not made, "prompts are not known yet"
+    assert arm.llama.to([Request(0, "one", (1, 2), sampling, 20, frozenset())]) == 1
+    assert made == [(str(files / "own.gguf"), 256, "drafts in 256")]
+
+
+def test_a_draft_of_llama_cpp_s_own_with_another_tokenizer_is_refused(files):
+    with pytest.raises(ValueError, match=r"gpt2\.gguf has the target's tokens but splits text otherwise"):
+        LlamaGenerate.assisted(load(files), Sampling(), 0, str(files / "gpt2.gguf"))
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(files, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import struct
 
 import pytest
@@ -116,6 +117,37 @@ def test_metadata_that_every_model_has_is_checked(written, tmp_path, old, new, n
     (tmp_path / "model.gguf").write_bytes(data.replace(old, new, 1))
     with pytest.raises(ValueError, match=named):
         read_gguf(tmp_path / "model.gguf")
+
+
+def inserted(data: bytes, name: str, number: int) -> bytes:
+    """The file with a further number in its metadata; what follows moves by whole blocks of 32 bytes."""
+    more = field(name, U32, struct.pack("<I", number))
+    more += field("x" * (-(len(more) + 16) % 32 or 32), U32, struct.pack("<I", 0))
+    return data[:16] + struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 2) + more + data[24:]
+
+
+@pytest.mark.parametrize(("fields", "named"), [
+    ({"expert_count": 1025, "expert_used_count": 2}, "expert_count must be .* 0 to 1024, not 1025"),
+    ({"expert_used_count": 2}, "expert_used_count"), ({"expert_count": 4, "expert_used_count": 5}, "expert_used_count"),
+    ({"expert_count": 4}, "expert_used_count"), ({"expert_count": 4, "expert_used_count": 4}, None),
+    ({"expert_count": 0, "expert_used_count": 0}, None),
+])  # fmt: skip
+def test_numbers_of_experts_that_abort_llama_cpp_are_refused(written, tmp_path, fields, named):
+    data = written.read_bytes()
+    for name, number in fields.items():
+        data = inserted(data, f"llama.{name}", number)
+    (tmp_path / "model.gguf").write_bytes(data)
+    found = refusal(tmp_path / "model.gguf")
+    assert found is None if named is None else re.search(named, found)
+
+
+def test_more_layers_than_llama_cpp_has_room_for_are_refused(written, tmp_path):
+    name, data = text("llama.block_count"), written.read_bytes()
+    for layers, refused in ((512, False), (513, True)):
+        changed = data.replace(name + struct.pack("<II", U32, 1), name + struct.pack("<II", U32, layers))
+        assert changed != data
+        (tmp_path / "model.gguf").write_bytes(changed)
+        assert ("block_count" in (refusal(tmp_path / "model.gguf") or "")) == refused
 
 
 def test_sizes_are_those_of_the_file(written):

@@ -75,6 +75,20 @@ def test_a_begin_token_is_added_as_the_file_says(tmp_path):
         assert read_gguf_tokenizer(told)("a b")["input_ids"] == [0, *plain]
 
 
+@pytest.mark.parametrize(("fields", "asked"), [
+    ({"model": "no_vocab"}, False), ({"model": "none"}, False), ({"model": "bert"}, False), ({"model": 3}, False),
+    ({"model": "llama"}, True), ({"model": "t5"}, True), ({"model": "t5", "add_bos_token": True}, False),
+    ({"model": "gemma4"}, False), ({"model": "gemma4", "bos_token_id": 2}, True), ({"add_bos_token": True}, False),
+    ({"add_bos_token": True, "bos_token_id": 4096}, False), ({"add_bos_token": True, "bos_token_id": 5}, True),
+    ({"add_eos_token": True, "eos_token_id": "1"}, False), ({"tokens": ["a", "b"]}, False),
+])  # fmt: skip
+def test_llama_cpp_is_not_asked_for_tokens_where_it_would_abort(tmp_path, fields, asked):
+    file = without(written(tmp_path, "qwen2"), *(f"tokenizer.ggml.{name}" for name in (
+        "bos_token_id", "eos_token_id", "add_bos_token", "add_eos_token",
+    )))  # fmt: skip
+    assert reads_as_llama_cpp(without(file, **fields)) == asked
+
+
 def test_a_tokenizer_of_one_token_per_letter_survives(tmp_path):
     convert(str(checkpoint(tmp_path / "checkpoint")), tmp_path / "model.gguf")
     file, own = read_gguf(tmp_path / "model.gguf"), AutoTokenizer.from_pretrained(tmp_path / "checkpoint")

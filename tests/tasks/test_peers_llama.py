@@ -7,7 +7,7 @@ import pytest
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
-from spec_lab.tasks.peers_llama import GreedyDraft, LlamaGenerate, LlamaLoop, timed
+from spec_lab.tasks.peers_llama import Fitted, GreedyDraft, LlamaGenerate, LlamaLoop, timed
 from tests.tiny import tiny_target
 
 REQUEST = Request(0, "one", (1, 2, 3), Sampling(), 5, frozenset({7}))
@@ -25,10 +25,13 @@ def test_a_target_of_transformers_is_refused(arm):
     ("arm", "sampling", "named"),
     [
         (LlamaGenerate.plain, Sampling(repetition_penalty=1.2), "sampling.repetition_penalty"),
+        (LlamaGenerate.plain, Sampling(0.7, top_k=5), r"sampling\.temperature.*0\.7"),
+        (LlamaGenerate.plain, Sampling(1.5, min_p=0.1), r"sampling\.temperature.*1\.5"),
+        (LlamaGenerate.plain, Sampling(1.0, top_p=0.9), r"target=gguf"),
         (LlamaLoop, Sampling(1.0, top_p=0.9), "top_p"),
         (LlamaLoop, Sampling(repetition_penalty=1.2), "repetition_penalty"),
     ],
-    ids=["generate, penalty", "loop, top_p", "loop, penalty"],
+    ids=["generate, penalty", "top_k, warm", "min_p, warm", "top_p as in spec_lab", "loop, top_p", "loop, penalty"],
 )
 def test_sampling_that_llama_cpp_does_otherwise_is_refused(arm, sampling, named):
     with pytest.raises(ValueError, match=named):
@@ -49,6 +52,31 @@ def test_the_first_token_belongs_to_the_prefill(stream, tokens, why):
     assert found.tokens == tokens and found.finish == why
     assert (found.prefill_tokens, found.decode_tokens) == (1, len(tokens) - 1)
     assert found.prefill_seconds > 0 and found.decode_seconds >= 0
+
+
+def request(length, new):
+    return Request(0, "one", (1,) * length, Sampling(), new, frozenset())
+
+
+def test_a_kv_cache_has_room_for_the_longest_request_and_grows_with_longer_ones():
+    sizes = []
+    llama = Fitted(tiny_target(), lambda size: sizes.append(size) or len(sizes), 9)
+    for length, new, made in ((3, 5, 1), (60, 180, 1), (60, 999, 2), (60, 4, 2)):
+        assert llama.to([request(length, new), request(2, 1)]) == made
+    assert sizes == [256, 512], "the target's context of 256 tokens limits the third request"
+
+
+def test_a_kv_cache_that_could_not_be_made_is_made_later():
+    def make(size):
+        if size > 256:
+            raise MemoryError
+        return size
+
+    llama = Fitted(tiny_target(), make, 500)
+    with pytest.raises(MemoryError):
+        llama.to([request(3, 3)])
+    llama.more = 0
+    assert llama.to([request(3, 3)]) == 256
 
 
 class Counts:

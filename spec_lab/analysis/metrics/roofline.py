@@ -17,8 +17,10 @@ def roofline_figures(tables: Tables, arm: str, roofline: Roofline | None) -> dic
 
     Returns:
         ``roofline_share``: the least seconds of the target's forwards / the measured seconds inside its module calls,
-            with its interval. 1 is the limit of this machine; figures above it show that the limits were measured while
-            the machine was busier than during the run.
+            with its interval. 1 is the limit of this machine as measured. Shares above it show that the machine was
+            busier when its limits were measured than during the run, or that the forwards use other products than the
+            measured ones: llama.cpp multiplies quantised weights in int8 and bf16 weights in bf16, where the CPU has
+            such instructions, while the measured product of a GGUF target is torch's in float32.
         ``roofline_share_end_to_end``: the same least seconds / all decode seconds. Drafting, verification and the
             engine's own work lower it.
         ``memory_bound_steps``: share of the steps that reading bounds; computing bounds the others.
