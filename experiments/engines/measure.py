@@ -75,10 +75,10 @@ def arms(engine: str, folder: Path) -> list[str]:
     if not own:
         found["+peers.loop._target_"] = f"{PEERS}.Bare"
         return [*sizes, *(f"{name}={value}" for name, value in found.items())]
-    found["+peers.loop._target_"] = f"{PEERS}_llama.Loop"
-    found["+peers.generate._target_"] = f"{PEERS}_llama.Generate.plain"
+    found["+peers.loop._target_"] = f"{PEERS}_llama.LlamaLoop"
+    found["+peers.generate._target_"] = f"{PEERS}_llama.LlamaGenerate.plain"
     for arm, (kind, tokens) in OWN.items():
-        found |= {f"+peers.{arm}._target_": f"{PEERS}_llama.Generate.{kind}", f"+peers.{arm}.tokens": tokens}
+        found |= {f"+peers.{arm}._target_": f"{PEERS}_llama.LlamaGenerate.{kind}", f"+peers.{arm}.tokens": tokens}
         if kind == "assisted":
             found[f"+peers.{arm}.path"] = own["draft"]
     return [*sizes, *(f"{name}={value}" for name, value in found.items())]

@@ -42,7 +42,7 @@ STUDIES = [
     "verifier_vs_temperature",
 ]  # fmt: skip
 """They are run by their own tests."""
-EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "stream"])
+EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream"])
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}

@@ -15,6 +15,7 @@ COMPUTES = {"prepare", "run", "forward", "forward_embeds", "extend"}
 RUNS = {
     "engine/step.py",
     "models/support.py",  # compares a model with itself before anything is decoded
+    "models/target.py",  # plain texts, with which outputs are compared afterwards
 }
 """Modules that may run the target. Proposers may run a draft model of their own, ``self.lm``, besides."""
 
@@ -29,7 +30,7 @@ PROBABILITIES = {
 }
 """Modules that may turn logits into probabilities."""
 
-PLAIN = {"tasks/certify/sampled.py"}
+PLAIN = {"models/target.py"}
 """Modules that may call a runner's model without the runner: plain forwards are the truth there."""
 
 
