@@ -86,7 +86,7 @@ def figure_of(name):
     return importlib.import_module(f"experiments.{name}.figure")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SHORT_RUN else [pytest.mark.nightly]) for name in STUDIES]
 )
@@ -169,6 +169,7 @@ def engines():
     return importlib.import_module("experiments.engines.measure")
 
 
+@pytest.mark.nightly
 def test_engines_are_measured_and_its_tables_state_what_a_step_may_cost(engines, tmp_path, monkeypatch, capfd):
     def run(arguments, check):
         assert check and command(monkeypatch, *arguments[3:]) == 0, capfd.readouterr().err

@@ -39,7 +39,7 @@ def interrupted_at(module: str, place: Path, *arguments: str) -> subprocess.Comp
     return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "module", ["spec_lab.cli.main", "hydra", "omegaconf", "torch", "spec_lab.tasks.lab", "transformers"]
 )
@@ -50,7 +50,7 @@ def test_a_run_that_is_interrupted_during_an_import_ends_with_one_line(tiny, tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("module", ["hydra", "torch", "transformers"])
 def test_a_sweep_that_is_interrupted_during_an_import_is_pending(tiny, tmp_path, module):
     done = interrupted_at(module, tmp_path, "--multirun", *tiny, "seed=1,2")

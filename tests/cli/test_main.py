@@ -105,7 +105,7 @@ GIVEN_BY_USERS = {
 SHORT_RUN = ("regex", "records", "controller_choices", "controller_template")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "file",
     [
@@ -147,7 +147,7 @@ def tiny_zoo(tmp_path_factory):
     OmegaConf.register_new_resolver("zoo", zoo, replace=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     [

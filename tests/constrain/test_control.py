@@ -42,7 +42,7 @@ def makes(script):
     return lambda request: Scripted(script)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "number",
     [

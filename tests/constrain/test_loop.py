@@ -25,7 +25,7 @@ WORLD = RandomToy(8, support=2)
 DRAFTS = (("1x1", "iid", 3), ("2x1", "iid", 2), ("2x1", "without", 2), ("2x1", "point", 3))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("placement", ["target", "both"])
 @pytest.mark.parametrize("fast_forward", [False, True])
 @pytest.mark.parametrize("verifier", [Token(), Traversal(), Match()], ids=lambda v: v.name)

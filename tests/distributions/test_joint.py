@@ -28,7 +28,7 @@ LONGEST = (("2", 4), "iid", "match")  # it takes as long as all others together;
 EVERY_VERIFIER = pytest.mark.parametrize("verifier", LOSSLESS, ids=lambda v: v.name)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("tree", "tokens", "drawn", "verifier"),
     [
@@ -47,7 +47,7 @@ def test_k_seq_as_well(tree, tokens):
     assert examine(Instance(FEW, tree, tokens), "iid", KSeq()).wrong is None
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @EVERY_VERIFIER
 @pytest.mark.parametrize(
     "sampling",
@@ -158,7 +158,7 @@ def test_empty_drafts_among_others_keep_the_distribution(verifier):
     assert total_variation(distribution_of([(p, text) for p, (text, _) in outcomes]), truth(instance)) < EXACT
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("verifier", LOSSLESS[:2], ids=lambda v: v.name)
 @pytest.mark.parametrize(
     "order",

@@ -147,7 +147,7 @@ def test_a_step_reads_nothing_of_the_device_but_the_counted_copies(monkeypatch, 
     assert any(info.copies_before == LEVELS[name] for info in steps)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @EVERY
 @VERIFIERS
 def test_nor_does_a_step_under_a_constraint(monkeypatch, name, verifier):

@@ -26,7 +26,7 @@ def fixed(model, capture=uncaptured):
     return lm
 
 
-CAPTURES = pytest.mark.parametrize("capture", [uncaptured, replayed])
+CAPTURES = pytest.mark.parametrize("capture", [pytest.param(uncaptured, marks=pytest.mark.nightly), replayed])
 
 
 @CAPTURES

@@ -54,7 +54,7 @@ def left_behind(tmp_path):
 # In runs
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.filterwarnings("error:provider=hydra.searchpath")  # Hydra reports a missing search path
 @pytest.mark.parametrize(
     ("found", "proposer", "verifier", "constraint", "options"),

@@ -331,7 +331,7 @@ def test_a_run_without_a_recorded_number_of_ranks_was_on_one(tmp_path):
 EACH = "{" + ",".join(f"{one}:cpu" for one in EVERYWHERE) + "}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("places", ["auto", pytest.param(EACH, marks=pytest.mark.nightly)])
 def test_a_device_map_changes_no_token(here, cli, tmp_path, places):
     tree = ["proposer=draft_tree", f"proposer.path={here / 'draft'}", "sampling.temperature=1"]

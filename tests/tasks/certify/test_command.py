@@ -329,7 +329,7 @@ def test_a_verifier_declared_lossy_gets_its_total_variation(flat_cli, certificat
     assert "ngram point mine lossy" in output
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("skew", "failed"), [(1.0, False), (3.0, True)])
 def test_a_proposer_of_the_user_is_enumerated_with_its_own_drafts(flat_cli, certificate, mine, skew, failed):
     code, output, errors = flat_cli(*mine, *SHORT, "proposer=uniform", f"proposer.skew={skew}")

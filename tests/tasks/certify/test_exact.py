@@ -71,7 +71,7 @@ def require_exact(proof: Proof):
     assert all(abs(one.mass - 1) < 1e-12 for one in proof.findings)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("verifier", "drawn"), ENUMERATED, ids=lambda one: getattr(one, "name", one))
 def test_every_lossless_verifier_is(verifier, drawn):
     proof = prove(drawn, verifier, QUICK)
@@ -86,7 +86,7 @@ def test_the_shipped_verifiers_are_all_here():
     assert len(ENUMERATED) == 3 * 3 + 1
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_every_proposer_is_enumerated_with_its_own_code(name):
     require_exact(proved(name))
@@ -190,7 +190,7 @@ def test_an_error_in_toy_names_the_proposer():
 # Proposers that state a wrong q
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("proposer", [Misstates(), Hotter(draft_model())], ids=["misstates", "hotter"])
 @pytest.mark.parametrize("verifier", [Token(), Traversal()], ids=lambda v: v.name)
 def test_a_wrong_q_is_found(proposer, verifier):
@@ -236,7 +236,7 @@ def test_a_run_does_not_certify_gumbel_drafts():
 # Verifiers
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [(n, d) for n, v in VERIFIERS.items() if not v.lossless for d in sorted(v.accepts) if d != "gumbel"],
@@ -274,7 +274,7 @@ def test_a_lossy_verifier_that_is_not_exact_against_its_own_target_fails(broken)
     assert "from the distribution against which it declares to be exact" in failed(proof, Astray())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("verifier", [Claims(), Control()], ids=lambda v: v.name)
 @pytest.mark.parametrize("drawn", ["iid", "without"])
 def test_a_wrong_declaration_is_found_and_localised(verifier, drawn):
