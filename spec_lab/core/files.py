@@ -114,6 +114,23 @@ def refuse_link(folder: Path) -> None:
 # Reading -----------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def open_regular(file: Path) -> Iterator[BinaryIO]:
+    """Open a regular file, or a symlink to one, for reading; never wait for a pipe.
+
+    Raises:
+        OSError: it does not exist, or cannot be opened.
+        ValueError: it is a folder, pipe or device; the message names it.
+    """
+    if stat.S_ISDIR(os.stat(file).st_mode):
+        raise Unreadable(f"{file} is not readable (it is a folder)")
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with open(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Unreadable(f"{file} is not readable (it is no regular file)")
+        yield stream
+
+
 def read_text(file: Path, most: int = MAX_BYTES) -> str:
     """Return the text of a regular file in UTF-8.
 
@@ -125,12 +142,7 @@ def read_text(file: Path, most: int = MAX_BYTES) -> str:
         OSError: it does not exist, or cannot be opened.
         ValueError: it is not a regular file (but a pipe, device or folder), is larger, or is not UTF-8; names it.
     """
-    if stat.S_ISDIR(os.stat(file).st_mode):
-        raise Unreadable(f"{file} is not readable (it is a folder)")
-    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Unreadable(f"{file} is not readable (it is no regular file)")
+    with open_regular(file) as stream:
         data = stream.read(most + 1)
     if len(data) > most:
         raise Unreadable(f"{file} is not readable (it is larger than {most} bytes)")

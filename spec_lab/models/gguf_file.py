@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
-import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.files import Unreadable
+from spec_lab.core.files import Unreadable, open_regular
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_TOKENIZER
 from spec_lab.models.support import Unsupported
@@ -203,15 +201,12 @@ def read_gguf(path: Path) -> GGUFFile:
         ValueError: it is not a GGUF file within the bounds, is truncated, is one part of several, or holds no model;
             the message names it.
     """
-    if stat.S_ISDIR(os.stat(path).st_mode):
+    if path.is_dir():
         raise Unreadable(f"{path} is a folder: give the path of a GGUF file")
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Unreadable(f"{path} is not readable (it is no regular file)")
+    with open_regular(path) as stream:
         if stream.read(4) != b"GGUF":
             raise Unreadable(f"{path} is not a GGUF file (it does not begin with GGUF)")
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _checked(path, *_parse(data))
             except _Malformed as error:

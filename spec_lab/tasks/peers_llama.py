@@ -37,7 +37,7 @@ def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
 
     Args:
         request: whose tokens they are.
-        tokens: as they come, as many as there is room for; nothing is read beyond a stop token.
+        tokens: the generated tokens, no more than there is room for; iteration ends at a stop token.
         start: when the prefill began, on ``time.perf_counter``.
     """
     found: list[int] = []

@@ -295,13 +295,13 @@ def test_sequences_that_only_prefill_share_a_forward_and_get_no_logits(attention
     assert_rows_match(lm.model, [[*one, 7] for one in tokens], draft, output.logits)
 
 
-def test_nodes_computed_level_by_level_have_the_logits_of_one_forward():
-    lm = CausalLM(tiny_model())
+def assert_levels_match(lm):
+    """Nodes computed level by level have the logits of plain forwards; no cell is in use afterwards but the texts'."""
     caches, tokens = [lm.open(), lm.open()], [[5, 9, 2], [8, 1, 7, 3]]
     lm.forward(caches, tokens, empty(2))
     draft = random_draft(forest((TREE, chain(3))), np.random.default_rng(4))
     shape = draft.shape
-    for level in range(1, int(shape.depth.max()) + 1):
+    for level in range(1, shape.deepest + 1):
         rows = np.concatenate([tree[shape.depth[tree] == level] for tree in shape.trees])
         logits = lm.extend(caches, shape, rows, draft.token[torch.from_numpy(rows - shape.roots)]).logits
         for row, found in zip(rows.tolist(), logits, strict=True):
@@ -312,6 +312,12 @@ def test_nodes_computed_level_by_level_have_the_logits_of_one_forward():
         cache.accept()
     assert [len(cache) for cache in caches] == [3, 4]
     assert int(lm.cells.references.sum()) == 7, "the cells of nodes are free again"
+    for cache in caches:
+        cache.close()
+
+
+def test_nodes_computed_level_by_level_have_the_logits_of_one_forward():
+    assert_levels_match(CausalLM(tiny_model()))
 
 
 @st.composite

@@ -14,7 +14,7 @@ from spec_lab.engine.graphs import MOST_ROWS, Buffers, padded, uncaptured
 from spec_lab.engine.kv_cache import GRAIN
 from spec_lab.models.target import Target
 from tests.engine.replays import replayed
-from tests.engine.test_causal_lm import TREE, World, assert_rows_match, life, plain, random_draft
+from tests.engine.test_causal_lm import TREE, World, assert_levels_match, assert_rows_match, life, random_draft
 from tests.propose.lab import COLD, WARM, decode, draft_model, emitted, requests
 from tests.tiny import CONTEXT, FAMILIES, VOCABULARY, WINDOWED, tiny_model
 
@@ -115,21 +115,7 @@ def test_what_one_forward_returned_is_not_overwritten_by_the_next():
 def test_nodes_computed_level_by_level_have_the_logits_of_one_forward(capture):
     lm = fixed(tiny_model(), capture)
     for _ in range(2):
-        caches, tokens = [lm.open(), lm.open()], [[5, 9, 2], [8, 1, 7, 3]]
-        lm.forward(caches, tokens, empty(2))
-        draft = random_draft(forest((TREE, chain(3))), np.random.default_rng(4))
-        shape = draft.shape
-        for level in range(1, shape.deepest + 1):
-            rows = np.concatenate([tree[shape.depth[tree] == level] for tree in shape.trees])
-            logits = lm.extend(caches, shape, rows, draft.token[torch.from_numpy(rows - shape.roots)]).logits
-            for row, found in zip(rows.tolist(), logits, strict=True):
-                path = [int(draft.token[at - shape.roots]) for at in shape.path(row)]
-                expected = plain(lm.model, tokens[int(shape.root[row])] + path)
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-        for cache in caches:
-            cache.accept()
-            cache.close()
-    assert int(lm.cells.references.sum()) == 0
+        assert_levels_match(lm)
 
 
 @pytest.mark.parametrize("others", [GRAIN - 3, GRAIN - 1, GRAIN, 2 * GRAIN])
