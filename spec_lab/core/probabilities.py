@@ -99,7 +99,7 @@ def logits_to_probs(
     if len(rows) not in (1, len(logits)):
         raise ValueError(f"sampling parameters of {len(rows)} rows for {len(logits)} rows of logits")
     if scratch is None:
-        x = logits.to(probs_dtype(logits), copy=True)
+        x = logits.to(probs_dtype(logits.dtype), copy=True)
     else:
         x = scratch[: len(logits)]
         if x.data_ptr() != logits.data_ptr():
@@ -146,9 +146,9 @@ def finite_(logits: Tensor) -> Tensor | None:  # [n, V] -> [n] bool
     return broken
 
 
-def probs_dtype(logits: Tensor) -> torch.dtype:
+def probs_dtype(logits: torch.dtype) -> torch.dtype:
     """Probabilities are float32, float64 where the logits are."""
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return torch.float64 if logits == torch.float64 else torch.float32
 
 
 def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
@@ -158,25 +158,28 @@ def argmax(x: Tensor) -> Tensor:  # [R, V] -> [R]
     return x.argmax(-1)
 
 
-def argmax_of_finite(x: Tensor) -> tuple[Tensor | np.ndarray, Tensor | np.ndarray | None]:  # [R, V] -> [R], [R] bool
-    """Arg max of each row, and the rows without a distribution (``finite_``); on the CPU NumPy arrays.
+def argmax_of_finite(x: Tensor | np.ndarray) -> tuple[Tensor | np.ndarray, Tensor | np.ndarray | None]:
+    """Arg max ``[R]`` of each row of ``x`` ``[R, V]``, and bool ``[R]``, the rows without a distribution (``finite_``).
 
-    There the second is None where every row has a distribution.
+    On the CPU both are arrays, and the second is None where every row has a distribution.
 
     The largest number of a row tells: NaN is larger than all others, and -inf is the largest only of its own kind.
     """
-    if x.device.type == "cpu":
-        if x.numel() > CHUNK and len(x) > 1 and x.dtype != probs_dtype(x):  # a few rows at a time reuse their memory
+    if isinstance(x, Tensor):
+        if x.device.type != "cpu":
+            token = x.argmax(-1)
+            return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
+        if (
+            x.numel() > CHUNK and len(x) > 1 and x.dtype != probs_dtype(x.dtype)
+        ):  # a few rows at a time reuse their memory
             found = [argmax_of_finite(rows) for rows in x.split(max(1, CHUNK // x.shape[-1]))]
             wrong = [np.zeros(len(best), dtype=bool) if bad is None else bad for best, bad in found]
             without = np.concatenate(wrong)
             return np.concatenate([best for best, _ in found]), without if without.any() else None
-        values = x.to(probs_dtype(x)).numpy()
-        token = values.argmax(-1)
-        fine = [math.isfinite(values.item(row, place)) for row, place in enumerate(token.tolist())]
-        return token, None if all(fine) else ~np.array(fine)
+        x = x.to(probs_dtype(x.dtype)).numpy()
     token = x.argmax(-1)
-    return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
+    fine = [math.isfinite(x.item(row, place)) for row, place in enumerate(token.tolist())]
+    return token, None if all(fine) else ~np.array(fine)
 
 
 CHUNK = 2**19
@@ -187,17 +190,22 @@ def likeliest(x: Tensor, width: int) -> Tensor:  # [R, V] -> [R, width]
     """The ``width`` largest of each row, the largest first. A few are found faster by as many arg max."""
     if x.device.type != "cpu" or width > FEW:
         return x.topk(width, -1).indices
+    return torch.from_numpy(likeliest_of(x.to(probs_dtype(x.dtype)).numpy(), width))
+
+
+def likeliest_of(x: np.ndarray, width: int) -> np.ndarray:  # [R, V] -> [R, width]
+    """``likeliest`` of an array, by as many arg max."""
     if width == 1:
-        return torch.from_numpy(x.to(probs_dtype(x)).numpy().argmax(-1, keepdims=True))
-    values = x.to(probs_dtype(x), copy=True).numpy()
+        return x.argmax(-1, keepdims=True)
+    values = x.copy()
     rows, found = np.arange(len(values)), np.empty((len(values), width), dtype=np.int64)
     for rank in range(width):
         found[:, rank] = best = values.argmax(-1)
         if rank == width - 1 and (values[rows, best] == -np.inf).any():  # what was found before is -inf as well
-            order = np.argsort(-x.to(probs_dtype(x)).numpy(), axis=-1, kind="stable")  # of equals the first, as above
-            return torch.from_numpy(order[:, :width].copy())
+            order = np.argsort(-x, axis=-1, kind="stable")  # of equals the first, as above
+            return order[:, :width]
         values[rows, best] = -np.inf
-    return torch.from_numpy(found)
+    return found
 
 
 FEW = 6

@@ -199,9 +199,16 @@ class CausalLM:
 
     @torch.inference_mode()
     def extend(
-        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+        self,
+        sequences: Sequence[Any],
+        shape: Shape,
+        rows: np.ndarray,
+        token: np.ndarray | Tensor,
+        timed: Phase | None = None,
     ) -> Extended:
         """See ``runner.DraftRunner``. ``token`` may hold input embeddings ``[n, H]`` in place of tokens."""
+        if isinstance(token, np.ndarray):
+            token = torch.from_numpy(token).to(self.device)
         if self.fixed and token.ndim == 1:
             planned = self._packer.plan_level(sequences, shape, rows)
             if (fixed := self.graphs.prepare(planned, None, token)) is not None:

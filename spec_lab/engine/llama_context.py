@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,22 @@ MOST_OUTPUT = 2**27
 
 class OutOfCells(ValueError, MemoryError):
     """The KV cache, or the memory for it, is exhausted; options limit both."""
+
+
+class Logits(NamedTuple):
+    """``[rows, V]`` as a tensor and as an array, both over the same memory."""
+
+    tensor: Tensor
+    array: np.ndarray
+
+    @staticmethod
+    def of(tensor: Tensor) -> Logits:
+        """Both of a tensor."""
+        return Logits(tensor, tensor.numpy())
+
+    def clone(self) -> Logits:
+        """A copy in memory of its own."""
+        return Logits.of(self.tensor.clone())
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ class Context:
 
     Attributes:
         token, position, flags: ``[>= n]`` arrays that the next call of ``decode`` reads: of each row its token, its
-            position, and whether it has outputs. Rows' ids are set by ``set_ids``; ``one_each`` sets all.
+            position, and whether it has outputs. Rows' ids are set by ``set_ids``; ``single_ids`` sets all.
         cells, ids: the cells and the sequence ids that exist now.
     """
 
@@ -78,7 +94,7 @@ class Context:
         self._watched: dict[str, np.ndarray | None] = {}
         self._watches = self._lost = False
         self._callback: Any = None
-        self._tensors: dict[tuple[int, int], Tensor] = {}
+        self._tensors: dict[tuple[int, int], Logits] = {}
         self._handle: Any = None
         self._memory: Any = None
         self._free: Any = None
@@ -207,22 +223,29 @@ class Context:
         self.token, self.position, self._counts = (np.zeros(rows, dtype=np.int32) for _ in range(3))
         self.flags = np.zeros(rows, dtype=np.int8)
         self._pointers = np.zeros(rows, dtype=np.uintp)
-        self._one_each = False
         if len(self._flat) < rows:
             self._allocate_ids(2 * rows)
-        self._views = self.token.data, self.position.data, self._flat.data
+        self._single = False
         self._whole = self._part(0, rows)
 
-    def one_each(self, tokens: list[int], positions: list[int], ids: list[int]) -> None:
-        """Write rows of one token each, all with outputs, of sequences with one id each: ``[n]`` all three."""
-        self.reserve_rows(len(ids))
-        if not self._one_each:
+    def single_ids(self, tokens: list[int], positions: list[int], ids: list[int], outputs: int) -> None:
+        """Write ``n`` rows of which each has one sequence id; the last ``outputs`` have outputs."""
+        rows = len(ids)
+        self.reserve_rows(rows)
+        if not self._single:
             self._counts[:] = self.flags[:] = 1
             self._pointers[:] = self._address + 4 * np.arange(self._rows)
-            self._one_each = True
-        for row, (token, position, number) in enumerate(zip(tokens, positions, ids, strict=True)):
-            # Items of a memoryview: after a forward, which has emptied the caches, NumPy's slices cost ten times more.
-            self._views[0][row], self._views[1][row], self._views[2][row] = token, position, number
+            self._views = self.token.data, self.position.data, self._flat.data, self.flags.data
+            self._single, self._silent = True, 0
+        # Items of memoryviews: after a forward, which has emptied the caches, NumPy's slices cost ten times more.
+        token, position, flat, flags = self._views
+        for row in range(rows):
+            token[row], position[row], flat[row] = tokens[row], positions[row], ids[row]
+        silent = rows - outputs
+        if silent != self._silent:
+            for row in range(max(silent, self._silent)):
+                flags[row] = row >= silent
+            self._silent = silent
 
     def set_ids(self, counts: np.ndarray, starts: np.ndarray, flat: np.ndarray) -> None:
         """Give each row several sequence ids.
@@ -238,14 +261,13 @@ class Context:
         self._flat[: len(flat)] = flat
         self._counts[:rows] = counts
         np.add(starts, self._address, out=self._pointers[:rows], casting="unsafe")
-        self._one_each = False
+        self._single = False
 
     def _allocate_ids(self, size: int) -> None:
         self._flat = np.zeros(size, dtype=np.int32)
         self._address = self._flat.ctypes.data
-        self._views = self.token.data, self.position.data, self._flat.data
 
-    def decode(self, rows: int, outputs: int) -> tuple[Tensor, np.ndarray | None, dict[str, np.ndarray]]:
+    def decode(self, rows: int, outputs: int) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Args:
@@ -272,7 +294,8 @@ class Context:
             own = stop - max(start, min(stop, rows - outputs))
             logits, hidden, watched = self._decode(stop - start, own, self._part(start, stop))
             found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
-        logits = torch.cat([one for one, _, _ in found]) if any(len(one) for one, _, _ in found[:-1]) else found[-1][0]
+        several = any(len(one.tensor) for one, _, _ in found[:-1])
+        logits = Logits.of(torch.cat([one.tensor for one, _, _ in found])) if several else found[-1][0]
         hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])
         return logits, hidden, {name: np.concatenate([one[name] for _, _, one in found]) for name in self._watched}
 
@@ -293,7 +316,7 @@ class Context:
             setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
         return batch
 
-    def _decode(self, rows: int, outputs: int, batch: Any) -> tuple[Tensor, np.ndarray | None, dict[str, np.ndarray]]:
+    def _decode(self, rows: int, outputs: int, batch: Any) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
         """Compute a batch of so many rows."""
         lib, model = self.library, self.model
         batch.n_tokens = self._expected = rows
@@ -313,16 +336,16 @@ class Context:
             watched[name], self._watched[name] = found, None
         return logits, hidden, watched
 
-    def _logits(self, rows: int) -> Tensor:  # [rows, V]
-        """The library's memory of logits; the tensor over it is made once for each address and size."""
+    def _logits(self, rows: int) -> Logits:
+        """The library's memory of logits; what describes it is made once for each address and size."""
         if not rows:
-            return torch.empty(0, self.model.vocabulary)
+            return Logits.of(torch.empty(0, self.model.vocabulary))
         pointer = self.library.llama_get_logits(self._handle)
         key = ctypes.addressof(pointer.contents), rows
         if key not in self._tensors:
             if len(self._tensors) >= MOST_TENSORS:
                 self._tensors.clear()
-            self._tensors[key] = torch.from_numpy(_view(pointer, rows, self.model.vocabulary))
+            self._tensors[key] = Logits.of(torch.from_numpy(_view(pointer, rows, self.model.vocabulary)))
         return self._tensors[key]
 
     def _raise(self, code: int, rows: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.roofline import ForwardWork
-from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings
+from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Logits
 from spec_lab.engine.llama_library import Model
 from spec_lab.engine.llama_sequence import ForestIds, LlamaSequence, Paths
 from spec_lab.engine.runner import Capabilities, Extended, Output
@@ -140,7 +142,7 @@ class LlamaCpp:
         sequence = self.open()
         try:
             self._reserve_cells(1)
-            self.context.one_each([0], [0], sequence.ids[:1])
+            self.context.single_ids([0], [0], sequence.ids[:1], 1)
             self.context.decode(1, 1)
         except RuntimeError as error:
             self._asked = self._layers = ()
@@ -177,9 +179,6 @@ class LlamaCpp:
             OutOfCells: there is not enough memory for the KV cache.
         """
         shape = draft.shape
-        simple = sequences and not prefill and not self._layers and self._least == 1
-        if simple and len(shape.parent) == 0 and all(len(n) == 1 for n in pending):
-            return self._one_token_each(sequences, pending)
         plan = self._plan(shape) if shape.nodes else None
         every = [*sequences, *(one for one, _ in prefill)]
         tokens = [*pending, *(more for _, more in prefill)]
@@ -189,7 +188,10 @@ class LlamaCpp:
         for sequence, count in zip(every, paths, strict=True):
             sequence.accept()
             sequence.attach(count)
-        prepared = self._arrange(every, tokens, draft, plan, len(sequences), rows)
+        if not self._layers and all(count == 1 for count in paths):
+            prepared = self._single_ids(every, tokens, draft, len(sequences), rows)
+        else:
+            prepared = self._arrange(every, tokens, draft, plan, len(sequences), rows)
         for sequence, new, count in zip(every, tokens, paths, strict=True):
             sequence.append(len(new), count)
         if plan is not None:
@@ -212,56 +214,62 @@ class LlamaCpp:
         if prepared is not self._ready:
             raise RuntimeError("a forward of llama.cpp must be run before the next one is prepared")
         logits, hidden = self._decode(prepared.rows, prepared.outputs, timed)
-        return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes)
+        own = prepared.pending, prepared.nodes
+        return Output(logits.tensor, prepared.attended, hidden, *own, array=logits.array)
 
     def extend(
-        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+        self,
+        sequences: Sequence[Any],
+        shape: Shape,
+        rows: np.ndarray,
+        token: np.ndarray | Tensor,
+        timed: Phase | None = None,
     ) -> Extended:
         """See ``runner.DraftRunner``.
 
         Raises:
             ValueError, OutOfCells: as of ``prepare``.
         """
-        roots, places = shape.root[rows], shape.places
-        parents = places[shape.parent[rows - shape.roots]]
-        every, new, begun, depths = [], [], [], shape.depth[rows]
-        for tree, sequence in enumerate(sequences):
-            own = np.flatnonzero(roots == tree)
-            if sequence is None or not len(own):
-                continue
+        count = len(rows)
+        trees, nodes = shape.root[rows].tolist(), shape.places[rows].tolist()
+        parents = shape.places[shape.parent[rows - shape.roots]].tolist()
+        every, counts, new = [], [], []  # sequences, how many ids each requires, its new nodes and paths
+        for tree, own in groupby(zip(trees, nodes, parents, strict=True), key=itemgetter(0)):
+            sequence = sequences[tree]
             if sequence.held is None or sequence.held.fixed:
                 sequence.held = Paths() if sequence.held is None else sequence.held.copy()
-            nodes = zip(places[rows[own]].tolist(), parents[own].tolist(), strict=True)
-            found, more = sequence.held.add(nodes)
+            new.append(sequence.held.add((node, parent) for _, node, parent in own))
             every.append(sequence)
-            new.append((own, found))
-            begun.append(more)
-        counts = [max(self._least, len(one.held.paths)) for one in every]
-        self._reserve(every, counts, len(rows))
-        context, position, flat = self.context, np.empty(len(rows), dtype=np.int32), []
-        for sequence, count, (own, found), more in zip(every, counts, new, begun, strict=True):
-            sequence.attach(count)
-            for path, source, common in more:
-                end = len(sequence)
+            counts.append(max(self._least, len(sequence.held.paths)))
+        self._reserve(every, counts, count)
+        context, begins, ids = self.context, {}, []
+        for tree, sequence, width, (found, begun) in zip(dict.fromkeys(trees), every, counts, new, strict=True):
+            sequence.attach(width)
+            end = begins[tree] = len(sequence)
+            for path, source, common in begun:
                 context.share(sequence.ids[source], sequence.ids[path], end, end + common)
-            position[own] = len(sequence) - 1 + depths[own]
-            flat += [[sequence.ids[path] for path in numbers] for numbers in found]
-        count = len(rows)
-        context.reserve_rows(count)
-        context.token[:count] = token.numpy()
-        context.position[:count] = position
-        context.flags[:count] = 1
-        each = np.array([len(one) for one in flat])
-        context.set_ids(each, 4 * (np.cumsum(each) - each), np.array([number for one in flat for number in one]))
+            ids += [[sequence.ids[path] for path in numbers] for numbers in found]
+        depths, tokens = shape.depth[rows].tolist(), token.tolist()
+        positions = [begins[tree] - 1 + depth for tree, depth in zip(trees, depths, strict=True)]
+        if all(len(one) == 1 for one in ids):
+            context.single_ids(tokens, positions, [number for (number,) in ids], count)
+        else:
+            context.reserve_rows(count)
+            context.token[:count], context.position[:count], context.flags[:count] = tokens, positions, 1
+            each = np.array([len(one) for one in ids])
+            context.set_ids(each, 4 * (np.cumsum(each) - each), np.array([number for one in ids for number in one]))
         self._ready = None
-        return Extended(*self._decode(count, count, timed))
+        logits, hidden = self._decode(count, count, timed)
+        return Extended(logits.tensor, hidden, logits.array)
 
-    def _decode(self, rows: int, outputs: int, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
+    def _decode(self, rows: int, outputs: int, timed: Phase | None) -> tuple[Logits, Tensor | None]:
         """Logits ``[outputs, V]`` of the last rows, and hidden states ``[rows, layers * H]``."""
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
             logits, final, watched = self.context.decode(rows, rows if self.context.embeddings else outputs)
-        found = logits[rows - outputs :] if self.context.embeddings and rows > outputs else logits
+        found = logits
+        if self.context.embeddings and rows > outputs:
+            found = Logits(logits.tensor[rows - outputs :], logits.array[rows - outputs :])
         if not self._layers:
             return found, None
         states: list[Any] = [final if layer == self.model.layers else watched[_tensor(layer)] for layer in self._layers]
@@ -274,18 +282,37 @@ class LlamaCpp:
             self._plans[shape] = ForestIds.of(shape, self._least)
         return self._plans[shape]
 
-    def _one_token_each(self, sequences: Sequence[LlamaSequence], pending: Sequence[Sequence[int]]) -> PreparedRows:
-        """``prepare`` one token of each sequence, as in autoregressive decoding: host work is a visible share of it."""
-        rows, starts = len(sequences), [one.length for one in sequences]
-        self._reserve_cells(rows)
-        for one in sequences:
-            if one.held is not None:
-                one.accept()
-        self.context.one_each([new[0] for new in pending], starts, [one.ids[0] for one in sequences])
-        for one in sequences:
-            one.length += 1
-        self._ready = prepared = PreparedRows(rows, rows, sum(starts) + rows)
-        return prepared
+    def _single_ids(
+        self, every: Sequence[LlamaSequence], tokens: Sequence[Sequence[int]], draft: Draft, trees: int, rows: int
+    ) -> PreparedRows:
+        """``_arrange`` where each sequence has one id, as in autoregressive decoding and with chains.
+
+        Host work is a visible share of these steps, so it uses few and small functions.
+        """
+        token: list[int] = []
+        position: list[int] = []
+        ids: list[int] = []
+        starts = [one.length for one in every]
+        for number, (sequence, new, start) in enumerate(zip(every, tokens, starts, strict=True)):
+            before = len(new) - (number < trees)
+            if before:
+                token += new[:before]
+                position += range(start, start + before)
+                ids += [sequence.ids[0]] * before
+        roots = [start + len(new) - 1 for start, new in zip(starts[:trees], tokens, strict=False)]
+        token += [new[-1] for new in tokens[:trees]]
+        position += roots
+        ids += [one.ids[0] for one in every[:trees]]
+        shape = draft.shape
+        if shape.nodes:
+            token += draft.token.tolist()
+            for root, depth in zip(
+                shape.root[shape.roots :].tolist(), shape.depth[shape.roots :].tolist(), strict=True
+            ):
+                position.append(roots[root] + depth)
+                ids.append(every[root].ids[0])
+        self.context.single_ids(token, position, ids, shape.rows)
+        return PreparedRows(rows, shape.rows, sum(starts) + rows)
 
     def _arrange(
         self,

@@ -84,6 +84,9 @@ class Output:
         pending_rows: for each sequence, those that only prefill last, the rows of its pending tokens in ``hidden``.
         node_rows: for each tree the rows of its nodes.
         early: for sequences with long prompts the hidden states of the pending tokens before those rows.
+        array: the same memory as ``logits``, of a runner whose logits are in the host's memory. A forward empties the
+            processor's caches, and each function of torch that is called next costs some ten microseconds; NumPy's
+            cost two.
     """
 
     logits: Tensor
@@ -92,6 +95,7 @@ class Output:
     pending_rows: Sequence[Rows] = ()
     node_rows: Sequence[Rows] = ()
     early: Mapping[int, Tensor] = field(default_factory=dict)
+    array: np.ndarray | None = None
 
     def observed(self, sequence: int, nodes: Sequence[int] = ()) -> Tensor | None:  # [n, layers * H]
         """The hidden states of a sequence's pending tokens, then of these nodes of its tree; None where not captured.
@@ -126,10 +130,17 @@ def _numbers(rows: Rows) -> Sequence[int]:
 
 
 class Extended(NamedTuple):
-    """What ``DraftRunner.extend`` returns: logits ``[n, V]``, and captured hidden states ``[n, layers * H]``."""
+    """What ``DraftRunner.extend`` returns.
+
+    Args:
+        logits: ``[n, V]``.
+        hidden: ``[n, layers * H]`` the captured hidden states; None where nothing is captured.
+        array: as of ``Output``.
+    """
 
     logits: Tensor
     hidden: Tensor | None
+    array: np.ndarray | None = None
 
 
 class Runner(Protocol):
@@ -229,7 +240,12 @@ class DraftRunner(Protocol):
         ...
 
     def extend(
-        self, sequences: Sequence[Any], shape: Shape, rows: np.ndarray, token: Tensor, timed: Phase | None = None
+        self,
+        sequences: Sequence[Any],
+        shape: Shape,
+        rows: np.ndarray,
+        token: np.ndarray | Tensor,
+        timed: Phase | None = None,
     ) -> Extended:
         """Compute nodes whose root and ancestors are computed already.
 

@@ -55,7 +55,7 @@ class Memory:
         """``[>= R, V]``, in the dtype of probabilities."""
         rows, width = logits.shape
         if len(self.scratch) < rows or self.scratch.shape[1] != width:
-            self.scratch = torch.empty(rows, width, dtype=probs_dtype(logits), device=logits.device)
+            self.scratch = torch.empty(rows, width, dtype=probs_dtype(logits.dtype), device=logits.device)
         return self.scratch
 
     def certain(self, roots: int) -> dict[str, np.ndarray]:
@@ -173,7 +173,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         parts_of_prompts = [(one.kv, one.pending[:count]) for one, count in chunks]
         forest = computed_forest(draft)
         output: Output = lm.run(lm.prepare([one.kv for one in sequences], pending, forest, parts_of_prompts))
-        raw = output.logits[: shape.rows]
+        raw = output.logits if forest is draft else output.logits[: shape.rows]
     if isinstance(masked, Future):
         with clock.phase("wait"):
             masked = masked.result()
@@ -194,7 +194,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         greedy = without_p and all(one.temperature == 0 for one in samplings)
         no_token = None
         if greedy:  # p is one-hot: the arg max of each row suffices
-            to_read["token"], undefined = argmax_of_finite(raw)
+            to_read["token"], undefined = argmax_of_finite(raw if output.array is None else output.array[: len(raw)])
         else:
             memory = parts.memory.like(raw)
             logits = memory[: len(raw)].copy_(raw)

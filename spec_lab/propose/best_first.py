@@ -130,7 +130,7 @@ class BestFirst:
     def _draw(self, rows: Sequence[int], logits: Tensor) -> list[int]:
         """Draw the children of ``rows`` ``[n]`` from draft logits ``[n, V]``; return the children's rows."""
         samplings = [self.samplings[self._tree[row]] for row in rows]
-        own, ask = logits.to(probs_dtype(logits), copy=True), {}
+        own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
         if (without := finite_(own)) is not None:
             ask["without"] = without
         if self.masks is not None:

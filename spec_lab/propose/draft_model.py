@@ -258,8 +258,7 @@ class DraftModel(Lifecycle):
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
             computed.extend(rows.tolist())
             sequences = [None if cache is None else cache.kv for cache in caches]
-            ids = torch.from_numpy(token[rows - shape.roots]).to(self.lm.device)
-            return self.lm.extend(sequences, shape, rows, ids, timed).logits
+            return self.lm.extend(sequences, shape, rows, token[rows - shape.roots], timed).logits
 
         roots = empty(len(own), self.lm.device)
         output = self.lm.forward([cache.kv for cache in own], pending, roots, timed=timed)

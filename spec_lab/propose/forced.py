@@ -103,7 +103,7 @@ class ForcedChains:
     def _draw(self, active: list[int], logits: Tensor) -> tuple[list[int], set[int]]:
         """Draw one more token for each tree from logits ``[n, V]``; return trees that got one, and unsure ones."""
         rows = np.array([self.rows[tree][self.ends[tree]] for tree in active])
-        own, ask = logits.to(probs_dtype(logits), copy=True), {}
+        own, ask = logits.to(probs_dtype(logits.dtype), copy=True), {}
         if (without := finite_(own)) is not None:
             ask["without"] = without
         own.masked_fill_(
@@ -161,8 +161,7 @@ class ForcedChains:
             token, row = int(allowed.argmax()), self.rows[tree][self.ends[tree]]
             if self.drawn != "point":
                 self.q_row[row] = sum(map(len, self.q))
-                dtype = probs_dtype(torch.empty(0, dtype=self.lm.dtype))
-                self.q.append(torch.from_numpy(allowed)[None].to(self.lm.device, dtype))
+                self.q.append(torch.from_numpy(allowed)[None].to(self.lm.device, probs_dtype(self.lm.dtype)))
             self._append(tree, token)
             appended.append(self.rows[tree][self.ends[tree]])
         return appended
@@ -172,8 +171,8 @@ class ForcedChains:
         rows = np.array([row for tree in active for row in fresh[tree]])
         caches = [None if cache is None else cache.kv for cache in self.caches]
         self.computed[rows] = True
-        ids = torch.from_numpy(self.token[rows - self.shape.roots]).to(self.lm.device)
-        logits = self.lm.extend(caches, self.shape, rows, ids, self.timed).logits
+        token = self.token[rows - self.shape.roots]
+        logits = self.lm.extend(caches, self.shape, rows, token, self.timed).logits
         return logits[torch.from_numpy(np.cumsum([len(fresh[tree]) for tree in active]) - 1)]
 
     def _draft(self) -> Draft:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
-from spec_lab.core.probabilities import Sampling, finite, likeliest, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import Sampling, finite, likeliest, likeliest_of, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.runner import DraftRunner, Extended, Output
 from spec_lab.engine.sequence import Batch, by_row
 from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
@@ -44,6 +44,7 @@ class Growth:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
         self.samplings, self.caches, self.confidence = samplings, caches, confidence
         self.one_hot = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
+        self.certain: list[np.ndarray] = []  # the tokens of q's rows, where they are one-hot and drawn on the host
         self.timed = batch.clock.phase("propose_forward")
         self.token = np.zeros(shape.nodes, dtype=np.int64)
         self.computed = np.zeros(shape.rows, dtype=bool)
@@ -71,7 +72,7 @@ class Growth:
             for nodes, above in level.ranks:
                 self.live[nodes] = live[above]
             if len(parents):
-                unsure = self._draw(level, live, parents, self._logits(parents), allowed)
+                unsure = self._draw(level, live, parents, self._forward(parents), allowed)
                 if unsure is not None:
                     last = live.copy()
                     last[live] = unsure
@@ -87,29 +88,99 @@ class Growth:
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
             return Draft(shape, tokens, broken=self.broken)
+        if self.certain:
+            self.q = [self._one_hot(np.concatenate(self.certain))]
         if not self.q:
             nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
             self.q, self.noise = [nothing], [nothing.double()]
         noise = torch.cat(self.noise) if self.drawn == "gumbel" else None
-        return Draft(shape, tokens, self.drawn, torch.cat(self.q), q_row, noise, self.broken, one_hot=self.one_hot)
+        q = self.q[0] if len(self.q) == 1 else torch.cat(self.q)
+        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken, one_hot=self.one_hot)
+
+    def _one_hot(self, token: np.ndarray) -> Tensor:  # [E] -> [E, V]
+        q = torch.zeros(len(token), self.batch.target.vocabulary, dtype=probs_dtype(self.lm.dtype))
+        q.numpy()[np.arange(len(token)), token] = 1
+        return q
 
     def _draw(
-        self, level: Level, live: np.ndarray, parents: np.ndarray, logits: Tensor, allowed: np.ndarray | None
+        self,
+        level: Level,
+        live: np.ndarray,
+        parents: np.ndarray,
+        computed: Output | Extended,
+        allowed: np.ndarray | None,
     ) -> np.ndarray | None:
-        """Draw one level's nodes, and read all that the host needs by one copy.
+        """Draw one level's nodes.
 
         Args:
             level: the level.
             live: which of its parents may have children.
             parents: ``[n]`` these.
-            logits: ``[n, V]`` the draft's, at these.
+            computed: with the draft's logits ``[n, V]`` at these.
             allowed: ``[n, V]`` what its constraint allows there; None for everything.
 
         Returns:
             ``[n]`` bool, the parents at which no token reaches ``confidence``; None without one.
         """
-        width, ask = len(level.ranks), {}
-        own, without = finite(logits.to(probs_dtype(logits)))
+        width, below = len(level.ranks), level.ranks
+        if len(parents) < len(live):
+            places = live.cumsum() - 1  # of each of the level's parents among ``parents``
+            below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in below]
+        own = None
+        if self._on_host(width):
+            array = computed.array
+            if array is None:
+                array = computed.logits.to(probs_dtype(computed.logits.dtype)).numpy()
+            host = likeliest_on_host(self.batch.read(array)[0], width, allowed, self.confidence)
+        else:
+            own, host = self._compute(computed.logits, parents, allowed, below)
+        if "without" in host:
+            self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
+        fine, support = host.get("possible"), host.get("support")
+        if self.drawn != "point":
+            some = np.arange(len(parents)) if fine is None else np.flatnonzero(fine)
+            self.q_row[parents[some]] = sum(map(len, self.q if own is not None else self.certain)) + some
+            if own is None:
+                self.certain.append(host["token"][:, 0])
+            else:
+                self.q.append(own)
+        start = 0
+        for rank, (nodes, above) in enumerate(below):
+            token = host["token"][above, rank] if host["token"].ndim == 2 else host["token"][start : start + len(nodes)]
+            start += len(nodes)
+            if fine is not None or support is not None:
+                drawn = np.ones(len(nodes), dtype=bool) if fine is None else fine[above]
+                if support is not None:
+                    drawn = drawn & exists(support[above], rank, self.drawn)
+                self.live[nodes] = drawn
+                nodes, token = nodes[drawn], token[drawn]
+            self.token[nodes - self.shape.roots] = token
+        return host.get("unsure")
+
+    def _on_host(self, width: int) -> bool:
+        """Whether ``likeliest_on_host`` draws the level: each parent's likeliest tokens, from logits on the CPU."""
+        greedy = self.drawn == "point" or (self.one_hot and width == 1)
+        return greedy and self.seen is None and self.lm.device.type == "cpu"
+
+    def _compute(
+        self,
+        logits: Tensor,
+        parents: np.ndarray,
+        allowed: np.ndarray | None,
+        below: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> tuple[Tensor, dict[str, np.ndarray]]:
+        """Draw one level's tokens on the device, and read all that the host needs by one copy.
+
+        Args:
+            logits, parents, allowed: as of ``_draw``.
+            below: for each rank the nodes, and of each node the place of its parent in ``parents``.
+
+        Returns:
+            q ``[n, V]`` (for points what their ranks follow from), and as of ``likeliest_on_host``; ``token`` may also
+            be ``[sum of nodes]``, rank by rank.
+        """
+        width, ask = len(below), {}
+        own, without = finite(logits.to(probs_dtype(logits.dtype)))
         if without is not None:
             ask["without"] = without
         if own is logits and (allowed is not None or self.drawn != "point"):
@@ -129,10 +200,6 @@ class Growth:
             support = (own > 0).sum(-1) if width > 1 else None
         if support is not None:
             ask["support"] = support
-        below = level.ranks
-        if len(parents) < len(live):
-            places = live.cumsum() - 1  # of each of the level's parents among ``parents``
-            below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in below]
         if self.one_hot and width == 1:
             ask["token"] = likeliest(own, 1)  # whatever the random choice
         elif self.drawn in ("point", "gumbel"):  # [n, width]
@@ -140,26 +207,7 @@ class Growth:
         else:
             ranks = [(places, self._keys(nodes, Purpose.DRAFT)) for nodes, places in below]
             ask["token"] = torch.cat(sample_siblings(self.batch.draws, self.drawn, own, support, ranks))
-        host = dict(zip(ask, self.batch.read(*ask.values()), strict=True))
-        if "without" in host:
-            self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
-        fine = host.get("possible")
-        if self.drawn != "point":
-            some = np.arange(len(parents)) if fine is None else np.flatnonzero(fine)
-            self.q_row[parents[some]] = sum(map(len, self.q)) + some
-            self.q.append(own)
-        start = 0
-        for rank, (nodes, above) in enumerate(below):
-            token = host["token"][above, rank] if host["token"].ndim == 2 else host["token"][start : start + len(nodes)]
-            start += len(nodes)
-            if fine is not None or support is not None:
-                drawn = np.ones(len(nodes), dtype=bool) if fine is None else fine[above]
-                if support is not None:
-                    drawn = drawn & exists(host["support"][above], rank, self.drawn)
-                self.live[nodes] = drawn
-                nodes, token = nodes[drawn], token[drawn]
-            self.token[nodes - self.shape.roots] = token
-        return host.get("unsure")
+        return own, dict(zip(ask, self.batch.read(*ask.values()), strict=True))
 
     def _race(self, q: Tensor, parents: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""
@@ -174,7 +222,7 @@ class Growth:
         keys = [sequence.key for sequence in self.batch.sequences]
         return [Key(*keys[root], purpose, place) for root, place in zip(roots, places, strict=True)]
 
-    def _logits(self, rows: np.ndarray) -> Tensor:  # [n, V]
+    def _forward(self, rows: np.ndarray) -> Output | Extended:
         """Compute the draft's logits at ``rows``: roots, with the tokens pending before them, or nodes of one level."""
         if rows[0] < self.shape.roots:
             active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
@@ -186,14 +234,14 @@ class Growth:
                 cache.follow(self.batch.sequences[tree].tokens) for tree, cache in zip(active, caches, strict=True)
             ]
             sequences, roots = [cache.kv for cache in caches], empty(len(rows), self.lm.device)
-            return self.lm.forward(sequences, pending, roots, timed=self.timed).logits
+            return self.lm.forward(sequences, pending, roots, timed=self.timed)
         above, token = self.shape.parent[rows - self.shape.roots], self.token[rows - self.shape.roots]
         if self.seen is not None:
             self.seen[rows] = self.seen[above]
             self.seen[rows, token] = True
         self.computed[rows] = True
         held = [None if cache is None else cache.kv for cache in self.caches]
-        return self.lm.extend(held, self.shape, rows, torch.from_numpy(token).to(self.lm.device), self.timed).logits
+        return self.lm.extend(held, self.shape, rows, token, self.timed)
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """Return the arguments of ``logits_to_probs`` at ``rows``: parameters (one if they agree), and history."""
@@ -204,3 +252,40 @@ class Growth:
         """Return probabilities that rank tokens as the penalised logits do, none of them truncated to zero."""
         plain = [Sampling(1.0, repetition_penalty=s.repetition_penalty) for s in self.samplings]
         return logits_to_probs(logits, *self._warp(plain, rows), scratch=logits)
+
+
+def likeliest_on_host(
+    x: np.ndarray, width: int, allowed: np.ndarray | None = None, confidence: float = 0.0
+) -> dict[str, np.ndarray]:
+    """What a level of likeliest tokens needs to know, in few functions of NumPy (``runner.Output``).
+
+    Args:
+        x: ``[n, V]`` logits, float32 or float64; not written to.
+        width: how many tokens of each row.
+        allowed: ``[n, V]`` what a constraint allows; None for everything.
+        confidence: see ``Growth``.
+
+    Returns:
+        ``token`` ``[n, width]``, the likeliest first. ``without`` ``[n]``, rows without a distribution, if there are
+        any. With ``allowed``: ``possible`` ``[n]``, rows with an allowed token that has a probability, and ``support``
+        ``[n]``, how many each has. With ``confidence``: ``unsure`` ``[n]``, rows in which no token reaches it.
+    """
+    found: dict[str, np.ndarray] = {}
+    rows, best = np.arange(len(x)), x.argmax(-1)
+    top = x[rows, best]
+    fine = np.isfinite(top)  # NaN is larger than all others, and -inf is the largest only of its own kind
+    if not fine.all():
+        found["without"] = ~fine
+        x = np.where(fine[:, None], x, 0)
+        best, top = np.where(fine, best, 0), np.where(fine, top, 0)
+    if allowed is not None:
+        x = np.where(allowed, x, -np.inf)
+        best = x.argmax(-1)
+        top = x[rows, best]
+        found["possible"] = possible = top > -np.inf
+        x[~possible, 0] = top[~possible] = 0
+        found["support"] = (x > -np.inf).sum(-1)
+    if confidence:
+        found["unsure"] = 1 / np.exp(x - top[:, None]).sum(-1) < confidence
+    found["token"] = best[:, None] if width == 1 else likeliest_of(x, width)
+    return found

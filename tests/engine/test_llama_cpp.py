@@ -21,7 +21,7 @@ from spec_lab.engine.llama_context import MOST_IDS, LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.llama_library import SIZES, Model, check_layout, load_library
 from spec_lab.engine.request import Request
-from spec_lab.engine.runner import Capabilities
+from spec_lab.engine.runner import Capabilities, Output
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
@@ -355,7 +355,7 @@ class Plain(Lookup):
     def run(self, prepared):
         self.forwards += 1
         rows = [self.row(text) for text in prepared]
-        return SimpleNamespace(logits=torch.stack(rows) if rows else torch.empty(0, V), attended=0)
+        return Output(torch.stack(rows) if rows else torch.empty(0, V), 0)
 
 
 DRAFTS = {
