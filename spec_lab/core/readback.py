@@ -22,9 +22,9 @@ class Readback:
     def __call__(self, *tensors: Tensor | np.ndarray) -> list[np.ndarray]:
         """The same numbers as NumPy arrays. What is an array already stays."""
         self.copies += 1
-        if all(isinstance(one, np.ndarray) or one.device.type == "cpu" for one in tensors):
-            return [one if isinstance(one, np.ndarray) else one.numpy() for one in tensors]
         away = [one for one in tensors if isinstance(one, Tensor)]
+        if all(one.device.type == "cpu" for one in away):
+            return [one if isinstance(one, np.ndarray) else one.numpy() for one in tensors]
         parts = iter(self.fetch(away))
         return [one if isinstance(one, np.ndarray) else next(parts) for one in tensors]
 

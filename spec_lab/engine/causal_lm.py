@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spec_lab.core.clock import Clock, Phase
 from spec_lab.core.draft import Draft, Shape
+from spec_lab.core.inference import inference
 from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.attention import SPANS, Attention, layer_kinds
 from spec_lab.engine.graphs import Capture, CudaGraphs, FixedForward, FixedPack, Graphs, uncaptured
@@ -130,7 +131,7 @@ class CausalLM:
     def _catch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._final = output[0].flatten(0, 1)  # [N, H]
 
-    @torch.inference_mode()
+    @inference
     def forward(
         self,
         sequences: Sequence[Any],
@@ -142,7 +143,7 @@ class CausalLM:
         """``prepare`` and ``run``."""
         return self.run(self.prepare(sequences, pending, draft, prefill), timed)
 
-    @torch.inference_mode()
+    @inference
     def forward_embeds(
         self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor, timed: Phase | None = None
     ) -> Output:
@@ -197,7 +198,7 @@ class CausalLM:
         logits, hidden = self._call(prepared, timed)
         return Output(logits, prepared.attended, hidden, prepared.pending, prepared.nodes, early)
 
-    @torch.inference_mode()
+    @inference
     def extend(
         self,
         sequences: Sequence[Any],

@@ -22,6 +22,7 @@ from spec_lab.constrain.applied import StepMasks, open_mask
 from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.draft import empty as no_draft
 from spec_lab.core.faults import attributed
+from spec_lab.core.inference import inference
 from spec_lab.core.probabilities import argmax_of_finite, finite_, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Draws
 from spec_lab.core.readback import Readback
@@ -122,7 +123,7 @@ class Parts:
 NOTHING = np.empty(0)
 
 
-@torch.inference_mode()
+@inference
 def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chunk] = ()) -> StepInfo:
     """One forward of the target: draft below every sequence, verify, and commit what was chosen.
 
@@ -194,7 +195,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
         greedy = without_p and all(one.temperature == 0 for one in samplings)
         no_token = None
         if greedy:  # p is one-hot: the arg max of each row suffices
-            to_read["token"], undefined = argmax_of_finite(raw if output.array is None else output.array[: len(raw)])
+            to_read["token"], undefined = argmax_of_finite(raw if output.array is None else output.array[: shape.rows])
         else:
             memory = parts.memory.like(raw)
             logits = memory[: len(raw)].copy_(raw)
@@ -326,8 +327,10 @@ def propose(parts: Parts, batch: Batch) -> Draft:
             raise TypeError(f"propose must return a Draft, not {type(draft).__name__}")
         if draft.shape.roots != len(batch.sequences):
             raise ValueError(f"its draft has {draft.shape.roots} trees for {len(batch.sequences)} sequences")
+        if not draft.computed_shape.nodes:
+            return draft
         _check_tokens(draft, batch.target.vocabulary)
-        if draft.computed_shape.nodes and (rows := draft.computed_shape.largest - 1) > parts.most_rows:
+        if (rows := draft.computed_shape.largest - 1) > parts.most_rows:
             raise ValueError(f"its draft has {rows} rows below one root, but it declares at most {parts.most_rows}")
     draft = draft.cut(batch.room())
     check_draft(proposer.name, parts.verifier, draft, parts.chains_only)
@@ -373,7 +376,7 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
     Raises:
         ValueError: names such a token.
     """
-    if not draft.computed_shape.nodes or draft.token.device.type != "cpu":
+    if draft.token.device.type != "cpu":
         return
     tokens = draft.computed_token.tolist()
     low, high = min(tokens), max(tokens)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from spec_lab.core.inference import inference
 from spec_lab.models.gguf_file import GGUFFile
 from spec_lab.models.support import Unsupported
 
@@ -73,19 +73,19 @@ class ModelServices:
         """As ``TargetServices`` says."""
         return int(self.model.config.num_hidden_layers)
 
-    @torch.inference_mode()
+    @inference
     def embed(self, tokens: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
         embedded: Tensor = self.model.get_input_embeddings()(tokens)
         return embedded
 
-    @torch.inference_mode()
+    @inference
     def final_norm(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says; the norm must be known by name."""
         normed: Tensor = self._final_norm()(hidden)
         return normed
 
-    @torch.inference_mode()
+    @inference
     def lm_head(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
         logits: Tensor = self.model.get_output_embeddings()(hidden)
@@ -124,18 +124,18 @@ class GGUFServices:
         """As ``TargetServices`` says."""
         return self.file.num_layers
 
-    @torch.inference_mode()
+    @inference
     def embed(self, tokens: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
         return nn.functional.embedding(tokens, self._embedding)
 
-    @torch.inference_mode()
+    @inference
     def final_norm(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says; the norm must be an RMSNorm."""
         weight, epsilon = self._norm
         return nn.functional.rms_norm(hidden.float(), (self.hidden_size,), weight, epsilon)
 
-    @torch.inference_mode()
+    @inference
     def lm_head(self, hidden: Tensor) -> Tensor:
         """As ``TargetServices`` says."""
         return nn.functional.linear(hidden.float(), *self._head)

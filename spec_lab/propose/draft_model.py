@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape, empty, forest
 from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.inference import inference
 from spec_lab.core.options import one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.proposer import Lifecycle
@@ -86,6 +88,7 @@ class DraftModel(Lifecycle):
         self.nodes = len(tree) if budget is None else budget.nodes
         self.branches = (width_of(tree) if budget is None else budget.children) > 1
         self._shapes = [shape_of(tuple(path for path in tree if len(path) <= d)) for d in range(depth_of(tree) + 1)]
+        self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
 
     @staticmethod
     def load(
@@ -204,7 +207,7 @@ class DraftModel(Lifecycle):
         """See ``DraftCache.close``."""
         state.close()
 
-    @torch.inference_mode()
+    @inference
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
         shapes, caches, depths = [], [], []
@@ -229,7 +232,8 @@ class DraftModel(Lifecycle):
             masks = cast(DraftMasks, batch.draft_masks)
             own = self.drawn, batch, masks, depths, samplings, caches, limits, self.confidence
             return ForcedChains(self.lm, *own).run()
-        growth = Growth(self.lm, self.drawn, batch, forest(tuple(shapes)), samplings, caches, self.confidence)
+        shape = forest(tuple(shapes))
+        growth = Growth(self.lm, self.drawn, batch, shape, samplings, caches, self._bare, self.confidence)
         return growth.run()
 
     def _best_first(
@@ -260,8 +264,7 @@ class DraftModel(Lifecycle):
             sequences = [None if cache is None else cache.kv for cache in caches]
             return self.lm.extend(sequences, shape, rows, token[rows - shape.roots], timed).logits
 
-        roots = empty(len(own), self.lm.device)
-        output = self.lm.forward([cache.kv for cache in own], pending, roots, timed=timed)
+        output = self.lm.forward([cache.kv for cache in own], pending, self._bare(len(own)), timed=timed)
         draft = growth.grow(output.logits, expand)
         rows = np.zeros(draft.shape.rows, dtype=bool)
         rows[computed] = True

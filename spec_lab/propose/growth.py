@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spec_lab.core.draft import Draft, Drawn, Level, Shape, empty
+from spec_lab.core.draft import Draft, Drawn, Level, Shape
 from spec_lab.core.probabilities import Sampling, finite, likeliest, likeliest_of, logits_to_probs, probs_dtype
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.runner import DraftRunner, Extended, Output
@@ -27,6 +28,7 @@ class Growth:
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
         caches: ``[B]`` the draft's KV caches; None where a tree is empty.
+        bare: returns a draft of so many roots without nodes.
         confidence: children of a row at which every token has a lower draft probability than this, at temperature 1,
             get no children.
     """
@@ -39,17 +41,19 @@ class Growth:
         shape: Shape,
         samplings: Sequence[Sampling],
         caches: Sequence[DraftCache | None],
+        bare: Callable[[int], Draft],
         confidence: float = 0.0,
     ) -> None:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
-        self.samplings, self.caches, self.confidence = samplings, caches, confidence
+        self.samplings, self.caches, self.bare, self.confidence = samplings, caches, bare, confidence
         self.one_hot = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
         self.certain: list[np.ndarray] = []  # the tokens of q's rows, where they are one-hot and drawn on the host
         self.timed = batch.clock.phase("propose_forward")
         self.token = np.zeros(shape.nodes, dtype=np.int64)
         self.computed = np.zeros(shape.rows, dtype=bool)
         self.broken: dict[int, str] = {}
-        self.live = np.ones(shape.rows, dtype=bool)
+        self.live = np.zeros(shape.rows, dtype=bool)  # the rows that there are so far
+        self.live[: shape.roots] = True
         self.q: list[Tensor] = []
         self.noise: list[Tensor] = []
         self.q_row = np.full(shape.rows, -1, dtype=np.int64)
@@ -60,24 +64,24 @@ class Growth:
     def run(self) -> Draft:
         """Draw every level; afterwards the caches hold the computed nodes."""
         shape, batch = self.shape, self.batch
-        leaf = np.zeros(shape.rows, dtype=bool)  # nothing is drafted below
+        grows = self.live.copy()  # where something is drafted below
         for level in shape.levels:
-            live = self.live[level.parents] & ~leaf[level.parents]
+            live = grows[level.parents]
             parents, allowed = level.parents[live], None
             if len(parents) and batch.draft_masks is not None:
                 allowed = batch.draft_masks(shape, parents, self.token)
                 if parents[0] >= shape.roots:  # roots are computed whatever is drafted
                     some = allowed.any(-1)
                     live[live], parents, allowed = some, parents[some], allowed[some]
+            if not len(parents):
+                break
             for nodes, above in level.ranks:
                 self.live[nodes] = live[above]
-            if len(parents):
-                unsure = self._draw(level, live, parents, self._forward(parents), allowed)
-                if unsure is not None:
-                    last = live.copy()
-                    last[live] = unsure
-                    for nodes, above in level.ranks:
-                        leaf[nodes] = last[above]
+            unsure = self._draw(level, live, parents, self._forward(parents), allowed)
+            if unsure is not None:
+                live[live] = ~unsure
+            for nodes, above in level.ranks:
+                grows[nodes] = self.live[nodes] & live[above]
         for tree, cache in enumerate(self.caches):
             if cache is not None:
                 cache.tentative = Tentative(shape, tree, self.token, self.computed)
@@ -233,8 +237,7 @@ class Growth:
             pending = [
                 cache.follow(self.batch.sequences[tree].tokens) for tree, cache in zip(active, caches, strict=True)
             ]
-            sequences, roots = [cache.kv for cache in caches], empty(len(rows), self.lm.device)
-            return self.lm.forward(sequences, pending, roots, timed=self.timed)
+            return self.lm.forward([cache.kv for cache in caches], pending, self.bare(len(rows)), timed=self.timed)
         above, token = self.shape.parent[rows - self.shape.roots], self.token[rows - self.shape.roots]
         if self.seen is not None:
             self.seen[rows] = self.seen[above]
@@ -273,8 +276,8 @@ def likeliest_on_host(
     found: dict[str, np.ndarray] = {}
     rows, best = np.arange(len(x)), x.argmax(-1)
     top = x[rows, best]
-    fine = np.isfinite(top)  # NaN is larger than all others, and -inf is the largest only of its own kind
-    if not fine.all():
+    if not all(map(math.isfinite, top.tolist())):  # NaN is larger than all others, and -inf the largest of its own kind
+        fine = np.isfinite(top)
         found["without"] = ~fine
         x = np.where(fine[:, None], x, 0)
         best, top = np.where(fine, best, 0), np.where(fine, top, 0)

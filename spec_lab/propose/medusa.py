@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.inference import inference
 from spec_lab.core.options import temperature_or_none, whole
 from spec_lab.core.probabilities import likeliest
 from spec_lab.engine.proposer import Lifecycle, Observation, Requires
@@ -177,7 +178,7 @@ class Medusa(Lifecycle):
         """Return a copy that shares the hidden states; they are never written to."""
         return state.copy()
 
-    @torch.inference_mode()
+    @inference
     def propose(self, batch: Batch) -> Draft:
         """Draft the tree below every sequence with computed tokens."""
         lm, computed = batch.target.lm, [len(sequence.kv) for sequence in batch.sequences]

@@ -159,7 +159,8 @@ class Loop:
         draws = CounterDraws(self.seed)
         parts = self.target, self.proposer, self.verifier, requests, draws, self.applied, self.pieces
         engine = fixed_group(*parts, record=self.record)
-        infos = [info.slim() for info in engine]
+        with torch.inference_mode():  # once, not in every step
+            infos = [info.slim() for info in engine]
         self.target.lm.clock.synchronise()
         return Decoded(infos, writer.outcomes(engine.sequences, infos, engine.errors))
 
