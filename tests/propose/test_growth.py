@@ -1,0 +1,92 @@
+"""Likeliest tokens drawn on the host are those drawn by the device's code, for any logits, masks and confidence."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_lab.core.clock import Clock
+from spec_lab.core.draft import Shape, chain, empty, forest, tree
+from spec_lab.core.probabilities import Sampling
+from spec_lab.core.readback import Readback
+from spec_lab.engine.runner import Extended
+from spec_lab.propose.growth import Growth, likeliest_on_host
+from spec_lab.propose.trees import parse
+
+V = 6
+COLD = Sampling()
+TREE = tree(tuple(parse("0 1 2 0.0 0.1 1.0 0.0.0")))
+
+
+class Table:
+    """A draft model whose logits follow from the row alone, with broken rows and equal numbers."""
+
+    device, dtype = torch.device("cpu"), torch.float64
+
+    def __init__(self, rows, seed, broken):
+        random = np.random.default_rng(seed)
+        logits = random.integers(-3, 4, (rows, V)).astype(float)
+        for row in np.flatnonzero(random.random(rows) < broken):
+            logits[row] = random.choice([np.nan, np.inf, -np.inf])
+        logits[random.random((rows, V)) < 0.2] = -np.inf
+        self.logits = torch.from_numpy(logits)
+
+    def forward(self, sequences, pending, draft, *, timed):
+        return Extended(self.logits[: len(sequences)], None)
+
+    def extend(self, sequences, shape, rows, token, timed):
+        return Extended(self.logits[torch.from_numpy(rows)], None)
+
+
+def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
+    """A draft, the rows that were computed, and the copies to the host."""
+    allowed = np.random.default_rng(seed + 1).random((shape.rows, V)) < 0.5
+    read = Readback()
+    batch = SimpleNamespace(
+        clock=Clock(), target=SimpleNamespace(vocabulary=V), device=torch.device("cpu"), read=read,
+        draft_masks=(lambda _, rows, token: allowed[rows]) if masked else None,
+        sequences=[SimpleNamespace(tokens=[1], key=(0, 0, 0)) for _ in range(shape.roots)],
+    )  # fmt: skip
+    caches = [SimpleNamespace(kv=None, follow=lambda tokens: tokens, tentative=None) for _ in range(shape.roots)]
+    lm = Table(shape.rows, seed, broken)
+    growth = Growth(lm, drawn, batch, shape, [COLD] * shape.roots, caches, empty, confidence)
+    choice = Growth._on_host if on_host else lambda *_: False
+    with patch.object(Growth, "_on_host", choice):
+        return growth.run(), growth.computed, read.copies
+
+
+@pytest.mark.parametrize(
+    ("shape", "drawn"),
+    [(forest((TREE, chain(3))), "point"), (forest((chain(3), chain(1))), "iid"), (chain(4), "point")],
+)
+@given(
+    seed=st.integers(0, 2**20),
+    broken=st.sampled_from([0.0, 0.3]),
+    masked=st.booleans(),
+    confidence=st.sampled_from([0.0, 0.35, 0.6]),
+)
+def test_the_host_draws_what_the_device_draws(shape, drawn, seed, broken, masked, confidence):
+    (host, rows, copies), (device, expected, read) = (
+        grown(shape, drawn, seed, broken, masked, confidence, on_host) for on_host in (True, False)
+    )
+    np.testing.assert_array_equal(host.shape.parent, device.shape.parent)
+    assert host.token.tolist() == device.token.tolist()
+    np.testing.assert_array_equal(rows, expected)
+    assert (host.broken, host.drawn, host.one_hot) == (device.broken, device.drawn, device.one_hot)
+    assert copies == read
+    if drawn == "iid":
+        assert host.one_hot
+        parents = np.unique(host.shape.parent)
+        torch.testing.assert_close(host.q[host.q_row[parents]], device.q[device.q_row[parents]], rtol=0, atol=0)
+
+
+def test_logits_are_not_written_to():
+    x = np.random.default_rng(0).normal(size=(3, V))
+    x[1] = np.nan
+    before = x.copy()
+    likeliest_on_host(x, 2, np.arange(V)[None] > np.array([[1], [2], [V]]), 0.5)
+    np.testing.assert_array_equal(x, before)
