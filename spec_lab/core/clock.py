@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,16 +12,12 @@ Mark = Any
 """A float of seconds on the CPU, a CUDA event on a GPU."""
 
 
-class Span(NamedTuple):
-    """A phase with its start and end."""
-
-    name: str
-    start: Mark
-    end: Mark
+Span = tuple[str, Mark, Mark]
+"""A phase with its start and end."""
 
 
 class Phase:
-    """See ``Clock.phase``."""
+    """See ``Clock.phase``. It may be entered again when it has ended, not before."""
 
     __slots__ = ("clock", "name", "start")
 
@@ -32,7 +28,7 @@ class Phase:
         self.start = self.clock.mark()
 
     def __exit__(self, *_: object) -> None:
-        self.clock.spans.append(Span(self.name, self.start, self.clock.mark()))
+        self.clock.spans.append((self.name, self.start, self.clock.mark()))
 
 
 class Clock:
@@ -46,6 +42,7 @@ class Clock:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self.spans: list[Span] = []
+        self._phases: dict[str, Phase] = {}
         self.mark: Callable[[], Mark] = self._event if self.cuda else time.perf_counter
         """Return a mark of the current time."""
 
@@ -55,8 +52,13 @@ class Clock:
         return event
 
     def phase(self, name: str) -> Phase:
-        """Return a context manager that records its block as one span of the phase ``name``."""
-        return Phase(self, name)
+        """Return a context manager that records its block as one span of the phase ``name``.
+
+        A phase is not entered within itself: each name has one manager, since a step enters seven.
+        """
+        if name not in self._phases:
+            self._phases[name] = Phase(self, name)
+        return self._phases[name]
 
     def take(self) -> list[Span]:
         """Return the spans recorded since the last call, in the order in which they ended."""

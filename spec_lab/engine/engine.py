@@ -158,8 +158,9 @@ class Engine:
             PartError: see ``step.step``. The engine is closed.
         """
         try:
-            self._admit()
-            self._retire()
+            if self._waiting:
+                self._admit()
+                self._retire()
             if not self._live:
                 return None
             self._make_room()
