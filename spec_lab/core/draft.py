@@ -542,6 +542,11 @@ class Draft:
             return self.token
         return torch.cat([self.token, self.computed_only.token])
 
+    @cached_property
+    def array(self) -> np.ndarray | None:  # [M + X]
+        """``computed_token`` where it is in the host's memory, as NumPy's; None on a device."""
+        return self.computed_token.numpy() if self.token.device.type == "cpu" else None
+
     @property
     def acceptable_nodes(self) -> np.ndarray:  # [B]
         """The number of each tree's nodes."""

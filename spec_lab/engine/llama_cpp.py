@@ -305,7 +305,7 @@ class LlamaCpp:
         ids += [one.ids[0] for one in every[:trees]]
         shape = draft.shape
         if shape.nodes:
-            token += draft.token.tolist()
+            token += _on_host(draft).tolist()
             for root, depth in zip(
                 shape.root[shape.roots :].tolist(), shape.depth[shape.roots :].tolist(), strict=True
             ):
@@ -354,7 +354,7 @@ class LlamaCpp:
             token[first : first + trees] = [new[-1] for new in tokens[:trees]]
             ends = np.array([start + n for start, n in zip(starts[:trees], before, strict=False)])
             position[first:rows] = shape.depth + ends[shape.root]
-        token[first + trees : rows] = draft.token.numpy()
+        token[first + trees : rows] = _on_host(draft)
         if not self._layers:
             return PreparedRows(rows, shape.rows, attended)
         ends = np.cumsum(before)
@@ -401,6 +401,12 @@ class LlamaCpp:
         number = self._ids.pop()
         self._highest = max(self._highest, number + 1)
         return number
+
+
+def _on_host(draft: Draft) -> np.ndarray:
+    """The tokens of a draft, which are where the runner's logits are."""
+    assert draft.array is not None
+    return draft.array
 
 
 def _tensor(layer: int) -> str:

@@ -225,16 +225,16 @@ class Packer:
             keep = 0
         else:
             rows = planned.logits(draft)
-        drafted = None if draft is None or not draft.shape.nodes else draft.token
-        if drafted is not None and drafted.device.type == "cpu":
-            numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.numpy()
+        drafted = None if draft is None or not draft.shape.nodes else draft
+        if drafted is not None and drafted.array is not None:
+            numbers[0, planned.nodes[0] if rows is None else rows[trees:]] = drafted.array
         if rows is None:
             given = torch.from_numpy(numbers).to(self.device)
         else:
             given, index = upload(self.device, numbers, rows)
             keep = torch.from_numpy(rows) if self.split else index  # of hidden states, perhaps on another device
-        if drafted is not None and drafted.device.type != "cpu":
-            given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted
+        if drafted is not None and drafted.array is None:
+            given[0, planned.nodes[0] if rows is None else index[trees:]] = drafted.token
         return self._prepared(given[:1], given[1:], segments, keep, attended, planned.pending, planned.nodes)
 
     def _one_token_each(

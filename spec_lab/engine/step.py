@@ -219,7 +219,7 @@ def step(sequences: Sequence[SequenceState], parts: Parts, chunks: Sequence[Chun
             forced = masks.forced if masks is not None and on_target else None
             to_read["expected"], to_read["expected_emitted"] = expected_counts(verdict, shape, forced, no_token)
         if shape.nodes:
-            to_read["drafted"] = draft.token
+            to_read["drafted"] = draft.token if draft.array is None else draft.array[: shape.nodes]
         if logprobs:
             to_read["logprobs"], to_read["last_logprob"] = logprobs_of(
                 raw, allowed, draft, to_read["row"], to_read["token"]
@@ -376,10 +376,9 @@ def _check_tokens(draft: Draft, vocabulary: int) -> None:
     Raises:
         ValueError: names such a token.
     """
-    if draft.token.device.type != "cpu":
+    if draft.array is None:
         return
-    tokens = draft.computed_token.tolist()
-    low, high = min(tokens), max(tokens)
+    low, high = draft.array.min(), draft.array.max()
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
         raise ValueError(f"its draft holds the token {wrong}, but the target has {vocabulary} tokens, from 0")

@@ -90,7 +90,7 @@ def observations(sequences, output, starts):
 
 def calls(info):
     """How often a step called the proposer's own modules."""
-    return sum(span.name == "propose_forward" for span in info.spans)
+    return sum(name == "propose_forward" for name, _, _ in info.spans)
 
 
 def path_tokens(draft, row):
