@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.engines import unified
 from spec_lab.analysis import metrics
 from spec_lab.models.gguf_export import convert
 from tests.gguf_files import ZOO
@@ -28,3 +29,12 @@ def test_every_arm_of_llama_cpp_decodes_the_same_greedy_texts(cli, tmp_path):
     for arm, found in texts.items():
         same = sum(a == b for a, b in zip(found, texts["baseline"], strict=True))
         assert same >= 3, arm
+
+
+def test_a_kv_cache_that_all_sequences_share_is_measured_beside_cells_of_their_own(capsys):
+    unified.main("--batches 1 2 --contexts 20 300 --blocks 2 --threads 1".split())
+    _, _, *rows = capsys.readouterr().out.strip().splitlines()
+    cells = [[one.strip() for one in row.strip("|").split("|")] for row in rows]
+    assert [(batch, context) for batch, context, *_ in cells] == [("1", "20"), ("1", "300"), ("2", "20"), ("2", "300")]
+    for _, _, own, shared, ratio in cells:
+        assert float(ratio.split()[0]) == pytest.approx(float(shared) / float(own), rel=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -120,6 +121,33 @@ def test_a_verifier_equals_its_paper_s_algorithm(verifier, direct, case):
     np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)
     np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=1e-12)
     np.testing.assert_allclose(np.bincount(draft.shape.root, weights=verdict.stop), 1.0, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=150)
+@given(case=drafts(("iid", "without"), chains=True))
+def test_chains_verified_together_equal_the_paper_s_algorithm(case):
+    draft, p = case
+    stop, emit = twin.token(draft, p.numpy())
+    with patch.object(rejection, "MANY", 0):
+        verdict = Token()(draft, p)
+        np.testing.assert_allclose(verdict.stop, stop, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(joint(draft, verdict), stop[:, None] * emit, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lenience", [1.0, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_many_chains_are_verified_as_one_at_a_time(lenience, dtype, monkeypatch):
+    rng = np.random.default_rng(7)
+    shape = forest(tuple(chain(length) for length in (3, 0, 5) * 12))
+    assert shape.nodes >= rejection.MANY
+    p, q = (torch.from_numpy(rng.dirichlet(np.ones(8), shape.rows)).to(dtype) for _ in range(2))
+    tokens = torch.multinomial(q, 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    draft = Draft(shape, tokens[torch.from_numpy(shape.parent)], "iid", q, np.arange(shape.rows))
+    together, rows = rejection.recursive_rejection(draft, p, lenience), np.arange(shape.rows)
+    monkeypatch.setattr(rejection, "MANY", shape.nodes + 1)
+    one_by_one = rejection.recursive_rejection(draft, p, lenience)
+    np.testing.assert_allclose(together[0], one_by_one[0], rtol=1e-12)
+    torch.testing.assert_close(together[1](rows), one_by_one[1](rows), rtol=0, atol=0)
 
 
 @settings(max_examples=150)
