@@ -15,8 +15,8 @@ T = TypeVar("T")
 def inference(function: Callable[P, T]) -> Callable[P, T]:
     """``torch.inference_mode()`` for functions that call each other in every step.
 
-    Entering the mode and leaving it again takes some fifteen microseconds after a forward has emptied the caches; a
-    function that is called in inference mode only asks whether it is on.
+    Entering the mode and leaving it again takes some fifteen microseconds after a forward, when the CPU's caches are
+    cold; a function that is called in inference mode only asks whether it is on.
     """
 
     @wraps(function)

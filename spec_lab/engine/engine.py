@@ -17,7 +17,15 @@ from spec_lab.core.faults import attributed
 from spec_lab.core.options import whole
 from spec_lab.core.randomness import Draws
 from spec_lab.engine.commit import Committed
-from spec_lab.engine.proposer import Proposer, branches, check_requires, check_sampling, draws_of, release
+from spec_lab.engine.proposer import (
+    Proposer,
+    branches,
+    check_requires,
+    check_sampling,
+    draws_of,
+    most_at_once,
+    release,
+)
 from spec_lab.engine.request import Ended, Request, without_name
 from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import SequenceState
@@ -33,7 +41,8 @@ class Limits:
 
     Args:
         max_batch_size: most requests decoded together; None for no limit. The target's runner may have a limit of its
-            own (``runner.Capabilities.sequences``), beyond which requests and forks wait.
+            own (``most_at_once``), beyond which requests wait. llama.cpp has 256 sequence ids: where requests and their
+            forks are more, decoding ends with an error.
         max_prefill_tokens: most tokens of sequences with several pending tokens (prompts, tokens computed again after a
             preemption, forced tokens) computed in one step; longer ones are computed in chunks over several steps,
             together with the decoding of others. None for no limit.
@@ -99,7 +108,7 @@ class Engine:
         self._ids: set[int] = set()
         self._waiting: deque[Request | SequenceState] = deque()
         self._live: list[SequenceState] = []  # in the order of admission
-        self._at_once = self.target.lm.capabilities.sequences  # in one forward; others wait
+        self._at_once = most_at_once(self.proposer, self.target)  # in one forward; others wait
         own = None if applied is None else applied.constraint
         self._logprobs = isinstance(own, ReadsLogprobs) and own.reads_logprobs
 

@@ -106,7 +106,7 @@ class Context:
     # Sizes -----------------------------------------------------------------------------------------------------------
 
     def require(self, cells: int, ids: int, watch: Collection[str] | None = None) -> None:
-        """Grow to at least so many cells and sequence ids, and watch tensors of these names; None changes nothing.
+        """Grow to at least ``cells`` cells and ``ids`` sequence ids, and watch these tensors; None changes nothing.
 
         The callback stays once a tensor was watched: arms that watch none may alternate with one that does.
 
@@ -128,24 +128,27 @@ class Context:
 
     def _grow(self, cells: int, ids: int, most: int | None, watches: bool) -> None:
         """Make a larger context with the cells of this one, or restore this one. Errors as of ``require``."""
-        settings = self.settings
-        if cells > self.cells:
-            cells = -(-max(cells, 2 * self.cells) // GRAIN) * GRAIN
-        ids = self.ids if 0 < self.ids >= ids else min(MOST_IDS, max(ids, 4 * self.ids, 16))
-        cells = max(cells, self.cells, settings.batch, MOST_IDS)
+        least = max(-(-cells // GRAIN) * GRAIN, self.cells, self.settings.batch, MOST_IDS)
+        cells = max(least, 2 * self.cells) if cells > self.cells else least
         if most is not None:
-            cells = min(cells, most)
+            cells, least = min(cells, most), min(least, most)
+        if ids > self.ids or not self.ids:
+            ids = min(MOST_IDS, max(ids, 4 * self.ids, 16))
+        ids = max(ids, self.ids)
         state, before = self._state(), (self.cells, self.ids, self._watches)
         self.close()
-        try:
-            self._make(cells, ids, watches, state)
-        except OutOfCells:
-            self.close()
-            if state is not None:
-                self._lost = True
-                self._make(*before, state)
-                self._lost = False
-            raise
+        for size in dict.fromkeys((cells, least)):
+            try:
+                self._make(size, ids, watches, state)
+                return
+            except OutOfCells as error:
+                failed = error
+                self.close()
+        if state is not None:
+            self._lost = True
+            self._make(*before, state)
+            self._lost = False
+        raise failed
 
     def _make(self, cells: int, ids: int, watches: bool, state: Any) -> None:
         """Make a context with the cells of another one (``_state``).
@@ -216,7 +219,7 @@ class Context:
     # Rows ------------------------------------------------------------------------------------------------------------
 
     def reserve_rows(self, rows: int) -> None:
-        """Grow the arrays to so many rows."""
+        """Grow the arrays to ``rows`` rows."""
         if rows <= self._rows:
             return
         self._rows = rows
@@ -237,7 +240,7 @@ class Context:
             self._pointers[:] = self._address + 4 * np.arange(self._rows)
             self._views = self.token.data, self.position.data, self._flat.data, self.flags.data
             self._single, self._silent = True, 0
-        # Items of memoryviews: after a forward, which has emptied the caches, NumPy's slices cost ten times more.
+        # Items of memoryviews: after a forward the CPU's caches are cold, and NumPy's slices cost ten times more.
         token, position, flat, flags = self._views
         for row in range(rows):
             token[row], position[row], flat[row] = tokens[row], positions[row], ids[row]
@@ -267,17 +270,18 @@ class Context:
         self._flat = np.zeros(size, dtype=np.int32)
         self._address = self._flat.ctypes.data
 
-    def decode(self, rows: int, outputs: int) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
+    def decode(self, rows: int, wanted: int) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Args:
             rows: how many rows.
-            outputs: how many have outputs: the last ones, or all.
+            wanted: of how many, the last ones, the logits are returned. These rows have outputs; all others as well
+                where ``embeddings`` are on.
 
         Returns:
-            Logits ``[outputs, V]`` in the order of the rows: the library's memory, which the next call overwrites, or a
-            copy; hidden states after the final norm ``[outputs, H]``, a copy, or None where they are off; and the
-            watched tensors ``[rows, H]`` by name.
+            Logits ``[wanted, V]`` in the order of the rows: the library's memory, which the next call overwrites, or a
+            copy; hidden states after the final norm ``[rows, H]``, a copy, or None where they are off; and the watched
+            tensors ``[rows, H]`` by name.
 
         Raises:
             OutOfCells: there are not enough free cells, or all were lost (``require``).
@@ -287,11 +291,11 @@ class Context:
         if self.embeddings:
             most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
         if rows <= most:
-            return self._decode(rows, outputs, self._whole)
+            return self._decode(rows, wanted, self._whole)
         parts, found = -(-rows // most), []
         for number in range(parts):
             start, stop = number * rows // parts, (number + 1) * rows // parts
-            own = stop - max(start, min(stop, rows - outputs))
+            own = stop - max(start, min(stop, rows - wanted))
             logits, hidden, watched = self._decode(stop - start, own, self._part(start, stop))
             found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
         several = any(len(one.tensor) for one, _, _ in found[:-1])
@@ -316,16 +320,16 @@ class Context:
             setattr(batch, name, ctypes.cast(array.ctypes.data + start * array.itemsize, kind))
         return batch
 
-    def _decode(self, rows: int, outputs: int, batch: Any) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
-        """Compute a batch of so many rows."""
+    def _decode(self, rows: int, wanted: int, batch: Any) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
+        """Compute a batch of ``rows`` rows."""
         lib, model = self.library, self.model
         batch.n_tokens = self._expected = rows
         if code := lib.llama_decode(self._handle, batch):
             self._raise(code, rows)
-        logits = self._logits(outputs)
+        logits = self._logits(rows if self.embeddings else wanted, wanted)
         hidden = None
         if self.embeddings:
-            hidden = _view(lib.llama_get_embeddings(self._handle), outputs, model.output_size).copy()
+            hidden = _view(_address(lib.llama_get_embeddings(self._handle)), rows, model.output_size).copy()
         watched = {}
         for name, found in self._watched.items():
             if found is None:
@@ -336,16 +340,22 @@ class Context:
             watched[name], self._watched[name] = found, None
         return logits, hidden, watched
 
-    def _logits(self, rows: int) -> Logits:
-        """The library's memory of logits; what describes it is made once for each address and size."""
-        if not rows:
-            return Logits.of(torch.empty(0, self.model.vocabulary))
-        pointer = self.library.llama_get_logits(self._handle)
-        key = ctypes.addressof(pointer.contents), rows
+    def _logits(self, outputs: int, wanted: int) -> Logits:
+        """The last rows of the library's memory of logits; what describes them is made once for each address and size.
+
+        Args:
+            outputs: rows of that memory.
+            wanted: how many of them.
+        """
+        width = self.model.vocabulary
+        if not wanted:
+            return Logits.of(torch.empty(0, width))
+        address = _address(self.library.llama_get_logits(self._handle)) + 4 * (outputs - wanted) * width
+        key = address, wanted
         if key not in self._tensors:
             if len(self._tensors) >= MOST_TENSORS:
                 self._tensors.clear()
-            self._tensors[key] = Logits.of(torch.from_numpy(_view(pointer, rows, self.model.vocabulary)))
+            self._tensors[key] = Logits.of(torch.from_numpy(_view(address, wanted, width)))
         return self._tensors[key]
 
     def _raise(self, code: int, rows: int) -> None:
@@ -386,9 +396,11 @@ def _free(library: Any, handle: Any, _model: Model) -> None:
     library.llama_free(handle)
 
 
-def _view(pointer: Any, rows: int, width: int) -> np.ndarray:
-    """The library's memory as a float32 array ``[rows, width]``."""
-    if not rows:
-        return np.empty((0, width), dtype=np.float32)
-    memory: Any = (ctypes.c_float * (rows * width)).from_address(ctypes.addressof(pointer.contents))
+def _address(pointer: Any) -> int:
+    return ctypes.addressof(pointer.contents)
+
+
+def _view(address: int, rows: int, width: int) -> np.ndarray:
+    """The library's memory from an address on as a float32 array ``[rows, width]``."""
+    memory: Any = (ctypes.c_float * (rows * width)).from_address(address)
     return np.frombuffer(memory, dtype=np.float32).reshape(rows, width)

@@ -17,7 +17,10 @@ from spec_lab.core.roofline import ForwardWork
 from spec_lab.engine.llama_context import MOST_IDS, Context, LlamaSettings, Logits
 from spec_lab.engine.llama_library import Model
 from spec_lab.engine.llama_sequence import ForestIds, LlamaSequence, Paths
-from spec_lab.engine.runner import Capabilities, Extended, Output
+from spec_lab.engine.runner import Ability, Capabilities, Extended, Output
+
+PLAIN_EMBEDDINGS = ("llama", "qwen2", "qwen3")
+"""Architectures whose first layer is known to read the rows of the embedding as they are."""
 
 MOST_SHAPES = 64
 """Most shapes of forests whose ids a runner remembers."""
@@ -93,7 +96,8 @@ class LlamaCpp:
     @property
     def capabilities(self) -> Capabilities:
         """See ``runner.Runner``. Hidden states but the last one are read while a forward is computed, which costs."""
-        return Capabilities(self.model.layers, MOST_IDS // self._least, frozenset({"shared_prefix"}))
+        abilities: frozenset[Ability] = frozenset({"shared_prefix"})
+        return Capabilities(self.model.layers, MOST_IDS // self._least, MOST_IDS, abilities)
 
     def open(self, reserve: int = 0) -> LlamaSequence:
         """An empty sequence that will have about ``reserve`` tokens.
@@ -109,7 +113,7 @@ class LlamaCpp:
         """Free the KV cache."""
         self.context.close()
 
-    def give(self, number: int) -> None:
+    def release_id(self, number: int) -> None:
         """Take back a sequence id whose cells were removed."""
         self._ids.append(number)
 
@@ -129,6 +133,12 @@ class LlamaCpp:
         if wrong := [layer for layer in layers if not -last - 1 <= layer <= last]:
             raise ValueError(f"hidden state {wrong[0]} does not exist: the model has states 0 to {last}")
         states = tuple(layer % (last + 1) for layer in layers)
+        architecture = self.model.description.partition(" ")[0]
+        if 0 in states and architecture not in PLAIN_EMBEDDINGS:
+            raise ValueError(
+                f"hidden state 0 of a {architecture} model is not known: other architectures than "
+                f"{', '.join(PLAIN_EMBEDDINGS)} may scale the embeddings, or add positions to them"
+            )
         names = {_tensor(layer) for layer in states if layer != last}
         self.context.require(0, 0, names)
         if names - self._found and self._ids:
@@ -266,14 +276,11 @@ class LlamaCpp:
         """Logits ``[outputs, V]`` of the last rows, and hidden states ``[rows, layers * H]``."""
         self.forwards += 1
         with timed or self.clock.phase("target_forward"):
-            logits, final, watched = self.context.decode(rows, rows if self.context.embeddings else outputs)
-        found = logits
-        if self.context.embeddings and rows > outputs:
-            found = Logits(logits.tensor[rows - outputs :], logits.array[rows - outputs :])
+            logits, final, watched = self.context.decode(rows, outputs)
         if not self._layers:
-            return found, None
+            return logits, None
         states: list[Any] = [final if layer == self.model.layers else watched[_tensor(layer)] for layer in self._layers]
-        return found, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
+        return logits, torch.from_numpy(states[0] if len(states) == 1 else np.concatenate(states, axis=1))
 
     def _plan(self, shape: Shape) -> ForestIds:
         if shape not in self._plans:
@@ -381,7 +388,7 @@ class LlamaCpp:
             self.context.require(max(self._used, reserved), self._highest)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
-        """A free id, if need be one that another sequence does not need now.
+        """A free id. If none is free, other sequences give back those that they do not need now.
 
         Raises:
             ValueError: there is none.

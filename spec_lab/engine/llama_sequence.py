@@ -34,7 +34,7 @@ class Owner(Protocol):
         """An empty sequence."""
         ...
 
-    def give(self, number: int) -> None:
+    def release_id(self, number: int) -> None:
         """Take back a sequence id whose cells were removed."""
         ...
 
@@ -103,7 +103,7 @@ class ForestIds:
 
     @staticmethod
     def of(shape: Shape, least: int = 1) -> ForestIds:
-        """The ids of a shape, at least so many for each tree."""
+        """The ids of a shape, at least ``least`` for each tree."""
         trees, widths, first = [], [], 0
         each: list[list[int]] = [[] for _ in range(shape.rows)]
         nodes = [rows[1:] - shape.roots for rows in shape.trees]
@@ -199,7 +199,11 @@ class LlamaSequence:
     def fork(self) -> LlamaSequence:
         """A second sequence with the same past, whose cells it shares."""
         twin = self.runner.open(self.reserve)
-        self.runner.context.require(0, max(twin.ids) + 1)
+        try:
+            self.runner.context.require(0, max(twin.ids) + 1)
+        except ValueError:
+            twin.close()
+            raise
         self.runner.context.share(self.ids[0], twin.ids[0], 0, self.length)
         twin.length = self.length
         twin.attach(len(twin.ids))
@@ -214,7 +218,7 @@ class LlamaSequence:
         """Give back all ids but the first ``keep``."""
         for number in self.ids[keep:]:
             self.runner.context.remove(number, 0)
-            self.runner.give(number)
+            self.runner.release_id(number)
         del self.ids[keep:], self.shared[keep:]
         if not keep:
             self.runner.sequences.discard(self)

@@ -248,6 +248,15 @@ def check_requires(proposer: Proposer, target: Target) -> None:
             )
 
 
+def most_at_once(proposer: Proposer, target: Target) -> int | None:
+    """Return the most sequences in one forward, with trees as large as the proposer declares; None for no limit."""
+    has = target.lm.capabilities
+    if has.leaves is None or branches(proposer) is False:
+        return has.sequences
+    fit = max(1, has.leaves // max(1, proposer.nodes))
+    return fit if has.sequences is None else min(fit, has.sequences)
+
+
 def release(proposer: Proposer, sequences: Iterable[SequenceState]) -> None:
     """Free the KV caches of sequences, and close the proposer's states for them.
 

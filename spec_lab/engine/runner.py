@@ -61,11 +61,13 @@ class Capabilities:
             transformers' ``hidden_states``: number i is the input of layer i (the output of layer i - 1), and number
             ``hidden_layers``, or -1, is the state after the final norm.
         sequences: most sequences in one forward; None for no limit.
+        leaves: most leaves of all draft trees of one forward, where a tree without nodes has one; None for no limit.
         abilities: those that it has of ``ABILITIES``.
     """
 
     hidden_layers: int = 0
     sequences: int | None = None
+    leaves: int | None = None
     abilities: frozenset[Ability] = frozenset()
 
 
@@ -84,9 +86,8 @@ class Output:
         pending_rows: for each sequence, those that only prefill last, the rows of its pending tokens in ``hidden``.
         node_rows: for each tree the rows of its nodes.
         early: for sequences with long prompts the hidden states of the pending tokens before those rows.
-        array: the same memory as ``logits``, of a runner whose logits are in the host's memory. A forward empties the
-            processor's caches, and each function of torch that is called next costs some ten microseconds; NumPy's
-            cost two.
+        array: the same memory as ``logits``, of a runner whose logits are in the host's memory. After a forward the
+            CPU's caches are cold, so that a call of torch costs some ten microseconds; NumPy's cost two.
     """
 
     logits: Tensor

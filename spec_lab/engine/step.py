@@ -62,13 +62,15 @@ class Memory:
     def certain(self, roots: int) -> dict[str, np.ndarray]:
         """The outcome, except the token, of a step without randomness and without drafted nodes. Read-only.
 
-        (NumPy's functions cost more in a real step than in a loop of their own: the forward has emptied the caches.)
+        (Calls of NumPy cost more in a step than in a loop of their own: after a forward the CPU's caches are cold.)
         """
         if roots not in self.outcomes:
-            self.outcomes[roots] = {
+            self.outcomes[roots] = outcome = {
                 "row": np.arange(roots), "empty": np.zeros(roots, dtype=bool),
                 "expected": np.zeros(roots), "expected_emitted": np.ones(roots),
             }  # fmt: skip
+            for array in outcome.values():
+                array.flags.writeable = False
         return self.outcomes[roots]
 
 

@@ -125,7 +125,8 @@ def work_of(file: GGUFFile, kv_dtype: str) -> ForwardWork | None:
     Matrices of three dimensions are those of experts, of which a row uses some.
 
     Returns:
-        None of a model with windows, whose layers the file does not name, or with other numbers for each layer.
+        None of a model with windows, since most files do not state which layers have one, or with other numbers for
+        each layer.
     """
     fields = {
         name: file.metadata.get(f"{file.architecture}.{name}")

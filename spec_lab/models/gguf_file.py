@@ -33,11 +33,16 @@ MAX_CONTEXT = 2**31 - 1
 """Largest number of positions of a model; llama.cpp counts them in 32 bits."""
 MAX_LAYERS, MAX_EXPERTS = 512, 1024
 """llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS; it aborts the process above them."""
+MAX_STOPS = 1024
+"""Maximum number of end-of-text tokens that are read."""
 MAX_NAME = 2**16
 """Maximum length of a name, in bytes; llama.cpp's own tensors have at most 64."""
 
 SOURCE = "spec_lab.weights_sha256"
 """Metadata field: SHA-256 of the weight files of the checkpoint that was converted (``checkpoint.weights_hash``)."""
+
+STOPS = "spec_lab.stop_token_ids"
+"""Metadata field: all end-of-text tokens of the checkpoint that was converted; the format itself names three."""
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata values (``gguf.GGUFValueType``) that are numbers, as codes of ``struct``."""
@@ -121,23 +126,16 @@ class GGUFFile:
     @property
     def ends(self) -> frozenset[int]:
         """The end-of-text tokens that the file names. (llama.cpp adds those that it knows by their text.)"""
-        named = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        named = [self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        own = self.metadata.get(STOPS)
+        if isinstance(own, np.ndarray) and own.dtype.kind in "iu":
+            named += own[:MAX_STOPS].tolist()
         return frozenset(one for one in named if isinstance(one, int) and 0 <= one < self.vocabulary)
 
     @property
     def source_sha256(self) -> str:
         """SHA-256 of the weight files from which ``spec-lab convert`` wrote the file; empty if it is not known."""
         return str(self.metadata.get(SOURCE, ""))
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors, in bytes."""
-        return sum(one.nbytes for one in self.tensors.values())
-
-    @property
-    def parameters(self) -> int:
-        """Number of elements of all tensors."""
-        return sum(one.parameters for one in self.tensors.values())
 
     @property
     def tied(self) -> bool:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spec_lab.core.files import Unreadable
 from spec_lab.models import checkpoint
-from spec_lab.models.gguf_file import GGUFFile
+from spec_lab.models.gguf_file import STOPS, GGUFFile
 from spec_lab.models.tokenizer import MAX_TOKENS, check_vocabulary, read_tokenizer
 
 HF_JSON = "tokenizer.huggingface.json"
@@ -121,6 +121,7 @@ def write_tokenizer(writer: Any, tokenizer: Any, vocabulary: int, stops: Sequenc
         ends, (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), strict=False
     ):
         add(one)
+    writer.add_array(STOPS, ends)  # the format names three
     given = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(bool(given) and given[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(given) and given[-1] == tokenizer.eos_token_id)

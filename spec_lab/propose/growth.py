@@ -28,7 +28,7 @@ class Growth:
         shape: the whole forest; nodes that are left out are cut at the end.
         samplings: ``[B]`` how the draft samples.
         caches: ``[B]`` the draft's KV caches; None where a tree is empty.
-        bare: returns a draft of so many roots without nodes.
+        bare: returns the draft without nodes, for a number of roots.
         confidence: children of a row at which every token has a lower draft probability than this, at temperature 1,
             get no children.
     """

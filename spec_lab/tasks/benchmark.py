@@ -7,8 +7,9 @@ machine's speed affects all of them alike. Rows are built and written between gr
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import current_process
 from pathlib import Path
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from spec_lab.analysis import metrics, show, tracking
 from spec_lab.analysis.names import names_in_manifest, renamed, with_names
 from spec_lab.core.roofline import Roofline
+from spec_lab.engine.proposer import most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.propose import Null
 from spec_lab.results import writer
@@ -31,6 +33,8 @@ from spec_lab.tasks.certify.certificate import in_short
 from spec_lab.tasks.lab import Arm, Lab, Loop, Settings
 from spec_lab.tasks.shell import Done, Task
 from spec_lab.verify import Match
+
+LOG = logging.getLogger(__name__)
 
 MOST_MARGINS = 32
 """Most outputs of an arm whose margin is computed, a prefill each."""
@@ -64,7 +68,7 @@ def run(lab: Lab, settings: Settings, config: Mapping[str, Any], console: Consol
     groups = {start // size: requests[start : start + size] for start in range(0, len(requests), size)}
 
     def work(facts: Mapping[str, Any]) -> Done:
-        for line in show.chosen_trees(lab.facts(), facts["proposers"]):
+        for line in (*show.chosen_trees(lab.facts(), facts["proposers"]), *_waiting(arms, min(size, len(requests)))):
             console.print(line, soft_wrap=True, highlight=False)
         finished, names = recorder.finished(), names_in_manifest(facts)
         todo = {number: group for number, group in groups.items() if number not in finished}
@@ -104,6 +108,19 @@ def one_of_several() -> bool | None:
     shown on a terminal.
     """
     return True if current_process().name != "MainProcess" else None
+
+
+def _waiting(arms: Mapping[str, Arm], size: int) -> Iterator[str]:
+    """Yield a line for each arm that cannot decode ``size`` requests at once."""
+    for name, arm in arms.items():
+        if not isinstance(arm, Loop):
+            continue
+        most, leaves = most_at_once(arm.proposer, arm.target), arm.target.lm.capabilities.leaves
+        if most is not None and most < size:
+            yield (
+                f"{name}: {most} of {size} requests are decoded at once, the others wait, since a draft tree may have "
+                f"{arm.proposer.nodes} leaves, and the target's runner supports {leaves} in all"
+            )
 
 
 def _warm_up(arms: Mapping[str, Arm], requests: Sequence[Request], tokens: int) -> None:
@@ -203,12 +220,17 @@ def margins(lab: Lab, requests: Sequence[Request], tables: metrics.Tables) -> di
     """
     found: dict[str, Any] = {}
     if lab.sampling.temperature == 0 and lab.sampling.repetition_penalty == 1:
+        lab.target.lm.capture(())
         prompts = {one.id: one.tokens for one in requests}
         for arm in metrics.arms(tables):
             each = []
             for one in metrics.first_differences(tables.requests, arm)[:MOST_MARGINS]:
                 text = [*prompts[one.request], *one.before]
-                logits = lab.target.plain_logits(text, len(text))[0].float()
+                try:
+                    logits = lab.target.plain_logits(text, len(text))[0].float()
+                except RuntimeError as error:  # such as of memory: a forward over the whole text is larger than a step
+                    LOG.warning("The difference of logits of %s is not known: %s", one.request, error)
+                    continue
                 each.append(float((logits[one.token] - logits[one.expected]).abs()))
             if each:
                 found[arm] = {"outputs": len(each), "median": median(each), "largest": max(each)}

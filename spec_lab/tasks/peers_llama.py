@@ -52,14 +52,14 @@ def timed(request: Request, tokens: Iterator[int], start: float) -> Outcome:
     return Outcome(request, found, finish(found, request), 1, len(found) - 1, prefill, decode, prefill)
 
 
-class Fitted:
+class GrowingLlama:
     """A ``Llama`` that is made when its first requests are known, and again where longer ones follow.
 
     llama.cpp allocates a KV cache at once; one of a model's whole context may be larger than the memory.
 
     Args:
         target: decodes the requests.
-        make: returns a ``Llama`` with a KV cache of so many tokens.
+        make: returns a ``Llama``, for the number of tokens of its KV cache.
         more: tokens beyond those of a request, for drafts.
     """
 
@@ -68,7 +68,7 @@ class Fitted:
         self.size = 0
         self.made: Any = None
 
-    def to(self, requests: Sequence[Request]) -> Any:
+    def for_requests(self, requests: Sequence[Request]) -> Any:
         """Return one with room for each of the requests, which fit the target, and for all that it may emit."""
         required = self.more + max(len(one.tokens) + room(one, self.target) for one in requests)
         if required > self.size:
@@ -85,7 +85,7 @@ class LlamaGenerate:
         target: of a GGUF file.
         sampling: the sampling parameters.
         seed: of the library's sampler; the request's number is added.
-        drafts: returns, for a KV cache of so many tokens, what maps the tokens so far to drafted tokens; None for none.
+        drafts: returns what drafts, for the number of tokens of its KV cache; None for no drafts.
         tokens: most drafted tokens of a step.
         sha256: of the draft model's file; None without one.
 
@@ -118,7 +118,7 @@ class LlamaGenerate:
         def make(size: int) -> Any:
             return llama_of(target, size, draft_model=None if drafts is None else drafts(size))
 
-        self.llama = Fitted(target, make, tokens + 1)
+        self.llama = GrowingLlama(target, make, tokens + 1)
 
     @staticmethod
     def plain(target: Target, sampling: Sampling, seed: int) -> LlamaGenerate:
@@ -169,13 +169,15 @@ class LlamaGenerate:
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
-        return one_by_one(requests, self.target, lambda request: self._one(self.llama.to(requests), request))
+        return one_by_one(requests, self.target, lambda request: self._one(self.llama.for_requests(requests), request))
 
     def _one(self, llama: Any, request: Request) -> Outcome:
         sampling = self.sampling
         llama.reset()
         llama.set_seed((self.seed + request.id) % 2**32)
         start = time.perf_counter()
+        if isinstance(llama.draft_model, GreedyDraft):
+            llama.draft_model.begin(request.tokens)
         with closing(
             llama.generate(
                 request.tokens, temp=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
@@ -195,6 +197,11 @@ class GreedyDraft:
 
     def __init__(self, llama: Any, tokens: int) -> None:
         self.llama, self.tokens = llama, tokens
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Compute the prompt, which belongs to the prefill: ``Llama.generate`` drafts after its first token only."""
+        self.llama.reset()
+        self.llama.eval(prompt)
 
     def __call__(self, input_ids: Any, **_: Any) -> Any:
         """Return the draft after ``input_ids``: ``[n] -> [tokens]``; shorter where the context ends."""
@@ -223,11 +230,11 @@ class LlamaLoop:
             )
         self.target, self.temperature, self.seed = target, sampling.temperature, seed
         require_llama_cpp(target)
-        self.llama = Fitted(target, lambda size: llama_of(target, size))
+        self.llama = GrowingLlama(target, lambda size: llama_of(target, size))
 
     def decode(self, requests: Sequence[Request]) -> Decoded:
         """One request after the other; see ``Arm``. Errors as of ``Request.check_fits``."""
-        return one_by_one(requests, self.target, lambda request: self._one(self.llama.to(requests), request))
+        return one_by_one(requests, self.target, lambda request: self._one(self.llama.for_requests(requests), request))
 
     def _one(self, llama: Any, request: Request) -> Outcome:
         from llama_cpp import llama_cpp as lib

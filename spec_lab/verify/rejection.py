@@ -1,7 +1,8 @@
 """Rejection of siblings one at a time, on the CPU. Notation as in ``siblings``.
 
-Numbers per row and per node are Python's: once a forward has emptied the caches, the first calls of a dozen different
-NumPy functions cost more than a loop over a tree. A sum over the vocabulary is computed when it is first read.
+Numbers per row and per node are Python's: after a forward the CPU's caches are cold, and the first calls of a dozen
+different NumPy functions cost more than a loop over a tree. A sum over the vocabulary is computed when it is first
+read.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def choose(verdict: Verdict, shape: Shape, p: Tensor, draws: Draws, who: Sequenc
     tokens, empties = [], []
     for part in parts(shape.roots, p, CHUNK):
         residual = verdict.residual(row[part])
-        empty = arrays.read(residual.sum(-1)) == 0 if shape.nodes else row[part] < 0
+        empty = arrays.read(residual.sum(-1)) == 0 if shape.nodes else arrays.full(len(residual), 0.0) > 0
         if shape.nodes and (arrays.device is not None or empty.any()):
             residual = torch.where(arrays.tensor(empty)[:, None], rows_of(p, row[part]), residual)
         tokens.append(arrays.read(draws.pick(residual, keys[part])))

@@ -113,8 +113,10 @@ def test_every_way_of_reading_reads_every_word():
 
 
 def test_weights_larger_than_any_cache_are_read_in_part(monkeypatch, small):
-    monkeypatch.setattr(machine_limits, "LARGEST", {"cpu": 8192})
-    assert measure(10**12, torch.float32, CPU, 0.0).read_bytes == 8192
+    monkeypatch.setattr(machine_limits, "LARGEST", {"cpu": 16384})
+    for cache, read in ((None, 16384), (4096, 16384), (12288, 24576)):
+        monkeypatch.setattr(machine_limits, "cache_bytes", lambda device, cache=cache: cache)
+        assert measure(10**12, torch.float32, CPU, 0.0).read_bytes == read
 
 
 def caches(folder, core, *levels):

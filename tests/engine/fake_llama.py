@@ -103,7 +103,7 @@ class FakeLlama:
         return self.window
 
     def llama_model_desc(self, model, text, size):
-        text.value = b"fake 1B F32"
+        text.value = b"llama 1B F32"
 
     def llama_vocab_n_tokens(self, vocab):
         return self.vocabulary

@@ -318,7 +318,7 @@ def test_a_hidden_state_that_the_model_lacks_is_refused():
     lm = runner(library)
     lm.capture((1,))
     library.ggml_get_name = lambda tensor: b"another"
-    with pytest.raises(RuntimeError, match=r"no tensor l_out-0 .* fake 1B F32"):
+    with pytest.raises(RuntimeError, match=r"no tensor l_out-0 .* llama 1B F32"):
         lm.forward([lm.open()], [[1]], empty(1))
 
 
@@ -330,12 +330,44 @@ def test_a_tensor_that_the_architecture_does_not_compute_is_refused_when_it_is_c
     library.ggml_get_name = lambda tensor: b"another" if name(tensor) == b"l_out-0" else name(tensor)
     lm.capture((0,))
     rows = len(library.decoded)
-    with pytest.raises(ValueError, match=r"no tensor l_out-0 .* fake 1B F32"):
+    with pytest.raises(ValueError, match=r"no tensor l_out-0 .* llama 1B F32"):
         lm.capture((0, 1))
     lm.capture((0,))
     assert len(library.decoded) == rows + 1 and not used(lm) and len(lm.sequences) == opened
     output = lm.forward([*sequences[:1], lm.open()][:1], [[3]], empty(1))
     np.testing.assert_array_equal(output.pending[0], [state([3], 0)])
+
+
+def test_embeddings_are_returned_only_of_architectures_whose_first_layer_reads_them_unchanged():
+    library = FakeLlama(V, H, LAYERS)
+    library.llama_model_desc = lambda model, text, size: setattr(text, "value", b"gemma3 1B F32")
+    lm = runner(library)
+    with pytest.raises(ValueError, match="hidden state 0 of a gemma3 model"):
+        lm.capture((0,))
+    lm.capture((1,))
+    assert lm.forward([lm.open()], [[3]], empty(1)).hidden is not None
+
+
+def test_prompts_whose_rows_all_have_outputs_keep_the_logits_of_those_that_are_asked_for():
+    """Hidden states after the final norm require outputs for every row: logits of a prompt are not kept."""
+    lm = runner(FakeLlama(V, H, LAYERS), batch=8)
+    lm.capture((LAYERS,))
+    text, sequence = [1 + number % (V - 1) for number in range(30)], lm.open()
+    output = lm.forward([sequence], [text], empty(1))
+    assert output.logits.shape == output.array.shape == (1, V) and output.hidden.shape[0] == len(text)
+    np.testing.assert_array_equal(output.logits[0], logits_of(text, V))
+
+
+def test_a_cache_that_cannot_be_doubled_grows_as_far_as_is_needed():
+    library = FakeLlama(V, H, LAYERS)
+    make = library.llama_init_from_model
+    library.llama_init_from_model = lambda model, params: make(model, params) if params.n_ctx <= 768 else None
+    lm, text = runner(library), [1 + number % (V - 1) for number in range(500)]
+    sequence = lm.open()
+    for tokens in (text, text[:100]):
+        output = lm.forward([sequence], [tokens], empty(1))
+    assert lm.context.cells == 768
+    np.testing.assert_array_equal(output.logits[0], logits_of(text + text[:100], V))
 
 
 # The whole engine ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Engine, Limits
-from spec_lab.engine.proposer import Requires, check_requires
+from spec_lab.engine.proposer import Requires, check_requires, most_at_once
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import ABILITIES, Capabilities, Extended, Output
 from spec_lab.models.support import Unsupported
@@ -105,6 +105,21 @@ def test_requests_wait_where_the_runner_computes_fewer_sequences_at_once(sequenc
     engine = decoded(target, draft_model("1x1"), limits)
     assert max(target.lm.widths) == sequences
     assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("1x1")))
+
+
+@pytest.mark.parametrize(("leaves", "at_once"), [(6, 2), (5, 1), (1, 1), (100, 3)])
+def test_requests_wait_where_the_runner_computes_fewer_leaves_at_once(leaves, at_once):
+    """A tree of three nodes may have three leaves; with one request at once any tree is tried."""
+    target = declaring(leaves=leaves)
+    engine = decoded(target, draft_model("0 1 0.0", "without"))
+    assert max(target.lm.widths) == at_once
+    assert emitted(engine) == emitted(decoded(tiny_target(), draft_model("0 1 0.0", "without")))
+
+
+def test_chains_have_one_leaf_each():
+    assert most_at_once(draft_model("1x1"), declaring(leaves=256)) is None
+    assert most_at_once(Null(), declaring(leaves=256, sequences=5)) == 5
+    assert most_at_once(draft_model("0 1 0.0", "without"), declaring(leaves=256, sequences=5)) == 5
 
 
 @pytest.mark.parametrize("sequences", [1, 2])

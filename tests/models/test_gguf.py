@@ -268,7 +268,7 @@ def test_llama_cpp_s_own_arms_compute_the_target_s_file_in_a_cache_of_the_size_o
     target, sampling = replace(load(files), name="another"), Sampling()
     arm = LlamaGenerate(target, sampling, 0, lambda size: f"drafts in {size}", 8)
     assert not made, "prompts are not known yet"
-    assert arm.llama.to([Request(0, "one", (1, 2), sampling, 20, frozenset())]) == 1
+    assert arm.llama.for_requests([Request(0, "one", (1, 2), sampling, 20, frozenset())]) == 1
     assert made == [(str(files / "own.gguf"), 256, "drafts in 256")]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.request import Request
-from spec_lab.tasks.peers_llama import Fitted, GreedyDraft, LlamaGenerate, LlamaLoop, timed
+from spec_lab.tasks.peers_llama import GreedyDraft, GrowingLlama, LlamaGenerate, LlamaLoop, timed
 from tests.tiny import tiny_target
 
 REQUEST = Request(0, "one", (1, 2, 3), Sampling(), 5, frozenset({7}))
@@ -60,9 +60,9 @@ def request(length, new):
 
 def test_a_kv_cache_has_room_for_the_longest_request_and_grows_with_longer_ones():
     sizes = []
-    llama = Fitted(tiny_target(), lambda size: sizes.append(size) or len(sizes), 9)
+    llama = GrowingLlama(tiny_target(), lambda size: sizes.append(size) or len(sizes), 9)
     for length, new, made in ((3, 5, 1), (60, 180, 1), (60, 999, 2), (60, 4, 2)):
-        assert llama.to([request(length, new), request(2, 1)]) == made
+        assert llama.for_requests([request(length, new), request(2, 1)]) == made
     assert sizes == [256, 512], "the target's context of 256 tokens limits the third request"
 
 
@@ -72,11 +72,11 @@ def test_a_kv_cache_that_could_not_be_made_is_made_later():
             raise MemoryError
         return size
 
-    llama = Fitted(tiny_target(), make, 500)
+    llama = GrowingLlama(tiny_target(), make, 500)
     with pytest.raises(MemoryError):
-        llama.to([request(3, 3)])
+        llama.for_requests([request(3, 3)])
     llama.more = 0
-    assert llama.to([request(3, 3)]) == 256
+    assert llama.for_requests([request(3, 3)]) == 256
 
 
 class Counts:
@@ -94,3 +94,33 @@ class Counts:
 def test_a_draft_ends_where_the_context_does(length, drafted):
     found = GreedyDraft(Counts(), 3)(np.arange(length, dtype=np.intc))
     assert found.tolist() == drafted and found.dtype == np.intc
+
+
+def test_the_draft_model_computes_a_new_prompt_before_the_first_token():
+    """It is part of the prefill, which Llama.generate alone would leave to the first draft."""
+    calls = []
+
+    class Draft(Counts):
+        def reset(self):
+            calls.append("reset")
+
+        def eval(self, tokens):
+            calls.append(tuple(tokens))
+
+    class Both:
+        draft_model = GreedyDraft(Draft(), 2)
+
+        def reset(self):
+            calls.append("target reset")
+
+        def set_seed(self, seed):
+            pass
+
+        def generate(self, tokens, **_):
+            calls.append("generate")
+            yield from count(20)
+
+    arm = object.__new__(LlamaGenerate)
+    arm.sampling, arm.seed, arm.target = Sampling(), 0, tiny_target()
+    arm._one(Both(), REQUEST)
+    assert calls == ["target reset", "reset", REQUEST.tokens, "generate"]
