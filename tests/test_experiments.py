@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 
 from spec_lab.analysis.metrics import Interval
 from spec_lab.models.target import Target
+from spec_lab.propose import Null
 from tests.checkpoints import zoo
+from tests.propose.lab import decode, draft_model, requests
+from tests.tiny import tiny_target
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
@@ -92,6 +96,18 @@ def test_gpu_times_both_ways_of_running_a_step_on_the_same_model(tmp_path, monke
     )
     assert len(forwards) == 8 and (forwards["seconds"] > 0).all() and (forwards["share"] > 0).all()
     assert set(forwards["nodes"]) == {0, 5} and set(forwards["context"]) == {20}
+
+
+def test_host_work_is_the_time_of_a_step_outside_module_calls():
+    host = importlib.import_module("experiments.overhead.host")
+    target, proposer = tiny_target(), draft_model("1x1")
+    table = host.measure(target, {"baseline": Null(), "chain": proposer}, [(1, 2, 3), (4, 5)], 6)
+    assert list(table.index) == ["baseline", "chain"] and (table > 0).all().all()
+    _, steps = decode(target, proposer, requests(new=6))
+    for info, following in pairwise(steps):
+        found, seconds = host.host_seconds(info, following), info.seconds()
+        outside = seconds["whole"] - seconds["target_forward"] - seconds["propose_forward"]
+        assert found["whole"] == pytest.approx(outside + following.began - info.ended, abs=1e-4)
 
 
 def test_a_balanced_tree_has_two_children_below_each_row():
