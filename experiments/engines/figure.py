@@ -38,8 +38,8 @@ from spec_lab.tasks.cost import show
 REFERENCE = f"{LLAMA}bf16"
 """The engine whose own loop all baselines are compared with."""
 
-SPECULATIVE = {"lookup": "llama.cpp, prompt lookup", "assisted": "llama.cpp, draft model"}
-"""llama.cpp's own speculative decoding: arms, and their names in figures and tables."""
+SPECULATIVE = {"lookup": "llama-cpp-python, prompt lookup", "assisted": "llama-cpp-python, draft model"}
+"""llama-cpp-python's speculative decoding: arms, and their names in figures and tables."""
 
 OURS = (*PROPOSERS, *SIZES)
 
@@ -59,10 +59,10 @@ SIZED = {
     "ngram_chain": "n-gram, 10",
     "ngram_chain_3": "n-gram, 3",
     "ngram_chain_sure": "n-gram, 10, matches of 4 to 8 tokens",
-    "lookup": "llama.cpp, prompt lookup, 10",
-    "lookup_3": "llama.cpp, prompt lookup, 3",
-    "assisted": "llama.cpp, draft model, 6",
-    "assisted_2": "llama.cpp, draft model, 2",
+    "lookup": "llama-cpp-python, prompt lookup, 10",
+    "lookup_3": "llama-cpp-python, prompt lookup, 3",
+    "assisted": "llama-cpp-python, draft model, 6",
+    "assisted_2": "llama-cpp-python, draft model, 2",
 }
 """Arms of several sizes: their names with the most nodes of a step."""
 
@@ -270,7 +270,7 @@ def baselines(own: pd.DataFrame) -> str:
 
 
 def speedups(own: pd.DataFrame) -> str:
-    """Return speed-up and tau of every proposer, and the speed-up of llama.cpp's own arms."""
+    """Return speed-up and tau of every proposer, and the speed-up of llama-cpp-python's arms."""
     lines = [["engine", "text", *(NAMES[arm] for arm in PROPOSERS), *SPECULATIVE.values()]]
     for engine, prompts, rows in each_text(own):
         found = [row_where(rows, arm=arm) for arm in PROPOSERS]
@@ -283,7 +283,7 @@ def speedups(own: pd.DataFrame) -> str:
 def fastest(own: pd.DataFrame) -> str:
     """Return the fastest of our arms that drafts, and its speed over the engine's own loop and speculative modes."""
     lines = [
-        ["engine", "text", "fastest arm", "over the baseline", "over the engine's loop", "over its fastest own mode"]
+        ["engine", "text", "fastest arm", "over the baseline", "over the engine's loop", "over llama-cpp-python's fastest"]
     ]
     for engine, prompts, rows in each_text(own):
         ours = rows[rows["arm"].isin(OURS) & (rows["nodes_per_step"] > 0)]

@@ -51,7 +51,7 @@ OWN: dict[str, tuple[str, int]] = {
     "assisted": ("assisted", 6),
     "assisted_2": ("assisted", 2),
 }
-"""llama.cpp's own speculative decoding: arms, their kind and the most tokens that a step drafts."""
+"""llama-cpp-python's speculative decoding: arms, their kind and the most tokens that a step drafts."""
 
 
 def files(engine: str, folder: Path) -> dict[str, Path]:

@@ -183,7 +183,7 @@ def require_llama_cpp(target: Target) -> LlamaCpp:
     """
     if not isinstance(target.lm, LlamaCpp):
         raise ValueError(
-            f"llama.cpp's own arms require a target in llama.cpp, and {target.name} is none: set target=gguf and "
+            f"the peers of llama.cpp require a target in llama.cpp, and {target.name} is none: set target=gguf and "
             "target.path to a GGUF file, or leave them out"
         )
     return target.lm

@@ -1,4 +1,4 @@
-"""llama.cpp's own decoding as arms of a run on a GGUF file: same weights, prompts, process and sampling.
+"""Other decoding on llama.cpp as arms of a run on a GGUF file: same weights, prompts, process and sampling.
 
 ``LlamaGenerate`` is llama-cpp-python's generation, alone, with its prompt lookup, or with a draft model. ``LlamaLoop``
 calls llama_decode and llama.cpp's own sampler in turn, as a program in C does. Time and tokens are split as in

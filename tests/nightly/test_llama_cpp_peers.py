@@ -1,4 +1,4 @@
-"""llama.cpp's own decoding beside the project's on the bundled models: the same greedy texts."""
+"""A loop over llama_decode and llama-cpp-python's generation beside the project's: the same greedy texts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""llama.cpp's own decoding as arms: what is refused, and how its tokens are split and timed. The rest is nightly."""
+"""Other decoding on llama.cpp as arms: what is refused, and how its tokens are split and timed. The rest is nightly."""
 
 from itertools import count
 
