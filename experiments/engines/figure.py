@@ -282,9 +282,8 @@ def speedups(own: pd.DataFrame) -> str:
 
 def fastest(own: pd.DataFrame) -> str:
     """Return the fastest of our arms that drafts, and its speed over the engine's own loop and speculative modes."""
-    lines = [
-        ["engine", "text", "fastest arm", "over the baseline", "over the engine's loop", "over llama-cpp-python's fastest"]
-    ]
+    compared = ["over the baseline", "over the engine's loop", "over llama-cpp-python's fastest"]
+    lines = [["engine", "text", "fastest arm", *compared]]
     for engine, prompts, rows in each_text(own):
         ours = rows[rows["arm"].isin(OURS) & (rows["nodes_per_step"] > 0)]
         if ours.empty:

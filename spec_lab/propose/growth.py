@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, Level, Shape
-from spec_lab.core.probabilities import Sampling, finite, likeliest, likeliest_of, logits_to_probs, probs_dtype
+from spec_lab.core.probabilities import (
+    Sampling,
+    finite,
+    likeliest,
+    likeliest_of,
+    logits_to_probs,
+    one_hot_,
+    probs_dtype,
+)
 from spec_lab.core.randomness import Key, Purpose
 from spec_lab.engine.runner import DraftRunner, Extended, Output
 from spec_lab.engine.sequence import Batch, by_row
@@ -46,8 +54,9 @@ class Growth:
     ) -> None:
         self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
         self.samplings, self.caches, self.bare, self.confidence = samplings, caches, bare, confidence
-        self.one_hot = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
-        self.certain: list[np.ndarray] = []  # the tokens of q's rows, where they are one-hot and drawn on the host
+        cold = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
+        self.one_hot = cold and not shape.branches
+        self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
         self.timed = batch.clock.phase("propose_forward")
         self.token = np.zeros(shape.nodes, dtype=np.int64)
         self.computed = np.zeros(shape.rows, dtype=bool)
@@ -92,19 +101,14 @@ class Growth:
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
             return Draft(shape, tokens, broken=self.broken)
-        if self.certain:
-            self.q = [self._one_hot(np.concatenate(self.certain))]
-        if not self.q:
-            nothing = torch.empty(0, self.batch.target.vocabulary, device=self.lm.device)
-            self.q, self.noise = [nothing], [nothing.double()]
-        noise = torch.cat(self.noise) if self.drawn == "gumbel" else None
-        q = self.q[0] if len(self.q) == 1 else torch.cat(self.q)
-        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken, one_hot=self.one_hot)
-
-    def _one_hot(self, token: np.ndarray) -> Tensor:  # [E] -> [E, V]
-        q = torch.zeros(len(token), self.batch.target.vocabulary, dtype=probs_dtype(self.lm.dtype))
-        q.numpy()[np.arange(len(token)), token] = 1
-        return q
+        nothing = torch.empty(0, batch.target.vocabulary, dtype=probs_dtype(self.lm.dtype), device=self.lm.device)
+        if self.one_hot:  # each row has one child at most, of which its q is certain
+            q_row[shape.parent] = np.arange(shape.nodes)
+            q = one_hot_(tokens, nothing.new_empty(shape.nodes, nothing.shape[1]))
+            return Draft(shape, tokens, self.drawn, q, q_row, broken=self.broken, one_hot=True)
+        q = torch.cat(self.q) if self.q else nothing
+        noise = None if self.drawn != "gumbel" else torch.cat(self.noise) if self.noise else nothing.double()
+        return Draft(shape, tokens, self.drawn, q, q_row, noise, self.broken)
 
     def _draw(
         self,
@@ -130,24 +134,19 @@ class Growth:
         if len(parents) < len(live):
             places = live.cumsum() - 1  # of each of the level's parents among ``parents``
             below = [(nodes[live[above]], places[above[live[above]]]) for nodes, above in below]
-        own = None
-        if self._on_host(width):
+        if self.greedy and self._on_host:
             array = computed.array
             if array is None:
                 array = computed.logits.to(probs_dtype(computed.logits.dtype)).numpy()
             host = likeliest_on_host(self.batch.read(array)[0], width, allowed, self.confidence)
         else:
-            own, host = self._compute(computed.logits, parents, allowed, below)
+            host = self._compute(computed.logits, parents, allowed, below)
         if "without" in host:
             self.broken |= dict.fromkeys(self.shape.root[parents[host["without"]]].tolist(), BROKEN)
         fine, support = host.get("possible"), host.get("support")
-        if self.drawn != "point":
+        if not self.greedy:
             some = np.arange(len(parents)) if fine is None else np.flatnonzero(fine)
-            self.q_row[parents[some]] = sum(map(len, self.q if own is not None else self.certain)) + some
-            if own is None:
-                self.certain.append(host["token"][:, 0])
-            else:
-                self.q.append(own)
+            self.q_row[parents[some]] = sum(map(len, self.q[:-1])) + some
         start = 0
         for rank, (nodes, above) in enumerate(below):
             token = host["token"][above, rank] if host["token"].ndim == 2 else host["token"][start : start + len(nodes)]
@@ -161,10 +160,10 @@ class Growth:
             self.token[nodes - self.shape.roots] = token
         return host.get("unsure")
 
-    def _on_host(self, width: int) -> bool:
-        """Whether ``likeliest_on_host`` draws the level: each parent's likeliest tokens, from logits on the CPU."""
-        greedy = self.drawn == "point" or (self.one_hot and width == 1)
-        return greedy and self.seen is None and self.lm.device.type == "cpu"
+    @property
+    def _on_host(self) -> bool:
+        """Whether ``likeliest_on_host`` draws the likeliest tokens."""
+        return self.seen is None and self.lm.device.type == "cpu"
 
     def _compute(
         self,
@@ -172,22 +171,21 @@ class Growth:
         parents: np.ndarray,
         allowed: np.ndarray | None,
         below: Sequence[tuple[np.ndarray, np.ndarray]],
-    ) -> tuple[Tensor, dict[str, np.ndarray]]:
-        """Draw one level's tokens on the device, and read all that the host needs by one copy.
+    ) -> dict[str, np.ndarray]:
+        """Draw one level's tokens on the device, and read all that the host needs by one copy; sampled, append q.
 
         Args:
             logits, parents, allowed: as of ``_draw``.
             below: for each rank the nodes, and of each node the place of its parent in ``parents``.
 
         Returns:
-            q ``[n, V]`` (for points what their ranks follow from), and as of ``likeliest_on_host``; ``token`` may also
-            be ``[sum of nodes]``, rank by rank.
+            As of ``likeliest_on_host``; ``token`` may also be ``[sum of nodes]``, rank by rank.
         """
         width, ask = len(below), {}
         own, without = finite(logits.to(probs_dtype(logits.dtype)))
         if without is not None:
             ask["without"] = without
-        if own is logits and (allowed is not None or self.drawn != "point"):
+        if own is logits and (allowed is not None or not self.greedy):
             own = logits.clone()  # it is written to
         if allowed is not None:
             own.masked_fill_(torch.from_numpy(~allowed).to(own.device), -torch.inf)
@@ -195,23 +193,22 @@ class Growth:
             own[:, 0].masked_fill_(~possible, 0.0)
         if self.confidence:
             ask["unsure"] = own.softmax(-1).amax(-1) < self.confidence
-        if self.drawn == "point":
+        if self.greedy:
             if self.seen is not None:
                 own = self._penalised(own.clone(), parents)
             support = (own > -torch.inf).sum(-1) if allowed is not None else None
         else:
             own = logits_to_probs(own, *self._warp(self.samplings, parents), scratch=own)
+            self.q.append(own)
             support = (own > 0).sum(-1) if width > 1 else None
         if support is not None:
             ask["support"] = support
-        if self.one_hot and width == 1:
-            ask["token"] = likeliest(own, 1)  # whatever the random choice
-        elif self.drawn in ("point", "gumbel"):  # [n, width]
-            ask["token"] = likeliest(own if self.drawn == "point" else self._race(own, parents), width)
+        if self.greedy or self.drawn == "gumbel":  # [n, width]
+            ask["token"] = likeliest(own if self.greedy else self._race(own, parents), width)
         else:
             ranks = [(places, self._keys(nodes, Purpose.DRAFT)) for nodes, places in below]
             ask["token"] = torch.cat(sample_siblings(self.batch.draws, self.drawn, own, support, ranks))
-        return own, dict(zip(ask, self.batch.read(*ask.values()), strict=True))
+        return dict(zip(ask, self.batch.read(*ask.values()), strict=True))
 
     def _race(self, q: Tensor, parents: np.ndarray) -> Tensor:  # [n, V]
         """Log q + g, with standard Gumbel noise g, drawn for each parent; tokens without mass come last."""

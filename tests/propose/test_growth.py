@@ -54,8 +54,7 @@ def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
     caches = [SimpleNamespace(kv=None, follow=lambda tokens: tokens, tentative=None) for _ in range(shape.roots)]
     lm = Table(shape.rows, seed, broken)
     growth = Growth(lm, drawn, batch, shape, [COLD] * shape.roots, caches, empty, confidence)
-    choice = Growth._on_host if on_host else lambda *_: False
-    with patch.object(Growth, "_on_host", choice):
+    with patch.object(Growth, "_on_host", on_host):
         return growth.run(), growth.computed, read.copies
 
 
