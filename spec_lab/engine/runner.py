@@ -62,11 +62,14 @@ class Capabilities:
             ``hidden_layers``, or -1, is the state after the final norm.
         sequences: most sequences in one forward; None for no limit.
         abilities: those that it has of ``ABILITIES``.
+        rollback: most draft tokens of a step that it can take back without computing the sequence again; drafts must be
+            chains then. None: it takes back any part of any draft tree.
     """
 
     hidden_layers: int = 0
     sequences: int | None = None
     abilities: frozenset[Ability] = frozenset()
+    rollback: int | None = None
 
 
 Rows = slice | np.ndarray

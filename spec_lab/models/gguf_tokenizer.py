@@ -68,7 +68,8 @@ MOST_DEFAULT = 11
 """Largest id of a token that llama.cpp adds to texts where a file names none."""
 
 ALIASES = {
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "smaug-bpe",
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "lfm2": "llama-bpe",
+    "dbrx": "smaug-bpe",
     "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "llama4": "gpt-4o", "kanana2": "gpt-4o", "starcoder": "smollm",
     "refact": "smollm", "command-r": "smollm", "codeshell": "smollm", "exaone": "smollm", "minerva-7b": "smollm",
     "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "phi-2": "gpt-2", "jina-es": "gpt-2", "jina-de": "gpt-2",
