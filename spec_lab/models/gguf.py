@@ -294,7 +294,7 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
     if setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain decoding")
-    runner = LlamaRecurrent if model.recurrent else LlamaCpp
+    runner: Any = LlamaRecurrent if model.recurrent else LlamaCpp
     forests, alone = runner(model, settings), runner(model, settings)
 
     def plain(tokens: list[int], rows: int) -> Tensor:

@@ -164,10 +164,9 @@ def forest_error(lm: Runner, plain: Plain) -> float:
     def random_tokens(count: int) -> list[int]:
         return generator.integers(0, lm.vocabulary, count).tolist()
 
-    prompts = [random_tokens(7), random_tokens(4)]
-    sequences = [lm.open() for _ in prompts]
+    pending, worst = [random_tokens(7), random_tokens(4)], 0.0
+    sequences, tokens = [lm.open() for _ in pending], [list[int]() for _ in pending]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
-    tokens, pending, worst = [[], []], prompts, 0.0
     for parents, accepted in TREES if lm.capabilities.rollback is None else CHAINS:
         draft = Draft(Shape(2, np.array(parents)), torch.tensor(random_tokens(len(parents)), device=lm.device))
         output = lm.run(lm.prepare(sequences, pending, draft))
