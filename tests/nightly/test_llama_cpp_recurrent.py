@@ -1,8 +1,13 @@
-"""The real llama.cpp with recurrent layers: a small random LFM2 of convolutions and attention against transformers."""
+"""The real llama.cpp with recurrent layers: a small random LFM2 (convolutions and attention) against transformers.
+
+Other kinds of recurrent layers, delta nets (Qwen3.5) and Mamba 2 (Nemotron-H), are compared with plain decoding by the
+library.
+"""
 
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +136,7 @@ def of_transformers(model, text, rows):
     return model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -rows:]
 
 
-def chains(counts, generator):
+def chains(counts, generator, vocabulary=V):
     """A draft with so many nodes below each root."""
     order = generator.permutation(np.repeat(np.arange(len(counts)), counts))
     last, parents = [*range(len(counts))], []
@@ -139,7 +144,7 @@ def chains(counts, generator):
         parents.append(last[root])
         last[root] = len(counts) + node
     shape = Shape(len(counts), np.array(parents, dtype=np.int64))
-    return Draft(shape, torch.from_numpy(generator.integers(0, V, len(order))))
+    return Draft(shape, torch.from_numpy(generator.integers(0, vocabulary, len(order))))
 
 
 def forward(lm, sequences, pending, draft):
@@ -155,25 +160,33 @@ def test_logits_are_those_of_transformers(model, file, library):
     assert worst(torch.stack(found), of_transformers(model, text, 51)) < 1e-3
 
 
-def history(model, lm, seed, steps=25):
-    """Decode at random; return the largest error of a logit, and how often a sequence was computed again."""
+def history(plain, lm, seed, steps=25):
+    """Decode at random.
+
+    Args:
+        plain: returns the logits after the last tokens of a text.
+
+    Returns:
+        The largest error of a logit, and how often sequences were computed again.
+    """
+    vocabulary = lm.vocabulary
     generator, error, again = np.random.default_rng(seed), 0.0, 0
     open_, tokens = [lm.open() for _ in range(3)], [[] for _ in range(3)]
     for step in range(steps):
         chosen = generator.permutation(len(open_))[: int(generator.integers(1, len(open_) + 1))].tolist()
         size = [1, 1, 1, 2, 40] if step else [100]
-        pending = [generator.integers(0, V, generator.choice(size)).tolist() for _ in chosen]
+        pending = [generator.integers(0, vocabulary, generator.choice(size)).tolist() for _ in chosen]
         counts = generator.integers(0, SNAPSHOTS + 2, len(chosen)) * generator.integers(0, 2)
         if generator.random() < 0.4:
             counts[:] = counts[0]
-        draft, before = chains(counts, generator), lm.forwards
+        draft, before = chains(counts, generator, vocabulary), lm.forwards
         found = forward(lm, [open_[place] for place in chosen], pending, draft)
         again += lm.forwards - before - 1
         for root, place in enumerate(chosen):
             tokens[place] = tokens[place] + pending[root]
             rows, count = draft.shape.trees[root], int(counts[root])
             nodes = draft.token[rows[1:] - len(chosen)].tolist()
-            error = max(error, worst(found[rows], of_transformers(model, tokens[place] + nodes, 1 + count)))
+            error = max(error, worst(found[rows], plain(tokens[place] + nodes, 1 + count)))
             accepted = int(generator.integers(0, count + 1))
             open_[place].accept(range(accepted))
             tokens[place] = tokens[place] + nodes[:accepted]
@@ -200,7 +213,87 @@ def history(model, lm, seed, steps=25):
 @pytest.mark.parametrize("seed", range(6))
 def test_chains_have_the_logits_of_transformers_after_any_acceptance_rewind_and_fork(model, file, library, seed, batch):
     """Of sequences of different lengths, some of which are left out of a forward, in a KV cache that grows."""
-    error, again = history(model, runner(file, library, batch=batch), seed)
+    error, again = history(partial(of_transformers, model), runner(file, library, batch=batch), seed)
+    assert error < 1e-3 and again
+
+
+def random_model(file, kind):
+    """Write a small random model of one of ``KINDS``."""
+    from gguf import GGUFWriter
+
+    fields, shapes = KINDS[kind]
+    generator, writer = np.random.default_rng(0), GGUFWriter(file, kind)
+    writer.add_vocab_size(256)
+    writer.add_tokenizer_model("no_vocab")
+    common = {"context_length": 512, "embedding_length": 64, "block_count": 4, "attention.head_count": 2}
+    for name, value in (common | fields).items():
+        add = writer.add_array if isinstance(value, list) else writer.add_uint32
+        (writer.add_float32 if isinstance(value, float) else add)(f"{kind}.{name}", value)
+    shapes = {"token_embd.weight": (256, 64), "output_norm.weight": (64,), **shapes}
+    for name, shape in shapes.items():
+        values = generator.standard_normal(shape) / (shape[-1] ** 0.5 if min(shape) > 1 else 1)
+        values = np.abs(values) + 0.5 if "norm" in name else -np.abs(values) if "ssm_a" in name.split(".") else values
+        writer.add_tensor(name, values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def layers(*each):
+    return {f"blk.{layer}.{name}": shape for layer, own in enumerate(each) for name, shape in own.items()}
+
+
+MLP = {"ffn_gate.weight": (96, 64), "ffn_up.weight": (96, 64), "ffn_down.weight": (64, 96)}
+NORMS = {"attn_norm.weight": (64,), "post_attention_norm.weight": (64,)}
+ATTENTION = {"attn_k.weight": (64, 64), "attn_v.weight": (64, 64), "attn_output.weight": (64, 64)}
+DELTA_NET = {
+    "attn_qkv.weight": (192, 64), "attn_gate.weight": (64, 64), "ssm_conv1d.weight": (192, 4), "ssm_dt.bias": (2,),
+    "ssm_a": (2,), "ssm_beta.weight": (2, 64), "ssm_alpha.weight": (2, 64), "ssm_norm.weight": (32,),
+    "ssm_out.weight": (64, 64),
+}  # fmt: skip
+GATED = {"attn_q.weight": (128, 64), **ATTENTION, "attn_q_norm.weight": (32,), "attn_k_norm.weight": (32,)}
+MAMBA = {
+    "attn_norm.weight": (64,), "ssm_in.weight": (196, 64), "ssm_conv1d.weight": (128, 4), "ssm_conv1d.bias": (128,),
+    "ssm_dt.bias": (4,), "ssm_a": (4, 1), "ssm_d": (4, 1), "ssm_norm.weight": (2, 32), "ssm_out.weight": (64, 64),
+}  # fmt: skip
+KINDS = {
+    "qwen35": (
+        {"feed_forward_length": 96, "attention.head_count_kv": 2, "attention.key_length": 32,
+         "attention.value_length": 32, "attention.layer_norm_rms_epsilon": 1e-6,
+         "rope.dimension_sections": [8, 4, 4, 0], "ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 32,
+         "ssm.time_step_rank": 2, "ssm.group_count": 2, "full_attention_interval": 2},
+        layers(*({**NORMS, **MLP, **own} for own in (DELTA_NET, GATED, DELTA_NET, GATED))),
+    ),
+    "nemotron_h": (
+        {"feed_forward_length": [0, 0, 0, 96], "attention.head_count_kv": [0, 2, 0, 0],
+         "attention.layer_norm_epsilon": 1e-6, "attention.layer_norm_rms_epsilon": 1e-6, "ssm.conv_kernel": 4,
+         "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4, "ssm.group_count": 2},
+        layers(
+            MAMBA, {"attn_norm.weight": (64,), "attn_q.weight": (64, 64), **ATTENTION}, MAMBA,
+            {"attn_norm.weight": (64,), "ffn_up.weight": (96, 64), "ffn_down.weight": (64, 96)},
+        ),
+    ),
+}  # fmt: skip
+"""Metadata and tensors of other kinds of models with recurrent layers."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_of_other_recurrent_layers_have_the_logits_of_plain_decoding(library, tmp_path, kind):
+    random_model(tmp_path / "random.gguf", kind)
+    alone = runner(tmp_path / "random.gguf", library)
+
+    def plain(text, rows):
+        sequence, found, first = alone.open(), [], len(text) - rows + 1
+        for pending in (text[:first], *([token] for token in text[first:])):
+            found.append(forward(alone, [sequence], [pending], empty(1))[0])
+        sequence.close()
+        return torch.stack(found)
+
+    error, again = 0.0, 0
+    for seed in range(4):
+        one, more = history(plain, runner(tmp_path / "random.gguf", library), seed)
+        error, again = max(error, one), again + more
     assert error < 1e-3 and again
 
 
@@ -225,7 +318,7 @@ def test_chains_of_different_lengths_in_one_call_lose_snapshots_of_llama_cpp(
 def test_a_runner_that_trusts_snapshots_of_earlier_calls_has_wrong_logits(model, file, library, monkeypatch):
     own = RecurrentSequence.append
     monkeypatch.setattr(RecurrentSequence, "append", lambda self, new, nodes, back: own(self, new, nodes, SNAPSHOTS))
-    assert max(history(model, runner(file, library), seed)[0] for seed in range(6)) > 1e-2
+    assert max(history(partial(of_transformers, model), runner(file, library), seed)[0] for seed in range(6)) > 1e-2
 
 
 def test_steps_that_reject_compute_nothing_again(file, library):
