@@ -1,5 +1,7 @@
 """Models with recurrent layers in llama.cpp, on a fake that keeps states and snapshots, and loses them, as it does."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
@@ -106,7 +108,7 @@ def history(seed, batch=64, steps=12, most=6, cells=None):
     assert sorted(lm._ids) == list(range(MOST_IDS))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([6, 9, 64]))
 def test_any_chains_have_the_logits_of_plain_texts_after_any_acceptance_rewind_and_fork(seed, batch):
     """Of sequences of different lengths, some of which are left out of a forward, in a KV cache that grows."""
@@ -145,13 +147,8 @@ def keep_states_of_a_smaller_cache(monkeypatch):
 )
 def test_a_runner_that_trusts_stale_or_moved_snapshots_has_wrong_logits(mutant, monkeypatch):
     mutant(monkeypatch)
-    failed = 0
-    for seed in range(40):
-        try:
-            history(seed)
-        except (AssertionError, RuntimeError):
-            failed += 1
-    assert failed
+    with pytest.raises((AssertionError, RuntimeError)):
+        deque(map(history, range(40)), maxlen=0)
 
 
 def test_a_removal_that_reaches_snapshots_of_an_earlier_call_is_not_refused_and_wrong():
