@@ -176,9 +176,10 @@ class Context:
         FAILURES.clear()
         handle = lib.llama_init_from_model(self.model.handle, params)
         if not handle:
+            fewer = f", or target.snapshots to fewer than {settings.snapshots}" if settings.snapshots else ""
             raise OutOfCells(
                 f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
-                f"target.context or max_kv_tokens to fewer tokens{logged()}"
+                f"target.context or max_kv_tokens to fewer tokens{fewer}{logged()}"
             )
         FAILURES.clear()
         if lib.llama_n_rs_seq(handle) < settings.snapshots:

@@ -191,7 +191,7 @@ class Model:
         ):
             if is_it:
                 raise ValueError(
-                    f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
+                    f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose another model"
                 )
 
     @property

@@ -46,7 +46,7 @@ class RecurrentSequence:
         nodes: the tokens of the held chain.
         computed: positions that the library has, with those that were rejected or truncated since.
         back: most positions that the library can take back, once.
-        made: which of the context's contexts has computed them.
+        made: number of the library's context that has computed them (``Context.made``).
     """
 
     def __init__(self, runner: LlamaRecurrent, number: int, reserve: int) -> None:

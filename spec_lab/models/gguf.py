@@ -72,8 +72,8 @@ def load(
         chunk: most rows that are computed at once, of a prompt above all; at most 32768.
         cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
             allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
-        snapshots: for a model with recurrent layers, from how many states back each sequence can go on: most draft
-            tokens of a step, at most 64 and less than ``chunk``. Each takes memory. None: 10.
+        snapshots: of the recurrent states of each sequence, for a model with recurrent layers: maximum number of draft
+            tokens of a step; at most 64 and less than ``chunk``. Each takes the memory of one more state. None is 10.
         cache: facts that this process found before; None starts with none.
         library: llama.cpp; None imports it.
 
