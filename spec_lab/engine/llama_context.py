@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,19 +64,22 @@ class LlamaSettings:
         kv_dtype: data type of keys and values (``KV_DTYPES``).
         batch: most rows of one call of llama_decode.
         cells: most cells of the KV cache; None for no limit.
+        snapshots: how many tokens the state of recurrent layers can be rolled back by (``llama_recurrent``); 0 for
+            models without them.
     """
 
     threads: int = 1
     kv_dtype: str = "f16"
     batch: int = 512
     cells: int | None = None
+    snapshots: int = 0
 
 
 class Context:
     """A KV cache and a batch of one model, grown on demand.
 
     Growing makes a new context and copies the cells that are in use, since llama.cpp fixes sizes and callbacks when a
-    context is made.
+    context is made. With recurrent layers nothing is copied: snapshots are not part of a saved state.
 
     Args:
         model: what computes.
@@ -85,11 +89,12 @@ class Context:
         token, position, flags: ``[>= n]`` arrays that the next call of ``decode`` reads: of each row its token, its
             position, and whether it has outputs. Rows' ids are set by ``set_ids``; ``single_ids`` sets all.
         cells, ids: the cells and the sequence ids that exist now.
+        made: how many contexts were made so far.
     """
 
     def __init__(self, model: Model, settings: LlamaSettings) -> None:
         self.model, self.library, self.settings = model, model.library, settings
-        self.cells = self.ids = 0
+        self.cells = self.ids = self.made = 0
         self.embeddings = False
         self._watched: dict[str, np.ndarray | None] = {}
         self._watches = self._lost = False
@@ -133,7 +138,8 @@ class Context:
         if most is not None:
             cells, least = min(cells, most), min(least, most)
         if ids > self.ids or not self.ids:
-            ids = min(MOST_IDS, max(ids, 4 * self.ids, 16))
+            more, fewest = (2, 1) if self.settings.snapshots else (4, 16)  # recurrent states are kept for each id
+            ids = min(MOST_IDS, max(ids, more * self.ids, fewest))
         ids = max(ids, self.ids)
         state, before = self._state(), (self.cells, self.ids, self._watches)
         self.close()
@@ -155,6 +161,7 @@ class Context:
 
         Raises:
             OutOfCells: there is not enough memory.
+            ValueError: the state of recurrent layers cannot be rolled back.
         """
         settings, lib = self.settings, self.library
         params = lib.llama_context_default_params()
@@ -164,6 +171,7 @@ class Context:
         params.type_k = params.type_v = KV_DTYPES[settings.kv_dtype]
         if settings.kv_dtype == "f32":
             params.flash_attn_type = 0  # parts of it are float16
+        params.n_rs_seq = settings.snapshots
         params.embeddings = self.embeddings
         params.no_perf = True
         if watches:
@@ -171,11 +179,19 @@ class Context:
         FAILURES.clear()
         handle = lib.llama_init_from_model(self.model.handle, params)
         if not handle:
+            fewer = f", or target.snapshots to fewer than {settings.snapshots}" if settings.snapshots else ""
             raise OutOfCells(
                 f"llama.cpp cannot make a KV cache of {cells} cells ({settings.kv_dtype}): set target.cells, "
-                f"target.context or max_kv_tokens to fewer tokens{logged()}"
+                f"target.context or max_kv_tokens to fewer tokens{fewer}{logged()}"
             )
         FAILURES.clear()
+        if lib.llama_n_rs_seq(handle) < settings.snapshots:
+            lib.llama_free(handle)
+            raise ValueError(
+                f"llama.cpp cannot roll back the recurrent state of {self.model.description}, so that rejected tokens "
+                "cannot be removed from it: choose a model of another kind"
+            )
+        self.made += 1
         self._free = weakref.finalize(self, _free, lib, handle, self.model)
         self._handle, self._memory = handle, lib.llama_get_memory(handle)
         self.cells, self.ids, self._watches = cells, ids, watches
@@ -190,8 +206,8 @@ class Context:
         self.cells = self.ids = 0
 
     def _state(self) -> Any:
-        """All cells in use, as bytes; None without a context."""
-        if self._handle is None:
+        """All cells in use, as bytes; None without a context, or with one whose cells cannot be copied."""
+        if self._handle is None or self.settings.snapshots:
             return None
         size = self.library.llama_state_get_size(self._handle)
         state = (ctypes.c_uint8 * size)()
@@ -270,13 +286,16 @@ class Context:
         self._flat = np.zeros(size, dtype=np.int32)
         self._address = self._flat.ctypes.data
 
-    def decode(self, rows: int, wanted: int) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
+    def decode(
+        self, rows: int, wanted: int, cuts: Sequence[int] = ()
+    ) -> tuple[Logits, np.ndarray | None, dict[str, np.ndarray]]:
         """Compute the first ``rows`` rows of the arrays, in several calls where they exceed the batch.
 
         Args:
             rows: how many rows.
             wanted: of how many, the last ones, the logits are returned. These rows have outputs; all others as well
                 where ``embeddings`` are on.
+            cuts: rows with which another call begins, in ascending order.
 
         Returns:
             Logits ``[wanted, V]`` in the order of the rows: the library's memory, which the next call overwrites, or a
@@ -290,14 +309,16 @@ class Context:
         most = self.settings.batch if self.settings.batch < self.cells else self.cells
         if self.embeddings:
             most = max(1, min(most, MOST_OUTPUT // (4 * self.model.vocabulary)))
-        if rows <= most:
+        if rows <= most and not cuts:
             return self._decode(rows, wanted, self._whole)
-        parts, found = -(-rows // most), []
-        for number in range(parts):
-            start, stop = number * rows // parts, (number + 1) * rows // parts
-            own = stop - max(start, min(stop, rows - wanted))
-            logits, hidden, watched = self._decode(stop - start, own, self._part(start, stop))
-            found.append((logits.clone() if number < parts - 1 else logits, hidden, watched))
+        found = []
+        for begin, end in pairwise((0, *cuts, rows)):
+            parts = -(-(end - begin) // most)
+            for number in range(parts):
+                start, stop = (begin + place * (end - begin) // parts for place in (number, number + 1))
+                own = stop - max(start, min(stop, rows - wanted))
+                logits, hidden, watched = self._decode(stop - start, own, self._part(start, stop))
+                found.append((logits.clone() if stop < rows else logits, hidden, watched))
         several = any(len(one.tensor) for one, _, _ in found[:-1])
         logits = Logits.of(torch.cat([one.tensor for one, _, _ in found])) if several else found[-1][0]
         hidden = None if found[0][1] is None else np.concatenate([one for _, one, _ in found if one is not None])

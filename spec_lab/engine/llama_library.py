@@ -53,6 +53,7 @@ class Library(Protocol):
     llama_context_default_params: Any
     llama_init_from_model: Any
     llama_free: Any
+    llama_n_rs_seq: Any
     llama_get_memory: Any
     llama_memory_seq_rm: Any
     llama_memory_seq_cp: Any
@@ -148,7 +149,11 @@ class Model:
         gpu_layers: how many layers are computed on a GPU, where the library was built for one; -1 for all.
 
     Raises:
-        ValueError: llama.cpp cannot load it, or the model is of a kind whose sequences cannot be rewound.
+        ValueError: llama.cpp cannot load it, or the model is no decoder, or recurrent with sliding windows.
+
+    Attributes:
+        recurrent: whether some layers have a state that is overwritten by each token, so that rejected tokens can be
+            removed only as far as snapshots of it are kept (``llama_recurrent``).
     """
 
     def __init__(self, library: Library, path: str, gpu_layers: int = 0) -> None:
@@ -161,6 +166,10 @@ class Model:
             raise ValueError(f"llama.cpp cannot load {path}{logged()}")
         FAILURES.clear()
         self._free = weakref.finalize(self, library.llama_model_free, self.handle)
+        self.recurrent = bool(
+            library.llama_model_is_recurrent(self.handle) or library.llama_model_is_hybrid(self.handle)
+        )
+        self.window = int(library.llama_model_n_swa(self.handle))
         self._refuse_by_kind()
         self.vocab = library.llama_model_get_vocab(self.handle)
         self.vocabulary = int(library.llama_vocab_n_tokens(self.vocab))
@@ -169,20 +178,20 @@ class Model:
         self.output_size = int(library.llama_model_n_embd_out(self.handle))
         self.context = int(library.llama_model_n_ctx_train(self.handle))
         self.parameters = int(library.llama_model_n_params(self.handle))
-        self.window = int(library.llama_model_n_swa(self.handle))
         text = ctypes.create_string_buffer(128)
         library.llama_model_desc(self.handle, text, len(text))
         self.description = text.value.decode(errors="replace")
 
     def _refuse_by_kind(self) -> None:
         lib = self.library
-        for is_kind, what in (
-            (lib.llama_model_is_recurrent, "recurrent"), (lib.llama_model_is_hybrid, "partly recurrent"),
-            (lib.llama_model_is_diffusion, "a diffusion model"), (lib.llama_model_has_encoder, "an encoder-decoder"),
-        ):  # fmt: skip
-            if is_kind(self.handle):
+        for is_it, what in (
+            (lib.llama_model_is_diffusion(self.handle), "a diffusion model"),
+            (lib.llama_model_has_encoder(self.handle), "an encoder-decoder"),
+            (self.recurrent and self.window, "recurrent with sliding windows"),
+        ):
+            if is_it:
                 raise ValueError(
-                    f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose a decoder"
+                    f"{self.path} is {what}: rejected tokens cannot be removed from its state; choose another model"
                 )
 
     @property

@@ -246,6 +246,17 @@ def check_requires(proposer: Proposer, target: Target) -> None:
                 f"proposer '{proposer.name}' requires hidden state {layer} of the target, whose runner returns {has}. "
                 "Choose another proposer, or another target."
             )
+    most = target.lm.capabilities.rollback
+    if most is not None and branches(proposer):
+        raise ValueError(
+            f"proposer '{proposer.name}' drafts trees, but the target has recurrent layers, whose runner can take back "
+            "rejected tokens of a chain only. Choose a proposer that drafts chains."
+        )
+    if most is not None and proposer.nodes > most:
+        raise ValueError(
+            f"proposer '{proposer.name}' drafts up to {proposer.nodes} tokens, but the target's runner can take back "
+            f"{most}: set proposer.depth to at most {most}, or target.snapshots to {proposer.nodes}."
+        )
 
 
 def most_at_once(proposer: Proposer, target: Target) -> int | None:

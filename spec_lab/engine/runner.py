@@ -63,12 +63,15 @@ class Capabilities:
         sequences: most sequences in one forward; None for no limit.
         leaves: most leaves of all draft trees of one forward, where a tree without nodes has one; None for no limit.
         abilities: those that it has of ``ABILITIES``.
+        rollback: most draft tokens of a step that it can take back without computing the sequence again; drafts must be
+            chains then. None: it takes back any part of any draft tree.
     """
 
     hidden_layers: int = 0
     sequences: int | None = None
     leaves: int | None = None
     abilities: frozenset[Ability] = frozenset()
+    rollback: int | None = None
 
 
 Rows = slice | np.ndarray

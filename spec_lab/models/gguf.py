@@ -1,7 +1,7 @@
 """Load a GGUF file as a target that llama.cpp computes.
 
-The file is checked before llama.cpp reads it. The self-check at load decodes forests of draft trees and compares them
-with plain decoding by the same library.
+The file is checked before llama.cpp reads it. The self-check at load decodes forests of draft trees, or of chains for a
+model with recurrent layers, and compares them with plain decoding by the same library.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from spec_lab.core.roofline import AttentionWork, ForwardWork
 from spec_lab.engine.llama_context import KV_DTYPES, LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
 from spec_lab.engine.llama_library import Library, Model, load_library
+from spec_lab.engine.llama_recurrent import MOST_SNAPSHOTS, LlamaRecurrent
 from spec_lab.models.gguf_file import GGUFFile, read_gguf
 from spec_lab.models.gguf_tokenizer import PROBES, read_gguf_tokenizer, reads_as_llama_cpp
 from spec_lab.models.services import GGUFServices
@@ -32,6 +33,9 @@ LOG = logging.getLogger(__name__)
 EXACT, ROUNDED = 1e-3, 0.25
 """Largest error of a logit that the self-check allows, in standard deviations of the plain logits: with weights, keys
 and values in float32, and otherwise."""
+
+SNAPSHOTS = 10
+"""Of recurrent states, where the option is null: as many as ``proposer=ngram`` drafts tokens."""
 
 MOST_THREADS, MOST_CHUNK, MOST_GPU_LAYERS = 1024, 2**15, 9999
 """Largest values of options."""
@@ -47,6 +51,7 @@ def load(
     kv_dtype: str | None = None,
     chunk: int = 512,
     cells: int | None = None,
+    snapshots: int | None = None,
     cache: ProcessCache | None = None,
     library: Library | None = None,
 ) -> Target:
@@ -67,6 +72,8 @@ def load(
         chunk: most rows that are computed at once, of a prompt above all; at most 32768.
         cells: maximum number of cells (tokens) of the KV cache, of all sequences and draft trees together. It is
             allocated as it is needed. None for no limit; ``max_kv_tokens`` lets requests wait for free cells.
+        snapshots: of the recurrent states of each sequence, for a model with recurrent layers: maximum number of draft
+            tokens of a step; at most 64 and less than ``chunk``. Each takes the memory of one more state. None is 10.
         cache: facts that this process found before; None starts with none.
         library: llama.cpp; None imports it.
 
@@ -74,8 +81,8 @@ def load(
         OSError: there is no such file.
         ValueError: a wrong option; a file that is not readable or holds no language model; a tokenizer that is not the
             model's.
-        Unsupported: llama-cpp-python is missing; the model is of a kind that cannot be rewound, or fails the
-            self-check.
+        Unsupported: llama-cpp-python is missing; the model has a recurrent state that llama.cpp cannot roll back, or
+            fails the self-check.
     """
     if dtype is not None:
         one_of("target.dtype", dtype, ("float32",))
@@ -83,7 +90,9 @@ def load(
     one_of("target.kv_dtype", kv_dtype, tuple(KV_DTYPES))
     whole("target.chunk", chunk, most=MOST_CHUNK)
     whole("target.gpu_layers", gpu_layers, least=-1, most=MOST_GPU_LAYERS)
-    for name, value, most in (("threads", threads, MOST_THREADS), ("cells", cells, None)):
+    for name, value, most in (
+        ("threads", threads, MOST_THREADS), ("cells", cells, None), ("snapshots", snapshots, MOST_SNAPSHOTS),
+    ):  # fmt: skip
         if value is not None:
             whole(f"target.{name}", value, otherwise=", or null", most=most)
     file = read_gguf(Path(path))
@@ -105,14 +114,28 @@ def load(
     model = Model(library, path, gpu_layers)
     if model.vocabulary != file.vocabulary:
         raise Unsupported(f"{path} has {model.vocabulary} tokens, but logits for {file.vocabulary}")
+    if not model.recurrent and snapshots is not None:
+        raise ValueError(
+            f"target.snapshots={snapshots} requires a model with recurrent layers, and {path} has none: set it to null"
+        )
+    kept = (snapshots or SNAPSHOTS) if model.recurrent else 0
+    if kept >= chunk:
+        raise ValueError(
+            f"target.chunk must be more than the {kept} recurrent states that can be taken back (target.snapshots), "
+            f"not {chunk}"
+        )
     read = read_gguf_tokenizer(file, tokenizer)
     if reads_as_llama_cpp(file):
         check_tokenizer(model, read)
-    settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells)
+    settings = LlamaSettings(threads or torch.get_num_threads(), kv_dtype, chunk, cells, kept)
     sha256, cache = file_hash(Path(path)), ProcessCache() if cache is None else cache
     measured = checked(model, settings, sha256, cache, EXACT if kv_dtype == "f32" and exact else ROUNDED)
-    work = work_of(file, kv_dtype) if gpu_layers == 0 else None
-    lm, services = LlamaCpp(model, settings, work), GGUFServices(file)
+    lm: LlamaCpp | LlamaRecurrent
+    if model.recurrent:
+        lm = LlamaRecurrent(model, settings)
+    else:
+        lm = LlamaCpp(model, settings, work_of(file, kv_dtype) if gpu_layers == 0 else None)
+    services = GGUFServices(file)
     return Target(
         lm, read, path, context or limit, sha256, measured, cache, parts=services, stops=model.ends | file.ends,
         source_sha256=file.source_sha256,
@@ -165,14 +188,25 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 
 
 def load_draft(path: str, target: Target) -> Target:
-    """Load the GGUF file of a draft model, to be computed as the target is. Errors as of ``load``."""
+    """Load the GGUF file of a draft model, to be computed as the target is.
+
+    Raises:
+        OSError, ValueError: as of ``load``.
+        Unsupported: the draft model has recurrent layers.
+    """
     own, gpu_layers = LlamaSettings(torch.get_num_threads()), 0
-    if isinstance(target.lm, LlamaCpp):
+    if isinstance(target.lm, LlamaCpp | LlamaRecurrent):
         own, gpu_layers = target.lm.settings, target.lm.model.gpu_layers
-    return load(
+    draft = load(
         path, threads=own.threads, gpu_layers=gpu_layers, kv_dtype=own.kv_dtype, chunk=own.batch, cells=own.cells,
         cache=target.cache,
     )  # fmt: skip
+    if isinstance(draft.lm, LlamaRecurrent):
+        raise Unsupported(
+            f"proposer.path={path} has recurrent layers: llama.cpp cannot take back tokens that a draft model computes "
+            "one after the other; choose a draft model without recurrent layers"
+        )
+    return draft
 
 
 def require_llama_cpp(target: Target) -> LlamaCpp:
@@ -183,8 +217,8 @@ def require_llama_cpp(target: Target) -> LlamaCpp:
     """
     if not isinstance(target.lm, LlamaCpp):
         raise ValueError(
-            f"the peers of llama.cpp require a target in llama.cpp, and {target.name} is none: set target=gguf and "
-            "target.path to a GGUF file, or leave them out"
+            f"the peers of llama.cpp require a target in llama.cpp without recurrent layers, and {target.name} is "
+            "none: set target=gguf and target.path to a GGUF file, or leave them out"
         )
     return target.lm
 
@@ -256,23 +290,24 @@ def checked(model: Model, settings: LlamaSettings, sha256: str, cache: ProcessCa
     Raises:
         Unsupported: it exceeds the tolerance, or llama.cpp raises an error.
     """
-    numbers = (settings.threads, settings.batch, model.gpu_layers)
+    numbers = (settings.threads, settings.batch, model.gpu_layers, settings.snapshots)
     setting = (sha256, model.description, "llama.cpp", settings.kv_dtype, *map(str, numbers))
     if setting in cache.self_checks:
         return cache.self_checks[setting]
     LOG.info("Self-check: a forest of draft trees against plain decoding")
-    forests, alone = LlamaCpp(model, settings), LlamaCpp(model, settings)
+    runner: Any = LlamaRecurrent if model.recurrent else LlamaCpp
+    forests, alone = runner(model, settings), runner(model, settings)
 
     def plain(tokens: list[int], rows: int) -> Tensor:
         sequence, nothing = alone.open(len(tokens)), empty(1)
         first, found = len(tokens) - rows + 1, []
         for pending in (tokens[:first], *([token] for token in tokens[first:])):
-            found.append(alone.forward([sequence], [pending], nothing).logits[0].clone())
+            found.append(alone.run(alone.prepare([sequence], [pending], nothing)).logits[0].clone())
         sequence.close()
         return torch.stack(found)
 
     try:
-        error = forest_error(forests, model.vocabulary, plain)
+        error = forest_error(forests, plain)
     except (RuntimeError, ValueError) as failure:
         raise Unsupported(
             f"{model.path} cannot decode forests in llama.cpp ({type(failure).__name__}: {failure})"

@@ -34,6 +34,7 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _SHORT + "|" + _WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
 _QWEN2 = _SHORT + "|" + _WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_QWEN35 = _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 _TITLE = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _TEKKEN = _TITLE + "|" + _CAPITALS + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
@@ -54,6 +55,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": PreTokenizer((_LLAMA3,), True),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": PreTokenizer((_QWEN2,)),
+    "qwen35": PreTokenizer((_QWEN35,)),
     "tekken": PreTokenizer((_TEKKEN,), True),
     "gpt-4o": PreTokenizer((_GPT4O,)),
     "smollm": PreTokenizer((r"\p{N}", _GPT2)),
@@ -68,7 +70,8 @@ MOST_DEFAULT = 11
 """Largest id of a token that llama.cpp adds to texts where a file names none."""
 
 ALIASES = {
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "dbrx": "smaug-bpe",
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "falcon3": "llama-bpe", "pixtral": "llama-bpe", "lfm2": "llama-bpe",
+    "dbrx": "smaug-bpe",
     "deepseek-r1-qwen": "qwen2", "megrez": "qwen2", "llama4": "gpt-4o", "kanana2": "gpt-4o", "starcoder": "smollm",
     "refact": "smollm", "command-r": "smollm", "codeshell": "smollm", "exaone": "smollm", "minerva-7b": "smollm",
     "mpt": "gpt-2", "olmo": "gpt-2", "jais": "gpt-2", "phi-2": "gpt-2", "jina-es": "gpt-2", "jina-de": "gpt-2",

@@ -21,7 +21,7 @@ from spec_lab.core.draft import Draft, Shape
 from spec_lab.core.process_cache import ProcessCache
 from spec_lab.engine.attention import SPANS, Attention
 from spec_lab.engine.causal_lm import CausalLM
-from spec_lab.engine.runner import DraftRunner
+from spec_lab.engine.runner import Runner
 
 LOG = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def self_check(model: nn.Module, attention: Attention, fixed: bool = False) -> f
     kind = getattr(model.config, "model_type", type(model).__name__)
     try:
         lm = CausalLM(model, attention, fixed=fixed)
-        error = max(forest_error(lm, lm.vocabulary, partial(_plain_forward, model)), _rotation_error(model))
+        error = max(forest_error(lm, partial(_plain_forward, model)), _rotation_error(model))
     except Unsupported:
         raise
     except (
@@ -146,33 +146,36 @@ def checked(model: Any, attention: Attention, sha256: str, cache: ProcessCache, 
     return error
 
 
-def forest_error(lm: DraftRunner, vocabulary: int, plain: Plain) -> float:
+TREES = ((0, 0, 3, 1, 5), (1, 2)), ((0, 0, 2, 1, 1, 6), ())
+CHAINS = ((0, 1, 2, 3, 4), (0, 1)), ((1, 0, 2, 4), ())
+"""Two forests of two trees: the parents of their nodes, and those of the first tree that are accepted."""
+
+
+@torch.inference_mode()
+def forest_error(lm: Runner, plain: Plain) -> float:
     """Return the largest error of two steps: a first forest whose nodes are partly rejected, and a second one.
 
     Args:
-        lm: decodes the forests.
-        vocabulary: V.
+        lm: decodes the forests, of chains if it requires them.
         plain: returns the expected logits.
     """
     generator = np.random.default_rng(0)
 
     def random_tokens(count: int) -> list[int]:
-        return generator.integers(0, vocabulary, count).tolist()
+        return generator.integers(0, lm.vocabulary, count).tolist()
 
-    prompts = [random_tokens(7), random_tokens(4)]
-    sequences = [lm.open() for _ in prompts]
+    pending, worst = [random_tokens(7), random_tokens(4)], 0.0
+    sequences, tokens = [lm.open() for _ in pending], [list[int]() for _ in pending]
     # The rejected nodes leave holes in the KV cache, so the cells of the second forest are scattered.
-    first = Draft(Shape(2, np.array([0, 0, 3, 1, 5])), torch.tensor(random_tokens(5), device=lm.device))
-    output = lm.forward(sequences, prompts, first)
-    worst = _compare(plain, prompts, first, output.logits.clone())
-    for sequence, accepted in zip(sequences, ([1, 2], []), strict=True):
-        sequence.accept(accepted)
-    tokens = [prompts[0] + first.token[[1, 2]].tolist(), prompts[1]]
-    pending = [random_tokens(1), random_tokens(2)]
-    second = Draft(Shape(2, np.array([0, 0, 2, 1, 1, 6])), torch.tensor(random_tokens(6), device=lm.device))
-    output = lm.forward(sequences, pending, second)
-    tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
-    worst = max(worst, _compare(plain, tokens, second, output.logits.clone()))
+    for parents, accepted in TREES if lm.capabilities.rollback is None else CHAINS:
+        draft = Draft(Shape(2, np.array(parents)), torch.tensor(random_tokens(len(parents)), device=lm.device))
+        output = lm.run(lm.prepare(sequences, pending, draft))
+        tokens = [done + more for done, more in zip(tokens, pending, strict=True)]
+        worst = max(worst, _compare(plain, tokens, draft, output.logits.clone()))
+        sequences[0].accept(accepted)
+        sequences[1].accept()
+        tokens[0] = tokens[0] + draft.token[draft.shape.trees[0][1:][[*accepted]] - 2].tolist()
+        pending = [random_tokens(1), random_tokens(2)]
     for sequence in sequences:
         sequence.close()
     return worst

@@ -131,6 +131,9 @@ class FakeLlama:
         context.cells = None
         self.freed.append("context")
 
+    def llama_n_rs_seq(self, context):
+        return 0
+
     def llama_get_memory(self, context):
         return context
 
@@ -185,6 +188,7 @@ class FakeLlama:
         for cell, (token, pos, ids, _) in zip(free, rows, strict=True):
             cell.pos, cell.token, cell.ids = pos, token, set(ids)
         self.decoded.append(rows)
+        self.advance(context, rows)
         logits, final, states = [], [], {}
         for _, pos, ids, output in rows:
             text = self.attended(context, pos, ids)
@@ -203,6 +207,9 @@ class FakeLlama:
                 if context.params.cb_eval(number, True, None):
                     assert context.params.cb_eval(number, False, None)
         return 0
+
+    def advance(self, context, rows):
+        """What a batch does beyond writing its cells: nothing in a model without recurrent layers."""
 
     def left_behind(self, context):
         """Cells of one id alone that none of its later tokens attends to in layers with a window."""

@@ -13,6 +13,7 @@ from spec_lab.core.process_cache import ProcessCache
 from spec_lab.core.protocols import Threaded
 from spec_lab.engine.llama_context import LlamaSettings
 from spec_lab.engine.llama_cpp import LlamaCpp
+from spec_lab.engine.llama_recurrent import LlamaRecurrent
 from spec_lab.engine.request import Request
 from spec_lab.models import gguf
 from spec_lab.models.gguf_export import convert
@@ -23,6 +24,7 @@ from spec_lab.propose.draft_model import DraftModel
 from spec_lab.tasks.peers_llama import LlamaGenerate
 from tests.checkpoints import checkpoint
 from tests.engine.fake_llama import FakeLlama, logits_of
+from tests.engine.fake_recurrent import FakeRecurrent, RecurrentMemory
 from tests.gguf_files import field, header, with_zoo_tokenizer
 
 pytest.importorskip("gguf", reason="requires the extra llamacpp")
@@ -231,6 +233,61 @@ class SeesRejected(FakeLlama):
 def test_the_self_check_refuses_a_library_with_a_wrong_attention_mask(files, mutant):
     with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* standard deviations, allowed are 0\.25"):
         load(files, library=mutant(4096, 32, 2))
+
+
+def recurrent(**more):
+    return FakeRecurrent(4096, 32, 2, **more)
+
+
+def test_a_model_with_recurrent_layers_is_a_target_for_chains(files):
+    target = load(files, library=recurrent())
+    assert isinstance(target.lm, LlamaRecurrent) and target.self_check == 0 and target.lm.work is None
+    assert target.lm.settings == LlamaSettings(1, "f16", 512, None, 10) and target.lm.capabilities.rollback == 10
+    assert target.lm.facts["snapshots"] == 10 and target.lm.capabilities.abilities == frozenset()
+    found = target.plain_logits([5, 6, 7, 8], 2)
+    torch.testing.assert_close(found[-1], torch.from_numpy(logits_of([5, 6, 7, 8], 4096)), rtol=0, atol=0)
+    library = recurrent()
+    assert load(files, library=library, snapshots=3).lm.capabilities.rollback == 3
+    assert {made.n_rs_seq for made in library.made} == {3}
+
+
+class KeepsNoSnapshots(RecurrentMemory):
+    def remove(self, number, start):
+        found = super().remove(number, start)
+        self.index[number] = 0
+        return found
+
+
+def test_the_self_check_refuses_a_library_whose_states_are_not_rolled_back(files, monkeypatch):
+    monkeypatch.setattr("tests.engine.fake_recurrent.RecurrentMemory", KeepsNoSnapshots)
+    with pytest.raises(Unsupported, match=r"wrongly in llama\.cpp: .* standard deviations"):
+        load(files, library=recurrent())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"snapshots": 0}, r"target\.snapshots must be a whole number of 1 or more"),
+        ({"snapshots": 65}, r"target\.snapshots must be at most 64"), ({"snapshots": True}, r"target\.snapshots"),
+        ({"chunk": 10}, r"target\.chunk must be more than .* 10 .*target\.snapshots"),
+        ({"snapshots": 2, "library": FakeLlama(4096, 32, 2)}, r"target\.snapshots=2 requires .*recurrent"),
+        ({"library": FakeRecurrent(4096, 32, 2, rolls=False)}, r"own\.gguf .*cannot roll back .*llama 1B F32"),
+    ],
+)  # fmt: skip
+def test_options_and_models_without_snapshots_are_refused_by_name(files, options, named):
+    with pytest.raises(ValueError, match=named):
+        load(files, **{"library": recurrent(), **options})
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused_by_name(files, monkeypatch):
+    monkeypatch.setattr(gguf, "load_library", recurrent)
+    with pytest.raises(Unsupported, match=r"proposer\.path=.*own\.gguf has recurrent layers"):
+        DraftModel.load(load(files), str(files / "own.gguf"), depth=2)
+
+
+def test_llama_cpp_s_own_arms_are_refused_for_a_target_with_recurrent_layers(files):
+    with pytest.raises(ValueError, match="without recurrent layers"):
+        gguf.require_llama_cpp(load(files, library=recurrent()))
 
 
 def test_the_self_check_reports_a_library_that_fails(files):
