@@ -65,12 +65,10 @@ class Memory:
         (Calls of NumPy cost more in a step than in a loop of their own: after a forward the CPU's caches are cold.)
         """
         if roots not in self.outcomes:
-            self.outcomes[roots] = outcome = {
+            self.outcomes[roots] = {
                 "row": np.arange(roots), "empty": np.zeros(roots, dtype=bool),
                 "expected": np.zeros(roots), "expected_emitted": np.ones(roots),
             }  # fmt: skip
-            for array in outcome.values():
-                array.flags.writeable = False
         return self.outcomes[roots]
 
 
