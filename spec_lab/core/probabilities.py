@@ -169,9 +169,8 @@ def argmax_of_finite(x: Tensor | np.ndarray) -> tuple[Tensor | np.ndarray, Tenso
         if x.device.type != "cpu":
             token = x.argmax(-1)
             return token, ~torch.isfinite(x.gather(-1, token[:, None])[:, 0])
-        if (
-            x.numel() > CHUNK and len(x) > 1 and x.dtype != probs_dtype(x.dtype)
-        ):  # a few rows at a time reuse their memory
+        converts = x.dtype != probs_dtype(x.dtype)
+        if converts and x.numel() > CHUNK and len(x) > 1:  # a few rows at a time reuse their memory
             found = [argmax_of_finite(rows) for rows in x.split(max(1, CHUNK // x.shape[-1]))]
             wrong = [np.zeros(len(best), dtype=bool) if bad is None else bad for best, bad in found]
             without = np.concatenate(wrong)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,18 @@ class Logits(NamedTuple):
     def clone(self) -> Logits:
         """A copy in memory of its own."""
         return Logits.of(self.tensor.clone())
+
+
+class Holder(Protocol):
+    """A sequence that holds cells of a context."""
+
+    reserve: int
+    """About how many tokens it will have."""
+
+    @property
+    def cells(self) -> int:
+        """Cells that it uses at most."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,9 @@ class Context:
         self._watches = self._lost = False
         self._callback: Any = None
         self._tensors: dict[tuple[int, int], Logits] = {}
+        self._free_ids = list(range(MOST_IDS - 1, -1, -1))
+        self._highest = 0  # one past the highest id that was ever taken
+        self._used = 0  # at least as many cells as are in use
         self._handle: Any = None
         self._memory: Any = None
         self._free: Any = None
@@ -107,6 +122,15 @@ class Context:
         self._flat = np.zeros(0, dtype=np.int32)
         self._address = 0
         self.reserve_rows(settings.batch)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
+        snapshots = {"snapshots": self.settings.snapshots} if self.settings.snapshots else {}
+        return {
+            "engine": "llama.cpp", "model": self.model.description, "parameters": self.model.parameters,
+            "kv_dtype": self.settings.kv_dtype, "llama_threads": self.settings.threads, **snapshots,
+        }  # fmt: skip
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +154,39 @@ class Context:
             self._grow(cells, ids, most, watches)
         if watch is not None and self._watched.keys() != {*watch}:
             self._watched = dict.fromkeys(watch)
+
+    def reserve(self, rows: int, sequences: Collection[Holder]) -> None:
+        """Grow if the free cells may not suffice for ``rows`` more, or if an id was taken that does not exist yet.
+
+        Args:
+            rows: that will be computed next.
+            sequences: all that hold cells.
+
+        Raises:
+            OutOfCells: as of ``require``.
+        """
+        self._used += rows
+        if self._used > self.cells or self._highest > self.ids:
+            self._used = rows + sum(one.cells for one in sequences)
+            reserved = sum(one.reserve for one in sequences) if self._used > self.cells else 0
+            self.require(max(self._used, reserved), self._highest)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether a sequence id is free."""
+        return bool(self._free_ids)
+
+    def take_id(self) -> int | None:
+        """A free sequence id; None if there is none. It exists from the next call of ``reserve`` on."""
+        if not self._free_ids:
+            return None
+        number = self._free_ids.pop()
+        self._highest = max(self._highest, number + 1)
+        return number
+
+    def release_id(self, number: int) -> None:
+        """Take back a sequence id whose cells were removed."""
+        self._free_ids.append(number)
 
     def _grow(self, cells: int, ids: int, most: int | None, watches: bool) -> None:
         """Make a larger context with the cells of this one, or restore this one. Errors as of ``require``."""

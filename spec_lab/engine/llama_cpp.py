@@ -65,10 +65,7 @@ class LlamaCpp:
         self.clock = Clock(self.device)
         self.forwards = 0
         self.sequences: set[LlamaSequence] = set()
-        self._ids = list(range(MOST_IDS - 1, -1, -1))
         self._least = 2 if model.window else 1  # ids of a sequence
-        self._highest = 0  # one past the highest id that was ever taken
-        self._used = 0  # at least as many cells as are in use
         self._plans: dict[Shape, ForestIds] = {}
         self._asked: tuple[int, ...] = ()
         self._layers: tuple[int, ...] = ()
@@ -87,11 +84,8 @@ class LlamaCpp:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
-        return {
-            "engine": "llama.cpp", "model": self.model.description, "parameters": self.model.parameters,
-            "kv_dtype": self.settings.kv_dtype, "llama_threads": self.settings.threads,
-        }  # fmt: skip
+        """See ``core.protocols.Described``."""
+        return self.context.facts
 
     @property
     def capabilities(self) -> Capabilities:
@@ -112,10 +106,6 @@ class LlamaCpp:
     def close(self) -> None:
         """Free the KV cache."""
         self.context.close()
-
-    def release_id(self, number: int) -> None:
-        """Take back a sequence id whose cells were removed."""
-        self._ids.append(number)
 
     def capture(self, layers: tuple[int, ...] = ()) -> None:
         """Return these hidden states from now on. Numbers as in ``runner.Capabilities``.
@@ -141,7 +131,7 @@ class LlamaCpp:
             )
         names = {_tensor(layer) for layer in states if layer != last}
         self.context.require(0, 0, names)
-        if names - self._found and self._ids:
+        if names - self._found and self.context.has_ids:
             self._probe(names)
         self.context.set_embeddings(last in states)
         self._asked, self._layers = layers, states
@@ -151,7 +141,7 @@ class LlamaCpp:
         self.context.set_embeddings(False)
         sequence = self.open()
         try:
-            self._reserve_cells(1)
+            self.context.reserve(1, self.sequences)
             self.context.single_ids([0], [0], sequence.ids[:1], 1)
             self.context.decode(1, 1)
         except RuntimeError as error:
@@ -377,15 +367,7 @@ class LlamaCpp:
             while len(sequence.ids) < count:
                 sequence.ids.append(self._take(every, paths))
                 sequence.shared.append(0)
-        self._reserve_cells(rows)
-
-    def _reserve_cells(self, rows: int) -> None:
-        """Grow the KV cache if its free cells may not suffice for ``rows`` more, or if it has too few ids."""
-        self._used += rows
-        if self._used > self.context.cells or self._highest > self.context.ids:
-            self._used = rows + sum(one.cells for one in self.sequences)
-            reserved = sum(one.reserve for one in self.sequences) if self._used > self.context.cells else 0
-            self.context.require(max(self._used, reserved), self._highest)
+        self.context.reserve(rows, self.sequences)
 
     def _take(self, every: Sequence[LlamaSequence], paths: Sequence[int] = ()) -> int:
         """A free id. If none is free, other sequences give back those that they do not need now.
@@ -393,20 +375,19 @@ class LlamaCpp:
         Raises:
             ValueError: there is none.
         """
-        if not self._ids:
+        if not self.context.has_ids:
             needed = dict(zip(every, paths, strict=True))
             for sequence in self.sequences:
                 if sequence.held is None or sequence in needed:
                     sequence.release(max(self._least, needed.get(sequence, 1)))
-        if not self._ids:
+        number = self.context.take_id()
+        if number is None:
             leaves = f" with trees of {max(paths)} leaves" if paths and max(paths) > 1 else ""
             raise ValueError(
                 f"{len(self.sequences)} sequences{leaves} require more than llama.cpp's {MOST_IDS} sequence ids, one "
                 "for each leaf of a draft tree: draft trees with fewer leaves (a chain has one), or decode fewer "
                 "requests at once (batch_size, max_batch_size)"
             )
-        number = self._ids.pop()
-        self._highest = max(self._highest, number + 1)
         return number
 
 

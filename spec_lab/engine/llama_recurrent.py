@@ -163,9 +163,6 @@ class LlamaRecurrent:
         self.clock = Clock(self.device)
         self.forwards = 0
         self.sequences: set[RecurrentSequence] = set()
-        self._ids = list(range(MOST_IDS - 1, -1, -1))
-        self._highest = 0  # one past the highest id that was ever taken
-        self._used = 0  # at least as many cells as are in use
         self._ready: PreparedChains | None = None
 
     @property
@@ -180,12 +177,8 @@ class LlamaRecurrent:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the seconds of a forward depend on, for records (``core.protocols.Described``)."""
-        return {
-            "engine": "llama.cpp", "model": self.model.description, "parameters": self.model.parameters,
-            "kv_dtype": self.settings.kv_dtype, "llama_threads": self.settings.threads,
-            "snapshots": self.settings.snapshots,
-        }  # fmt: skip
+        """See ``core.protocols.Described``."""
+        return self.context.facts
 
     @property
     def capabilities(self) -> Capabilities:
@@ -198,13 +191,13 @@ class LlamaRecurrent:
         Raises:
             ValueError: too many sequences are open.
         """
-        if not self._ids:
+        number = self.context.take_id()
+        if number is None:
             raise ValueError(
                 f"{len(self.sequences) + 1} sequences require more than llama.cpp's {MOST_IDS} sequence ids: decode "
                 "fewer requests at once (batch_size, max_batch_size)"
             )
-        sequence = RecurrentSequence(self, self._ids.pop(), reserve)
-        self._highest = max(self._highest, sequence.number + 1)
+        sequence = RecurrentSequence(self, number, reserve)
         self.sequences.add(sequence)
         return sequence
 
@@ -212,7 +205,7 @@ class LlamaRecurrent:
         """Take back the cells and the id of a sequence."""
         if sequence.made == self.context.made:
             self.context.remove(sequence.number, 0)
-        self._ids.append(sequence.number)
+        self.context.release_id(sequence.number)
         self.sequences.discard(sequence)
 
     def close(self) -> None:
@@ -321,11 +314,7 @@ class LlamaRecurrent:
             one.accept()
         for one in self.sequences:
             one.settle()
-        self._used += rows + sum(len(one) for one in every if one.lost)
-        if self._used > self.context.cells or self._highest > self.context.ids:
-            self._used = rows + sum(one.cells for one in self.sequences)
-            reserved = sum(one.reserve for one in self.sequences) if self._used > self.context.cells else 0
-            self.context.require(max(self._used, reserved), self._highest)
+        self.context.reserve(rows + sum(len(one) for one in every if one.lost), self.sequences)
         lost = [one for one in every if one.lost]
         if not lost:
             return

@@ -34,10 +34,6 @@ class Owner(Protocol):
         """An empty sequence."""
         ...
 
-    def release_id(self, number: int) -> None:
-        """Take back a sequence id whose cells were removed."""
-        ...
-
 
 @dataclass(eq=False)
 class Paths:
@@ -218,7 +214,7 @@ class LlamaSequence:
         """Give back all ids but the first ``keep``."""
         for number in self.ids[keep:]:
             self.runner.context.remove(number, 0)
-            self.runner.release_id(number)
+            self.runner.context.release_id(number)
         del self.ids[keep:], self.shared[keep:]
         if not keep:
             self.runner.sequences.discard(self)

@@ -101,7 +101,7 @@ def test_any_forests_have_the_logits_of_plain_texts_after_any_acceptance_rewind_
         sequence.close()
         sequence.close()
     assert not used(lm) and not lm.sequences
-    assert sorted(lm._ids) == list(range(MOST_IDS))
+    assert sorted(lm.context._free_ids) == list(range(MOST_IDS))
 
 
 @settings(max_examples=60, deadline=None)

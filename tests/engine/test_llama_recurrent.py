@@ -105,7 +105,7 @@ def history(seed, batch=64, steps=12, most=6, cells=None):
         sequence.close()
         sequence.close()
     assert not lm.context._handle.used and not lm.sequences
-    assert sorted(lm._ids) == list(range(MOST_IDS))
+    assert sorted(lm.context._free_ids) == list(range(MOST_IDS))
 
 
 @settings(max_examples=80, deadline=None)
