@@ -85,6 +85,10 @@ def reason(error: BaseException) -> str:
     """What went wrong in one line."""
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has no default: give {error.full_key}=... on the command line"
+    if isinstance(error, ModuleNotFoundError) and isinstance(error.__cause__, Exception):
+        # transformers imports lazily and reports every error inside such an import as a missing module: also that of
+        # a signal which a launcher handles by raising.
+        return reason(error.__cause__)
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -4,7 +4,7 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing
+from spec_lab.cli.build import CONTRACTS, Refused, build, check_drawing, reason
 from spec_lab.core.protocols import members
 from spec_lab.verify import KSeq, Token
 
@@ -82,3 +82,11 @@ def test_options_of_a_tree_are_refused_for_a_verifier_of_chains_before_anything_
 )
 def test_chains_and_trees_that_are_chosen_later_pass_for_a_verifier_of_chains(options):
     check_drawing(drafted(**options), Chains())
+
+
+def test_an_error_inside_a_lazy_import_is_reported_in_place_of_the_module_that_it_kept_from_being_imported():
+    cause = RuntimeError("Job not requeued because: timed-out too many times.")
+    with pytest.raises(ModuleNotFoundError) as raised:
+        raise ModuleNotFoundError("Could not import module 'AttentionInterface'.") from cause
+    assert reason(raised.value) == str(cause)
+    assert reason(ModuleNotFoundError("No module named 'absent'")) == "No module named 'absent'"
