@@ -1,17 +1,19 @@
 """Best-first growth of draft trees: each draft forward expands the unexpanded nodes of highest path probability.
 
-Source: EAGLE-2 (2406.16858, section 4.1) grows levels of top-k nodes; OPT-Tree (2406.17276) and DySpec (2410.11744)
-grow by the product of draft probabilities along the path. Here ``width`` nodes are expanded at a time; ``width`` = 1 is
-strict best-first growth.
+Source: OPT-Tree (2406.17276) and DySpec (2410.11744) grow by the product of draft probabilities along the path. Here
+``width`` nodes are expanded at a time; ``width`` = 1 is strict best-first growth. With ``rerank`` trees grow as in
+EAGLE-2 (2406.16858, section 4): each forward expands the ``width`` best nodes of the newest level, and the best of all
+nodes are kept at the end.
 
 Which node is expanded next may depend on everything drawn so far, because every drawn node stays in the tree and
 siblings are verified in drawing order. Token and traversal verification are therefore exact for sampled nodes too.
+Leaving out drawn nodes by their tokens is exact for likeliest tokens ("point") only, so ``rerank`` requires these.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,10 +25,8 @@ from spec_lab.core.probabilities import Sampling, finite_, likeliest, logits_to_
 from spec_lab.core.randomness import Draws, Key, Purpose
 from spec_lab.core.readback import Readback
 from spec_lab.engine.sequence import DraftMasks
+from spec_lab.propose.expansion import Expand
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
-
-Expand = Callable[[Shape, np.ndarray, np.ndarray], Tensor]
-"""Computes the draft logits ``[n, V]`` at ``rows`` ``[n]`` of a forest (a Shape) whose nodes hold ``token`` ``[M]``."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,26 @@ class Budget:
     """The limits of each tree.
 
     Args:
-        nodes: maximum number of nodes below the root.
-        children: number of children drawn below each expanded node; at most ``nodes``.
+        nodes: maximum number of nodes below the root; with ``rerank`` as many are kept of all that are drawn.
+        children: number of children drawn below each expanded node; without ``rerank`` at most ``nodes``.
         depth: maximum depth.
         width: number of nodes that one draft forward expands.
+        rerank: whether to expand level by level and to keep the best nodes of all at the end, as EAGLE-2 does.
     """
 
     nodes: int
     children: int = 2
     depth: int = 8
     width: int = 4
+    rerank: bool = False
+
+    @property
+    def drawn(self) -> int:
+        """The maximum number of nodes that are drawn."""
+        if not self.rerank:
+            return self.nodes
+        per_level = [min(self.width, self.children**level) * self.children for level in range(self.depth)]
+        return sum(per_level)
 
 
 @dataclass
@@ -90,7 +100,7 @@ class BestFirst:
 
         Args:
             roots: ``[A, V]`` draft logits at the roots of the A trees with a depth above 0, in order.
-            expand: computes the draft logits at further nodes.
+            expand: computes further rows.
         """
         count = len(self.keys)
         self._score, self._tree, self._depth = [0.0] * count, list(range(count)), [0] * count
@@ -104,7 +114,7 @@ class BestFirst:
                 heapq.heappush(frontier[self._tree[row]], (-self._score[row], row))
             chosen, shape = [], self._shape()
             for tree, heap in enumerate(frontier):
-                left = self.budget.nodes - self._nodes[tree]
+                left = self.budget.drawn - self._nodes[tree]
                 count = min(self.budget.width, left // self.budget.children)
                 while heap and count:
                     _, row = heapq.heappop(heap)
@@ -112,9 +122,11 @@ class BestFirst:
                     if shallow and self._may_expand(shape, row):
                         chosen.append(row)
                         count -= 1
+                if self.budget.rerank:
+                    heap.clear()  # only the newest level is expanded
             chosen.sort(key=lambda row: (self._tree[row], row))
             if chosen:
-                logits = expand(shape, np.array(chosen), np.array(self.token))
+                logits = expand(shape, np.array(chosen), np.array(self.token)).logits
         return self._draft(logits)
 
     def _may_expand(self, shape: Shape, row: int) -> bool:
@@ -189,6 +201,9 @@ class BestFirst:
 
     def _draft(self, like: Tensor) -> Draft:
         shape, token = self._shape(), torch.tensor(self.token, dtype=torch.long, device=like.device)
+        if self.budget.rerank:
+            shape, kept = shape.keep(self._best())
+            token = token[torch.from_numpy(kept).to(like.device)]
         if self.drawn == "point":
             return Draft(shape, token, broken=self.broken)
         q_row = np.full(shape.rows, -1, dtype=np.int64)
@@ -196,3 +211,19 @@ class BestFirst:
             q_row[row] = place
         nothing = torch.empty(0, like.shape[-1], device=like.device)
         return Draft(shape, token, self.drawn, torch.cat(self._q) if self._q else nothing, q_row, broken=self.broken)
+
+    def _best(self) -> np.ndarray:  # [R] bool
+        """Mark the ``nodes`` best rows of each tree.
+
+        A node's score is at most its parent's and its earlier siblings', and ties go to what was drawn first, so the
+        marked rows are trees.
+        """
+        best = np.zeros(len(self._score), dtype=bool)
+        first = len(self.keys)
+        order = sorted(range(first, len(self._score)), key=lambda row: (-self._score[row], row))
+        left = [self.budget.nodes] * first
+        for row in order:
+            tree = self._tree[row]
+            best[row] = left[tree] > 0
+            left[tree] -= 1
+        return best

@@ -1,9 +1,9 @@
-"""Drafts a forest of a known shape with a small model, level by level."""
+"""Draws a forest of a known shape level by level."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,46 +20,31 @@ from spec_lab.core.probabilities import (
     probs_dtype,
 )
 from spec_lab.core.randomness import Key, Purpose
-from spec_lab.engine.runner import DraftRunner, Extended, Output
 from spec_lab.engine.sequence import Batch, by_row
-from spec_lab.propose.draft_cache import DraftCache, Tentative
+from spec_lab.propose.expansion import Computed, Expand
 from spec_lab.propose.siblings import BROKEN, exists, sample_siblings
 
 
 class Growth:
-    """A forest that is drafted level by level, one packed forward of the draft model each.
+    """A forest that is drafted level by level, one packed forward of the drafter each.
 
     Args:
-        lm: the draft model.
         drawn: how siblings are drawn.
         batch: the sequences.
         shape: the whole forest; nodes that are left out are cut at the end.
-        samplings: ``[B]`` how the draft samples.
-        caches: ``[B]`` the draft's KV caches; None where a tree is empty.
-        bare: returns the draft without nodes, for a number of roots.
+        samplings: ``[B]`` how the drafter samples.
         confidence: children of a row at which every token has a lower draft probability than this, at temperature 1,
             get no children.
     """
 
     def __init__(
-        self,
-        lm: DraftRunner,
-        drawn: Drawn,
-        batch: Batch,
-        shape: Shape,
-        samplings: Sequence[Sampling],
-        caches: Sequence[DraftCache | None],
-        bare: Callable[[int], Draft],
-        confidence: float = 0.0,
+        self, drawn: Drawn, batch: Batch, shape: Shape, samplings: Sequence[Sampling], confidence: float = 0.0
     ) -> None:
-        self.lm, self.drawn, self.batch, self.shape = lm, drawn, batch, shape
-        self.samplings, self.caches, self.bare, self.confidence = samplings, caches, bare, confidence
+        self.drawn, self.batch, self.shape, self.samplings, self.confidence = drawn, batch, shape, samplings, confidence
         cold = drawn in ("iid", "without") and all(one.temperature == 0 for one in samplings)
         self.one_hot = cold and not shape.branches
         self.greedy = drawn == "point" or self.one_hot  # the likeliest tokens, whatever the random choice
-        self.timed = batch.clock.phase("propose_forward")
         self.token = np.zeros(shape.nodes, dtype=np.int64)
-        self.computed = np.zeros(shape.rows, dtype=bool)
         self.broken: dict[int, str] = {}
         self.live = np.zeros(shape.rows, dtype=bool)  # the rows that there are so far
         self.live[: shape.roots] = True
@@ -70,8 +55,13 @@ class Growth:
         if any(s.repetition_penalty != 1 for s in samplings):
             self.seen = np.zeros((shape.rows, batch.target.vocabulary), dtype=bool)
 
-    def run(self) -> Draft:
-        """Draw every level; afterwards the caches hold the computed nodes."""
+    def grow(self, roots: Computed, expand: Expand) -> Draft:
+        """Draw every level.
+
+        Args:
+            roots: of the roots that have nodes below them, in order.
+            expand: computes further rows.
+        """
         shape, batch = self.shape, self.batch
         grows = self.live.copy()  # where something is drafted below
         for level in shape.levels:
@@ -86,14 +76,13 @@ class Growth:
                 break
             for nodes, above in level.ranks:
                 self.live[nodes] = live[above]
-            unsure = self._draw(level, live, parents, self._forward(parents), allowed)
+            self._see(parents)
+            computed = roots if parents[0] < shape.roots else expand(shape, parents, self.token)
+            unsure = self._draw(level, live, parents, computed, allowed)
             if unsure is not None:
                 live[live] = ~unsure
             for nodes, above in level.ranks:
                 grows[nodes] = self.live[nodes] & live[above]
-        for tree, cache in enumerate(self.caches):
-            if cache is not None:
-                cache.tentative = Tentative(shape, tree, self.token, self.computed)
         token, q_row = self.token, self.q_row
         if not self.live.all():
             shape, kept = shape.keep(self.live)
@@ -101,7 +90,7 @@ class Growth:
         tokens = torch.from_numpy(token).to(self.batch.device)
         if self.drawn == "point":
             return Draft(shape, tokens, broken=self.broken)
-        nothing = torch.empty(0, batch.target.vocabulary, dtype=probs_dtype(self.lm.dtype), device=self.lm.device)
+        nothing = roots.logits.new_empty(0, batch.target.vocabulary, dtype=probs_dtype(roots.logits.dtype))
         if self.one_hot:  # each row has one child at most, of which its q is certain
             q_row[shape.parent] = np.arange(shape.nodes)
             q = one_hot_(tokens, nothing.new_empty(shape.nodes, nothing.shape[1]))
@@ -115,7 +104,7 @@ class Growth:
         level: Level,
         live: np.ndarray,
         parents: np.ndarray,
-        computed: Output | Extended,
+        computed: Computed,
         allowed: np.ndarray | None,
     ) -> np.ndarray | None:
         """Draw one level's nodes.
@@ -124,7 +113,7 @@ class Growth:
             level: the level.
             live: which of its parents may have children.
             parents: ``[n]`` these.
-            computed: with the draft's logits ``[n, V]`` at these.
+            computed: at these.
             allowed: ``[n, V]`` what its constraint allows there; None for everything.
 
         Returns:
@@ -163,7 +152,7 @@ class Growth:
     @property
     def _on_host(self) -> bool:
         """Whether ``likeliest_on_host`` draws the likeliest tokens."""
-        return self.seen is None and self.lm.device.type == "cpu"
+        return self.seen is None and self.batch.device.type == "cpu"
 
     def _compute(
         self,
@@ -223,29 +212,21 @@ class Growth:
         keys = [sequence.key for sequence in self.batch.sequences]
         return [Key(*keys[root], purpose, place) for root, place in zip(roots, places, strict=True)]
 
-    def _forward(self, rows: np.ndarray) -> Output | Extended:
-        """Compute the draft's logits at ``rows``: roots, with the tokens pending before them, or nodes of one level."""
+    def _see(self, rows: np.ndarray) -> None:
+        """Note which tokens occur before the children of ``rows``, for repetition penalties."""
+        if self.seen is None:
+            return
         if rows[0] < self.shape.roots:
-            active = [tree for tree, cache in enumerate(self.caches) if cache is not None]
-            if self.seen is not None:
-                for root in rows:
-                    self.seen[root, self.batch.sequences[root].tokens] = True
-            caches = [cache for cache in self.caches if cache is not None]
-            pending = [
-                cache.follow(self.batch.sequences[tree].tokens) for tree, cache in zip(active, caches, strict=True)
-            ]
-            return self.lm.forward([cache.kv for cache in caches], pending, self.bare(len(rows)), timed=self.timed)
-        above, token = self.shape.parent[rows - self.shape.roots], self.token[rows - self.shape.roots]
-        if self.seen is not None:
-            self.seen[rows] = self.seen[above]
-            self.seen[rows, token] = True
-        self.computed[rows] = True
-        held = [None if cache is None else cache.kv for cache in self.caches]
-        return self.lm.extend(held, self.shape, rows, token, self.timed)
+            for root in rows:
+                self.seen[root, self.batch.sequences[root].tokens] = True
+        else:
+            nodes = rows - self.shape.roots
+            self.seen[rows] = self.seen[self.shape.parent[nodes]]
+            self.seen[rows, self.token[nodes]] = True
 
     def _warp(self, samplings: Sequence[Sampling], rows: np.ndarray) -> tuple[list[Sampling], Tensor | None]:
         """Return the arguments of ``logits_to_probs`` at ``rows``: parameters (one if they agree), and history."""
-        seen = None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.lm.device)
+        seen = None if self.seen is None else torch.from_numpy(self.seen[rows]).to(self.batch.device)
         return by_row(samplings, self.shape.root[rows]), seen
 
     def _penalised(self, logits: Tensor, rows: np.ndarray) -> Tensor:

@@ -12,6 +12,7 @@ from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.null import Null
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token
 from tests.constrain.toys import Table
@@ -20,7 +21,7 @@ from tests.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
 
 
 def draft(target, tree: str = "1x1x1") -> DraftModel:
-    return DraftModel(CausalLM(tiny_model(seed=1)), CONTEXT, parse(tree), "iid")
+    return DraftModel(CausalLM(tiny_model(seed=1)), CONTEXT, TreePlan(parse(tree), "iid"))
 
 
 class Listens:
@@ -114,4 +115,4 @@ def test_a_penalty_on_forced_chains_leaves_greedy_output_as_it_is():
 
 
 def replace_drawn(proposer: DraftModel) -> DraftModel:
-    return DraftModel(proposer.lm, CONTEXT, proposer.tree, "point")
+    return DraftModel(proposer.lm, CONTEXT, TreePlan(proposer.tree, "point"))

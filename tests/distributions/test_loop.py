@@ -11,6 +11,7 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
 from tests.distributions.tabular import explore
@@ -61,7 +62,7 @@ def truth(target, sampling, stop=frozenset()):
 
 def distance(target, draft, tree, drawn, verifier, sampling, stop=frozenset(), confidence=0.0):
     """Total variation between the loop's enumerated output distribution and the target's."""
-    proposer = DraftModel(CausalLM(draft), 256, parse(tree), drawn, confidence=confidence)
+    proposer = DraftModel(CausalLM(draft), 256, TreePlan(parse(tree), drawn, confidence=confidence))
 
     def once(draws):
         group = fixed_group(target, proposer, verifier, [Request(0, "one", PROMPT, sampling, LENGTH, stop)], draws)

@@ -28,6 +28,7 @@ from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal, choose
 from tests.tiny import VOCABULARY, tiny_model
@@ -44,14 +45,12 @@ PROPOSERS = {
     "null": lambda t: Null(),
     "ngram": lambda t: Ngram(3, 2, 1),
     "medusa": lambda t: Medusa(Heads.random(t, 2, False), TREE),
-    "draft_chain": lambda t: DraftModel(t.lm, 64, CHAIN),
-    "draft_points": lambda t: DraftModel(t.lm, 64, TREE, drawn="point"),
-    "draft_without": lambda t: DraftModel(t.lm, 64, TREE, drawn="without", temperature=1.0),
-    "draft_gumbel": lambda t: DraftModel(t.lm, 64, TREE, drawn="gumbel"),
-    "draft_best_first": lambda t: DraftModel(
-        t.lm, 64, (), drawn="without", temperature=1.0, budget=Budget(4, 2, 2, width=1)
-    ),
-    "draft_confident": lambda t: DraftModel(t.lm, 64, CHAIN, confidence=0.001),
+    "draft_chain": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN)),
+    "draft_points": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "point")),
+    "draft_without": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "without", 1.0)),
+    "draft_gumbel": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "gumbel")),
+    "draft_best_first": lambda t: DraftModel(t.lm, 64, TreePlan((), "without", 1.0, budget=Budget(4, 2, 2, width=1))),
+    "draft_confident": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN, confidence=0.001)),
 }
 """Each with the number of levels that its draft model computes."""
 LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3} | dict.fromkeys(

@@ -26,6 +26,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
 from tests.constrain.scripted import Scripted, after
@@ -403,7 +404,7 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
     target, (shape, drawn, verifier) = Target(lm, None, "fake", 60, "", 0.0), DRAFTS[kind]
     draft = Plain() if isinstance(lm, Plain) else runner()
     budget = shape if isinstance(shape, Budget) else None
-    proposer = DraftModel(draft, 60, () if budget else parse(shape), drawn, 1.0, budget=budget)
+    proposer = DraftModel(draft, 60, TreePlan(() if budget else parse(shape), drawn, 1.0, budget=budget))
     engine = Engine(target, proposer, verifier, CounterDraws(3), applied, limits=limits or Limits())
     for number, start in enumerate(((1,), (2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 1), (4, 4, 4))):
         engine.add(Request(number, f"p{number}", start, sampling, 12))

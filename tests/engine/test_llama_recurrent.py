@@ -24,6 +24,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token
 from tests.constrain.scripted import Scripted, after
@@ -299,7 +300,7 @@ def test_architectures_whose_state_cannot_be_rolled_back_and_windows_are_refused
 def decoded(lm, sampling, limits=None, applied=None):
     """What each sequence emitted with a chain of a draft model that is the target, and what was accepted."""
     draft = test_llama_cpp.runner(FakeLlama(V))
-    proposer = DraftModel(draft, 60, parse("1x1x1"), "iid", 1.0)
+    proposer = DraftModel(draft, 60, TreePlan(parse("1x1x1"), "iid", 1.0))
     engine = Engine(target(lm), proposer, Token(), CounterDraws(3), applied, limits=limits or Limits())
     for number, start in enumerate(((1,), (2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 1), (4, 4, 4))):
         engine.add(Request(number, f"p{number}", start, sampling, 12))

@@ -22,6 +22,7 @@ from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.calibrate import conditions
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.toy_models import PROMPT, RandomToy, code, logits, table_models
 from spec_lab.verify import Token, Traversal
@@ -266,8 +267,8 @@ DRAFTS = {
 def drafting(kind, target, draft):
     tree, drawn, verifier = DRAFTS[kind]
     if isinstance(tree, Budget):
-        return DraftModel(draft, target.context, (), drawn, 1.0, budget=tree), verifier
-    return DraftModel(draft, target.context, parse(tree), drawn, 1.0), verifier
+        return DraftModel(draft, target.context, TreePlan((), drawn, 1.0, budget=tree)), verifier
+    return DraftModel(draft, target.context, TreePlan(parse(tree), drawn, 1.0)), verifier
 
 
 @pytest.mark.parametrize(

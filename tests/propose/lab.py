@@ -12,6 +12,7 @@ from spec_lab.engine.proposer import Observation
 from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token
 from tests.tiny import CONTEXT, tiny_model
@@ -60,7 +61,7 @@ def plain_probabilities(model, tokens, sampling):
 
 def draft_model(tree="1x1x1", drawn="iid", temperature=None, context=CONTEXT, lm=None, **changes):
     lm = lm or CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
-    return DraftModel(lm, context, parse(tree), drawn, temperature)
+    return DraftModel(lm, context, TreePlan(parse(tree), drawn, temperature))
 
 
 def batch_of(target, wanted, proposer, draws=None):

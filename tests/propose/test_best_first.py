@@ -15,6 +15,8 @@ from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import fixed_group
 from spec_lab.propose.best_first import BestFirst, Budget
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.expansion import RowLogits
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.tasks.certify.exact import examine
 from spec_lab.tasks.certify.instances import FEW, Instance, constrained
 from spec_lab.tasks.certify.toy_models import RandomToy
@@ -146,7 +148,7 @@ class Table:
             paths = [[int(token[node - shape.roots]) for node in shape.path(row)] for row in rows.tolist()]
             trees = shape.root[rows].tolist()
             found = [self.logits(numbers[tree], path) for tree, path in zip(trees, paths, strict=True)]
-            return torch.from_numpy(np.array(found))
+            return RowLogits(torch.from_numpy(np.array(found)))
 
         roots = [self.logits(number, ()) for number, depth in zip(numbers, depths, strict=True) if depth]
         own = CounterDraws(seed), keys, [WARM] * len(keys), depths
@@ -174,6 +176,41 @@ def test_a_forward_expands_the_best_of_each_tree_together(drawn, budget):
     draft = table.grow(drawn, budget, depths=(9, 0, 2, 1))
     for tree, depth in enumerate((9, 0, 2, 1)):
         assert tree_of(draft, tree) == twin(table.probabilities(tree), drawn, budget, depth, (tree, 0, 3))
+
+
+def reranked(table, budget, number, depth):
+    """EAGLE-2's tree (2406.16858, section 4), written out: the paths that are kept, and the forwards it takes."""
+    after, scores, level, forwards = table.probabilities(number), {}, [()], 0
+    for _ in range(min(depth, budget.depth)):
+        forwards += level != [()]
+        below = {}
+        for path in level:
+            p = after(path)
+            best = sorted(range(V), key=lambda token: (-p[token], token))[: budget.children]
+            below |= {(*path, token): scores.get(path, 0.0) + np.log(p[token]) for token in best}
+        scores |= below
+        level = sorted(below, key=lambda path: -below[path])[: budget.width]
+    return set(sorted(scores, key=lambda path: -scores[path])[: budget.nodes]), forwards
+
+
+@pytest.mark.parametrize("budget", [Budget(7, 2, 3, 2, True), Budget(12, 4, 4, 3, True), Budget(3, 5, 6, 1, True)])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_reranked_tree_expands_the_best_of_the_newest_level_and_keeps_the_best_of_all(budget, seed):
+    table, depths = Table(seed), (9, 0, 2, 1)
+    draft = table.grow("point", budget, depths=depths)
+    most = 0
+    for tree, depth in enumerate(depths):
+        kept, forwards = reranked(table, budget, tree, depth) if depth else (set(), 0)
+        found = [tuple(path_tokens(draft, row)) for row in draft.shape.trees[tree].tolist()[1:]]
+        assert len(found) == len(kept) and set(found) == kept
+        most = max(most, forwards)
+    assert len(table.forwards) == most and max(table.forwards) <= 2 * budget.width
+
+
+def test_sampled_nodes_are_never_reranked():
+    for drawn in ("iid", "without"):
+        with pytest.raises(ValueError, match=r"proposer\.rerank .*proposer\.drawn=point"):
+            TreePlan((), drawn, budget=Budget(4, 2, 2, 2, True))
 
 
 def test_ties_are_expanded_in_drawing_order():
@@ -265,7 +302,7 @@ def test_under_a_constraint_no_node_that_it_forbids_is_drafted(target, drawn):
 
 def best_first(budget, drawn="point", temperature=None, context=CONTEXT, **changes):
     lm = CausalLM(tiny_model(**{"seed": 1, "num_hidden_layers": 1} | changes))
-    return DraftModel(lm, context, (), drawn, temperature, budget=budget)
+    return DraftModel(lm, context, TreePlan((), drawn, temperature, budget=budget))
 
 
 PENALISED = Sampling(0.8, top_k=9, repetition_penalty=1.6)
@@ -367,7 +404,7 @@ class Larger:
     nodes = 4
 
     def toy(self, target, draft, tree):
-        return DraftModel(draft, target.context, (), self.drawn, name=self.name, budget=self.budget)
+        return DraftModel(draft, target.context, TreePlan((), self.drawn, budget=self.budget), self.name)
 
 
 INSTANCES = [Instance(FEW, "1x1", 2), Instance(RandomToy(6), "1")]
@@ -417,7 +454,7 @@ def path(tmp_path_factory):
 def test_a_loaded_draft_states_its_budget(target_with_words, truth, path):
     proposer = DraftModel.load(target_with_words, path, nodes=9, children=3, max_depth=5, width=2, drawn="point")
     assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("draft_best_first", "point", 9, True)
-    assert proposer.budget == Budget(9, 3, 5, 2)
+    assert proposer.plan.budget == Budget(9, 3, 5, 2)
     facts = {"tree": "best first", "nodes": 9, "children": 3, "max_depth": 5, "width": 2}
     assert facts.items() <= proposer.facts.items()
     assert emitted(decode(target_with_words, proposer, requests())[0]) == truth
@@ -427,6 +464,9 @@ def test_a_loaded_draft_states_its_budget(target_with_words, truth, path):
     ("options", "named"),
     [
         ({"depth": 2}, "proposer.nodes"),
+        ({"rerank": True, "drawn": "iid"}, "proposer.rerank"),
+        ({"rerank": 1}, "proposer.rerank"),
+        ({"rerank": True, "drawn": "point", "children": 1000, "max_depth": 200}, "proposer.rerank"),
         ({"tree": "2x2"}, "proposer.nodes"),
         ({"nodes": 0}, "proposer.nodes"),
         ({"nodes": "many"}, "proposer.nodes"),

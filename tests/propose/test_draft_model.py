@@ -425,15 +425,17 @@ def test_an_unsure_token_ends_its_path(target, drawn):
     proposer = draft_model("2x2x1", drawn)
     batch = batch_of(target, requests(WARM), proposer)
     whole = proposer.propose(batch)
-    proposer.confidence = sorted(sureness(proposer, batch.sequences, whole).values())[whole.shape.rows // 4]
+    proposer.plan = replace(
+        proposer.plan, confidence=sorted(sureness(proposer, batch.sequences, whole).values())[whole.shape.rows // 4]
+    )
     draft = proposer.propose(batch_of(target, requests(WARM), proposer))
     shape = draft.shape
     assert 2 * shape.roots < shape.nodes < whole.shape.nodes
     sure = sureness(proposer, batch.sequences, draft)
     for row in sure:
         above = shape.parent[row - shape.roots] if row >= shape.roots else None
-        assert bool(len(shape.children[row])) == (above is None or sure[above] >= proposer.confidence - 1e-12)
-    proposer.confidence = 1.0
+        assert bool(len(shape.children[row])) == (above is None or sure[above] >= proposer.plan.confidence - 1e-12)
+    proposer.plan = replace(proposer.plan, confidence=1.0)
     assert proposer.propose(batch_of(target, requests(WARM), proposer)).shape.depth.max() == 1
 
 
@@ -441,7 +443,9 @@ def test_an_unsure_token_ends_its_path(target, drawn):
 def test_a_confident_draft_decodes_as_its_requests_alone(target, sampling):
     proposer = draft_model("1x1x1", "iid")
     batch = batch_of(target, requests(sampling), proposer)
-    proposer.confidence = sorted(sureness(proposer, batch.sequences, proposer.propose(batch)).values())[4]
+    proposer.plan = replace(
+        proposer.plan, confidence=sorted(sureness(proposer, batch.sequences, proposer.propose(batch)).values())[4]
+    )
     wanted = requests(sampling, new=14)
     group, steps = decode(target, proposer, wanted)
     assert len({one.draft.shape.nodes for one in steps}) > 1

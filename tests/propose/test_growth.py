@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_lab.core.clock import Clock
-from spec_lab.core.draft import Shape, chain, empty, forest, tree
+from spec_lab.core.draft import Shape, chain, forest, tree
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.readback import Readback
-from spec_lab.engine.runner import Extended
+from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.growth import Growth, likeliest_on_host
 from spec_lab.propose.trees import parse
 
@@ -25,8 +25,6 @@ TREE = tree(tuple(parse("0 1 2 0.0 0.1 1.0 0.0.0")))
 class Table:
     """A draft model whose logits follow from the row alone, with broken rows and equal numbers."""
 
-    device, dtype = torch.device("cpu"), torch.float64
-
     def __init__(self, rows, seed, broken):
         random = np.random.default_rng(seed)
         logits = random.integers(-3, 4, (rows, V)).astype(float)
@@ -34,12 +32,11 @@ class Table:
             logits[row] = random.choice([np.nan, np.inf, -np.inf])
         logits[random.random((rows, V)) < 0.2] = -np.inf
         self.logits = torch.from_numpy(logits)
+        self.computed = []
 
-    def forward(self, sequences, pending, draft, *, timed):
-        return Extended(self.logits[: len(sequences)], None)
-
-    def extend(self, sequences, shape, rows, token, timed):
-        return Extended(self.logits[torch.from_numpy(rows)], None)
+    def expand(self, shape, rows, token):
+        self.computed += rows.tolist()
+        return RowLogits(self.logits[torch.from_numpy(rows)])
 
 
 def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
@@ -51,11 +48,10 @@ def grown(shape: Shape, drawn, seed, broken, masked, confidence, on_host):
         draft_masks=(lambda _, rows, token: allowed[rows]) if masked else None,
         sequences=[SimpleNamespace(tokens=[1], key=(0, 0, 0)) for _ in range(shape.roots)],
     )  # fmt: skip
-    caches = [SimpleNamespace(kv=None, follow=lambda tokens: tokens, tentative=None) for _ in range(shape.roots)]
     lm = Table(shape.rows, seed, broken)
-    growth = Growth(lm, drawn, batch, shape, [COLD] * shape.roots, caches, empty, confidence)
+    growth = Growth(drawn, batch, shape, [COLD] * shape.roots, confidence)
     with patch.object(Growth, "_on_host", on_host):
-        return growth.run(), growth.computed, read.copies
+        return growth.grow(RowLogits(lm.logits[: shape.roots]), lm.expand), lm.computed, read.copies
 
 
 @pytest.mark.parametrize(

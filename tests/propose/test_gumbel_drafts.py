@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -281,7 +281,7 @@ def test_a_confident_draft_ends_paths_by_its_distribution_alone_and_keeps_rows_a
     sure = {}
     for row, _, text, _ in expanded(draft, batch.sequences):
         sure[row] = float(plain_logits(proposer.lm.model, text).softmax(-1).max())
-    proposer.confidence = sorted(sure.values())[len(sure) // 3]
+    proposer.plan = replace(proposer.plan, confidence=sorted(sure.values())[len(sure) // 3])
     draws = Watched()
     fewer, batch, _ = proposed(target, proposer=proposer, draws=draws)
     assert 2 * 3 < fewer.shape.nodes < draft.shape.nodes

@@ -37,6 +37,7 @@ from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
 from spec_lab.models.target import Target
 from spec_lab.propose import CertifiableProposer, Proposer, branches, check_sampling, draws_of
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import Choices, depth_of, parse, widths
 from spec_lab.tasks.certify.enumeration import side_by_side
 from spec_lab.tasks.certify.ground_truth import truth
@@ -116,7 +117,7 @@ class ToyParts(NamedTuple):
 
 def reference(drawn: Drawn, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
     """Return a draft model's proposer on a toy target that draws siblings as asked."""
-    return DraftModel(draft, target.context, tree, drawn)
+    return DraftModel(draft, target.context, TreePlan(tree, drawn))
 
 
 def toy_parts(

@@ -18,6 +18,7 @@ from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
 from spec_lab.tasks.certify.exact import Finding, examine
@@ -32,7 +33,7 @@ ENUMERATED = [(verifier, drawn) for verifier, drawn in LOSSLESS if drawn != "gum
 
 
 def draft_model(tree="1x1", drawn="iid", **options):
-    return DraftModel(DRAFT, TARGET.context, parse(tree), drawn, name="draft_model", **options)
+    return DraftModel(DRAFT, TARGET.context, TreePlan(parse(tree), drawn, **options))
 
 
 def medusa(trunk):

@@ -19,6 +19,7 @@ from spec_lab.engine.runner import KVSequence
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.expansion import RowLogits
 from spec_lab.propose.features import Features
 
 
@@ -108,17 +109,17 @@ class FeatureDrafter(Lifecycle):
             self.budget, self.drawn, batch.draws, keys, samplings, depths, masks=batch.draft_masks, read=batch.read
         )
         if not lengths:
-            return growth.grow(torch.empty(0, batch.target.vocabulary), lambda *_: torch.empty(0))
+            return growth.grow(torch.empty(0, batch.target.vocabulary), lambda *_: RowLogits(torch.empty(0)))
         output = self.lm.forward_embeds([kv for kv in kvs if kv is not None], lengths, torch.cat(inputs), timed)
         active = [tree for tree, depth in enumerate(depths) if depth]
         hidden = dict(zip(active, (rows[-1] for rows in output.pending), strict=True))
 
-        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Tensor:
+        def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
             nodes = rows - shape.roots
             above = torch.stack([hidden[row] for row in shape.parent[nodes].tolist()])
             found = self.lm.extend(kvs, shape, rows, self._input(torch.from_numpy(token[nodes]), above), timed)
             hidden.update(zip(rows.tolist(), found.hidden, strict=True))
-            return found.logits
+            return RowLogits(found.logits)
 
         return growth.grow(output.logits, expand)
 

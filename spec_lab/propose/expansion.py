@@ -1,0 +1,40 @@
+"""What a growing forest needs of the drafter: logits at its roots, and at further rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from spec_lab.core.draft import Shape
+
+
+class Computed(Protocol):
+    """Logits at some rows of a forest: what a forward of a draft model returns, or ``RowLogits``."""
+
+    @property
+    def logits(self) -> Tensor:
+        """``[n, V]``, never written to."""
+        ...
+
+    @property
+    def array(self) -> np.ndarray | None:
+        """The same memory on the host, float32 or float64; None where there is no such view."""
+        ...
+
+
+class RowLogits(NamedTuple):
+    """Logits ``[n, V]``, and the same memory as an array on the host or None. See ``Computed``."""
+
+    logits: Tensor
+    array: np.ndarray | None = None
+
+
+Expand = Callable[[Shape, np.ndarray, np.ndarray], Computed]
+"""Computes ``rows`` ``[n]`` of a forest (a Shape) whose nodes hold ``token`` ``[M]``.
+
+The rows are nodes whose ancestors are computed. The forest may have grown since the last call, and may hold nodes that
+are never computed.
+"""

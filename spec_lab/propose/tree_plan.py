@@ -1,0 +1,269 @@
+"""Which tree a drafter drafts, and how its nodes are drawn: what all drafters that state distributions share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypedDict, cast
+
+import numpy as np
+import torch
+
+from spec_lab.core.draft import Draft, Drawn, Shape, forest
+from spec_lab.core.draft import tree as shape_of
+from spec_lab.core.options import one_of, share, temperature_or_none, whole
+from spec_lab.core.probabilities import Sampling
+from spec_lab.engine.sequence import Batch
+from spec_lab.propose.best_first import BestFirst, Budget
+from spec_lab.propose.expansion import Computed, Expand, RowLogits
+from spec_lab.propose.growth import Growth
+from spec_lab.propose.trees import MOST_DEPTH, MOST_NODES, Choices, depth_of, parse, width_of, widths, write
+
+
+class TreeOptions(TypedDict, total=False):
+    """Options of ``TreePlan.read``, which every drafter with a plan has. One of the first three is given."""
+
+    depth: int | None
+    tree: str | None
+    nodes: int | None
+    children: int
+    max_depth: int
+    width: int
+    rerank: bool
+    drawn: str
+    temperature: float | None
+    confidence: float
+
+
+class Grown(NamedTuple):
+    """A draft, and everything that was drawn, of which it may be a part.
+
+    Args:
+        draft: what the target verifies.
+        shape: all that was drawn. The drafter was asked to ``expand`` rows of this forest.
+        token: ``[M]`` the tokens of its nodes.
+    """
+
+    draft: Draft
+    shape: Shape
+    token: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """A static tree below every root, or trees that grow best first; and how tokens are drawn.
+
+    Siblings are drawn from q at their parent, with the sampling parameters of the request: ``iid``; ``without``
+    replacement, fewer where the support is exhausted; or as ``point``, the likeliest tokens. ``gumbel`` also draws
+    without replacement: the siblings are the best of log q + g (Gumbel-top-k, 1903.06059), and the draft carries the
+    Gumbel noise g of each parent, with which a verifier of that name samples from the target. A row without children
+    has no noise. At temperature 0 q is one-hot, so only ``point`` would draw a second sibling: a tree then needs
+    ``point`` or a temperature of the drafter's own (``check_sampling``). Which siblings are left out depends on q
+    alone, never on a drawn value.
+
+    With a ``confidence``, drafting stops early: children of a row at which no token has that draft probability get no
+    children, since these are likely to be rejected and cost a forward of the drafter. Dynamic draft lengths
+    (2405.04304) and transformers' ``assistant_confidence_threshold`` compare the probability of the drawn token; here
+    it is the maximum, so that whether drafting stops depends on the path above only, and verification stays exact.
+
+    Args:
+        tree: the static tree.
+        drawn: how siblings are drawn.
+        temperature: the drafter's own; None uses each request's.
+        confidence: between 0, off, and 1.
+        budget: of trees that grow best first, in place of ``tree``; None for none.
+
+    Raises:
+        ValueError: options that exclude each other; names them.
+    """
+
+    tree: Choices = ()
+    drawn: Drawn = "iid"
+    temperature: float | None = None
+    confidence: float = 0.0
+    budget: Budget | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is None:
+            return
+        if self.drawn == "gumbel" or self.confidence:
+            raise ValueError("proposer.nodes supports neither proposer.drawn=gumbel nor proposer.confidence")
+        if self.budget.rerank and self.drawn != "point":
+            raise ValueError(
+                "proposer.rerank leaves out drawn nodes by their tokens, which changes the distribution of nodes drawn "
+                f"{self.drawn}: set proposer.drawn=point, or proposer.rerank=false"
+            )
+
+    @staticmethod
+    def read(
+        depth: int | None = None,
+        tree: str | None = None,
+        nodes: int | None = None,
+        children: int = 2,
+        max_depth: int = 8,
+        width: int = 4,
+        rerank: bool = False,
+        drawn: str = "iid",
+        temperature: float | None = None,
+        confidence: float = 0.0,
+    ) -> TreePlan:
+        """Read options. Exactly one of ``depth``, ``tree`` and ``nodes`` is given.
+
+        Args:
+            depth: drafts a chain of so many tokens, at most ``trees.MOST_DEPTH``; or
+            tree: drafts a tree, written as ``trees.parse`` reads it; or
+            nodes: grows trees of at most so many nodes best first, with so many
+            children: below each expanded node, at most
+            max_depth: levels, and
+            width: nodes expanded by each forward of the drafter.
+            rerank: grow level by level, and keep the ``nodes`` best at the end (EAGLE-2); requires drawn "point".
+            drawn: "iid", "without", "point" or "gumbel".
+            temperature: the drafter's own, at most 1e6; None uses each request's.
+            confidence: a token drawn where none was this likely ends its path; 0 never ends one.
+
+        Raises:
+            ValueError: a wrong option.
+        """
+        if sum(one is not None for one in (depth, tree, nodes)) != 1:
+            raise ValueError(
+                "give one of proposer.depth, for a chain, proposer.tree, for a fixed tree, and proposer.nodes, for a "
+                "tree that grows best first"
+            )
+        if not isinstance(rerank, bool):
+            raise ValueError(f"proposer.rerank must be true or false (got {rerank!r})")
+        budget: Budget | None = None
+        choices: Choices = ()
+        if nodes is not None:
+            budget = Budget(
+                whole("proposer.nodes", nodes, most=MOST_NODES),
+                whole("proposer.children", children, most=MOST_NODES if rerank else nodes),
+                whole("proposer.max_depth", max_depth, most=MOST_DEPTH),
+                whole("proposer.width", width, most=MOST_NODES),
+                rerank,
+            )
+            if budget.drawn > MOST_DRAWN:
+                raise ValueError(
+                    f"proposer.rerank draws {budget.drawn} nodes before it keeps {nodes}, at most {MOST_DRAWN} are "
+                    "possible: set a smaller proposer.width, proposer.children or proposer.max_depth"
+                )
+        elif rerank:
+            raise ValueError("proposer.rerank requires proposer.nodes, the number of nodes to keep")
+        elif depth is not None:
+            choices = widths([1] * whole("proposer.depth", depth, most=MOST_DEPTH))
+        else:
+            choices = parse(cast(str, tree))
+        kind = cast(Drawn, one_of("proposer.drawn", drawn, ("iid", "without", "point", "gumbel")))
+        own = temperature_or_none("proposer.temperature", temperature)
+        return TreePlan(choices, kind, own, share("proposer.confidence", confidence), budget)
+
+    @property
+    def nodes(self) -> int:
+        """Most nodes below one root that the target computes."""
+        return len(self.tree) if self.budget is None else self.budget.nodes
+
+    @property
+    def computed(self) -> int:
+        """Most nodes below one root that the drafter computes."""
+        return len(self.tree) if self.budget is None else self.budget.drawn
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts may be trees; False: they are chains."""
+        return (width_of(self.tree) if self.budget is None else self.budget.children) > 1
+
+    @property
+    def depth(self) -> int:
+        """The deepest level."""
+        return depth_of(self.tree) if self.budget is None else self.budget.depth
+
+    @property
+    def kind(self) -> str:
+        """For names of proposers: "best_first", "reranked", "chain" or "tree"."""
+        if self.budget is not None:
+            return "reranked" if self.budget.rerank else "best_first"
+        return "chain" if width_of(self.tree) == 1 else "tree"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record should keep."""
+        facts = {"tree": write(self.tree), "nodes": self.nodes, "temperature": self.temperature}
+        if self.budget is not None:
+            own = self.budget
+            facts |= {"tree": "best first", "children": own.children, "max_depth": own.depth, "width": own.width}
+            if own.rerank:
+                facts |= {"tree": "reranked"}
+        return facts | {"confidence": self.confidence}
+
+    def toy(self, tree: Choices) -> TreePlan:
+        """The same way of drawing with another tree; a budget is reduced to a few nodes."""
+        if self.budget is None:
+            return replace(self, tree=tree)
+        own = self.budget
+        return replace(self, budget=replace(own, nodes=min(own.nodes, 3), children=min(own.children, 2), depth=2))
+
+    def sampling(self, request: Sampling) -> Sampling:
+        """How the drafter samples for a request."""
+        return request if self.temperature is None else replace(request, temperature=self.temperature)
+
+    def check_sampling(self, request: Sampling) -> None:
+        """Refuse what could draw only a chain.
+
+        Raises:
+            ValueError: siblings sampled at temperature 0.
+        """
+        if self.drawn != "point" and self.branches and self.sampling(request).temperature == 0:
+            raise ValueError(
+                f"at temperature 0 the draft distribution is one-hot, so siblings drawn {self.drawn} shrink the tree "
+                "to a chain: set proposer.drawn=point, or a draft temperature such as proposer.temperature=1"
+            )
+
+    def check_width(self, vocabulary: int) -> None:
+        """Refuse trees wider than a vocabulary of so many tokens.
+
+        Raises:
+            ValueError: names the option.
+        """
+        if width_of(self.tree) > vocabulary:
+            raise ValueError(
+                f"proposer.tree: a tree {width_of(self.tree)} wide does not fit a vocabulary of {vocabulary}"
+            )
+        if self.budget is not None and self.budget.children > vocabulary:
+            raise ValueError(
+                f"proposer.children: {self.budget.children} children do not fit a vocabulary of {vocabulary}"
+            )
+
+    def draft(self, batch: Batch, depths: Sequence[int], roots: Computed | None, expand: Expand) -> Grown:
+        """Draft below every sequence of a batch.
+
+        Args:
+            batch: the sequences.
+            depths: ``[B]`` most levels of each tree; the plan's own apply as well. 0 or less: nothing is drafted.
+            roots: logits at the roots of the trees with a depth above 0, in order; None if there are none.
+            expand: computes further rows.
+        """
+        if roots is None:
+            roots = RowLogits(torch.empty(0, batch.target.vocabulary, device=batch.device))
+        samplings = [self.sampling(sequence.request.sampling) for sequence in batch.sequences]
+        if self.budget is None:
+            shape = forest(tuple(self._cut[max(0, min(depth, len(self._cut) - 1))] for depth in depths))
+            growth = Growth(self.drawn, batch, shape, samplings, self.confidence)
+            return Grown(growth.grow(roots, expand), shape, growth.token)
+        keys, texts = [one.key for one in batch.sequences], [one.tokens for one in batch.sequences]
+        best = BestFirst(
+            self.budget, self.drawn, batch.draws, keys, samplings, [max(0, depth) for depth in depths], texts,
+            batch.draft_masks, batch.read,
+        )  # fmt: skip
+        draft = best.grow(roots.logits, expand)
+        every = Shape(len(keys), np.array(best.parent, dtype=np.int64)) if self.budget.rerank else draft.shape
+        return Grown(replace(draft, token=draft.token.to(batch.device)), every, np.array(best.token, dtype=np.int64))
+
+    @cached_property
+    def _cut(self) -> list[Shape]:
+        """The static tree without the levels below each depth."""
+        depths = range(depth_of(self.tree) + 1)
+        return [shape_of(tuple(path for path in self.tree if len(path) <= depth)) for depth in depths]
+
+
+MOST_DRAWN = 16 * MOST_NODES
+"""Most nodes that are drawn before some are left out."""
