@@ -5,8 +5,7 @@ Linear layers run packed over the new tokens of all sequences; attention runs se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -143,25 +142,6 @@ class CausalLM:
         """``prepare`` and ``run``."""
         return self.run(self.prepare(sequences, pending, draft, prefill), timed)
 
-    @inference
-    def forward_embeds(
-        self, sequences: Sequence[Any], lengths: Sequence[int], embeds: Tensor, timed: Phase | None = None
-    ) -> Output:
-        """``forward`` of input embeddings in place of pending tokens, for drafters that read features.
-
-        Args:
-            sequences: ``[B]``.
-            lengths: ``[B]`` how many embeddings each has, at least one.
-            embeds: ``[sum of lengths, H]``, sequence by sequence.
-            timed: as of ``run``.
-
-        Returns:
-            Logits ``[B, V]`` after each sequence's last embedding, and the captured hidden states of all.
-        """
-        pending = [[0] * length for length in lengths]
-        prepared = self._packer.forest(sequences, pending, None, len(sequences))
-        return self.run(replace(prepared, ids=None, embeds=embeds[None]), timed)
-
     def prepare(
         self,
         sequences: Sequence[Any],
@@ -207,10 +187,10 @@ class CausalLM:
         token: np.ndarray | Tensor,
         timed: Phase | None = None,
     ) -> Extended:
-        """See ``runner.DraftRunner``. ``token`` may hold input embeddings ``[n, H]`` in place of tokens."""
+        """See ``runner.DraftRunner``."""
         if isinstance(token, np.ndarray):
             token = torch.from_numpy(token).to(self.device)
-        if self.fixed and token.ndim == 1:
+        if self.fixed:
             planned = self._packer.plan_level(sequences, shape, rows)
             if (fixed := self.graphs.prepare(planned, None, token)) is not None:
                 return Extended(*self._run_fixed(fixed, timed))
@@ -226,22 +206,21 @@ class CausalLM:
     def _compute_fixed(
         self, ids: Tensor, positions: Tensor, pack: FixedPack, wanted: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        return self._compute({"input_ids": ids}, positions, pack, None, wanted)
+        return self._compute(ids, positions, pack, None, wanted)
 
     def _call(self, prepared: Prepared, timed: Phase | None) -> tuple[Tensor, Tensor | None]:
         """Logits ``[R, V]``, and the captured hidden states ``[N, layers * H]``."""
         self.forwards += 1
-        given = {"input_ids": prepared.ids} if prepared.embeds is None else {"inputs_embeds": prepared.embeds}
         with timed or self.clock.phase("target_forward"):
-            return self._compute(given, prepared.positions, prepared.pack, prepared.mask, prepared.keep)
+            return self._compute(prepared.ids, prepared.positions, prepared.pack, prepared.mask, prepared.keep)
 
     def _compute(
-        self, given: Mapping[str, Any], positions: Tensor, pack: Any, mask: Any, keep: Tensor | int
+        self, ids: Tensor, positions: Tensor, pack: Any, mask: Any, keep: Tensor | int
     ) -> tuple[Tensor, Tensor | None]:
         """The model, on rows ``[b, n]``: logits ``[R, V]`` and the captured hidden states ``[N, layers * H]``."""
         more: dict[str, Any] = {"output_hidden_states": True} if self._layers and self._hook is None else {}
         output = self.model(
-            **given,
+            input_ids=ids,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=pack,

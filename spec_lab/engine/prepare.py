@@ -27,8 +27,7 @@ class Prepared:
     """The tensors of one forward, and what its result means.
 
     Args:
-        ids: ``[1, N]`` token ids, or
-        embeds: ``[1, N, H]`` input embeddings in their place.
+        ids: ``[1, N]`` token ids; for a ``FeatureLM`` what it was given in their place.
         positions: ``[1, N]``.
         pack: cells and attention masks.
         keep: which rows get logits, as transformers' ``logits_to_keep``; on the host if the model is split over several
@@ -40,8 +39,7 @@ class Prepared:
         early: chunks of long prompts that are computed first, each with the numbers of its sequences.
     """
 
-    ids: Tensor | None
-    embeds: Tensor | None
+    ids: Tensor
     positions: Tensor
     pack: Pack
     keep: Tensor | int
@@ -257,7 +255,7 @@ class Packer:
         pending_rows, no_nodes = [slice(row, row + 1) for row in rows], [slice(row + 1, row + 1) for row in rows]
         keep = 1 if len(cells) == 1 else 0
         attended = sum(cells) + len(cells)
-        return Prepared(numbers[:1], None, numbers[1:], pack, keep, None, attended, pending_rows, no_nodes)
+        return Prepared(numbers[:1], numbers[1:], pack, keep, None, attended, pending_rows, no_nodes)
 
     def plan_level(self, sequences: Sequence[CellSequence | None], shape: Shape, rows: np.ndarray) -> Planned:
         """Take cells for nodes whose ancestors are computed already. See ``CausalLM.extend``."""
@@ -322,7 +320,7 @@ class Packer:
 
     def _prepared(
         self,
-        given: Tensor,
+        ids: Tensor,
         positions: Tensor,
         segments: dict[AttentionKind, list[Segment]],
         keep: Tensor | int,
@@ -335,8 +333,7 @@ class Packer:
         if self.dense:
             masks = {kind.layer_type: self._dense_mask(one, positions.shape[1]) for kind, one in segments.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        ids, embeds = (given, None) if given.ndim == 2 else (None, given)
-        return Prepared(ids, embeds, positions, pack, keep, mask, attended, pending, nodes)
+        return Prepared(ids, positions, pack, keep, mask, attended, pending, nodes)
 
     def _dense_mask(self, segments: list[Segment], rows: int) -> Tensor:  # [1, 1, N, S * C]
         """One additive mask over all rows and the whole store: quadratic; a reference for tests."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Shape
@@ -30,6 +31,12 @@ class RowLogits(NamedTuple):
 
     logits: Tensor
     array: np.ndarray | None = None
+
+    @staticmethod
+    def of(logits: Tensor) -> RowLogits:
+        """Logits with a view of them on the host where NumPy can have one."""
+        on_host = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64)
+        return RowLogits(logits, logits.numpy() if on_host else None)
 
 
 Expand = Callable[[Shape, np.ndarray, np.ndarray], Computed]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from spec_lab.core.clock import Clock
 from spec_lab.core.draft import Draft, chain, empty, forest, tree
 from spec_lab.engine.causal_lm import CausalLM
+from spec_lab.engine.feature_lm import FeatureLM
 from tests.tiny import VOCABULARY, tiny_model
 
 TREE = tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
@@ -97,10 +99,20 @@ def test_nodes_computed_by_levels_read_nothing_back():
         assert found.logits.is_meta and found.logits.shape == (len(rows), VOCABULARY)
 
 
-def test_input_embeddings_in_place_of_tokens_read_nothing_back():
-    lm = meta_lm()
-    output = lm.forward_embeds(started(lm), [2, 1], torch.empty(3, 32, device="meta"))
-    assert output.logits.is_meta and output.logits.shape == (2, VOCABULARY)
+def test_layers_that_read_features_read_nothing_back():
+    device, timed = torch.device("meta"), Clock().phase("propose_forward")
+
+    def layers(x, positions, pack):
+        pack.update(x[:, None], x[:, None], 0)
+        return x
+
+    lm = FeatureLM(layers, 1, device, torch.float64)
+    sequences, shape = [lm.open(), lm.open()], forest((TREE, chain(2)))
+    assert lm.forward(sequences, [2, 1], torch.empty(3, 32, device=device), timed).shape == (2, 32)
+    for depth in range(1, 4):
+        rows = np.concatenate([tree[shape.depth[tree] == depth] for tree in shape.trees])
+        found = lm.extend(sequences, shape, rows, torch.empty(len(rows), 32, device=device), timed)
+        assert found.is_meta and found.shape == (len(rows), 32)
 
 
 def test_a_batch_may_only_prefill():

@@ -9,7 +9,7 @@ import spec_lab
 
 ROOT = Path(spec_lab.__file__).parent
 
-COMPUTES = {"prepare", "run", "forward", "forward_embeds", "extend"}
+COMPUTES = {"prepare", "run", "forward", "extend"}
 """Methods of a runner that compute, or prepare it."""
 
 RUNS = {
@@ -103,7 +103,7 @@ def test_a_runners_model_is_called_by_the_runner_and_where_plain_forwards_are_th
         "output = runner.run(prepared)",
         "self.lm.forward(paths, pending, draft)",
         "model = target.lm\noutput = model.run(pack)",
-        "if (model := lab.target.lm): model.forward_embeds(kvs, lengths, embeds)",
+        "if (model := lab.target.lm): model.forward(kvs, pending, draft)",
     ],
 )
 def test_a_module_that_runs_the_target_is_found(code):

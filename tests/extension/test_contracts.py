@@ -16,11 +16,15 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.tree_plan import TreePlan
+from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
-from tests.extension.enumerated import SAMPLING, decoded, distance, model, wanted
+from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
 
 EXACT = 1e-12
 PACKAGE = Path(__file__).parent / "package"
@@ -40,11 +44,30 @@ def part(module: str, name: str):
 
 
 def features(target):
-    return part("features", "FeatureDrafter")(target, Budget(nodes=2, children=1, depth=2, width=1))
+    return part("features", "load")(target, Budget(nodes=2, children=1, depth=2, width=1))
 
 
 def feature_trees(target):
-    return part("features", "FeatureDrafter")(target, Budget(nodes=4, children=2, depth=2, width=1))
+    return part("features", "load")(target, Budget(nodes=4, children=2, depth=2, width=1))
+
+
+def eagle1(target):
+    return eagle(EagleSettings(small_layer(16), 16, V), target, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def eagle3(target):
+    settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, norm_before_residual=True)
+    return eagle(settings, target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def eagle3_reranked(target):
+    settings = Eagle3Settings(small_layer(16), 16, 16, V, (1, 2, 3), V - 1, layers=2, norm_output=True)
+    return eagle(settings, target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 2, rerank=True)))
+
+
+def eagle(settings, target, plan):
+    network = random_network(settings, target.services, target.lm.device, target.lm.dtype)
+    return FeatureDrafter(network, target, plan, "eagle")
 
 
 def recycling(target):
@@ -60,7 +83,8 @@ def union(target):
 
 
 PROPOSERS = {
-    "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead, "union": union
+    "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
+    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
 }  # fmt: skip
 
 
@@ -107,7 +131,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

@@ -12,9 +12,11 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Purpose
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
@@ -40,6 +42,11 @@ def medusa(trunk):
     return Medusa(Heads.random(TARGET, 2, trunk), parse("2x1"))
 
 
+def eagle(settings, tree="2x1", drawn="point"):
+    network = random_network(settings, TARGET.services, TARGET.lm.device, TARGET.lm.dtype)
+    return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "eagle")
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -53,6 +60,9 @@ PROPOSERS = {
     "best first point": draft_model(drawn="point", budget=Budget(3)),
     "Medusa": medusa(trunk=False),
     "Medusa with a trunk": medusa(trunk=True),
+    "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
+    "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
+    "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
 }
@@ -94,9 +104,13 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
     assert proved(name).drafts == "proposer"
 
 
+LOADED_BY = {"spec_lab.propose.feature_drafter.FeatureDrafter.load": "spec_lab.propose.eagle.load"}
+
+
 def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
     mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in PROPOSERS.values()}
+    mine = {LOADED_BY.get(name, name) for name in mine}
     assert {name.replace("null.Null", "Null") for name in mine} == shipped
 
 

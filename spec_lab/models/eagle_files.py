@@ -1,0 +1,305 @@
+"""Files of EAGLE heads: the official format, SpecForge's and SGLang's, and that of vLLM's speculators.
+
+A folder holds ``config.json`` and weights in safetensors; both are untrusted input (``models.checkpoint``). The format
+is detected: ``speculators_model_type`` in the config is speculators'; tensors of a ``midlayer`` or a draft vocabulary
+are EAGLE-3 as its authors, SpecForge and SGLang write it; ``fc.weight`` and ``layers.0`` alone are EAGLE-1 or EAGLE-2.
+
+Names and conventions that differ, and what they become here:
+
+- ``midlayer.*`` is layer 0.
+- ``d2t`` is an offset: draft token i is the target's token i + d2t[i]. ``t2d`` marks these tokens.
+- Taps: ``eagle_aux_hidden_state_layer_ids`` at the top level are numbers of hidden states (number i is the input of
+  layer i); inside ``eagle_config`` they are numbers of layers whose outputs are read, which is one less. Without either
+  they are hidden states 2, L // 2 and L - 3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spec_lab.core.files import read_json
+from spec_lab.core.options import brief
+from spec_lab.models.checkpoint import SINGLE, open_weights, weight_files, weights_hash
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings, with_weights
+from spec_lab.models.target import Target
+
+log = logging.getLogger(__name__)
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+TABLES = ("d2t", "t2d")
+MOST_TAPS = 64
+FORMAT_VERSION = "0.3.0"
+
+
+@dataclass(frozen=True, eq=False)
+class EagleHead:
+    """A head that was read.
+
+    Args:
+        network: bound to the target.
+        name: "eagle" or "eagle3".
+        sha256: of its weight files.
+    """
+
+    network: Network
+    name: str
+    sha256: str
+
+
+def read_eagle(path: str, target: Target) -> EagleHead:
+    """Read a head for a target, into its dtype and onto its device.
+
+    Raises:
+        OSError: a file is missing, truncated or corrupt.
+        ValueError: the folder holds no EAGLE head; the config describes none that is supported; a tensor is missing,
+            surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
+            vocabulary or hidden states that the target does not have.
+    """
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"proposer.path must name a folder of an EAGLE head, not {path!r}")
+    folder = Path(path)
+    config = read_json(folder / "config.json")
+    if config is None:
+        where = "" if folder.is_dir() else ", as is the folder"
+        raise OSError(f"no EAGLE head at {folder}: config.json is missing{where}")
+    old = sorted(one.name for pattern in ("*.bin", "*.pt", "*.pth") for one in folder.glob(pattern))
+    if old and not (folder / SINGLE).exists() and not (folder / f"{SINGLE}.index.json").exists():
+        raise ValueError(
+            f"{folder} holds its weights in {old[0]}, which a run does not read because loading it may execute code: "
+            f"spec-lab convert {folder} OUT writes them as safetensors"
+        )
+    with open_weights(weight_files(folder)) as held:
+        shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
+        settings = _settings(folder, config, shapes, target)
+        network = settings.network()
+        names = _names(folder, network, shapes)
+        tensors = {own: held[name][:] for name, own in names.items()}
+        tables = {name: held[name][:] for name in TABLES if name in shapes}
+    for name, own in names.items():
+        if not torch.isfinite(tensors[own]).all():
+            raise ValueError(f"{folder}: '{name}' holds NaN or infinite values")
+    if isinstance(settings, Eagle3Settings):
+        network.ids = draft_tokens(folder, settings, tables)
+    ready = with_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
+    return EagleHead(ready, "eagle3" if isinstance(settings, Eagle3Settings) else "eagle", weights_hash(path))
+
+
+def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Tensor]) -> Tensor:  # [W]
+    """The target's number of each draft token, from ``d2t`` and ``t2d``.
+
+    Raises:
+        ValueError: a smaller vocabulary without ``d2t``; tables of other shapes; a ``d2t`` that is no offset.
+    """
+    v, w = settings.vocab_size, settings.draft_vocab_size
+    if w is None:
+        return torch.arange(0)
+    if "d2t" not in tables:
+        if w == v:
+            return torch.arange(w)
+        raise ValueError(
+            f"{folder} drafts {w} of the target's {v} tokens, but holds no d2t that says which: the head was saved "
+            "without it and would draft wrong tokens; export it again"
+        )
+    d2t, t2d = tables["d2t"], tables.get("t2d")
+    if d2t.shape != (w,) or d2t.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{folder}: d2t must hold {w} whole numbers, not {list(d2t.shape)} of {d2t.dtype}")
+    ids = torch.arange(w) + d2t
+    fine = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < v
+    if fine and t2d is not None:
+        fine = t2d.shape == (v,) and bool(torch.equal(t2d.bool().nonzero()[:, 0], ids))
+    if not fine:
+        raise ValueError(
+            f"{folder}: d2t is no offset: draft token i is the target's token i + d2t[i], which must ascend, lie below "
+            f"{v} and be the tokens that t2d marks"
+        )
+    return ids
+
+
+def _settings(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], target: Target
+) -> Settings:
+    """What the head is. Errors as of ``read_eagle``."""
+    file = folder / "config.json"
+    kind = config.get("speculators_model_type")
+    layer = config.get("transformer_layer_config") if kind is not None else config
+    if kind not in (None, "eagle3"):
+        raise ValueError(f"{file}: speculators_model_type {brief(kind)} is not supported: choose an EAGLE-3 head")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{file}: transformer_layer_config must be a mapping, not {brief(layer)}")
+    third = kind == "eagle3" or any(name.startswith("midlayer.") or name in TABLES for name in shapes)
+    if not third and "fc.weight" not in shapes:
+        some = ", ".join(sorted(shapes)[:5]) or "none"
+        raise ValueError(f"{folder} holds no EAGLE head, whose tensors include fc.weight (it holds: {some})")
+    h = _whole(file, layer, "hidden_size")
+    layers = _whole(file, layer, "num_hidden_layers", default=1)
+    if layers > len(shapes):
+        raise ValueError(f"{file}: num_hidden_layers is {layers}, but the weight files hold {len(shapes)} tensors")
+    v, wide = target.vocabulary, target.services.hidden_size
+    fields = {name: value for name, value in layer.items() if name not in NOT_OF_LAYERS}
+    fields["model_type"] = layer.get("model_type", "llama")
+    if fields["model_type"] == "llama" and any(name.endswith("self_attn.q_norm.weight") for name in shapes):
+        fields["model_type"] = "qwen3"  # Llama's layers with norms of queries and keys, as DeepSpec writes them
+    if "head_dim" not in fields and isinstance(heads := layer.get("num_attention_heads"), int) and heads:
+        fields["head_dim"] = h // heads
+    fields["max_position_embeddings"] = max(target.context, 1)
+    if not third:
+        bias = config.get("bias", True)
+        if h != wide:
+            raise ValueError(f"the EAGLE head at {folder} is for hidden size {h}, the target {target.name} has {wide}")
+        return EagleSettings(fields, h, v, layers, _flag(file, "bias", bias))
+    of_target = _whole(file, config, "target_hidden_size", default=h)
+    if of_target != wide:
+        raise ValueError(
+            f"the EAGLE head at {folder} reads hidden states of size {of_target}, the target {target.name} has {wide}"
+        )
+    w = config.get("draft_vocab_size")
+    if w is None and "lm_head.weight" in shapes:
+        w = shapes["lm_head.weight"][0]
+    if w is not None and (isinstance(w, bool) or not isinstance(w, int) or not 0 < w <= v):
+        raise ValueError(f"{file}: draft_vocab_size must lie between 1 and the target's {v} tokens, not {brief(w)}")
+    if w is None and h != wide:
+        raise ValueError(f"{folder} holds no lm_head.weight, and the target's reads hidden size {wide}, not {h}")
+    own = "embed_tokens.weight" in shapes
+    if not own and h != wide:
+        raise ValueError(f"{folder} holds no embed_tokens.weight, and the target's has hidden size {wide}, not {h}")
+    flags = {name: _flag(file, name, config.get(name, False)) for name in FLAGS}
+    taps = _taps(file, config, target)
+    return Eagle3Settings(fields, h, wide, v, taps, w, layers, **flags, own_embedding=own)
+
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+NOT_OF_LAYERS = {
+    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "draft_vocab_size", "eagle_config",
+    "target_hidden_size", "bias", TAPS, *FLAGS, "use_cache", "tie_word_embeddings", "vocab_size", "bos_token_id",
+    "eos_token_id", "pad_token_id", "max_window_layers", "use_sliding_window", "sliding_window", "layer_types",
+    "_name_or_path", "attn_implementation", "_attn_implementation", "quantization_config", "num_hidden_layers",
+    "max_position_embeddings", "pretraining_tp", "initializer_range", "attention_dropout",
+}  # fmt: skip
+"""Fields of a config that do not describe the decoder layers."""
+
+
+def _whole(file: Path, config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise ValueError(f"{file}: {name} must be a positive whole number, not {brief(value)}")
+    return value
+
+
+def _flag(file: Path, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{file}: {name} must be true or false, not {brief(value)}")
+    return value
+
+
+def _taps(file: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
+    """The numbers of the hidden states that the head reads."""
+    last = target.lm.capabilities.hidden_layers
+    inner = config.get("eagle_config")
+    named, shift, where = config.get(TAPS), 0, TAPS
+    if named is None and isinstance(inner, dict):
+        named, shift, where = inner.get(TAPS), 1, f"eagle_config.{TAPS}"
+    if named is None:
+        return tuple(max(0, min(tap, last)) for tap in (2, last // 2, last - 3))
+    plain = isinstance(named, list) and 0 < len(named) <= MOST_TAPS
+    if not plain or any(isinstance(one, bool) or not isinstance(one, int) for one in named):
+        raise ValueError(f"{file}: {where} must be a list of layers, not {brief(named)}")
+    taps = tuple(one + shift for one in named)
+    if wrong := [one for one in named if not 0 <= one + shift <= last]:
+        raise ValueError(
+            f"{file}: {where} names {wrong[0]}, but the target {target.name} has {last} layers: the head is for "
+            "another target"
+        )
+    return taps
+
+
+def _names(folder: Path, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The network's own name of each tensor in the files; ``TABLES`` and an embedding that is not used are left out.
+
+    Raises:
+        ValueError: a tensor is missing, surplus or misshapen.
+    """
+    wanted = {name: tuple(one.shape) for name, one in network.named_parameters()}
+    names, problems = {}, []
+    for name, shape in shapes.items():
+        if name in TABLES and isinstance(network.settings, Eagle3Settings):
+            continue
+        if name == "embed_tokens.weight" and isinstance(network.settings, EagleSettings):
+            expected: tuple[int, ...] | None = (network.settings.vocab_size, network.settings.hidden_size)
+        else:
+            names[name] = own_name(name)
+            expected = wanted.get(names[name])
+        if expected is None:
+            problems.append(f"{brief(name)} is in no layer of the network")
+        elif expected != shape:
+            problems.append(f"{name} is {list(shape)}, not {list(expected)}")
+    held = set(names.values())
+    problems += [f"{published_name(name)} is missing" for name in wanted if name not in held]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(f"the weights of {folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}")
+    return names
+
+
+def own_name(name: str) -> str:
+    """The network's own name of a published tensor."""
+    name = re.sub(r"^midlayer\.", "layers.0.", name)
+    if name == "layers.0.hidden_norm.weight":
+        return "hidden_norm.weight"
+    return f"body.{name}" if name.startswith("layers.") else name
+
+
+def published_name(name: str) -> str:
+    """The name of one of the network's tensors in the format of speculators."""
+    if name == "hidden_norm.weight":
+        return "layers.0.hidden_norm.weight"
+    return name.removeprefix("body.")
+
+
+def write_eagle3(network: Any, folder: Path, target: str, architecture: str, facts: Mapping[str, str]) -> str:
+    """Write an EAGLE-3 head in the format of speculators, which vLLM serves; return the SHA-256 of its weights.
+
+    Args:
+        network: ``models.eagle.Eagle3``.
+        folder: is made.
+        target: name or path of the target.
+        architecture: of the target, as transformers names it.
+        facts: for the file's metadata.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings: Eagle3Settings = network.settings
+    tensors = {published_name(name): one.detach().contiguous() for name, one in network.named_parameters()}
+    if settings.draft_vocab_size is not None:
+        ids = network.ids.cpu()
+        kept = torch.zeros(settings.vocab_size, dtype=torch.bool)
+        kept[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": kept}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": FORMAT_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": target, "architectures": [architecture]},
+        },
+        "transformer_layer_config": dict(settings.layer)
+        | {"num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size},
+        "draft_vocab_size": settings.draft_vocab_size,
+        "target_hidden_size": settings.target_hidden_size,
+        TAPS: list(settings.taps),
+        **{name: getattr(settings, name) for name in FLAGS},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt", **facts})
+    return weights_hash(str(folder))

@@ -1,0 +1,32 @@
+"""EAGLE: a small network drafts from the target's hidden states, level by level.
+
+Sources: EAGLE-1 (2401.15077), EAGLE-2 (2406.16858: trees that grow by draft probabilities, ``rerank``), EAGLE-3
+(2503.01840). The network is ``models.eagle``; the life cycle and the KV cache are those of every feature drafter.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from spec_lab.models.eagle_files import read_eagle
+from spec_lab.models.target import Target
+from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.tree_plan import TreeOptions, TreePlan
+
+
+def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> FeatureDrafter:
+    """Read an EAGLE head and choose its trees.
+
+    Args:
+        target: whose hidden states the head reads.
+        path: folder of the head, in one of the formats of ``models.eagle_files``.
+        options: of the trees.
+
+    Raises:
+        ValueError: a wrong option; a head for another target; a malformed file.
+        OSError: a file is missing.
+    """
+    plan = TreePlan.read(**options)
+    plan.check_width(target.vocabulary)
+    head = read_eagle(path, target)
+    return FeatureDrafter(head.network, target, plan, head.name, head.sha256)

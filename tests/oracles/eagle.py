@@ -1,0 +1,85 @@
+"""The networks of EAGLE-1 and EAGLE-3 over whole sequences: plain PyTorch, no cache, written from the papers' sections
+and the layouts of published files. Tensors go by their published names.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import silu
+
+
+def rms(x, weight, epsilon=1e-6):
+    return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+
+def rotated(x, positions, theta=10000.0):  # [heads, n, d]
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+
+
+def attention(w, name, x, heads, shared, dim):
+    """Causal self-attention over inputs ``[n, X]`` at positions 0 to n - 1."""
+    n = len(x)
+
+    def split(kind, count):
+        y = x @ w[f"{name}.self_attn.{kind}_proj.weight"].T
+        y = y.view(n, count, dim)
+        if f"{name}.self_attn.{kind}_norm.weight" in w:
+            y = rms(y, w[f"{name}.self_attn.{kind}_norm.weight"])
+        return y.transpose(0, 1)
+
+    positions = torch.arange(n, dtype=torch.float64)
+    q, k = rotated(split("q", heads), positions), rotated(split("k", shared), positions)
+    k, v = (one.repeat_interleave(heads // shared, 0) for one in (k, split("v", shared)))
+    scores = q @ k.transpose(1, 2) / math.sqrt(dim)
+    scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf)
+    mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, heads * dim)
+    return mixed @ w[f"{name}.self_attn.o_proj.weight"].T
+
+
+def mlp(w, name, x):
+    x = rms(x, w[f"{name}.post_attention_layernorm.weight"])
+    inner = silu(x @ w[f"{name}.mlp.gate_proj.weight"].T) * (x @ w[f"{name}.mlp.up_proj.weight"].T)
+    return inner @ w[f"{name}.mlp.down_proj.weight"].T
+
+
+def eagle1(w, embedding, tokens, features, sizes):
+    """Predicted features ``[n, H]`` from tokens t_1 .. t_n and features f_0 .. f_{n-1}."""
+    x = torch.cat([embedding[tokens], features], -1) @ w["fc.weight"].T + w.get("fc.bias", 0)
+    layer = 0
+    while f"layers.{layer}.self_attn.q_proj.weight" in w:
+        name = f"layers.{layer}"
+        normed = x if layer == 0 else rms(x, w[f"{name}.input_layernorm.weight"])
+        x = x + attention(w, name, normed, *sizes)
+        x = x + mlp(w, name, x)
+        layer += 1
+    return x
+
+
+def eagle3_features(w, taps, flags=()):
+    """g ``[n, H]`` from the taps, a list of k ``[n, H_t]``."""
+    if "fc_norm" in flags:
+        taps = [rms(tap, w[f"fc_norm.{number}.weight"]) for number, tap in enumerate(taps)]
+    x = torch.cat(taps, -1)
+    if "norm_before_fc" in flags:
+        x = rms(x, w["input_norm.weight"])
+    return x @ w["fc.weight"].T
+
+
+def eagle3(w, embedding, tokens, features, sizes, flags=()):
+    """What is fed back ``[n, H]``, and logits over the draft vocabulary ``[n, W]``."""
+    embedding = w.get("embed_tokens.weight", embedding)
+    normed = rms(features, w["midlayer.hidden_norm.weight"])
+    both = torch.cat([rms(embedding[tokens], w["midlayer.input_layernorm.weight"]), normed], -1)
+    x = (normed if "norm_before_residual" in flags else features) + attention(w, "midlayer", both, *sizes)
+    x = x + mlp(w, "midlayer", x)
+    layer = 1
+    while f"layers.{layer}.self_attn.q_proj.weight" in w:
+        name = f"layers.{layer}"
+        x = x + attention(w, name, rms(x, w[f"{name}.input_layernorm.weight"]), *sizes)
+        x = x + mlp(w, name, x)
+        layer += 1
+    final = rms(x, w["norm.weight"])
+    return (final if "norm_output" in flags else x), final @ w["lm_head.weight"].T

@@ -1,0 +1,208 @@
+"""EAGLE: the cached, batched network over trees agrees with plain forwards over whole texts; drafts are as declared."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from spec_lab.core.probabilities import Sampling, logits_to_probs
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import fixed_group
+from spec_lab.propose import eagle
+from spec_lab.verify import Token, Traversal
+from tests.oracles import eagle as oracle
+from tests.propose.eagle_heads import SIZES, eagle1, eagle3, speculators, written
+from tests.propose.lab import COLD, WARM, decode, emitted, expanded, plain_greedy, requests
+from tests.tiny import VOCABULARY, tiny_target
+
+H = 32
+IDS = [3, 5, 6, 8, 13, 14, 15, 21, 26, 31, 34, 41, 50, 55, 57, 60]
+TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
+VARIANTS = {
+    "eagle1": eagle1(H, VOCABULARY),
+    "eagle1-two-layers-without-bias": eagle1(H, VOCABULARY, layers=2, bias=False),
+    "eagle3": eagle3(H, VOCABULARY, IDS),
+    "eagle3-every-flag": eagle3(
+        H, VOCABULARY, IDS, flags=("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    ),
+    "eagle3-two-layers-all-tokens": eagle3(H, VOCABULARY, layers=2),
+    "eagle3-five-taps-own-embedding": eagle3(
+        H, VOCABULARY, IDS, taps=5, embedding=True, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1, 0, 1, 2, 3]}
+    ),
+    "eagle3-norms-of-queries": eagle3(H, VOCABULARY, IDS, norms=True),
+    "eagle3-narrow": eagle3(20, VOCABULARY, IDS, wide=H, embedding=True),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: written(tmp_path_factory.mktemp(name), *head) for name, head in VARIANTS.items()}
+
+
+def taps_of(config, last):
+    inner = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    return [2, last // 2, last - 3] if inner is None else [number + 1 for number in inner]
+
+
+def reference(name, target, text, path):
+    """Logits ``[V]`` after ``text`` and a drafted ``path``, whose features are the network's own."""
+    config, w = VARIANTS[name]
+    model = target.lm.model
+    states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    embedding, tokens = model.get_input_embeddings().weight, torch.tensor(text[1:])
+    flags = [flag for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if config.get(flag)]
+    if name.startswith("eagle1"):
+        features = states[-1][0]
+        for token in (*path, None):
+            found = oracle.eagle1(w, embedding, tokens, features, SIZES)[-1:]
+            if token is None:
+                return model.lm_head(found)[0]
+            features, tokens = torch.cat([features, found]), torch.cat([tokens, torch.tensor([token])])
+    taps = [states[tap][0] for tap in taps_of(config, len(states) - 1)]
+    features = oracle.eagle3_features(w, taps, flags)
+    for token in (*path, None):
+        found, logits = oracle.eagle3(w, embedding, tokens, features, SIZES, flags)
+        if token is None:
+            ids = torch.arange(VOCABULARY) if "d2t" not in w else torch.arange(len(w["d2t"])) + w["d2t"]
+            return torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64).index_copy(0, ids, logits[-1])
+        features, tokens = torch.cat([features, found[-1:]]), torch.cat([tokens, torch.tensor([token])])
+    return None
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_every_stated_distribution_is_that_of_plain_forwards_over_rounds_with_rejections(target, folders, name):
+    proposer, wanted = eagle.load(target, folders[name], tree=TREE, drawn="without"), requests(WARM, new=9)
+    texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
+    for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
+        before = [SimpleNamespace(tokens=texts[one.request.id]) for one in info.sequences]
+        for row, sequence, text, _ in expanded(info.draft, before):
+            logits = reference(name, target, sequence.tokens, text[len(sequence.tokens) :])
+            expected = logits_to_probs(logits[None], [WARM])[0]
+            torch.testing.assert_close(info.draft.q[info.draft.q_row[row]], expected, rtol=0, atol=1e-6)
+            compared += 1
+        rejected += sum(len(done.path) < 3 for done in info.committed)
+        texts |= {one.request.id: list(one.tokens) for one in info.sequences}
+    assert compared > 50 and rejected > 5
+    assert not proposer.lm.cells.references.any()
+
+
+WAYS = [
+    {"tree": TREE, "drawn": "point"},
+    {"depth": 4},
+    {"nodes": 9, "children": 3, "width": 3, "max_depth": 4, "rerank": True, "drawn": "point"},
+    {"nodes": 7, "drawn": "without", "temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, options):
+    truth = [plain_greedy(target.lm.model, one.tokens, 20) for one in requests()]
+    group, steps = decode(target, eagle.load(target, folders[name], **options), requests())
+    assert emitted(group) == truth
+    assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
+    assert sum(info.draft.shape.nodes for info in steps) > 60
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("sampling", [COLD, WARM, Sampling(0.8, top_k=9, repetition_penalty=1.3)])
+def test_a_batch_decodes_as_its_requests_alone(target, folders, name, sampling):
+    proposer = eagle.load(target, folders[name], tree=TREE, drawn="without", temperature=1.0)
+    wanted = requests(sampling, new=12)
+    together = emitted(decode(target, proposer, wanted, Traversal())[0])
+    assert together == [emitted(decode(target, proposer, [one], Traversal())[0])[0] for one in wanted]
+
+
+def test_the_formats_of_one_head_draft_the_same(target, tmp_path):
+    config, tensors = eagle3(H, VOCABULARY, IDS, flags=("norm_before_residual",))
+    official = written(tmp_path / "official", config, tensors)
+    other = written(tmp_path / "speculators", *speculators(config, tensors))
+    found = [
+        emitted(decode(target, eagle.load(target, path, tree=TREE, drawn="without"), requests(WARM))[0])
+        for path in (official, other)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("config", "taps"), [
+    ({}, (2, 2, 1)),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, (1, 2, 4)),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, (2, 3, 4)),
+])  # fmt: skip
+def test_taps_are_read_by_the_convention_of_their_field(target, tmp_path, config, taps):
+    path = written(tmp_path / "head", *eagle3(H, VOCABULARY, IDS, **config))
+    assert eagle.load(target, path, depth=1).requires.hidden == taps
+
+
+def broken(change, head=None):
+    config, tensors = head or eagle3(H, VOCABULARY, IDS)
+    config, tensors = dict(config), dict(tensors)
+    change(config, tensors)
+    return config, tensors
+
+
+def renamed(old, new):
+    return lambda _, tensors: tensors.update({new: tensors.pop(old)})
+
+
+REFUSED = {
+    "missing": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
+    "surplus": (lambda c, t: t.update(extra=torch.zeros(2)), "'extra' is in no layer"),
+    "misshapen": (lambda c, t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight is \[5\], not \[32\]"),
+    "nan": (lambda c, t: t["fc.weight"].fill_(float("nan")), "NaN"),
+    "without d2t": (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "no d2t"),
+    "absolute d2t": (lambda c, t: t.update(d2t=torch.tensor(IDS)), "no offset"),
+    "descending d2t": (lambda c, t: t.update(d2t=t["d2t"].flip(0)), "no offset"),
+    "d2t of floats": (lambda c, t: t.update(d2t=t["d2t"].float()), "whole numbers"),
+    "other t2d": (lambda c, t: t.update(t2d=~t["t2d"]), "no offset"),
+    "taps": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), "names 9, but the target .* 4 layers"),
+    "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
+    "hidden size": (lambda c, t: c.update(target_hidden_size=64), "size 64, the target .* 32"),
+    "vocabulary": (lambda c, t: c.update(draft_vocab_size=1000), "draft_vocab_size"),
+    "flag": (lambda c, t: c.update(norm_before_residual="yes"), "norm_before_residual must be true or false"),
+    "unread flag": (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
+    "layers": (lambda c, t: c.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+    "size": (lambda c, t: c.update(hidden_size="wide"), "hidden_size must be a positive whole number"),
+    "family": (lambda c, t: c.update(model_type="mamba"), "mamba"),
+    "other speculator": (lambda c, t: c.update(speculators_model_type="mlp"), "'mlp' is not supported"),
+    "no head": (lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "no EAGLE head"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_that_does_not_fit_is_refused_with_the_reason(target, tmp_path, case):
+    change, message = REFUSED[case]
+    path = written(tmp_path / "head", *broken(change, eagle3(H, VOCABULARY, IDS, seed=1)))
+    with pytest.raises(ValueError, match=message):
+        eagle.load(target, path, depth=2)
+
+
+def test_an_eagle1_head_for_another_width_is_refused(target, tmp_path):
+    path = written(tmp_path / "head", *eagle1(48, VOCABULARY))
+    with pytest.raises(ValueError, match="for hidden size 48, the target .* has 32"):
+        eagle.load(target, path, depth=2)
+
+
+def test_pickled_weights_are_never_read(target, tmp_path):
+    path = written(tmp_path / "head", *eagle1(H, VOCABULARY), name="pytorch_model.bin")
+    with pytest.raises(ValueError, match="spec-lab convert"):
+        eagle.load(target, path, depth=2)
+
+
+def test_a_missing_folder_is_named(target, tmp_path):
+    with pytest.raises(OSError, match="config.json is missing, as is the folder"):
+        eagle.load(target, str(tmp_path / "none"), depth=2)
+
+
+def test_the_drafter_says_what_it_does(target, folders):
+    proposer = eagle.load(target, folders["eagle3"], depth=3)
+    assert (proposer.name, proposer.drawn, proposer.nodes, proposer.branches) == ("eagle3", "iid", 3, False)
+    assert proposer.facts["hidden_states"] == [2, 2, 1] and len(proposer.sha256) == 64
+    np.testing.assert_array_equal(proposer.network.ids.numpy(), IDS)
