@@ -1,10 +1,11 @@
 """Generate training data: the target continues prefixes of training text; draft model and heads learn from the result.
 
-Letters: B rows, P tokens of a prefix, T tokens per row, H hidden size.
+Letters: B rows, P tokens of a prefix, T tokens per row, H hidden size, k kinds of hidden states.
 """
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Generation:
         plain_every: every so many parts, one is plain text.
         seed: of the windows of text.
         mix: share of each workload.
+        states: numbers of the hidden states to keep, as in transformers' ``hidden_states``; -1 is the last, after the
+            final norm.
     """
 
     batch: int = 64
@@ -40,20 +43,22 @@ class Generation:
     plain_every: int = 5
     seed: int = 1
     mix: tuple[tuple[str, float], ...] = (("code", 0.7), ("json", 0.12), ("prose", 0.18))
+    states: tuple[int, ...] = (-1,)
 
 
 @torch.inference_mode()
 def continue_text(
-    target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: float, seed: int
+    target: LlamaForCausalLM, prefix: Tensor, length: int, temperature: float, seed: int, kept: Sequence[int] = (-1,)
 ) -> tuple[Tensor, Tensor]:
-    """Continue ``prefix [B, P]`` to ``length`` tokens; return ids ``[B, T]`` and last hidden states ``[B, T, H]``."""
+    """Continue ``prefix [B, P]`` to ``length`` tokens; return ids ``[B, T]`` and hidden states ``[B, T, k * H]``."""
     generator = torch.Generator().manual_seed(seed)
     cache = StaticCache(config=target.config, max_cache_len=length)
     ids, hidden = [prefix], []
     step = prefix
     while True:
-        states = target.model(input_ids=step, past_key_values=cache, use_cache=True).last_hidden_state
-        hidden.append(states)
+        every = target.model(input_ids=step, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        states = every.last_hidden_state
+        hidden.append(torch.cat([every.hidden_states[number] for number in kept], -1).bfloat16())
         if sum(s.shape[1] for s in ids) == length:
             break
         logits = target.lm_head(states[:, -1]).float()
@@ -68,7 +73,7 @@ def continue_text(
 def generate(
     target: LlamaForCausalLM, streams: Path, folder: Path, plan: Generation, parts: int, seconds: float = float("inf")
 ) -> int:
-    """Write parts of ids ``[B, T]`` and hidden states ``[B, T, H]``; existing ones are kept.
+    """Write parts of ids ``[B, T]`` and hidden states ``[B, T, k * H]`` in bfloat16; existing ones are kept.
 
     Args:
         target: the target.
@@ -96,7 +101,7 @@ def generate(
         if part % plan.plain_every == plan.plain_every - 1:
             prefix = plan.length
         plain = prefix == plan.length
-        ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part)
+        ids, hidden = continue_text(target, text[:, :prefix], plan.length, temperature, part, plan.states)
         unfinished = path.with_suffix(".partial")
         facts = {"prefix": str(prefix), "temperature": str(1.0 if plain else temperature)}
         save_file({"ids": ids.to(torch.int32), "hidden": hidden.contiguous()}, unfinished, metadata=facts)
@@ -107,7 +112,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the data: ids ``[B, T]``, hidden states ``[B, T, H]``, prefix length P, temperature."""
+    """A part of the data: ids ``[B, T]``, hidden states ``[B, T, k * H]``, prefix length P, temperature."""
 
     ids: Tensor
     hidden: Tensor
