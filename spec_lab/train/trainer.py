@@ -1,7 +1,7 @@
-"""Training on a CPU: bfloat16 weights for computing, float32 master weights, Muon and AdamW, warm-up-stable-decay.
+"""Training on a CPU: weights for computing, float32 master weights, Muon and AdamW, warm-up-stable-decay.
 
-Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) updates the hidden matrices, AdamW the embedding and
-norms. A checkpoint is one file, replaced atomically.
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) updates the hidden matrices, AdamW the embedding, LM head
+and norms. A checkpoint is one file, replaced atomically.
 """
 
 import json
@@ -51,25 +51,27 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class Trainer(Generic[M]):
-    """A model in bfloat16 with its master weights in float32 and its optimisers.
+    """A model with its master weights in float32 and its optimisers.
 
     Each thread computes the forward of one part of a batch, so a forward has no barrier: on few, shared cores this is
     faster than threads inside each operation. The result does not depend on the number of threads.
 
     Args:
-        model: converted to bfloat16 in place.
+        model: converted in place.
         plan: the settings.
         threads: that work in parallel.
+        dtype: of computing; bfloat16 is slow on CPUs without instructions for it.
     """
 
-    def __init__(self, model: M, plan: Plan, threads: int = 1):
+    def __init__(self, model: M, plan: Plan, threads: int = 1, dtype: torch.dtype = torch.bfloat16):
         self.plan, self.threads, self.step, self.sequences = plan, threads, 0, 0
         self.masters = {n: torch.nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
-        self.model = model.bfloat16()
+        self.model = model.to(dtype)
         self.weights = dict(self.model.named_parameters())
         self.pool = ThreadPoolExecutor(threads)
-        hidden = [p for n, p in self.masters.items() if p.ndim == 2 and "embed_tokens" not in n]
-        rest = [p for n, p in self.masters.items() if p.ndim != 2 or "embed_tokens" in n]
+        edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n}
+        hidden = [p for n, p in self.masters.items() if p.ndim == 2 and n not in edges]
+        rest = [p for n, p in self.masters.items() if p.ndim != 2 or n in edges]
         muon = partial(torch.optim.Muon, momentum=0.95, ns_steps=4, adjust_lr_fn="match_rms_adamw")
         self.optimisers = [
             (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), plan.adamw_rate),

@@ -1,0 +1,67 @@
+"""Texts to train drafters on, with hidden states of the target.
+
+Letters: B texts, T tokens of the longest, k kinds of hidden states, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Several texts.
+
+    Args:
+        ids: ``[B, T]`` tokens; padded with any token.
+        first: ``[B]`` the first token of each that the target wrote; 0 of plain text. Only these are learned from.
+        length: ``[B]`` tokens of each.
+        hidden: ``[B, T, k * H]`` hidden states at their positions; None where they are not kept.
+    """
+
+    ids: Tensor
+    first: Tensor
+    length: Tensor
+    hidden: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, some: slice) -> Texts:
+        """Some of the texts."""
+        return Texts(
+            self.ids[some], self.first[some], self.length[some], None if self.hidden is None else self.hidden[some]
+        )
+
+    def counts(self, ahead: int) -> Tensor:  # [B, T - ahead]
+        """At which positions j the token ``ahead`` places later is one to learn from."""
+        places = torch.arange(ahead, self.ids.shape[1])
+        return (places >= self.first[:, None]) & (places < self.length[:, None])
+
+    def write(self, path: Path) -> None:
+        """Write a file, replaced atomically."""
+        tensors = {"ids": self.ids.to(torch.int32), "first": self.first, "length": self.length}
+        if self.hidden is not None:
+            tensors["hidden"] = self.hidden.contiguous()
+        unfinished = path.with_suffix(".partial")
+        save_file(tensors, unfinished)
+        unfinished.rename(path)
+
+    @staticmethod
+    def read(path: Path) -> Texts:
+        """Read a file that ``write`` or ``generate.generate`` wrote."""
+        with safe_open(path, "pt") as file:
+            facts, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        ids = tensors["ids"].long()
+        rows, length = ids.shape
+        if "first" not in tensors:
+            prefix = int(facts["prefix"])
+            tensors["first"] = torch.full((rows,), 0 if prefix == length else prefix)
+            tensors["length"] = torch.full((rows,), length)
+        return Texts(ids, tensors["first"], tensors["length"], tensors.get("hidden"))

@@ -1,0 +1,170 @@
+"""EAGLE's training sees what its drafter computes: each unroll, in each column, is a draft after that position."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
+from spec_lab.models.eagle_files import published_name
+from spec_lab.train.eagle import Eagle3Objective, eagle1_losses, eagle3_losses
+from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
+from spec_lab.train.texts import Texts
+from tests.oracles import eagle as oracle
+
+H, V, W, T, B = 16, 11, 7, 9, 2
+SIZES = 4, 2, 4
+LAYER = {
+    "model_type": "llama", "hidden_size": H, "intermediate_size": 12, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+IDS = torch.tensor([0, 2, 3, 5, 7, 8, 10])
+FLOAT = torch.float64
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FLOAT)
+
+
+EMBEDDING, HEAD = random(V, H, seed=1), random(V, H, seed=2)
+SERVICES = SimpleNamespace(embed=lambda ids: EMBEDDING[ids], lm_head=lambda x: x @ HEAD.T)
+
+
+def text(states=3):
+    ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3))
+    return Texts(ids, torch.tensor([0, 4]), torch.tensor([T, T - 2]), random(B, T, states * H, seed=4))
+
+
+def eagle3(**changes):
+    settings = Eagle3Settings(LAYER, H, H, V, (1, 2, 3), W, **changes)
+    network = random_network(settings, SERVICES, torch.device("cpu"), FLOAT)
+    network.ids = IDS
+    return network
+
+
+def published(network):
+    names = {name: published_name(name) for name, _ in network.named_parameters()}
+    return {names[name].replace("layers.0.", "midlayer."): one.detach() for name, one in network.named_parameters()}
+
+
+def outputs(network, own, unrolls):
+    """For each unroll what it feeds back ``[B, C, H]`` and its logits ``[B, C, W]``, as the objective computes them."""
+    seen = []
+
+    class Recorded:
+        settings = network.settings
+        features, norm = staticmethod(network.features), staticmethod(network.norm)
+
+        def __call__(self, x, positions, cache):
+            hidden = network(x, positions, cache)
+            seen.append([network.norm(hidden) if network.settings.norm_output else hidden, None])
+            return hidden
+
+        def lm_head(self, normed):
+            seen[-1][1] = network.lm_head(normed)
+            return seen[-1][1]
+
+    truth = Truth(torch.full((B * T, W), 1 / V), torch.zeros(B * T, dtype=torch.long))
+    eagle3_losses(Recorded(), own, truth, EMBEDDING[own.ids], unrolls)
+    return seen
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "norm_output": True}, {"layers": 2}], ids=str)
+def test_each_unroll_is_a_draft_after_its_column(changes):
+    network, own, unrolls = eagle3(**changes), text(), 4
+    w, flags = published(network), [name for name, value in changes.items() if value is True]
+    found = outputs(network, own, unrolls)
+    for row in range(B):
+        every = oracle.eagle3_features(w, list(own.hidden[row].split(H, -1)), flags)
+        for column in range(T - 1 - unrolls):
+            known = every[: column + 1]
+            for unroll in range(unrolls):
+                tokens = own.ids[row, 1 : column + 2 + unroll]
+                feature, logits = oracle.eagle3(w, EMBEDDING, tokens, known, SIZES, flags)
+                torch.testing.assert_close(found[unroll][0][row, column], feature[-1], rtol=0, atol=1e-5)
+                torch.testing.assert_close(found[unroll][1][row, column], logits[-1], rtol=0, atol=1e-5)
+                known = torch.cat([known, feature[-1:]])
+
+
+def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_token():
+    """A target that is certain of the text's own next token, seen through a network that copies the truth."""
+    network, own = eagle3(), text()
+    own = Texts(IDS[own.ids % W], own.first, own.length, own.hidden)  # tokens of the draft vocabulary only
+    after = torch.cat([own.ids[:, 1:], own.ids[:, :1]], 1).flatten()  # the token after each
+    place = torch.searchsorted(IDS, after)
+    truth = Truth(torch.nn.functional.one_hot(place, W).float(), place)
+    for unroll, one in enumerate(eagle3_losses(network, own, truth, EMBEDDING[own.ids], 3)):
+        logits = outputs(network, own, 3)[unroll][1]
+        expected, rows = 0.0, 0
+        for row in range(B):
+            for column in range(T - 2 - unroll):
+                token = column + 2 + unroll
+                if own.first[row] <= token < own.length[row]:
+                    log_q = logits[row, column].log_softmax(-1)
+                    expected -= float(log_q[torch.searchsorted(IDS, own.ids[row, token])])
+                    rows += 1
+        assert float(one.loss) == pytest.approx(expected / rows, abs=1e-5)
+
+
+def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
+    network = eagle3().requires_grad_(True)
+    own = text(4)
+    loss, found = Eagle3Objective(network, EMBEDDING, HEAD, unrolls=3, decay=0.5)(own)
+    each = sum(0.5**n * float(one.loss.detach()) for n, one in enumerate(found))
+    assert float(loss.detach()) == pytest.approx(each)
+    gradients = torch.autograd.grad(loss, list(network.parameters()))
+    assert all(bool((one != 0).any()) for one in gradients)
+
+
+def test_eagle1_learns_features_and_distributions_one_position_ahead():
+    network = random_network(EagleSettings(LAYER, H, V), SERVICES, torch.device("cpu"), FLOAT)
+    w = {published_name(name): one for name, one in network.named_parameters()}
+    own = text(1)
+    truth = Truth.of(own.hidden.flatten(0, 1) @ HEAD.T)
+    features, (first,) = eagle1_losses(network, own, truth, EMBEDDING[own.ids], HEAD)
+    distance, loss, rows = 0.0, 0.0, 0
+    for row in range(B):
+        predicted = oracle.eagle1(w, EMBEDDING, own.ids[row, 1:], own.hidden[row, :-1], SIZES)
+        for column in range(T - 2):
+            if own.first[row] <= column + 2 < own.length[row]:
+                distance += float(torch.nn.functional.smooth_l1_loss(predicted[column], own.hidden[row, column + 1]))
+                p = (own.hidden[row, column + 1] @ HEAD.T).softmax(-1)
+                loss -= float((p * (predicted[column] @ HEAD.T).log_softmax(-1)).sum())
+                rows += 1
+    assert float(features) == pytest.approx(distance / rows, rel=1e-4)
+    assert float(first.loss) == pytest.approx(loss / rows, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_are_least_where_the_draft_is_the_target(kind):
+    logits = random(40, V, seed=5).float()
+    truth, counts = Truth.of(logits), torch.ones(40, dtype=torch.bool)
+    same, other = (
+        measure(logits, truth, counts, kind),
+        measure(logits + random(40, V, seed=6).float(), truth, counts, kind),
+    )
+    assert float(same.loss) < float(other.loss)
+    assert same.accepted == pytest.approx(1) and same.agreed == 1 and other.accepted < 0.9
+    if kind == "tv":  # which has a corner there
+        assert float(same.loss) == pytest.approx(0, abs=1e-6)
+        return
+    x = logits.clone().requires_grad_()
+    measure(x, truth, counts, kind).loss.backward()
+    torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-5)
+
+
+def test_rows_whose_best_token_is_not_drafted_count_as_rejections_but_have_no_loss():
+    logits = torch.zeros(2, V)
+    logits[0, 1] = logits[1, 2] = 9.0  # token 1 is not in the draft vocabulary, token 2 is
+    truth = Truth.of(logits, IDS)
+    assert truth.best.tolist() == [-1, 1]
+    drafted = torch.zeros(2, W).index_fill(1, torch.tensor([1]), 9.0)
+    both = measure(drafted, truth, torch.ones(2, dtype=torch.bool))
+    alone = measure(drafted[1:], truth[1:], torch.ones(1, dtype=torch.bool))
+    assert float(both.loss) == pytest.approx(float(alone.loss))
+    assert both.agreed == 0.5 and both.accepted < 0.51 < alone.accepted
+
+
+def test_the_expected_length_is_the_sum_of_products():
+    assert expected_length([0.5, 0.4, 0.25]) == pytest.approx(0.5 + 0.2 + 0.05)
+    assert expected_length([]) == 0
