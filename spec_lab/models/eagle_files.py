@@ -265,7 +265,9 @@ def published_name(name: str) -> str:
     return name.removeprefix("body.")
 
 
-def write_eagle3(network: Any, folder: Path, target: str, architecture: str, facts: Mapping[str, str]) -> str:
+def write_eagle3(
+    network: Any, folder: Path, target: str, architecture: str, facts: Mapping[str, str], dtype: torch.dtype
+) -> str:
     """Write an EAGLE-3 head in the format of speculators, which vLLM serves; return the SHA-256 of its weights.
 
     Args:
@@ -274,10 +276,11 @@ def write_eagle3(network: Any, folder: Path, target: str, architecture: str, fac
         target: name or path of the target.
         architecture: of the target, as transformers names it.
         facts: for the file's metadata.
+        dtype: of the weights in the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings: Eagle3Settings = network.settings
-    tensors = {published_name(name): one.detach().contiguous() for name, one in network.named_parameters()}
+    tensors = {published_name(name): one.detach().to(dtype).contiguous() for name, one in network.named_parameters()}
     if settings.draft_vocab_size is not None:
         ids = network.ids.cpu()
         kept = torch.zeros(settings.vocab_size, dtype=torch.bool)

@@ -1,128 +1,105 @@
-"""Training of EAGLE-3 heads by training-time test, and of EAGLE-1 heads.
-
-Sources: EAGLE-3 (2503.01840, section 3.2: unrolled steps, soft cross-entropy on the draft vocabulary, no feature loss)
-and EAGLE-1 (2401.15077, section 4: regression of features plus 0.1 of the cross-entropy, noise on features).
-
-Unroll i reads, in column j, the token t_{j+1+i} and the features that unroll i - 1 returned there (unroll 0: the
-target's at position j). It has rotary position j + i. Its query attends to the keys of unroll 0 in columns 0 to j and
-to those of unrolls 1 to i in its own column: what a drafter sees that drafts i tokens after position j. It predicts the
-token after t_{j+1+i}. Letters: B texts, C columns, d width of an attention head.
-"""
+"""Recipes of EAGLE-3 and EAGLE-1 heads. The losses are in ``unroll``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spec_lab.engine.attention import FULL, AttentionKind
-from spec_lab.models.eagle import Eagle, Eagle3
-from spec_lab.train.objectives import Loss, Measured, Truth, measure
+from spec_lab.core.options import one_of, share, whole
+from spec_lab.models.eagle import Eagle3, Eagle3Settings, random_network
+from spec_lab.models.eagle_files import write_eagle3
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer, eagle
+from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth
+from spec_lab.train.recipe import Beginning, TargetHead
 from spec_lab.train.texts import Texts
+from spec_lab.train.unroll import eagle3_losses
 
 
-@dataclass(eq=False)
-class Unrolls:
-    """Stands in for transformers' cache: keeps the keys and values of all unrolls of each layer."""
-
-    keys: dict[int, list[Tensor]] = field(default_factory=dict)
-    values: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Column, Column]:
-        """Keep an unroll's keys and values ``[B, heads, C, d]``; return what attends to them."""
-        for store, new in ((self.keys, key), (self.values, value)):
-            store.setdefault(layer_idx, []).append(new)
-        reader = Column(self.keys[layer_idx], self.values[layer_idx])
-        return reader, reader
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Zero: positions are always explicit."""
-        return 0
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """Attention of the newest unroll in one layer. See ``engine.attention.ReadsCells``."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    kind: AttentionKind = FULL
-
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """``[B, heads, C, d] -> [B, C, heads, d]``."""
-        columns, groups = query.shape[2], query.shape[1] // self.keys[0].shape[1]
-        keys, values = (
-            [one[:, :, :columns].repeat_interleave(groups, 1) if groups > 1 else one[:, :, :columns] for one in some]
-            for some in (self.keys, self.values)
-        )
-        query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        future = torch.ones(columns, columns, dtype=torch.bool, device=query.device).triu(1)
-        scores = [(query @ keys[0].transpose(2, 3)).masked_fill(future, -torch.inf)]
-        scores += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
-        share = torch.cat(scores, -1).softmax(-1)
-        mixed = share[..., :columns] @ values[0]
-        for number, value in enumerate(values[1:]):
-            mixed = mixed + share[..., columns + number, None] * value
-        return mixed.transpose(1, 2)
-
-
-def eagle3_losses(
-    network: Eagle3, text: Texts, truth: Truth, embedded: Tensor, unrolls: int, kind: Loss = "kl"
-) -> list[Measured]:
-    """Return what each unroll achieves on some texts.
+@dataclass(frozen=True)
+class Eagle3Recipe:
+    """An EAGLE-3 head of Llama layers, trained by training-time test (2503.01840).
 
     Args:
-        network: in training.
-        text: with the taps as its hidden states ``[B, T, k * H_t]``.
-        truth: the target's distributions after each token, ``[B * T]`` rows.
-        embedded: ``[B, T, H]`` the embeddings of the tokens.
-        unrolls: how many tokens are drafted.
-        kind: of loss.
+        unrolls: tokens that are drafted in training; each one's loss has ``decay`` times the weight of the one before.
+        decay: see there.
+        loss: "kl", "reverse_kl" or "tv".
+        draft_vocab_size: tokens that the head can draft, the most frequent of the target's texts; None for all.
+        taps: numbers of the hidden states that are read; None: 2, L // 2 and L - 3 as in the paper, or, where these
+            are not different, spread over the layers.
+        layers: decoder layers.
+        intermediate_size: of the MLP; None: as in the target.
+        heads: attention heads; None: as in the target, of which the head has the hidden size.
     """
-    assert text.hidden is not None
-    batch, length = text.ids.shape
-    rows = torch.arange(batch * length).view(batch, length)
-    cache, found = Unrolls(), []
-    feature = network.features(text.hidden[:, : length - 1])
-    for unroll in range(unrolls):
-        columns = length - 1 - unroll
-        x = torch.cat([embedded[:, 1 + unroll :], feature[:, :columns]], -1)
-        positions = torch.arange(unroll, unroll + columns)[None]
-        hidden = network(x, positions, cache)
-        normed = network.norm(hidden)
-        feature = normed if network.settings.norm_output else hidden
-        assert network.lm_head is not None
-        # Column j predicts the distribution after t_{j+1+unroll}; the last column's next token is not in the text.
-        logits = network.lm_head(normed).flatten(0, 1)
-        counts = torch.zeros(batch, columns, dtype=torch.bool)
-        counts[:, :-1] = text.counts(2 + unroll)
-        found.append(measure(logits, truth[rows[:, 1 + unroll :].flatten()], counts.flatten(), kind))
-    return found
 
+    unrolls: int = 7
+    decay: float = 0.8
+    loss: str = "kl"
+    draft_vocab_size: int | None = 32000
+    taps: tuple[int, ...] | None = None
+    layers: int = 1
+    intermediate_size: int | None = None
+    heads: int | None = None
+    name = "eagle3"
 
-def eagle1_losses(
-    network: Eagle, text: Texts, truth: Truth, embedded: Tensor, head: Tensor, kind: Loss = "kl"
-) -> tuple[Tensor, list[Measured]]:
-    """Return the loss of features, and what the first draft position achieves.
+    def __post_init__(self) -> None:
+        whole("task.recipe.unrolls", self.unrolls, most=64)
+        whole("task.recipe.layers", self.layers, most=64)
+        share("task.recipe.decay", self.decay)
+        one_of("task.recipe.loss", self.loss, LOSSES)
+        for name in ("draft_vocab_size", "intermediate_size", "heads"):
+            if getattr(self, name) is not None:
+                whole(f"task.recipe.{name}", getattr(self, name))
 
-    Args:
-        network: in training.
-        text: with the states after the final norm as its hidden states ``[B, T, H]``, to which noise may be added.
-        truth, embedded, kind: as of ``eagle3_losses``.
-        head: ``[V, H]`` the weights of the target's LM head.
-    """
-    assert text.hidden is not None
-    batch, length = text.ids.shape
-    rows = torch.arange(batch * length).view(batch, length)
-    x = network.fc(torch.cat([embedded[:, 1:], text.hidden[:, : length - 1]], -1))
-    predicted = network(x, torch.arange(length - 1)[None], Unrolls())
-    counts = torch.zeros(batch, length - 1, dtype=torch.bool)
-    counts[:, :-1] = text.counts(2)
-    distance = torch.nn.functional.smooth_l1_loss(predicted, text.hidden[:, 1:], reduction="none").mean(-1)
-    features = (distance * counts).sum() / counts.sum().clamp_min(1)
-    logits = (predicted @ head.T).flatten(0, 1)
-    return features, [measure(logits, truth[rows[:, 1:].flatten()], counts.flatten(), kind)]
+    @property
+    def depth(self) -> int:
+        """See ``Recipe``."""
+        return self.unrolls
+
+    def _taps(self, target: Target) -> tuple[int, ...]:
+        if self.taps is not None:
+            return tuple(self.taps)
+        last = target.services.num_layers
+        usual = (2, last // 2, last - 3)
+        return usual if 0 < usual[0] < usual[1] < usual[2] else (1, max(1, last // 2), max(1, last - 1))
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (*self._taps(target), -1)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``. The LM head begins as the target's rows."""
+        h, v = target.services.hidden_size, target.vocabulary
+        width = min(self.draft_vocab_size or v, v)
+        layer = layer_of(target, self.heads, self.intermediate_size)
+        settings = Eagle3Settings(layer, h, h, v, self._taps(target), width, self.layers)
+        device = target.lm.device
+        network = random_network(settings, target.services, device, torch.float32, seed)
+        assert isinstance(network, Eagle3) and network.lm_head is not None
+        network.ids = frequent(paths, v, width).to(device)
+        with torch.no_grad():
+            # The rows of a linear LM head are its logits of the unit vectors.
+            rows = target.services.lm_head(torch.eye(h, device=device, dtype=target.lm.dtype))
+            network.lm_head.weight.copy_(rows.T[network.ids])
+        network.requires_grad_(True).train()
+        own = self.unrolls, self.decay, cast(Loss, self.loss)
+        objective = Eagle3Objective(network, TargetHead.of(target), target.lm.dtype, *own)
+        return Beginning(network, objective, {"taps": list(settings.taps), "draft_vocab_size": width})
+
+    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in the format of speculators, in bfloat16."""
+        kinds = target.causal_lm.model.config.architectures or [type(target.causal_lm.model).__name__]
+        return write_eagle3(module, folder, target.name, kinds[0], facts, torch.bfloat16)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``."""
+        return eagle.load(target, str(folder), depth=depth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +108,16 @@ class Eagle3Objective:
 
     Args:
         network: in training.
-        embedding: ``[V, H_t]`` of the target.
-        head: ``[V, H_t]`` the weights of the target's LM head.
+        target: its embedding and LM head.
+        dtype: of the target.
         unrolls: how many tokens are drafted.
         decay: weight of an unroll over that of the one before it.
         kind: of loss.
     """
 
     network: Eagle3
-    embedding: Tensor
-    head: Tensor
+    target: TargetHead
+    dtype: torch.dtype
     unrolls: int = 7
     decay: float = 0.8
     kind: Loss = "kl"
@@ -148,10 +125,36 @@ class Eagle3Objective:
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts with the taps and, last, the state after the final norm as their hidden states."""
         assert text.hidden is not None
-        taps, final = text.hidden.split([text.hidden.shape[-1] - self.head.shape[1], self.head.shape[1]], -1)
+        own, final = next(self.network.parameters()).dtype, self.network.settings.target_hidden_size
+        taps, states = text.hidden[..., :-final], text.hidden[..., -final:]
         with torch.no_grad():
-            truth = Truth.of(final.flatten(0, 1).to(self.head.dtype) @ self.head.T, self.network.ids)
-            embedded = torch.nn.functional.embedding(text.ids, self.embedding)
-        own = Texts(text.ids, text.first, text.length, taps.to(self.head.dtype))
-        found = eagle3_losses(self.network, own, truth, embedded, self.unrolls, self.kind)
+            truth = Truth.of(self.target.lm_head(states.flatten(0, 1).to(self.dtype)), self.network.ids)
+            embedded = self.target.embed(text.ids).to(own)
+        read = Texts(text.ids, text.first, text.length, taps.to(own))
+        found = eagle3_losses(self.network, read, truth, embedded, self.unrolls, self.kind)
         return sum((self.decay**number * one.loss for number, one in enumerate(found)), torch.zeros(())), found
+
+
+def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -> dict[str, Any]:
+    """The config of a Llama layer of the target's hidden size, by default with its heads, MLP and rotary embedding."""
+    config, h = target.causal_lm.model.config, target.services.hidden_size
+    count = heads or int(config.num_attention_heads)
+    shared = count if heads else int(getattr(config, "num_key_value_heads", None) or count)
+    fields: dict[str, Any] = {
+        "model_type": "llama", "hidden_size": h, "num_attention_heads": count, "num_key_value_heads": shared,
+        "intermediate_size": intermediate_size or int(getattr(config, "intermediate_size", None) or 4 * h),
+        "head_dim": int(getattr(config, "head_dim", None) or h // count) if not heads else h // count,
+        "hidden_act": "silu", "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": int(target.context),
+    }  # fmt: skip
+    rope = getattr(config, "rope_parameters", None)
+    return fields | ({"rope_parameters": dict(rope)} if isinstance(rope, dict) and "rope_type" in rope else {})
+
+
+def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending
+    """The most frequent tokens among those that the target wrote."""
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for path in paths:
+        text = Texts.read(path)
+        counts += np.bincount(text.ids[text.counts(0)].numpy(), minlength=vocabulary)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:width]))

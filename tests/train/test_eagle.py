@@ -7,9 +7,10 @@ import torch
 
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.eagle_files import published_name
-from spec_lab.train.eagle import Eagle3Objective, eagle1_losses, eagle3_losses
+from spec_lab.train.eagle import Eagle3Objective
 from spec_lab.train.objectives import LOSSES, Truth, expected_length, measure
 from spec_lab.train.texts import Texts
+from spec_lab.train.unroll import eagle1_losses, eagle3_losses
 from tests.oracles import eagle as oracle
 
 H, V, W, T, B = 16, 11, 7, 9, 2
@@ -109,7 +110,7 @@ def test_each_unroll_is_compared_with_the_target_s_distribution_after_its_last_t
 def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
     network = eagle3().requires_grad_(True)
     own = text(4)
-    loss, found = Eagle3Objective(network, EMBEDDING, HEAD, unrolls=3, decay=0.5)(own)
+    loss, found = Eagle3Objective(network, SERVICES, FLOAT, unrolls=3, decay=0.5)(own)
     each = sum(0.5**n * float(one.loss.detach()) for n, one in enumerate(found))
     assert float(loss.detach()) == pytest.approx(each)
     gradients = torch.autograd.grad(loss, list(network.parameters()))
@@ -121,7 +122,7 @@ def test_eagle1_learns_features_and_distributions_one_position_ahead():
     w = {published_name(name): one for name, one in network.named_parameters()}
     own = text(1)
     truth = Truth.of(own.hidden.flatten(0, 1) @ HEAD.T)
-    features, (first,) = eagle1_losses(network, own, truth, EMBEDDING[own.ids], HEAD)
+    features, (first,) = eagle1_losses(network, own, truth, EMBEDDING[own.ids], SERVICES.lm_head)
     distance, loss, rows = 0.0, 0.0, 0
     for row in range(B):
         predicted = oracle.eagle1(w, EMBEDDING, own.ids[row, 1:], own.hidden[row, :-1], SIZES)

@@ -1,0 +1,162 @@
+"""``task=train``: the target answers the prompts, a drafter learns from the answers, and is measured on the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+from spec_lab.core.options import share, whole
+from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.request import Request
+from spec_lab.tasks.lab import Lab, Settings
+from spec_lab.tasks.shell import Done, Task
+from spec_lab.train import show
+from spec_lab.train.fit import FitPlan, Objective, fit
+from spec_lab.train.objectives import expected_length
+from spec_lab.train.recipe import Recipe
+from spec_lab.train.record import record
+from spec_lab.train.texts import Texts
+from spec_lab.train.trainer import Plan, Trainer
+from spec_lab.verify import Token
+
+
+def train(
+    lab: Lab,
+    settings: Settings,
+    config: Mapping[str, Any],
+    console: Console | None = None,
+    *,
+    recipe: Recipe,
+    answers: int = 1,
+    passes: float = 1.0,
+    rows: int = 16,
+    held_out: float = 0.1,
+    learning_rate: float = 4e-3,
+    warmup_steps: int = 30,
+    decay: float = 0.4,
+    save_seconds: float = 120,
+) -> int:
+    """Train a drafter for the target on its own answers to the prompts.
+
+    The answers are sampled as the run samples and kept on disk with the hidden states that the drafter reads. The same
+    command with the same ``output_dir`` resumes at the last checkpoint, to the same weights. At the end the drafter is
+    in ``output_dir/drafter``. On held-out prompts the accepted length of a chain is estimated from the acceptance at
+    each position, without decoding, and measured by decoding.
+
+    Args:
+        lab: the target and the prompts; the proposer is not used.
+        settings: the scalars; ``batch_size`` prompts are answered together.
+        config: the configuration, for the manifest.
+        console: prints the result; default standard output.
+        recipe: the kind of drafter.
+        answers: of each prompt.
+        passes: how often each answer is seen.
+        rows: texts of a training step.
+        held_out: share of the prompts that the drafter does not learn from.
+        learning_rate: peak, of Muon for matrices; that of AdamW, for everything else, is half of it.
+        warmup_steps: in which the rates rise.
+        decay: share of the steps in which they fall.
+        save_seconds: seconds between two checkpoints.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: an invalid option, a constraint, too few prompts, or a directory that holds another run.
+        OSError: the directory cannot be written.
+    """
+    console = console or Console()
+    for name, value in (("answers", answers), ("rows", rows), ("warmup_steps", warmup_steps)):
+        whole(f"task.{name}", value)
+    share("task.held_out", held_out), share("task.decay", decay)
+    if lab.applied is not None:
+        raise ValueError("task=train does not support constraints; set constraint=none")
+    requests = lab.requests(settings)
+    rest = requests[len(requests) - max(1, round(held_out * len(requests))) :]
+    known = requests[: len(requests) - len(rest)]
+    repeated = [replace(one, id=one.id + number * len(requests)) for number in range(answers) for one in known]
+    if len(repeated) < rows:
+        raise ValueError(
+            f"task.rows={rows} texts make a training step, but there are {len(repeated)} answers to learn from: give "
+            "more prompts, set task.answers to more than one, or task.rows to less"
+        )
+    part = rows // 2 if rows % 2 == 0 else rows
+    plan = FitPlan(
+        passes, rows, part, warmup_steps, decay, save_seconds=save_seconds,
+        plan=Plan(muon_rate=learning_rate, adamw_rate=learning_rate / 2, weight_decay=0.0, seed=settings.seed),
+    )  # fmt: skip
+    out, states = settings.output_dir, recipe.states(lab.target)
+
+    def work(facts: Mapping[str, Any]) -> Done:
+        paths = _answered(lab, settings, repeated, states, out / "texts", rows)
+        others = _answered(lab, settings, rest, states, out / "held_out", len(rest))
+        begun = recipe.begin(lab.target, paths, settings.seed)
+        trainer = Trainer(begun.module, plan.plan, 2 if part < rows else 1, torch.float32)
+        with tqdm(desc=recipe.name, unit="step", disable=None) as bar:
+            own = out / "training", plan, dict(begun.facts)
+            fit(trainer, begun.objective, paths, *own, tick=lambda done, total: _at(bar, done, total))
+        begun.module.eval()
+        source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
+        sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
+        accepted, agreed = _held_out(begun.objective, others)
+        curve = [json.loads(line) for line in (out / "training" / "learning.jsonl").read_text().splitlines()]
+        summary = {
+            "experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
+            "drafter": recipe.name, "sha256": sha256, "texts": len(paths) * rows, "steps": trainer.step, **begun.facts,
+            "parameters": sum(one.numel() for one in begun.module.parameters()),
+            "accepted": accepted, "agreed": agreed,
+            "estimated_length": expected_length(agreed if lab.sampling.temperature == 0 else accepted),
+            "measured_length": _measured(lab, settings, recipe, out / "drafter", rest), "learning": curve,
+        }  # fmt: skip
+        figures = out / "figures"
+        return Done(summary, lambda: show.draw(curve, figures), lambda found: show.print_summary(found, console))
+
+    def left() -> tuple[int, str]:
+        curve = out / "training" / "learning.jsonl"
+        done = json.loads(curve.read_text().splitlines()[-1])["step"] if curve.exists() else 0
+        return done, f"{done} training steps are in {out}"
+
+    leaves = "Drafter, texts, learning curves, summary and manifest"
+    return Task(lab, settings, config, [recipe.name], work, left, leaves=leaves).run(console)
+
+
+def _at(bar: Any, done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+
+
+def _answered(
+    lab: Lab, settings: Settings, requests: Sequence[Request], states: tuple[int, ...], folder: Path, rows: int
+) -> list[Path]:
+    with tqdm(total=len(requests), desc=folder.name, unit="text", disable=None) as bar:
+        return record(lab.target, requests, states, folder, rows, settings.seed, bar.update)
+
+
+@torch.no_grad()
+def _held_out(objective: Objective, paths: Sequence[Path]) -> tuple[list[float], list[float]]:
+    """Acceptance of sampled tokens and agreement of the likeliest ones at each draft position."""
+    found = [objective(Texts.read(path))[1] for path in paths]
+    accepted = torch.tensor([[one.accepted for one in some] for some in found]).mean(0)
+    agreed = torch.tensor([[one.agreed for one in some] for some in found]).mean(0)
+    return [round(float(one), 4) for one in accepted], [round(float(one), 4) for one in agreed]
+
+
+def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, requests: Sequence[Request]) -> float:
+    """Mean accepted tokens of a chain of ``recipe.depth`` tokens, of steps in which a whole chain was drafted."""
+    proposer = recipe.load(lab.target, folder, recipe.depth)
+    group = fixed_group(lab.target, proposer, Token(), requests, CounterDraws(settings.seed))
+    accepted = [
+        len(done.path)
+        for info in group
+        for tree, done in enumerate(info.committed)
+        if len(info.draft.shape.trees[tree]) == recipe.depth + 1
+    ]
+    return sum(accepted) / max(1, len(accepted))
