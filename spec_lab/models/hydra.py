@@ -11,7 +11,7 @@ positions up to j ("prefix-mlp", Hydra++).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,13 +82,13 @@ class HydraHead(nn.Module):
         self.block = nn.Linear(h, h, device="meta") if self.repeats else None
         self.lm_head = None if settings.shared_lm_head else nn.Linear(h, settings.vocab_size, device="meta")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[n, (i + 2)H] -> [n, H]``, which an LM head reads."""
+    def forward(self, x: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """``[n, (i + 2)H]`` -> logits ``[n, V]``; ``lm_head`` stands in for an LM head of its own."""
         x = self.skip(x) + silu(self.linear(x))
         for _ in range(self.repeats):
             assert self.block is not None
             x = x + silu(self.block(x))
-        return x
+        return lm_head(x) if self.lm_head is None else self.lm_head(x)
 
 
 class HydraHeads(nn.Module):
@@ -118,8 +118,8 @@ class HydraHeads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What head i reads ``[n, (i + 2)H]`` -> its logits ``[n, V]``."""
-        head = self.heads[x.shape[-1] // self.settings.hidden_size - 2]
-        out: Tensor = self._services.lm_head(head(x)) if head.lm_head is None else head.lm_head(head(x))
+        number = x.shape[-1] // self.settings.hidden_size - 2
+        out: Tensor = self.heads[number](x, self._services.lm_head)
         return out
 
     def bind(

@@ -183,7 +183,9 @@ def _names(folder: Path, network: HydraHeads, shapes: Mapping[str, tuple[int, ..
         ValueError: a tensor is missing, surplus or misshapen.
     """
     settings, names, problems = network.settings, dict[str, list[str]](), []
-    expected = {UNUSED[0]: (settings.vocab_size, settings.hidden_size)} if network.prefix is not None else {}
+    expected = dict[str, tuple[int, ...]]()
+    if network.prefix is not None:
+        expected[UNUSED[0]] = settings.vocab_size, settings.hidden_size
     for own, parameter in network.named_parameters():
         copies = published_names(own, settings)
         alone = len(copies) > 1 and not any(name in shapes for name in copies[1:])
