@@ -128,6 +128,33 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _described(file, config)
 
 
+def read_drafter_config(path: str, what: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of a drafter's network and its ``config.json``, before any weights are read.
+
+    Args:
+        path: of the folder, as ``proposer.path`` names it.
+        what: it should hold, for messages: "Hydra heads".
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: no path; a malformed config; weights in files that are not safetensors only.
+    """
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"proposer.path must name a folder of {what}, not {path!r}")
+    folder = Path(path)
+    config = read_json(folder / "config.json")
+    if config is None:
+        where = "" if folder.is_dir() else ", as is the folder"
+        raise OSError(f"no {what} at {folder}: config.json is missing{where}")
+    old = sorted(one.name for pattern in ("*.bin", "*.pt", "*.pth") for one in folder.glob(pattern))
+    if old and not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        raise ValueError(
+            f"{folder} holds its weights in {old[0]}, which a run does not read because loading it may execute code: "
+            f"spec-lab convert {folder} OUT writes them as safetensors"
+        )
+    return folder, config
+
+
 def stop_tokens(folder: Path, default: Any) -> tuple[str, list[int]]:
     """Return where the end-of-text tokens are named (for messages), and those tokens.
 

@@ -39,7 +39,8 @@ class DraftLayers(nn.Module):
         kind = fields.get("model_type")
         try:
             more = {name: value for name, value in fields.items() if name not in ("model_type", "layer_types")}
-            config = AutoConfig.for_model(kind, **more | {"num_hidden_layers": count, "vocab_size": 1})
+            none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # their defaults exceed vocab_size
+            config = AutoConfig.for_model(kind, **more | none | {"num_hidden_layers": count, "vocab_size": 1})
             config._attn_implementation = SPANS
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).model

@@ -17,8 +17,10 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.instances import PIECES, Forking
@@ -70,6 +72,20 @@ def eagle(settings, target, plan):
     return FeatureDrafter(network, target, plan, "eagle")
 
 
+def hydra(target):
+    return Hydra(random_heads(HydraSettings(16, V, 4, 2), target), target, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def hydra_prefix(target):
+    settings = HydraSettings(16, V, 3, prefix=small_layer(16), shared_lm_head=True)
+    return Hydra(random_heads(settings, target), target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def hydra_best_first(target):
+    settings = HydraSettings(16, V, 2, prefix=small_layer(16))
+    return Hydra(random_heads(settings, target), target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1)))
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -85,6 +101,7 @@ def union(target):
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
+    "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
 }  # fmt: skip
 
 
@@ -131,7 +148,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3", "hydra_prefix")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

@@ -13,11 +13,13 @@ from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Purpose
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
+from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.tree_plan import TreePlan
@@ -47,6 +49,11 @@ def eagle(settings, tree="2x1", drawn="point"):
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "eagle")
 
 
+def hydra(prefix, tree="2x1", drawn="point", **options):
+    settings = HydraSettings(4, 4, 3, 2, small_layer(4) if prefix else None, shared_lm_head=prefix)
+    return Hydra(random_heads(settings, TARGET), TARGET, TreePlan(parse(tree), drawn, **options))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -63,6 +70,11 @@ PROPOSERS = {
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "Hydra tree": hydra(prefix=False),
+    "Hydra chain": hydra(prefix=False, tree="1x1", drawn="iid"),
+    "Hydra tree with a prefix layer": hydra(prefix=True, drawn="without"),
+    "Hydra best first": hydra(prefix=True, drawn="iid", budget=Budget(3, depth=3)),
+    "Hydra reranked": hydra(prefix=False, budget=Budget(3, depth=3, rerank=True)),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
 }
