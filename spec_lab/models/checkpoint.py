@@ -133,7 +133,7 @@ def read_drafter_config(path: str, what: str) -> tuple[Path, dict[str, Any]]:
 
     Args:
         path: of the folder, as ``proposer.path`` names it.
-        what: it should hold, for messages: "Hydra heads".
+        what: it should hold, for messages: "Hydra heads", "an EAGLE head".
 
     Raises:
         OSError: there is no config.json.

@@ -27,9 +27,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spec_lab.core.files import read_json
 from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import SINGLE, open_weights, weight_files, weights_hash
+from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings, with_weights
 from spec_lab.models.target import Target
 
@@ -65,19 +64,7 @@ def read_eagle(path: str, target: Target) -> EagleHead:
             surplus, misshapen, NaN or infinite; ``d2t`` is no offset; the head is for another hidden size, another
             vocabulary or hidden states that the target does not have.
     """
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"proposer.path must name a folder of an EAGLE head, not {path!r}")
-    folder = Path(path)
-    config = read_json(folder / "config.json")
-    if config is None:
-        where = "" if folder.is_dir() else ", as is the folder"
-        raise OSError(f"no EAGLE head at {folder}: config.json is missing{where}")
-    old = sorted(one.name for pattern in ("*.bin", "*.pt", "*.pth") for one in folder.glob(pattern))
-    if old and not (folder / SINGLE).exists() and not (folder / f"{SINGLE}.index.json").exists():
-        raise ValueError(
-            f"{folder} holds its weights in {old[0]}, which a run does not read because loading it may execute code: "
-            f"spec-lab convert {folder} OUT writes them as safetensors"
-        )
+    folder, config = read_drafter_config(path, "an EAGLE head")
     with open_weights(weight_files(folder)) as held:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
         settings = _settings(folder, config, shapes, target)

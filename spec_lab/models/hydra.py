@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm
-from spec_lab.models.eagle import small_layer
+from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 

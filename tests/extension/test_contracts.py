@@ -16,7 +16,8 @@ from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.draft_layers import small_layer
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.feature_drafter import FeatureDrafter

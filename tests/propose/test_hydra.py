@@ -11,7 +11,7 @@ from safetensors import safe_open
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
-from spec_lab.models.eagle import small_layer
+from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.hydra_files import read_hydra, write_hydra
 from spec_lab.models.support import Unsupported
 from spec_lab.propose.hydra import Hydra
