@@ -17,6 +17,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.tree_plan import TreePlan
@@ -70,6 +71,21 @@ def eagle(settings, target, plan):
     return FeatureDrafter(network, target, plan, "eagle")
 
 
+def mtp_tree(target):
+    settings = MtpSettings(small_layer(16), 16, V)
+    return mtp(settings, target, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def mtp_modules(target):
+    settings = MtpSettings(small_layer(16), 16, V, modules=2, shared=True)
+    return mtp(settings, target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def mtp(settings, target, plan):
+    network = random_mtp(settings, target.services, target.lm.device, target.lm.dtype)
+    return FeatureDrafter(network, target, plan, "mtp")
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -84,7 +100,8 @@ def union(target):
 
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
-    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
+    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked, "mtp_tree": mtp_tree,
+    "mtp_modules": mtp_modules,
 }  # fmt: skip
 
 
@@ -103,7 +120,7 @@ def constraints() -> dict[str, AppliedConstraint | None]:
 
 MANY = {  # some thousand outcomes
     ("feature_trees", "forks"), ("feature_trees", "backtracking"), ("feature_trees", "chunked prefill"),
-    ("feature_trees", "preempted"), ("union", "forks"),
+    ("feature_trees", "preempted"), ("union", "forks"), ("mtp_modules", "forks"), ("mtp_modules", "chunked prefill"),
 }  # fmt: skip
 
 
@@ -131,7 +148,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3", "mtp_modules")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

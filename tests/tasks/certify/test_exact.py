@@ -13,6 +13,7 @@ from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Purpose
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
@@ -47,6 +48,11 @@ def eagle(settings, tree="2x1", drawn="point"):
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "eagle")
 
 
+def mtp(settings, tree, drawn):
+    network = random_mtp(settings, TARGET.services, TARGET.lm.device, TARGET.lm.dtype)
+    return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "mtp")
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -63,6 +69,8 @@ PROPOSERS = {
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "MTP chain": mtp(MtpSettings(small_layer(4), 4, 4), "1x1", "iid"),
+    "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
 }
@@ -104,13 +112,19 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
     assert proved(name).drafts == "proposer"
 
 
-LOADED_BY = {"spec_lab.propose.feature_drafter.FeatureDrafter.load": "spec_lab.propose.eagle.load"}
+def factory(proposer):
+    """What configs name: drafters of features have one class and several networks."""
+    kind = type(proposer)
+    return (
+        f"spec_lab.propose.{proposer.name}.load"
+        if kind is FeatureDrafter
+        else f"{kind.__module__}.{kind.__name__}.load"
+    )
 
 
 def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
-    mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in PROPOSERS.values()}
-    mine = {LOADED_BY.get(name, name) for name in mine}
+    mine = {factory(one) for one in PROPOSERS.values()}
     assert {name.replace("null.Null", "Null") for name in mine} == shipped
 
 
