@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,9 @@ COUNTS = re.compile(r"(^|_)(layers?|blocks|experts)$")
 """Names of fields that count layers or experts."""
 DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"}
 """Names of fields that hold the number of layers of a language model."""
+MTP_LAYER = re.compile(r"(model\.layers\.([0-9]{1,9})\.)eh_proj\.weight")
+MTP = "mtp."
+"""How the names of the tensors of multi-token-prediction modules begin in Qwen3-Next's checkpoints."""
 
 
 def check_files(folder: Path) -> None:
@@ -232,6 +235,21 @@ def weights_hash(path: str) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def mtp_prefixes(tensors: Iterable[str], layers: int = 0) -> list[str]:
+    """How the names of the tensors of a checkpoint's multi-token-prediction modules begin, in order of module.
+
+    In DeepSeek-V3's checkpoints these modules are further layers; Qwen3-Next's have one prefix for all modules.
+
+    Args:
+        tensors: names of the checkpoint's tensors.
+        layers: number of layers of the language model; modules are layers of this number and above.
+    """
+    names = list(tensors)
+    found = [match for name in names if (match := MTP_LAYER.fullmatch(name)) and int(match[2]) >= layers]
+    further = [match[1] for match in sorted(found, key=lambda match: int(match[2]))]
+    return further + [MTP] * (f"{MTP}fc.weight" in names)
 
 
 @contextmanager

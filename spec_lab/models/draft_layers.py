@@ -7,19 +7,26 @@ that of the engine (``engine.attention.SPANS``), so that ``engine.feature_lm`` c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from spec_lab.engine.attention import SPANS, layer_kinds
 from spec_lab.models.checkpoint import one_line
-from spec_lab.models.support import Unsupported
+from spec_lab.models.support import NOT_FULL_ATTENTION, Unsupported, refuse_by_name
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 """What a decoder layer must consist of."""
+WHOLE = ("self_attn", "input_layernorm")
+"""What one that is only run whole must have."""
+GIVEN = {"attention_mask", "position_ids", "past_key_values", "position_embeddings"}
+"""What such a layer must read besides its input."""
 
 
 class DraftLayers(nn.Module):
@@ -28,40 +35,63 @@ class DraftLayers(nn.Module):
     Args:
         fields: of a config, ``model_type`` among them; what concerns embedding and output is not used.
         count: number of layers.
+        whole: the layers are only called whole (``whole``), so any family with self-attention over a KV cache will do:
+            multi-head latent attention, gated attention, experts. Every layer has full attention then, also where the
+            family has other layers too.
 
     Raises:
         ValueError: fields that describe no model.
         Unsupported: a family whose layers are built otherwise, or that has layers without full attention.
     """
 
-    def __init__(self, fields: Mapping[str, Any], count: int) -> None:
+    def __init__(self, fields: Mapping[str, Any], count: int, whole: bool = False) -> None:
         super().__init__()
         kind = fields.get("model_type")
+        if kind in NOT_FULL_ATTENTION:
+            raise Unsupported(
+                f"layers of model_type '{kind}' are not supported in a drafter: they have no full attention"
+            )
         try:
             more = {name: value for name, value in fields.items() if name not in ("model_type", "layer_types")}
             none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # their defaults exceed vocab_size
             config = AutoConfig.for_model(kind, **more | none | {"num_hidden_layers": count, "vocab_size": 1})
             config._attn_implementation = SPANS
+            if whole and getattr(config, "layer_types", None):
+                config.layer_types = ["full_attention"] * count
+            if whole:
+                refuse_by_name(config)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).model
+                causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = causal_lm.model
             rotary = type(model.rotary_emb)(config=config)
             windows = layer_kinds(config)
+        except Unsupported:
+            raise
         except Exception as error:  # transformers raises errors of many types
             raise ValueError(
                 f"transformers {transformers.__version__} cannot build layers of model_type {kind!r} from this config "
                 f"({one_line(error)})"
             ) from error
         children = {name for layer in model.layers for name, _ in layer.named_children()}
-        if children != {*PARTS} or windows:
+        if whole:
+            reads = {name for layer in model.layers for name in signature(layer.forward).parameters}
+            fits = children >= {*WHOLE} and reads >= GIVEN and _uses_interface(model.layers[0].self_attn)
+            if not fits or windows:
+                raise Unsupported(
+                    f"layers of model_type '{kind}' are not supported in a drafter: they need full attention with a KV "
+                    f"cache through transformers' AttentionInterface, and to have {' and '.join(WHOLE)}; linear "
+                    "attention, recurrent layers and sliding windows are not supported"
+                )
+        elif children != {*PARTS} or windows:
             raise Unsupported(
                 f"layers of model_type '{kind}' are not supported in a drafter: they need full attention, and to "
                 f"consist of {', '.join(PARTS)}"
             )
-        self.config, self.rotary, self.layers = config, rotary, model.layers
+        self.config, self.rotary, self.layers, self._family = config, rotary, model.layers, type(causal_lm)
         for parent in list(model.layers.modules()):
             for name, norm in list(parent.named_children()):
                 if _is_plain_norm(norm):
-                    setattr(parent, name, rms_norm(len(norm.weight), self))
+                    setattr(parent, name, nn.RMSNorm(len(norm.weight), norm.variance_epsilon, device="meta"))
 
     def widen(self, width: int) -> None:
         """Let queries, keys and values of the first layer read inputs of this width."""
@@ -100,6 +130,77 @@ class DraftLayers(nn.Module):
         """One whole layer as its family defines it, ``[1, N, H] -> [1, N, H]``."""
         return self.rest(layer, x, self.attend(layer, self.layers[layer].input_layernorm(x), rotation, cache, mask))
 
+    def whole(
+        self, layer: int, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], cache: Any, mask: Any = None
+    ) -> Tensor:
+        """One layer called as its family defines it, ``[b, N, H] -> [b, N, H]``. Arguments as of ``attend``."""
+        own = self.layers[layer]
+        latent = cache is not None and hasattr(type(own.self_attn), "expand_kv")
+        if latent:
+            cache = _ExpandedCache(own.self_attn, cache)
+        try:
+            found = own(
+                x, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=rotation
+            )
+        finally:
+            if latent:
+                del own.self_attn.expand_kv
+        out: Tensor = found if isinstance(found, Tensor) else found[0]
+        return out
+
+    def norm(self) -> nn.Module:
+        """A norm over H of the layers' own kind, on the meta device."""
+        norm: nn.Module = deepcopy(self.layers[0].input_layernorm)
+        return norm
+
+    def read(self, tensors: Mapping[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
+        """Read the layers' weights as transformers does, which converts those that it names otherwise (experts).
+
+        Args:
+            tensors: of ``model.layers``, by the names of the family's checkpoints; slices of ``safe_open`` or tensors.
+            dtype: of the weights from now on; transformers keeps some in float32.
+
+        Returns:
+            The state of this module, and what does not fit: missing, surplus and misshapen tensors.
+        """
+        with torch.device("meta"):
+            other = self._family(deepcopy(self.config)).state_dict()
+        given = {
+            name: torch.zeros(one.shape, dtype=dtype)
+            for name, one in other.items()
+            if not name.startswith("model.layers.")
+        }
+        logging.disable_progress_bar()
+        model, report = self._family.from_pretrained(
+            None, config=deepcopy(self.config), state_dict={**given, **tensors}, dtype=dtype,
+            ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+        wrong = [f"{name} is missing" for name in report["missing_keys"]]
+        wrong += [f"{name} is {list(shape)}, not {list(own)}" for name, shape, own in report["mismatched_keys"]]
+        wrong += [f"{name} is in no layer of the network" for name in report["unexpected_keys"]]
+        return {f"layers.{name}": one for name, one in model.model.layers.state_dict().items()}, wrong
+
+
+class _ExpandedCache:
+    """Stands in for the cache of multi-head latent attention, whose latents transformers caches and then expands.
+
+    Attention over cells reads keys and values, so those are cached.
+    """
+
+    def __init__(self, attention: Any, cache: Any) -> None:
+        self.attention, self.cache = attention, cache
+        attention.expand_kv = self.expand
+
+    def update(self, latent: Tensor, rotated: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """The latents, which are not cached."""
+        return latent, rotated
+
+    def expand(self, latent: Tensor, rotated: Tensor) -> tuple[Any, Any]:
+        """Expand the latents and cache the keys and values."""
+        own = self.attention
+        found: tuple[Any, Any] = self.cache.update(*type(own).expand_kv(own, latent, rotated), own.layer_idx)
+        return found
+
 
 def rms_norm(width: int, layers: DraftLayers) -> nn.RMSNorm:
     """An RMSNorm of this width, on the meta device, with the layers' epsilon."""
@@ -123,6 +224,11 @@ def small_layer(hidden_size: int) -> dict[str, Any]:
         "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": 8, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     }  # fmt: skip
+
+
+def _uses_interface(attention: nn.Module) -> bool:
+    """Whether attention calls the function that the config names, among them ``attention.SPANS``."""
+    return "ALL_ATTENTION_FUNCTIONS" in unwrap(type(attention).forward).__code__.co_names
 
 
 def _is_plain_norm(module: nn.Module) -> bool:

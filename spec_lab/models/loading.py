@@ -282,7 +282,10 @@ def _fill(
     if over > 1:
         more["distributed_config"] = DistributedConfig(tp_size=over)
     logging.disable_progress_bar()
-    with checkpoint.open_weights(checkpoint.weight_files(folder)) as tensors:
+    depth = int(getattr(described.config, "num_hidden_layers", 0) or 0)
+    with checkpoint.open_weights(checkpoint.weight_files(folder)) as held:
+        drafts = tuple(checkpoint.mtp_prefixes(held, depth))  # modules that only the proposer mtp reads
+        tensors = {name: one for name, one in held.items() if not name.startswith(drafts)}
         try:
             # Given tensors and no path, transformers opens no file: no adapter, other format or other shard.
             model, report = type(described).from_pretrained(

@@ -141,15 +141,15 @@ class Hydra(Lifecycle):
     def propose(self, batch: Batch) -> Draft:
         """Draft below the pending tokens, one call of a head per level."""
         timed = batch.clock.phase("propose_forward")
-        depths, active, read = [], list[SequenceState](), dict[int, Path]()
+        depths, active, read = [], list[SequenceState](), dict[int, HeadInput]()
         for tree, (room, one) in enumerate(zip(batch.room(), batch.sequences, strict=True)):
             computed, pending = len(one.kv), one.pending
             known = pending and one.state.features.last(computed) is not None
             depths.append(max(0, min(room, self.plan.depth, len(self.network) + 1 - len(pending))) if known else 0)
             if depths[-1]:
-                read[tree] = Path(len(active), pending)
+                read[tree] = HeadInput(len(active), pending)
                 active.append(one)
-        paths = Paths(self.network, self._states(active, timed), read, timed)
+        paths = HeadRows(self.network, self._states(active, timed), read, timed)
         roots = paths.compute(list(read)) if active else None
         return self.plan.draft(batch, depths, roots, paths.expand).draft
 
@@ -166,7 +166,7 @@ class Hydra(Lifecycle):
         return self.lm.forward(kvs, [len(one) for one in new], torch.cat(new), timed)
 
 
-class Path(NamedTuple):
+class HeadInput(NamedTuple):
     """What a head reads at one row of a forest: a state, and the tokens after it.
 
     Args:
@@ -178,7 +178,7 @@ class Path(NamedTuple):
     tokens: list[int]
 
 
-class Paths:
+class HeadRows:
     """Computes rows of a growing forest.
 
     Args:
@@ -188,14 +188,14 @@ class Paths:
         timed: records the calls of the heads.
     """
 
-    def __init__(self, network: HydraHeads, states: Tensor, read: dict[int, Path], timed: Phase) -> None:
+    def __init__(self, network: HydraHeads, states: Tensor, read: dict[int, HeadInput], timed: Phase) -> None:
         self.network, self.states, self.read, self.timed = network, states, read, timed
 
     def expand(self, shape: Shape, rows: np.ndarray, token: np.ndarray) -> RowLogits:
         """Compute nodes. See ``expansion.Expand``."""
         for row in rows.tolist():
             above = self.read[int(shape.parent[row - shape.roots])]
-            self.read[row] = Path(above.state, [*above.tokens, int(token[row - shape.roots])])
+            self.read[row] = HeadInput(above.state, [*above.tokens, int(token[row - shape.roots])])
         return self.compute(rows.tolist())
 
     def compute(self, rows: Sequence[int]) -> RowLogits:

@@ -20,7 +20,7 @@ from spec_lab.train.texts import Texts
 from spec_lab.verify import Match
 
 
-class Recorder(Lifecycle):
+class StateRecorder(Lifecycle):
     """Drafts nothing, and keeps the hidden states of every computed position.
 
     Args:
@@ -79,7 +79,7 @@ def record(
 
 
 def _record(target: Target, requests: Sequence[Request], states: tuple[int, ...], seed: int) -> Texts:
-    recorder = Recorder(states)
+    recorder = StateRecorder(states)
     group = fixed_group(target, recorder, Match(), requests, CounterDraws(seed))
     for _ in group:
         pass

@@ -19,6 +19,7 @@ from spec_lab.engine.request import Request
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.hydra import Hydra
@@ -87,6 +88,21 @@ def hydra_best_first(target):
     return Hydra(random_heads(settings, target), target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1)))
 
 
+def mtp_tree(target):
+    settings = MtpSettings(small_layer(16), 16, V)
+    return mtp(settings, target, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def mtp_modules(target):
+    settings = MtpSettings(small_layer(16), 16, V, modules=2, shared=True)
+    return mtp(settings, target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def mtp(settings, target, plan):
+    network = random_mtp(settings, target.services, target.lm.device, target.lm.dtype)
+    return FeatureDrafter(network, target, plan, "mtp")
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -103,6 +119,7 @@ PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
     "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
+    "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
 }  # fmt: skip
 
 
@@ -121,7 +138,7 @@ def constraints() -> dict[str, AppliedConstraint | None]:
 
 MANY = {  # some thousand outcomes
     ("feature_trees", "forks"), ("feature_trees", "backtracking"), ("feature_trees", "chunked prefill"),
-    ("feature_trees", "preempted"), ("union", "forks"),
+    ("feature_trees", "preempted"), ("union", "forks"), ("mtp_modules", "forks"), ("mtp_modules", "chunked prefill"),
 }  # fmt: skip
 
 
@@ -149,7 +166,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3", "hydra_prefix")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3", "hydra_prefix", "mtp_modules")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

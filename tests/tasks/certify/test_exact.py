@@ -15,6 +15,7 @@ from spec_lab.core.randomness import Purpose
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
+from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
@@ -55,6 +56,11 @@ def hydra(prefix, tree="2x1", drawn="point", **options):
     return Hydra(random_heads(settings, TARGET), TARGET, TreePlan(parse(tree), drawn, **options))
 
 
+def mtp(settings, tree, drawn):
+    network = random_mtp(settings, TARGET.services, TARGET.lm.device, TARGET.lm.dtype)
+    return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "mtp")
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -76,6 +82,8 @@ PROPOSERS = {
     "Hydra tree with a prefix layer": hydra(prefix=True, drawn="without"),
     "Hydra best first": hydra(prefix=True, drawn="iid", budget=Budget(3, depth=3)),
     "Hydra reranked": hydra(prefix=False, budget=Budget(3, depth=3, rerank=True)),
+    "MTP chain": mtp(MtpSettings(small_layer(4), 4, 4), "1x1", "iid"),
+    "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
 }
@@ -117,13 +125,19 @@ def test_every_proposer_is_enumerated_with_its_own_code(name):
     assert proved(name).drafts == "proposer"
 
 
-LOADED_BY = {"spec_lab.propose.feature_drafter.FeatureDrafter.load": "spec_lab.propose.eagle.load"}
+def factory(proposer):
+    """What configs name: drafters of features have one class and several networks."""
+    kind = type(proposer)
+    return (
+        f"spec_lab.propose.{proposer.name}.load"
+        if kind is FeatureDrafter
+        else f"{kind.__module__}.{kind.__name__}.load"
+    )
 
 
 def test_the_shipped_proposers_are_all_here():
     shipped = {OmegaConf.load(file)["_target_"] for file in Path(conf(), "proposer").glob("*.yaml")}
-    mine = {f"{type(one).__module__}.{type(one).__name__}.load" for one in PROPOSERS.values()}
-    mine = {LOADED_BY.get(name, name) for name in mine}
+    mine = {factory(one) for one in PROPOSERS.values()}
     assert {name.replace("null.Null", "Null") for name in mine} == shipped
 
 
