@@ -129,7 +129,7 @@ class Accuracy:
         if value is None:
             raise OSError(
                 f"proposer.tree=calibrated and proposer.tree=likeliest require accuracies measured for the heads, but "
-                f"{file.parent} holds no {file.name}: name a tree (proposer.tree=vicuna_7b_stage1, or widths such as "
+                f"the folder {file.parent} holds no {file.name}: name a tree (proposer.tree=vicuna_7b_stage1, or widths such as "
                 "3x2x1), or measure once, in Python, with spec_lab.propose.accuracy.measure(target, heads, prompts), "
                 "and write() the result into that folder"
             )
