@@ -1,4 +1,4 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` a model."""
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights."""
 
 from __future__ import annotations
 

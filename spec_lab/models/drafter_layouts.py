@@ -113,7 +113,7 @@ def _optional(held: Shapes, more: Shapes) -> dict[str, tuple[int, ...]]:
 def eagle_shapes(held: Shapes) -> dict[str, tuple[int, ...]]:
     """EAGLE-1 and EAGLE-2: ``fc`` and layers of Llama, the first without an input norm."""
     h = matrix(held, "fc.weight")[0]
-    more = {"fc.bias": (h,)}
+    more: dict[str, tuple[int, ...]] = {"fc.bias": (h,)}
     if "embed_tokens.weight" in held:
         more["embed_tokens.weight"] = (matrix(held, "embed_tokens.weight")[0], h)
     shapes = {"fc.weight": (h, 2 * h), **_optional(held, more), **_layers(held, h, 1)}

@@ -128,10 +128,10 @@ class Accuracy:
         value = read_json(file)
         if value is None:
             raise OSError(
-                f"proposer.tree=calibrated and proposer.tree=likeliest require accuracies measured for the heads, but "
-                f"the folder {file.parent} holds no {file.name}: name a tree (proposer.tree=vicuna_7b_stage1, or widths such as "
-                "3x2x1), or measure once, in Python, with spec_lab.propose.accuracy.measure(target, heads, prompts), "
-                "and write() the result into that folder"
+                "proposer.tree=calibrated and proposer.tree=likeliest require accuracies measured for the heads, "
+                f"but the folder {file.parent} holds no {file.name}: name a tree (proposer.tree=vicuna_7b_stage1, or "
+                "widths such as 3x2x1), or measure once, in Python, with "
+                "spec_lab.propose.accuracy.measure(target, heads, prompts), and write() the result into that folder"
             )
         for key in ("temperature", "samples"):
             if isinstance(value.get(key), bool | str):
