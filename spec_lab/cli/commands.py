@@ -221,7 +221,9 @@ def _convert(given: argparse.Namespace, console: Console) -> int:
     """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
     from spec_lab.models.pickled import convert_pickled, pickled_files
 
-    if files := pickled_files(Path(given.checkpoint)):
+    source = Path(given.checkpoint)
+    whole = source.is_dir() and given.out.suffix == ".gguf"  # a model, whatever its weights are saved as
+    if files := [] if whole else pickled_files(source):
         if given.dtype is not None or given.force:
             raise ValueError("--dtype and --force are for GGUF files: a drafter keeps its data types, in a new folder")
         drafter = convert_pickled(files, given.out)

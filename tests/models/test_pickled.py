@@ -338,6 +338,13 @@ def test_options_of_gguf_files_are_refused(tmp_path, capsys):
         assert "--dtype and --force" in capsys.readouterr().err
 
 
+def test_a_folder_for_a_gguf_file_is_that_of_a_model(tmp_path, capsys):
+    source = saved(tmp_path / "source", "pytorch_model.bin", *authors(H, VOCABULARY))
+    assert command(["convert", str(source.parent), str(tmp_path / "model.gguf")]) == 1
+    assert "model_type" in capsys.readouterr().err
+    refused(capsys, source, tmp_path / "no" / "out", "is no folder")
+
+
 def test_nothing_is_overwritten(tmp_path):
     source = saved(tmp_path / "source", "medusa_lm_head.pt", *authors(H, VOCABULARY))
     out = tmp_path / "out"
