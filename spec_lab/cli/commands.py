@@ -1,4 +1,4 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` a model."""
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights."""
 
 from __future__ import annotations
 
@@ -117,10 +117,14 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login, else offline"
     )
     convert = add("convert")
-    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder with safetensors, or a hub name")
-    convert.add_argument("out", type=Path, metavar="FILE", help="the GGUF file to write")
-    convert.add_argument("--dtype", help="of the matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's own)")
-    convert.add_argument("--force", action="store_true", help="overwrite an existing file")
+    convert.add_argument(
+        "checkpoint",
+        metavar="SOURCE",
+        help="a folder with safetensors, or a hub name; or a drafter's .pt, .bin or .pth file, or a folder with one",
+    )
+    convert.add_argument("out", type=Path, metavar="OUT", help="the GGUF file to write; or the folder of the drafter")
+    convert.add_argument("--dtype", help="of a GGUF file's matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's)")
+    convert.add_argument("--force", action="store_true", help="overwrite an existing GGUF file")
     return parser, which.choices
 
 
@@ -214,7 +218,18 @@ def _dashboard(given: argparse.Namespace, console: Console) -> int:
 
 
 def _convert(given: argparse.Namespace, console: Console) -> int:
-    """Write a Llama-like checkpoint as a GGUF file for llama.cpp; requires the extra 'llamacpp'."""
+    """Write a Llama-like checkpoint as GGUF (requires the extra 'llamacpp'), or a drafter's .pt file as safetensors."""
+    from spec_lab.models.pickled import convert_pickled, pickled_files
+
+    source = Path(given.checkpoint)
+    whole = source.is_dir() and given.out.suffix == ".gguf"  # a model, whatever its weights are saved as
+    if files := [] if whole else pickled_files(source):
+        if given.dtype is not None or given.force:
+            raise ValueError("--dtype and --force are for GGUF files: a drafter keeps its data types, in a new folder")
+        drafter = convert_pickled(files, given.out)
+        sizes = f"{drafter.size / 2**20:.1f} MiB, {drafter.tensors} tensors"
+        _say(console, f"{given.out}: {drafter.layout}, {sizes}; SHA-256 of the source {drafter.sha256}")
+        return 0
     from spec_lab.models.gguf_export import convert
 
     made = convert(given.checkpoint, given.out, given.dtype, given.force)

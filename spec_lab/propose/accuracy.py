@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_lab.core.draft import Draft, Drawn, empty
+from spec_lab.core.files import read_json
 from spec_lab.core.options import brief
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import CounterDraws
@@ -27,7 +28,7 @@ from spec_lab.engine.sequence import Batch
 from spec_lab.engine.study import Capture
 from spec_lab.models.checkpoint import one_line
 from spec_lab.models.target import Target
-from spec_lab.propose.heads import Heads, read_json
+from spec_lab.propose.heads import Heads
 from spec_lab.propose.trees import Ranks, by_rank, write
 
 FILE = "calibration.json"
@@ -119,12 +120,19 @@ class Accuracy:
         Raises:
             OSError: there is none. ValueError: one is malformed.
         """
-        files = sorted(File(folder).glob("calibration*.json")) or [File(folder, FILE)]
-        return min((Accuracy._read(file) for file in files), key=lambda one: abs(one.temperature - temperature))
+        found = sorted(File(folder).glob("calibration*.json")) or [File(folder, FILE)]
+        return min((Accuracy._read(file) for file in found), key=lambda one: abs(one.temperature - temperature))
 
     @staticmethod
     def _read(file: File) -> Accuracy:
-        value = read_json(file, "calibration of Medusa heads (give proposer.tree=..., or measure one)")
+        value = read_json(file)
+        if value is None:
+            raise OSError(
+                "proposer.tree=calibrated and proposer.tree=likeliest require accuracies measured for the heads, "
+                f"but the folder {file.parent} holds no {file.name}: name a tree (proposer.tree=vicuna_7b_stage1, or "
+                "widths such as 3x2x1), or measure once, in Python, with "
+                "spec_lab.propose.accuracy.measure(target, heads, prompts), and write() the result into that folder"
+            )
         for key in ("temperature", "samples"):
             if isinstance(value.get(key), bool | str):
                 raise ValueError(f"{file} is malformed: {key!r} must be a number, not {brief(value[key])}")

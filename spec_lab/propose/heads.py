@@ -1,37 +1,30 @@
-"""Medusa heads: residual layers on the target's hidden state, followed by the target's LM head.
+"""Medusa heads: residual layers on the target's hidden state, followed by the target's LM head or one of their own.
 
 Source: Medusa (2401.10774, section 2.1.1). The paper's heads do not read the pending token, although it is known when
 they draft. A trunk, if the folder holds one, adds the token's embedding to the state before all heads, as Hydra
 (2402.05109) and the first step of DeepSeek-V3's multi-token prediction (2412.19437, section 2.2) do. The heads remain
 independent of each other, and the tree static.
 
-A folder of heads holds ``config.json`` (hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, target_sha256,
-trunk_size if there is a trunk) and ``model.safetensors`` (``weight [K, L, H, H]``, ``bias [K, L, H]``; of the trunk
-``trunk_in.weight [W, 2H]``, ``trunk_in.bias [W]``, ``trunk_out.weight [H, W]``, ``trunk_out.bias [H]``). Letters: K
-heads, L layers, H hidden size, V vocabulary, W width of the trunk, B sequences.
+Published heads have no trunk, and LM heads of their own. ``models.medusa_files`` describes the files. Letters: K heads,
+L layers, H hidden size, V vocabulary, W width of the trunk, D drafted tokens, B sequences.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path as File
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from spec_lab.core import files
-from spec_lab.core.options import brief
-from spec_lab.models.checkpoint import one_line, weights_hash
+from spec_lab.models.checkpoint import weights_hash
+from spec_lab.models.medusa_files import read_medusa
 from spec_lab.models.target import Target
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +47,42 @@ class Trunk:
 
 
 @dataclass(frozen=True, eq=False)
+class OwnLMHeads:
+    """An LM head for each head, computed as one batched product.
+
+    Args:
+        weight: ``[K, D, H]``.
+        vocabulary: V, the target's.
+        tokens: ``[D]`` the target's token of each row; None: row i is token i, and D = V.
+    """
+
+    weight: Tensor
+    vocabulary: int
+    tokens: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """States ``[B, K, H]`` -> logits ``[B, K, V]``; tokens that are not drafted have -inf."""
+        logits = torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)  # [B, K, D]
+        if self.tokens is None:
+            return logits
+        every = logits.new_full((*logits.shape[:2], self.vocabulary), -torch.inf)
+        return every.index_copy_(2, self.tokens, logits)
+
+
+@dataclass(frozen=True, eq=False)
 class Heads:
-    """K heads that share the target's LM head. Head k predicts the token k + 1 places after the target's own choice.
+    """K Medusa heads. Head k predicts the token k + 1 places after the target's own choice.
 
     Args:
         weight: ``[K, L, H, H]``, ``bias``: ``[K, L, H]``.
-        lm_head: the target's, ``[n, H] -> [n, V]``.
+        lm_head: the target's, ``[n, H] -> [n, V]``; or the heads' own.
         trunk: before all heads; None for the paper's heads, which read the state alone.
         sha256: of the weight file and of every calibration*.json of the folder, which determine calibrated trees.
     """
 
     weight: Tensor
     bias: Tensor
-    lm_head: Callable[[Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor] | OwnLMHeads
     trunk: Trunk | None = None
     sha256: str = ""
 
@@ -74,7 +90,7 @@ class Heads:
         return len(self.weight)
 
     @staticmethod
-    def random(target: Target, count: int, trunk: bool, seed: int = 0) -> Heads:
+    def random(target: Target, count: int, trunk: bool, seed: int = 0, own_lm_heads: bool = False) -> Heads:
         """Return ``count`` heads of one layer with random weights, in the target's sizes."""
         generator = torch.Generator().manual_seed(seed)
         h = target.services.hidden_size
@@ -84,14 +100,28 @@ class Heads:
 
         inner, outer = (weights(2 * h, 2 * h), weights(2 * h)), (weights(h, 2 * h), weights(h))
         mixing = Trunk(inner, outer, target.services.embed) if trunk else None
-        return Heads(weights(count, 1, h, h), weights(count, 1, h), target.services.lm_head, mixing)
+        layers, v = (weights(count, 1, h, h), weights(count, 1, h)), target.vocabulary
+        return Heads(*layers, OwnLMHeads(weights(count, v, h), v) if own_lm_heads else target.services.lm_head, mixing)
 
     def first(self, count: int) -> Heads:
         """Return the first ``count`` heads."""
-        return Heads(self.weight[:count], self.bias[:count], self.lm_head, self.trunk, self.sha256)
+        own, lm_head = self.own_lm_heads, self.lm_head
+        if own is not None:
+            lm_head = replace(own, weight=own.weight[:count])
+        return Heads(self.weight[:count], self.bias[:count], lm_head, self.trunk, self.sha256)
+
+    @property
+    def own_lm_heads(self) -> OwnLMHeads | None:
+        """The LM heads of the heads' own; None if they share the target's."""
+        return self.lm_head if isinstance(self.lm_head, OwnLMHeads) else None
+
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens a head tells apart; None for all of the target's."""
+        return None if self.own_lm_heads is None else self.own_lm_heads.weight.shape[1]
 
     def __call__(self, hidden: Tensor, token: Tensor) -> Tensor:
-        """Return logits ``[B, K, V]``: x + silu(W x + b) for each layer, then the LM head.
+        """Return logits ``[B, K, V]``: x + silu(W x + b) for each layer, then the LM heads.
 
         The first layer has one input for all heads and runs as one stacked matrix. (4 heads of 512 and a vocabulary of
         4096 in bfloat16, one state, two CPU cores: 0.22 ms in all; 0.30 head by head; with ``baddbmm`` within 2 %.)
@@ -110,6 +140,8 @@ class Heads:
         for weight, bias in self._later:
             inner = torch.baddbmm(bias, x.transpose(0, 1), weight.transpose(1, 2))  # [K, B, H]
             x = x + silu(inner).transpose(0, 1)
+        if self.own_lm_heads is not None:
+            return self.own_lm_heads(x)
         return self.lm_head(x.reshape(batch * count, width)).view(batch, count, -1).to(hidden.device)
 
     @cached_property
@@ -128,88 +160,14 @@ class Heads:
 
     @staticmethod
     def read(path: str, target: Target) -> Heads:
-        """Read heads from a folder, into the target's dtype and onto its device.
-
-        Raises:
-            OSError: a file is missing.
-            ValueError: the heads are for another hidden size or vocabulary, a setting or tensor is malformed or
-                missing, or a weight is NaN or infinite.
-        """
-        if not isinstance(path, str) or not path:
-            raise ValueError(f"path must name a folder of Medusa heads, not {path!r}")
-        folder = File(path)
-        config = read_json(folder / "config.json", "Medusa heads")
-        sizes = {name: config.get(name) for name in ("hidden_size", "vocab_size", "num_heads", "num_layers")}
-        sizes["trunk_size"] = config.get("trunk_size", 0)
-        for name, size in sizes.items():
-            least = name not in ("num_layers", "trunk_size")
-            if isinstance(size, bool) or not isinstance(size, int) or size < least:
-                kind = "positive whole number" if least else "whole number, 0 for none"
-                raise ValueError(f"{folder / 'config.json'}: {name} must be a {kind}, not {brief(size)}")
-        vocabulary, hidden = target.vocabulary, target.services.hidden_size
-        if sizes["hidden_size"] != hidden:
-            raise ValueError(
-                f"the Medusa heads at {path} are for hidden size {sizes['hidden_size']}, "
-                f"the target {target.name} has hidden size {hidden}"
-            )
-        if sizes["vocab_size"] != vocabulary:
-            raise ValueError(
-                f"the Medusa heads at {path} are for a vocabulary of {sizes['vocab_size']} tokens, "
-                f"the target {target.name} has {vocabulary}"
-            )
-        if config.get("shared_lm_head", True) is not True:
-            raise ValueError(
-                f"the Medusa heads at {path} have LM heads of their own (shared_lm_head is not true), which are not "
-                "supported: use heads that share the target's"
-            )
-        trained_on = config.get("target_sha256", "")
-        if trained_on and target.sha256 and trained_on not in (target.sha256, target.source_sha256):
-            log.warning(
-                "the Medusa heads at %s were trained on other weights than %s: the output distribution is still the "
-                "target's, but fewer tokens will be accepted", path, target.name,
-            )  # fmt: skip
-        file = folder / "model.safetensors"
-        if not file.is_file():
-            raise OSError(f"no Medusa heads at {path}: model.safetensors is missing")
-        count, layers = sizes["num_heads"], sizes["num_layers"]
-        shapes: dict[str, tuple[Any, ...]] = {
-            "weight": (count, layers, hidden, hidden),
-            "bias": (count, layers, hidden),
-        }
-        if width := sizes["trunk_size"]:
-            shapes |= {"trunk_in.weight": (width, 2 * hidden), "trunk_in.bias": (width,)}
-            shapes |= {"trunk_out.weight": (hidden, width), "trunk_out.bias": (hidden,)}
-        try:
-            with safe_open(file, framework="pt") as opened:
-                _check_shapes(file, {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}, shapes)  # noqa: SIM118
-                tensors = {name: opened.get_tensor(name) for name in shapes}
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} cannot be read ({one_line(error)}): truncated or corrupt; copy or download it again"
-            ) from error
-        for name, tensor in tensors.items():
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"{file}: '{name}' holds NaN or infinite values")
-        weight, bias, *trunk = (tensors[name].to(target.lm.device, target.lm.dtype) for name in shapes)
+        """Read heads from a folder, into the target's dtype and onto its device. Errors as of ``read_medusa``."""
+        found = read_medusa(path, target)
+        trunk = found.trunk
         mixing = Trunk((trunk[0], trunk[1]), (trunk[2], trunk[3]), target.services.embed) if trunk else None
-        return Heads(weight, bias, target.services.lm_head, mixing, _hash(folder))
-
-
-def _check_shapes(file: File, held: dict[str, tuple[Any, ...]], wanted: dict[str, tuple[Any, ...]]) -> None:
-    """Compare the tensors of a weight file with those that ``config.json`` describes.
-
-    Raises:
-        ValueError: a tensor is missing, has another shape, or is unknown.
-    """
-    if "trunk_in.weight" not in wanted and any(name.startswith("trunk") for name in held):
-        raise ValueError(f"{file} holds a trunk, but config.json has no trunk_size")
-    for name, shape in wanted.items():
-        if name not in held:
-            raise ValueError(f"{file} holds no tensor '{name}' (it holds: {', '.join(sorted(held))[:300] or 'none'})")
-        if held[name] != shape:
-            raise ValueError(f"{file}: '{name}' has shape {held[name]}, but config.json describes {shape}")
-    if more := sorted(held.keys() - wanted.keys()):
-        raise ValueError(f"{file}: {brief(more[0])} is not a tensor of heads as config.json describes them")
+        lm_head: Callable[[Tensor], Tensor] | OwnLMHeads = target.services.lm_head
+        if found.lm_heads is not None:
+            lm_head = OwnLMHeads(found.lm_heads, target.vocabulary, found.tokens)
+        return Heads(found.weight, found.bias, lm_head, mixing, _hash(File(path)))
 
 
 def _hash(folder: File) -> str:
@@ -219,17 +177,3 @@ def _hash(folder: File) -> str:
     for file in calibrations:
         digest.update(file.name.encode() + files.read_text(file).encode())
     return digest.hexdigest() if calibrations else weights
-
-
-def read_json(file: File, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``file``, within the limits of ``files.read_json``.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it holds no JSON object.
-    """
-    value = files.read_json(file)
-    if value is None:
-        where = "" if file.parent.is_dir() else ", as is the folder"
-        raise OSError(f"no {what} at {file.parent}: {file.name} is missing{where}")
-    return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,14 @@ class Medusa(Lifecycle):
 
         Args:
             target: whose hidden states the heads read.
-            path: folder of the heads.
+            path: folder of the heads, in a layout of ``models.medusa_files``.
             tree: a tree as ``trees.parse`` reads it (at most 1024 nodes, depth 256); "none" to draft nothing;
                 "calibrated": the tree with the most expected tokens per second, given the accuracies in the folder's
                 calibration and the step costs measured on this machine; or "likeliest": the ``max_nodes`` nodes with
                 the highest acceptance probability by those accuracies. Costs are measured once (some seconds) and
                 cached, so that the same command chooses the same tree. If no tree is faster than decoding without a
-                draft, nothing is drafted and a warning is logged.
+                draft, nothing is drafted and a warning is logged. Published heads have no calibration: these two are
+                refused until one is measured (``accuracy.measure``), since no other tree is what they name.
             batch_size: number of sequences decoded together, for which the tree is calibrated.
             temperature: of the target; the calibration with the nearest temperature is used.
             max_nodes: maximum number of nodes of a calibrated tree, and the number of nodes of "likeliest"; 1 to 1024.
@@ -111,10 +113,12 @@ class Medusa(Lifecycle):
             raise ValueError(f"proposer.cache must be null or the name of a folder (got {cache!r})")
         heads = Heads.read(path, target)
         depth = len(heads) if max_depth is None else min(max_depth, len(heads))
+        most = heads.tokens or target.vocabulary
         if tree in ("calibrated", "likeliest"):
             accuracy = Accuracy.read(path, temperature_or_none("proposer.temperature", temperature) or 0.0)
+            accuracy = replace(accuracy, accuracy=[ranks[:most] for ranks in accuracy.accuracy])
         if tree == "likeliest":
-            ranks = min(target.vocabulary, *map(len, accuracy.accuracy))
+            ranks = min(map(len, accuracy.accuracy))
             grown = grow(accuracy.value, max_nodes, min(depth, len(accuracy.accuracy)), ranks)
             return Medusa(heads, parse([node for node, _ in grown]))
         if tree == "calibrated":
@@ -142,16 +146,17 @@ class Medusa(Lifecycle):
                 f"proposer.tree has depth {depth_of(choices)}, but there are only {len(heads)} Medusa heads at {path}: "
                 "choose a shallower tree"
             )
-        if width_of(choices) > target.vocabulary:
+        if width_of(choices) > most:
             raise ValueError(
-                f"proposer.tree has up to {width_of(choices)} children below a node, but the vocabulary only has "
-                f"{target.vocabulary} tokens: choose a narrower tree"
+                f"proposer.tree has up to {width_of(choices)} children below a node, but the vocabulary of the heads "
+                f"only has {most} tokens: choose a narrower tree"
             )
         return Medusa(heads, choices)
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> Medusa:
         """Return the same proposer with random heads of the target's size and another tree."""
-        return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None), tree)
+        own = self.heads.own_lm_heads is not None
+        return Medusa(Heads.random(target, depth_of(tree), self.heads.trunk is not None, own_lm_heads=own), tree)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -30,7 +30,9 @@ class Unrolls:
     keys: dict[int, list[Tensor]] = field(default_factory=dict)
     values: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[UnrollAttention, UnrollAttention]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[UnrollAttention, UnrollAttention]:
         """Keep an unroll's keys and values ``[B, heads, C, d]``; return what attends to them."""
         for store, new in ((self.keys, key), (self.values, value)):
             store.setdefault(layer_idx, []).append(new)
@@ -94,7 +96,7 @@ def eagle3_losses(
         normed = network.norm(hidden)
         feature = normed if network.settings.norm_output else hidden
         assert network.lm_head is not None
-        # UnrollAttention j predicts the distribution after t_{j+1+unroll}; the last column's next token is not in the text.
+        # Column j predicts the distribution after t_{j+1+unroll}; the last column's next token is not in the text.
         logits = network.lm_head(normed).flatten(0, 1)
         counts = torch.zeros(batch, columns, dtype=torch.bool)
         counts[:, :-1] = text.counts(2 + unroll)

@@ -42,7 +42,7 @@ STUDIES = [
     "verifier_vs_temperature",
 ]  # fmt: skip
 """They are run by their own tests."""
-EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream"])
+EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", "train_eagle3"])
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}
@@ -283,7 +283,7 @@ def test_a_sweep_s_jobs_have_their_own_directories_and_a_failing_job_leaves_the_
             ["proposer=medusa", "proposer.path=/nowhere"],
             "proposer.path=/nowhere: ... config.json",
         ),
-        (["proposer=medusa", "proposer.path=3"], "proposer: path ... 3"),
+        (["proposer=medusa", "proposer.path=3"], "proposer.path ... 3"),
         (
             ["proposer=draft_tree", "proposer.drawn=iid"],
             "temperature 0 ... siblings drawn",

@@ -11,15 +11,19 @@ import shutil
 import signal
 import struct
 import traceback
+import zipfile
 from copy import deepcopy
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
+from spec_lab.models.pickled import convert_pickled
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
@@ -27,6 +31,8 @@ from spec_lab.propose.medusa import Medusa
 from spec_lab.text.prompts import Prompt, encode
 from spec_lab.verify import Token
 from tests.checkpoints import zoo
+from tests.propose.eagle_heads import written
+from tests.propose.medusa_heads import authors, vllm
 
 pytestmark = pytest.mark.nightly
 
@@ -135,6 +141,21 @@ def damaged_tensors(random: Random, content: bytes) -> bytes:
     return scrambled(random, content[:4000]) + content[4000:]
 
 
+def damage_archive(random: Random, file: Path) -> None:
+    """Scramble the bytes of a file of torch.save, or one of its entries."""
+    if random.random() < 0.4:
+        file.write_bytes(scrambled(random, file.read_bytes()))
+        return
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    pickle = next(name for name in entries if name.endswith("data.pkl"))
+    spoilt = random.choice([*entries, *[pickle] * len(entries)])
+    entries[spoilt] = scrambled(random, entries[spoilt])
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+
+
 def damage(random: Random, folder: Path) -> str:
     """Damage one or two files of a checkpoint; returns their names."""
     names = sorted(file.name for file in folder.iterdir())
@@ -154,6 +175,8 @@ def damage(random: Random, folder: Path) -> str:
             continue
         elif name.endswith(".safetensors"):
             file.write_bytes(damaged_tensors(random, file.read_bytes()))
+        elif name.endswith(".pt"):
+            damage_archive(random, file)
         elif random.random() < 0.15:
             file.write_bytes(scrambled(random, file.read_bytes()))
         else:
@@ -245,6 +268,37 @@ def test_damaged_heads_are_refused_or_draft(sound, tmp_path, first):
         decode(sound[1], heads)
 
     _all(sound[0] / "medusa", tmp_path, first, load)
+
+
+@pytest.mark.parametrize("first", range(0, INPUTS // 4, PER_TEST))
+@pytest.mark.parametrize("made", [authors, vllm])
+def test_damaged_published_heads_are_refused_or_draft(sound, tmp_path, made, first):
+    def load(folder: Path) -> None:
+        decode(sound[1], Medusa.load(sound[1], str(folder), tree="2x1"))
+
+    config, tensors = made(sound[1].services.hidden_size, sound[1].vocabulary)
+    written(tmp_path / made.__name__, config, {name: one.clone() for name, one in tensors.items()})
+    _all(tmp_path / made.__name__, tmp_path, first, load)
+
+
+@pytest.mark.parametrize("first", range(0, INPUTS, PER_TEST))
+def test_damaged_pickled_weights_are_refused_or_converted(sound, tmp_path, first):
+    """Nothing is left behind when they are refused."""
+
+    def load(folder: Path) -> None:
+        try:
+            convert_pickled([folder / "medusa_lm_head.pt"], folder / "out")
+        except (OSError, ValueError):
+            assert not (folder / "out").exists()
+            raise
+        assert load_file(folder / "out" / "model.safetensors")
+
+    source = tmp_path / "pickled"
+    config, tensors = authors(8, 11)
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    torch.save(tensors, source / "medusa_lm_head.pt")
+    _all(source, tmp_path, first, load)
 
 
 def _all(source: Path, tmp_path: Path, first: int, load) -> None:

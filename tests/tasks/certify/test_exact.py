@@ -42,8 +42,8 @@ def draft_model(tree="1x1", drawn="iid", **options):
     return DraftModel(DRAFT, TARGET.context, TreePlan(parse(tree), drawn, **options))
 
 
-def medusa(trunk):
-    return Medusa(Heads.random(TARGET, 2, trunk), parse("2x1"))
+def medusa(trunk, own_lm_heads=False):
+    return Medusa(Heads.random(TARGET, 2, trunk, own_lm_heads=own_lm_heads), parse("2x1"))
 
 
 def eagle(settings, tree="2x1", drawn="point"):
@@ -74,6 +74,7 @@ PROPOSERS = {
     "best first point": draft_model(drawn="point", budget=Budget(3)),
     "Medusa": medusa(trunk=False),
     "Medusa with a trunk": medusa(trunk=True),
+    "Medusa with LM heads of its own": medusa(trunk=False, own_lm_heads=True),
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
