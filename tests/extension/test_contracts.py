@@ -14,17 +14,20 @@ from spec_lab.constrain.engines.grammar import regex
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
 from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
+from tests.tiny import tiny_model
 
 EXACT = 1e-12
 PACKAGE = Path(__file__).parent / "package"
@@ -70,6 +73,20 @@ def eagle(settings, target, plan):
     return FeatureDrafter(network, target, plan, "eagle")
 
 
+def pard(target):
+    return masked(target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def pard_tree(target):
+    return masked(target, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def masked(target, plan):
+    """Its draft has one token more than the target, the mask token."""
+    lm = tiny_model(seed=1, num_hidden_layers=1, vocab_size=V + 1, hidden_size=16, intermediate_size=16)
+    return Pard(CausalLM(lm), target.context, V, plan)
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -84,7 +101,8 @@ def union(target):
 
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
-    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
+    "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked, "pard": pard,
+    "pard_tree": pard_tree,
 }  # fmt: skip
 
 
@@ -131,7 +149,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3", "pard")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

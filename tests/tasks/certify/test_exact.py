@@ -20,6 +20,7 @@ from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
@@ -47,6 +48,10 @@ def eagle(settings, tree="2x1", drawn="point"):
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "eagle")
 
 
+def pard(tree, drawn):
+    return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -63,6 +68,9 @@ PROPOSERS = {
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "PARD chain": pard("1x1", "iid"),
+    "PARD tree without": pard("2x1", "without"),
+    "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
 }
