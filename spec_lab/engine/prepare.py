@@ -287,6 +287,31 @@ class Packer:
         """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
         return self.finish_level(self.plan_level(sequences, shape, rows), token)
 
+    def blocks(self, sequences: Sequence[CellSequence], lengths: Sequence[int], size: int) -> Prepared:
+        """Prepare rows that are appended to sequences, and after those of each a block of rows that is held.
+
+        The rows of a block attend to everything before them and, in both directions, to each other. ``Prepared.nodes``
+        are the blocks' rows.
+
+        Args:
+            sequences: ``[B]``.
+            lengths: ``[B]`` how many rows are appended to each, perhaps none.
+            size: the number of rows of a block, at least 1.
+        """
+        planned = self.plan(sequences, [[0] * (length + size) for length in lengths], None, 0)
+        segments, attended, appended, blocks = self._no_segments(), 0, [], []
+        for one, rows, length in zip(planned.new, planned.pending, lengths, strict=True):
+            mask = None
+            if one.mask is not None:
+                mask = one.mask.copy()
+                mask[length:] = 0
+            attended += self._add(segments, one._replace(mask=mask, causal=False))
+            appended.append(slice(rows.start, rows.start + length))
+            blocks.append(slice(rows.start + length, rows.stop))
+        self.keep(planned._replace(pending=appended, nodes=blocks, roots=[rows.start for rows in blocks]))
+        (where,) = upload(self.device, planned.numbers[1])
+        return self._prepared(where[None], where[None], segments, 0, attended, appended, blocks)
+
     def finish_level(self, planned: Planned, token: Tensor) -> Prepared:
         """``level`` of rows that are planned."""
         segments, attended = self._no_segments(), 0

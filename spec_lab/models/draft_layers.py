@@ -116,6 +116,14 @@ def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
+def small_layer(hidden_size: int) -> dict[str, Any]:
+    """The config of a small Llama layer, for toys and tests."""
+    return {
+        "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+
+
 def _is_plain_norm(module: nn.Module) -> bool:
     """Whether a module of transformers is an RMSNorm times its weight, which torch computes faster and in float64.
 

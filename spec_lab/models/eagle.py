@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm
+from spec_lab.models.draft_layers import DraftLayers, random_weights, rms_norm, small_layer
 from spec_lab.models.services import TargetServices
 from spec_lab.models.target import Target
 
@@ -222,14 +222,6 @@ class Eagle3(nn.Module):
 
 
 Network = Eagle | Eagle3
-
-
-def small_layer(hidden_size: int) -> dict[str, Any]:
-    """The config of a small Llama layer, for toys and tests."""
-    return {
-        "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": 8, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    }  # fmt: skip
 
 
 def _bound(services: TargetServices | None) -> TargetServices:

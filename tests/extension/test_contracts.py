@@ -17,8 +17,12 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.block import BlockSettings
+from spec_lab.models.block import random_network as block_network
+from spec_lab.models.draft_layers import small_layer
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
@@ -73,6 +77,19 @@ def eagle(settings, target, plan):
     return FeatureDrafter(network, target, plan, "eagle")
 
 
+def block(target):
+    return block_drafter(target, TreePlan(parse("0 1 0.0"), "point"), block_size=3)
+
+
+def block_markov(target):
+    return block_drafter(target, TreePlan(parse("0 0.0"), "iid"), block_size=2, predicts_next=True, markov_rank=2)
+
+
+def block_drafter(target, plan, **own):
+    settings = BlockSettings(small_layer(16), 16, 16, V, (1, 2), mask_token=V - 1, layers=2, **own)
+    return BlockDrafter(block_network(settings, target, seed=2), target, plan)
+
+
 def pard(target):
     return masked(target, TreePlan(parse("0 0.0"), "iid"))
 
@@ -83,7 +100,7 @@ def pard_tree(target):
 
 def masked(target, plan):
     """Its draft has one token more than the target, the mask token."""
-    lm = tiny_model(seed=1, num_hidden_layers=1, vocab_size=V + 1, hidden_size=16, intermediate_size=16)
+    lm = tiny_model(seed=4, num_hidden_layers=1, vocab_size=V + 1, hidden_size=16, intermediate_size=16)
     return Pard(CausalLM(lm), target.context, V, plan)
 
 
@@ -102,7 +119,7 @@ def union(target):
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked, "pard": pard,
-    "pard_tree": pard_tree,
+    "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
 }  # fmt: skip
 
 
@@ -149,7 +166,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3", "pard")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3", "pard", "block_markov")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

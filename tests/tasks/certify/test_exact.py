@@ -12,9 +12,13 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Purpose
-from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
+from spec_lab.models.block import BlockSettings
+from spec_lab.models.block import random_network as block_network
+from spec_lab.models.draft_layers import small_layer
+from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
@@ -48,6 +52,11 @@ def eagle(settings, tree="2x1", drawn="point"):
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "eagle")
 
 
+def block(tree, drawn, size, **own):
+    settings = BlockSettings(small_layer(4), 4, 4, 4, (0, 1), block_size=size, mask_token=3, **own)
+    return BlockDrafter(block_network(settings, TARGET), TARGET, TreePlan(parse(tree), drawn))
+
+
 def pard(tree, drawn):
     return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
 
@@ -68,6 +77,10 @@ PROPOSERS = {
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "block chain": block("1x1", "iid", size=3),
+    "block tree": block("2x1", "point", size=3),
+    "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, markov_rank=2),
+    "block with Markov head, tree": block("2x1", "without", size=2, predicts_next=True, markov_rank=2),
     "PARD chain": pard("1x1", "iid"),
     "PARD tree without": pard("2x1", "without"),
     "PARD tree point": pard("2x1", "point"),
