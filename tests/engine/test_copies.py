@@ -137,7 +137,12 @@ class MadeUp(Readback):
         return [np.full(tuple(one.shape), whole.get(one.dtype, 0.5)) for one in tensors]
 
 
-UNSAMPLED = {"null": 0.0, "ngram": 0.0, "medusa": 0.0, "block": 0.0}  # greedy: where nothing is drafted, there is no node 2
+UNSAMPLED = {
+    "null": 0.0,
+    "ngram": 0.0,
+    "medusa": 0.0,
+    "block": 0.0,
+}  # greedy: where nothing is drafted, there is no node 2
 
 
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name not in ("draft_gumbel", "draft_confident")])

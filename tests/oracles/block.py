@@ -9,7 +9,7 @@ import torch
 from tests.oracles.eagle import mlp, rms, rotated
 
 
-def base_logits(w, embedding, head, taps, pending, mask, size, sizes):
+def base_logits(w, embedding, head, taps, pending, mask, size, sizes, theta):
     """Logits ``[size, V]`` of every row of a block, without the Markov head.
 
     taps: ``[n, k * H]`` the hidden states of the n computed positions, side by side.
@@ -31,8 +31,8 @@ def base_logits(w, embedding, head, taps, pending, mask, size, sizes):
             return y.transpose(0, 1)
 
         both, everywhere = torch.cat([context, own]), torch.arange(n + size, dtype=torch.float64)
-        q = rotated(split("q", own, heads), everywhere[n:])
-        k, v = rotated(split("k", both, shared), everywhere), split("v", both, shared)
+        q = rotated(split("q", own, heads), everywhere[n:], theta)
+        k, v = rotated(split("k", both, shared), everywhere, theta), split("v", both, shared)
         k, v = (one.repeat_interleave(heads // shared, 0) for one in (k, v))
         mixed = (q @ k.transpose(1, 2) / math.sqrt(dim)).softmax(-1) @ v
         x = x + mixed.transpose(0, 1).reshape(size, heads * dim) @ w[f"{name}.self_attn.o_proj.weight"].T

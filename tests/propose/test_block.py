@@ -32,7 +32,7 @@ from tests.tiny import VOCABULARY, tiny_target
 H = 32
 TREE = "0 1 2 0.0 0.1 1.0 0.0.0 0.1.0"
 VARIANTS = {
-    "dflash": dflash(H),
+    "dflash": dflash(H, rope_theta=1e6),
     "dflash-llama": dflash(H, family="llama", layers=1, size=4),
     "dflash-own-head": dflash(H, layers=1, size=7, head=VOCABULARY),
     "dspark": dspark(H, VOCABULARY),
@@ -57,7 +57,8 @@ def reference(name, target, text, path):
     states = model(input_ids=torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], -1)
     parts = model.get_input_embeddings().weight, model.lm_head.weight
-    rows = oracle.base_logits(w, *parts, taps, text[-1], inner["mask_token_id"], config["block_size"], SIZES)
+    block = text[-1], inner["mask_token_id"], config["block_size"]
+    rows = oracle.base_logits(w, *parts, taps, *block, SIZES, config["rope_theta"])
     return oracle.level(w, rows, len(path) + 1, [text[-1], *path][-1], "markov_rank" in config)
 
 

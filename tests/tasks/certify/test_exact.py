@@ -137,10 +137,11 @@ def test_the_shipped_proposers_are_all_here():
 
 def test_drafts_are_the_proposer_s_own():
     """Each drafts differently, so different outcomes are enumerated and different numbers of tokens accepted."""
-    means = {name: [one.accepted for one in proved(name).findings] for name in PROPOSERS}
+    different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
+    different += ["PARD tree without", "block chain", "block with Markov head, chain"]
+    means = {name: [one.accepted for one in proved(name).findings] for name in different}
     assert means["none"] == [0.0] * len(QUICK)
     assert means["chain, confident"][1:2] == means["chain"][1:2]  # "2": one level, nothing to end early
-    different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
     assert len({tuple(np.round(means[name], 9)) for name in different}) == len(different)
 
 
