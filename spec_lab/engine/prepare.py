@@ -287,6 +287,27 @@ class Packer:
         """Prepare nodes whose ancestors are computed already. See ``CausalLM.extend``."""
         return self.finish_level(self.plan_level(sequences, shape, rows), token)
 
+    def blocks(self, sequences: Sequence[CellSequence], lengths: Sequence[int], size: int) -> Prepared:
+        """Prepare rows that are appended to sequences, and after those of each a block of rows that is held.
+
+        The rows of a block attend to everything before them and, in both directions, to each other. So do those that
+        are appended: they are for layers that use only their keys and values. ``Prepared.nodes`` are the blocks' rows.
+
+        Args:
+            sequences: ``[B]``.
+            lengths: ``[B]`` how many rows are appended to each, perhaps none.
+            size: the number of rows of a block, at least 1.
+        """
+        planned = self.plan(sequences, [[0] * (length + size) for length in lengths], None, 0)
+        starts = [rows.start + length for rows, length in zip(planned.pending, lengths, strict=True)]
+        appended = [slice(rows.start, start) for rows, start in zip(planned.pending, starts, strict=True)]
+        blocks = [slice(start, start + size) for start in starts]
+        segments = self._no_segments()
+        attended = sum(self._add(segments, new._replace(mask=None, causal=False)) for new in planned.new)
+        self.keep(planned._replace(pending=appended, nodes=blocks, roots=starts))
+        (where,) = upload(self.device, planned.numbers[1])
+        return self._prepared(where[None], where[None], segments, 0, attended, appended, blocks)
+
     def finish_level(self, planned: Planned, token: Tensor) -> Prepared:
         """``level`` of rows that are planned."""
         segments, attended = self._no_segments(), 0

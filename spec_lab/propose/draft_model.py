@@ -6,9 +6,8 @@ and Sequoia (2402.12374), deterministic top-k siblings EAGLE-2 (2406.16858); noi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -19,12 +18,9 @@ from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
 from spec_lab.engine.runner import DraftRunner
 from spec_lab.engine.sequence import Batch
-from spec_lab.models import gguf
-from spec_lab.models.checkpoint import weights_hash
-from spec_lab.models.loading import load_model
-from spec_lab.models.support import model_context
 from spec_lab.models.target import Target
 from spec_lab.propose.draft_cache import DraftCache, Tentative
+from spec_lab.propose.draft_loading import check_same_tokens, load_draft
 from spec_lab.propose.expansion import Computed
 from spec_lab.propose.forced import RUN, ForcedChains
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
@@ -69,7 +65,7 @@ class DraftModel(Lifecycle):
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
-        draft = _load_draft(target, path)
+        draft = load_draft(target, path)
         check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
         plan.check_width(target.vocabulary)
         return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256)
@@ -148,60 +144,3 @@ class DraftModel(Lifecycle):
     def _drafts_forced(self) -> bool:
         """Whether forced tokens are drafted without a forward where a constraint fast-forwards them: in chains."""
         return self.drawn != "gumbel" and self.plan.budget is None and not self.branches
-
-
-class _Loaded(NamedTuple):
-    """A draft model that was loaded, and what computes it, which is checked when it is made."""
-
-    runner: Callable[[], DraftRunner]
-    tokenizer: Any
-    vocabulary: int
-    context: int
-    sha256: str
-
-
-def _load_draft(target: Target, path: str) -> _Loaded:
-    """Load a draft model. Errors as of ``DraftModel.load``."""
-    if str(path).endswith(".gguf"):
-        own = gguf.load_draft(path, target)
-        return _Loaded(lambda: cast(DraftRunner, own.lm), own.tokenizer, own.vocabulary, own.context, own.sha256)
-    model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
-    sha256, width = weights_hash(path), int(model.get_output_embeddings().weight.shape[0])
-    return _Loaded(lambda: target.draft_runner(model, sha256), tokenizer, width, model_context(model.config), sha256)
-
-
-def check_same_tokens(target: Target, vocabulary: int, tokenizer: Any, path: str) -> None:
-    """Refuse a draft with other tokens than the target's.
-
-    Args:
-        target: whose tokens are drafted.
-        vocabulary: V of the draft.
-        tokenizer: the draft's.
-        path: of the draft, for messages.
-
-    Raises:
-        ValueError: other vocabulary sizes, tokens or splitting; the message states how they differ.
-    """
-    if target.tokenizer is not None:
-        mine, theirs = (
-            {number: token for token, number in t.get_vocab().items()} for t in (target.tokenizer, tokenizer)
-        )
-        wrong = [number for number in sorted({*mine, *theirs}) if mine.get(number) != theirs.get(number)]
-        if wrong:
-            some = "; ".join(f"{n} is {mine.get(n)!r} against {theirs.get(n)!r}" for n in wrong[:3])
-            raise ValueError(
-                f"the draft {path} has another tokenizer than the target {target.name}: {len(mine)} tokens in the "
-                f"target's, {len(theirs)} in the draft's, {len(wrong)} ids differ (target against draft: {some})"
-            )
-        probe = "def f(x):\n    return {'né': [x, 1.5]}  # 2024 naïve"
-        ours, other = (t(probe, add_special_tokens=False)["input_ids"] for t in (target.tokenizer, tokenizer))
-        if ours != other:
-            raise ValueError(
-                f"the draft {path} has the target's tokens but splits text otherwise: {probe!r} becomes {ours} in the "
-                f"target's tokenizer and {other} in the draft's"
-            )
-    if vocabulary != target.vocabulary:
-        raise ValueError(
-            f"the draft {path} has logits for {vocabulary} tokens, the target {target.name} for {target.vocabulary}; "
-            "they must agree"
-        )

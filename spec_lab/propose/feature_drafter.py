@@ -30,7 +30,7 @@ from spec_lab.engine.runner import DraftRunner, KVSequence
 from spec_lab.engine.sequence import Batch
 from spec_lab.models.target import Target
 from spec_lab.propose.expansion import RowLogits
-from spec_lab.propose.features import Features
+from spec_lab.propose.features import Features, observe_features
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import Choices
 
@@ -124,14 +124,7 @@ class FeatureDrafter(Lifecycle):
 
     def observe(self, observed: Sequence[Observation]) -> None:
         """Keep the features of every computed position."""
-        some = [(one, one.hidden) for one in observed if one.hidden is not None and len(one.hidden)]
-        if not some:
-            return
-        together = some[0][1] if len(some) == 1 else torch.cat([hidden for _, hidden in some])
-        parts = self._features(together).split([len(hidden) for _, hidden in some])
-        for (one, _), part in zip(some, parts, strict=True):
-            state: State = one.sequence.state
-            state.features.add(one.start, part)
+        observe_features(observed, self._features)
 
     @inference
     def _features(self, hidden: Tensor) -> Tensor:

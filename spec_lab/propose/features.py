@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from spec_lab.engine.proposer import Observation
+
+
+def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], Tensor]) -> None:
+    """Add what was observed to the ``features`` of each sequence's state.
+
+    Args:
+        observed: by the proposer's ``observe``.
+        read: hidden states ``[n, k * H]`` of the target -> features ``[n, F]``.
+    """
+    some = [(one, one.hidden) for one in observed if one.hidden is not None and len(one.hidden)]
+    if not some:
+        return
+    together = some[0][1] if len(some) == 1 else torch.cat([hidden for _, hidden in some])
+    parts = read(together).split([len(hidden) for _, hidden in some])
+    for (one, _), part in zip(some, parts, strict=True):
+        features: Features = one.sequence.state.features
+        features.add(one.start, part)
 
 
 @dataclass(eq=False)
@@ -53,7 +73,12 @@ class Features:
 
     def since(self, position: int) -> Tensor:
         """The states ``[n, H]`` of all positions from ``position`` on, which must be known."""
-        return torch.cat(self.parts)[position - self.start :]
+        first, start = len(self.parts) - 1, self.end - len(self.parts[-1])
+        while start > position:
+            first -= 1
+            start -= len(self.parts[first])
+        found = self.parts[first] if first == len(self.parts) - 1 else torch.cat(self.parts[first:])
+        return found[position - start :]
 
     def copy(self) -> Features:
         """An independent copy."""

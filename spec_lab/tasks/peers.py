@@ -24,7 +24,7 @@ from spec_lab.models import ranks
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.target import Target
-from spec_lab.propose.draft_model import check_same_tokens
+from spec_lab.propose.draft_loading import check_same_tokens
 from spec_lab.results.writer import Outcome
 from spec_lab.tasks.lab import Decoded
 

@@ -21,13 +21,17 @@ from spec_lab.engine.request import Request
 from spec_lab.engine.sequence import SequenceState
 from spec_lab.engine.step import Parts
 from spec_lab.engine.study import Capture, choose_nothing, commit_nothing
+from spec_lab.models.block import BlockSettings, random_network
+from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram
+from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal, choose
@@ -41,6 +45,7 @@ def target_on(device):
         return Target(CausalLM(tiny_model(dtype=torch.float32)), None, "tiny", 64, "", 0.0)
 
 
+MARKOV = BlockSettings(small_layer(32), 32, 32, VOCABULARY, (1, 2), block_size=3, mask_token=60, markov_rank=2)
 PROPOSERS = {
     "null": lambda t: Null(),
     "ngram": lambda t: Ngram(3, 2, 1),
@@ -51,10 +56,12 @@ PROPOSERS = {
     "draft_gumbel": lambda t: DraftModel(t.lm, 64, TreePlan(TREE, "gumbel")),
     "draft_best_first": lambda t: DraftModel(t.lm, 64, TreePlan((), "without", 1.0, budget=Budget(4, 2, 2, width=1))),
     "draft_confident": lambda t: DraftModel(t.lm, 64, TreePlan(CHAIN, confidence=0.001)),
+    "pard": lambda t: Pard(t.lm, 64, VOCABULARY - 1, TreePlan(CHAIN)),
+    "block": lambda t: BlockDrafter(random_network(MARKOV, t), t, TreePlan(TREE, "point")),
 }
 """Each with the number of levels that its draft model computes."""
-LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3} | dict.fromkeys(
-    ("draft_points", "draft_without", "draft_gumbel", "draft_best_first"), 2
+LEVELS = dict.fromkeys(PROPOSERS, 0) | {"draft_chain": 3, "draft_confident": 3, "pard": 3} | dict.fromkeys(
+    ("draft_points", "draft_without", "draft_gumbel", "draft_best_first", "block"), 2
 )  # fmt: skip
 
 
@@ -130,7 +137,12 @@ class MadeUp(Readback):
         return [np.full(tuple(one.shape), whole.get(one.dtype, 0.5)) for one in tensors]
 
 
-UNSAMPLED = {"null": 0.0, "ngram": 0.0, "medusa": 0.0}  # greedy: where nothing is drafted, there is no node 2
+UNSAMPLED = {
+    "null": 0.0,
+    "ngram": 0.0,
+    "medusa": 0.0,
+    "block": 0.0,
+}  # greedy: where nothing is drafted, there is no node 2
 
 
 @pytest.mark.parametrize("name", [name for name in PROPOSERS if name not in ("draft_gumbel", "draft_confident")])

@@ -26,6 +26,7 @@ from spec_lab.models.target import Target
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.draft_model import DraftModel
+from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.verify import Token, Traversal
@@ -396,6 +397,7 @@ DRAFTS = {
     "tree of the likeliest": ("0 1 0.0 0.1 1.0 0.0.0", "point", Token()),
     "tree without replacement": ("0 1 0.0 1.0", "without", Traversal()),
     "best first": (Budget(6, 2, 3, 2), "iid", Token()),
+    "mask tokens": ("0 1 0.0 0.1 0.0.0", "without", Token()),
 }
 
 
@@ -404,7 +406,8 @@ def decoded(lm, kind, sampling, limits=None, applied=None):
     target, (shape, drawn, verifier) = Target(lm, None, "fake", 60, "", 0.0), DRAFTS[kind]
     draft = Plain() if isinstance(lm, Plain) else runner()
     budget = shape if isinstance(shape, Budget) else None
-    proposer = DraftModel(draft, 60, TreePlan(() if budget else parse(shape), drawn, 1.0, budget=budget))
+    plan = TreePlan(() if budget else parse(shape), drawn, 1.0, budget=budget)
+    proposer = Pard(draft, 60, V - 1, plan) if kind == "mask tokens" else DraftModel(draft, 60, plan)
     engine = Engine(target, proposer, verifier, CounterDraws(3), applied, limits=limits or Limits())
     for number, start in enumerate(((1,), (2, 3, 4, 5, 6, 7, 8, 9, 10), (3, 1), (4, 4, 4))):
         engine.add(Request(number, f"p{number}", start, sampling, 12))

@@ -14,21 +14,27 @@ from spec_lab.constrain.engines.grammar import regex
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
+from spec_lab.models.block import BlockSettings
+from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.hydra import Hydra
+from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
 from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
+from tests.tiny import tiny_model
 
 EXACT = 1e-12
 PACKAGE = Path(__file__).parent / "package"
@@ -103,6 +109,33 @@ def mtp(settings, target, plan):
     return FeatureDrafter(network, target, plan, "mtp")
 
 
+def block(target):
+    return block_drafter(target, TreePlan(parse("0 1 0.0"), "point"), block_size=3)
+
+
+def block_markov(target):
+    return block_drafter(target, TreePlan(parse("0 0.0"), "iid"), block_size=2, predicts_next=True, markov_rank=2)
+
+
+def block_drafter(target, plan, **own):
+    settings = BlockSettings(small_layer(16), 16, 16, V, (1, 2), mask_token=V - 1, layers=2, **own)
+    return BlockDrafter(block_network(settings, target, seed=2), target, plan)
+
+
+def pard(target):
+    return masked(target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def pard_tree(target):
+    return masked(target, TreePlan(parse("0 1 0.0"), "point"))
+
+
+def masked(target, plan):
+    """Its draft has one token more than the target, the mask token."""
+    lm = tiny_model(seed=4, num_hidden_layers=1, vocab_size=V + 1, hidden_size=16, intermediate_size=16)
+    return Pard(CausalLM(lm), target.context, V, plan)
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -120,6 +153,7 @@ PROPOSERS = {
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
     "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
+    "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
 }  # fmt: skip
 
 
@@ -166,7 +200,9 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3", "hydra_prefix", "mtp_modules")  # many more outcomes
+SAMPLED = (  # many more outcomes
+    "features", "feature_trees", "union", "eagle3", "hydra_prefix", "mtp_modules", "pard", "block_markov",
+)  # fmt: skip
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),

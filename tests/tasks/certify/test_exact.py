@@ -12,18 +12,22 @@ from omegaconf import OmegaConf
 from spec_lab.cli.main import conf
 from spec_lab.core.probabilities import Sampling
 from spec_lab.core.randomness import Purpose
+from spec_lab.models.block import BlockSettings
+from spec_lab.models.block import random_network as block_network
 from spec_lab.models.draft_layers import small_layer
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network
 from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose import Null
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.block import BlockDrafter
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.heads import Heads
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.medusa import Medusa
 from spec_lab.propose.ngram import Ngram, NgramTree
+from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
@@ -61,6 +65,15 @@ def mtp(settings, tree, drawn):
     return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "mtp")
 
 
+def block(tree, drawn, size, **own):
+    settings = BlockSettings(small_layer(4), 4, 4, 4, (0, 1), block_size=size, mask_token=3, **own)
+    return BlockDrafter(block_network(settings, TARGET), TARGET, TreePlan(parse(tree), drawn))
+
+
+def pard(tree, drawn):
+    return Pard(DRAFT, TARGET.context, 3, TreePlan(parse(tree), drawn))
+
+
 PROPOSERS = {
     "none": Null(),
     "chain": draft_model(),
@@ -85,6 +98,13 @@ PROPOSERS = {
     "Hydra reranked": hydra(prefix=False, budget=Budget(3, depth=3, rerank=True)),
     "MTP chain": mtp(MtpSettings(small_layer(4), 4, 4), "1x1", "iid"),
     "MTP tree": mtp(MtpSettings(small_layer(4), 4, 4, modules=2), "2x1", "without"),
+    "block chain": block("1x1", "iid", size=3),
+    "block tree": block("2x1", "point", size=3),
+    "block with Markov head, chain": block("1x1", "iid", size=2, predicts_next=True, markov_rank=2),
+    "block with Markov head, tree": block("2x1", "without", size=2, predicts_next=True, markov_rank=2),
+    "PARD chain": pard("1x1", "iid"),
+    "PARD tree without": pard("2x1", "without"),
+    "PARD tree point": pard("2x1", "point"),
     "n-gram chain": Ngram(3, 3, 1),
     "n-gram tree": NgramTree(5, 3, 3, 1),
 }
@@ -144,10 +164,11 @@ def test_the_shipped_proposers_are_all_here():
 
 def test_drafts_are_the_proposer_s_own():
     """Each drafts differently, so different outcomes are enumerated and different numbers of tokens accepted."""
-    means = {name: [one.accepted for one in proved(name).findings] for name in PROPOSERS}
+    different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
+    different += ["PARD tree without", "block chain", "block with Markov head, chain"]
+    means = {name: [one.accepted for one in proved(name).findings] for name in different}
     assert means["none"] == [0.0] * len(QUICK)
     assert means["chain, confident"][1:2] == means["chain"][1:2]  # "2": one level, nothing to end early
-    different = ["none", "chain", "chain, confident", "chain, warmer", "tree without", "tree point", "n-gram chain"]
     assert len({tuple(np.round(means[name], 9)) for name in different}) == len(different)
 
 
