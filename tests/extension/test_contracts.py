@@ -14,17 +14,23 @@ from spec_lab.constrain.engines.grammar import regex
 from spec_lab.constrain.min_new_tokens import MinNewTokens
 from spec_lab.constrain.vocabulary import Vocabulary
 from spec_lab.core.randomness import CounterDraws
+from spec_lab.engine.causal_lm import CausalLM
 from spec_lab.engine.engine import Limits, fixed_group
 from spec_lab.engine.request import Request
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, random_network, small_layer
 from spec_lab.propose.best_first import Budget
+from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
+from spec_lab.propose.retokenized import Retokenized, Tokens
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.propose.vocabularies import SharedTokens
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
 from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
+from tests.propose.small_tokenizers import letters
+from tests.tiny import tiny_model
 
 EXACT = 1e-12
 PACKAGE = Path(__file__).parent / "package"
@@ -70,6 +76,25 @@ def eagle(settings, target, plan):
     return FeatureDrafter(network, target, plan, "eagle")
 
 
+def shared(target):
+    """A chain of a draft model whose tokens are c, bc, b, a, the end and ca."""
+    return of_shared_tokens(target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def shared_tree(target):
+    return of_shared_tokens(target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1)))
+
+
+def of_shared_tokens(target, plan):
+    mine, own = (
+        Tokens(letters(tokens), len(tokens), frozenset({4}), "toy")
+        for tokens in (["a", "b", "ab", "c", "</s>"], ["c", "bc", "b", "a", "</s>", "ca"])
+    )
+    tokens = SharedTokens([(0, 3), (1, 2), (3, 0), (4, 4)], V, Retokenized(mine, own, {4: 4}), V)
+    draft = tiny_model(seed=2, num_hidden_layers=1, vocab_size=own.size)
+    return DraftModel(CausalLM(draft), target.context, plan, vocabularies=tokens)
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -85,6 +110,7 @@ def union(target):
 PROPOSERS = {
     "features": features, "feature_trees": feature_trees, "recycling": recycling, "lookahead": lookahead,
     "union": union, "eagle1": eagle1, "eagle3": eagle3, "eagle3_reranked": eagle3_reranked,
+    "shared": shared, "shared_tree": shared_tree,
 }  # fmt: skip
 
 
@@ -131,7 +157,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
     assert seen["drafted"] > 0 and seen["accepted"] > 0
 
 
-SAMPLED = ("features", "feature_trees", "union", "eagle3")  # many more outcomes
+SAMPLED = ("features", "feature_trees", "union", "eagle3", "shared")  # many more outcomes
 
 LIMITS = {
     "two at once": Limits(max_batch_size=2),
