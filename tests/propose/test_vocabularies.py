@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -300,6 +301,24 @@ def test_only_what_is_tokenized_otherwise_is_computed_again(pairs):
     assert lengths == [len(b) - min(common(a, b), len(b) - 1) for a, b in pairwise(texts)]
 
 
+def test_accepted_nodes_are_found_again(pairs):
+    """Where the text is tokenized as it was drafted, only the last level and the token after it are computed."""
+    target, found = pairs["bytes, bytes"][0], []
+    for text in (*TEXTS, "It", "the", "thing"):
+        proposer = loaded(pairs["bytes, bytes"], drawn="point")
+        forward, nodes, read = proposer.lm.forward, proposer.vocabularies.nodes, proposer.vocabularies.read
+        batch = batch_of(target, requests(WARM, 30, [PROSE_BYTES(text)["input_ids"]]), proposer)
+        one, before = batch.sequences[0], read(batch.sequences[0].tokens)
+        path = proposer.propose(batch).token.numpy()
+        one.tokens += [*path.tolist(), 1]
+        if read(one.tokens) == [*before, *nodes(path), *nodes(np.array([1]))]:
+            proposer.lm.forward = lambda kvs, pending, *rest, forward=forward, **timed: (
+                found.append(len(pending[0])), forward(kvs, pending, *rest, **timed),
+            )[1]  # fmt: skip
+            proposer.propose(batch)
+    assert len(found) > 1 and set(found) == {2}
+
+
 def test_an_unfinished_character_is_read_byte_by_byte_until_it_is_whole():
     read, tokens = shares(PROSE_BYTES, CODE_BYTES).read, encode(PROSE_BYTES, "x漢")
     byte = {data: token for token, data in enumerate(oracle.spelled(CODE_BYTES).bytes)}
@@ -357,15 +376,17 @@ def test_nothing_is_drafted_where_the_draft_reads_nothing_or_more_than_its_conte
 
 
 @pytest.mark.parametrize("options", [{"depth": 3}, {"depth": None, "tree": TREE, "drawn": "point"}], ids=str)
-def test_logits_without_a_distribution_end_their_own_request_only(pairs, options):
-    target, proposer = pairs["bytes, bytes"][0], loaded(pairs["bytes, bytes"], **options)
-    asked = wanted(PROSE_BYTES)
-    assert all(CODE_BYTES.get_vocab()["æ"] not in proposer.vocabularies.read(list(asked[n].tokens)) for n in (0, 2))
+@pytest.mark.parametrize("name", ["bytes, bytes", "sentencepiece, bytes"])
+def test_logits_without_a_distribution_end_their_own_request_only(pairs, name, options):
+    """Even where a token is drawn from them that is not shared."""
+    target, proposer = pairs[name][0], loaded(pairs[name], **options)
+    assert (0 in proposer.vocabularies.pairs) == (name == "bytes, bytes")
+    asked, poison = wanted(PAIRS[name][0]), PAIRS[name][1].get_vocab()["æ"]
+    assert [poison in proposer.vocabularies.read(list(one.tokens)) for one in asked] == [False, True, False]
     with torch.no_grad():
-        proposer.lm.model.get_input_embeddings().weight[CODE_BYTES.get_vocab()["æ"]] = torch.nan
+        proposer.lm.model.get_input_embeddings().weight[poison] = torch.nan
     group, _ = decode(target, proposer, asked)
-    assert [one.finish for one in group.sequences][1] == "nan"
-    assert [one.finish for one in group.sequences][::2] == ["length"] * 2
+    assert [one.finish for one in group.sequences] == ["length", "nan", "length"]
 
 
 def test_shared_tokens_are_recorded_and_logged_once(pairs, caplog):
