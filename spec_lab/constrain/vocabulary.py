@@ -87,6 +87,8 @@ class Vocabulary:
 def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) -> list[bytes]:
     """Return the bytes of every token below ``size``; empty for special tokens and padding.
 
+    The byte FF alone, which no UTF-8 text has, counts as special, as in llguidance.
+
     Args:
         tokenizer: transformers'.
         size: number of tokens; ids beyond the tokenizer's are padding.
