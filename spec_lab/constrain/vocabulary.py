@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -81,9 +81,30 @@ class Vocabulary:
     @cached_property
     def bytes(self) -> list[bytes]:
         """The bytes of every token; empty for special tokens and padding."""
-        engine = self.engine
-        special = [engine.is_special_token(token) or token in self.ends for token in range(self.size)]
-        return [b"" if special[token] else engine.decode_bytes([token]) for token in range(self.size)]
+        return _bytes(self.engine, self.size, self.ends)
+
+
+def token_bytes(tokenizer: FastTokenizer, size: int, special: Container[int]) -> list[bytes]:
+    """Return the bytes of every token below ``size``; empty for special tokens and padding.
+
+    The byte FF alone, which no UTF-8 text has, counts as special, as in llguidance.
+
+    Args:
+        tokenizer: transformers'.
+        size: number of tokens; ids beyond the tokenizer's are padding.
+        special: tokens without text, besides those that the tokenizer marks as special.
+
+    Raises:
+        ValueError: a tokenizer of a kind whose tokens have no bytes of their own, such as WordPiece.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    return _bytes(from_tokenizer(tokenizer, n_vocab=max(size, largest + 1), slices=[]), size, special)
+
+
+def _bytes(engine: LLTokenizer, size: int, special: Container[int]) -> list[bytes]:
+    """Return the bytes of tokens, as of ``token_bytes``."""
+    empty = [engine.is_special_token(token) or token in special for token in range(size)]
+    return [b"" if empty[token] else engine.decode_bytes([token]) for token in range(size)]
 
 
 class _Plain:

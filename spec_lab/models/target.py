@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -59,10 +59,8 @@ class Target:
     @property
     def ends(self) -> frozenset[int]:
         """The end-of-text tokens of the model's generation config, of the tokenizer and of ``stops`` below V."""
-        config = getattr(self.lm.model, "generation_config", None) if isinstance(self.lm, CausalLM) else None
-        named = [getattr(config, "eos_token_id", None), getattr(self.tokenizer, "eos_token_id", None)]
-        flat = [*self.stops, *(token for one in named for token in (one if isinstance(one, list) else [one]))]
-        return frozenset(token for token in flat if token is not None and token < self.vocabulary)
+        model = self.lm.model if isinstance(self.lm, CausalLM) else None
+        return end_tokens(self.vocabulary, self.tokenizer, model, self.stops)
 
     @property
     def causal_lm(self) -> CausalLM:
@@ -204,3 +202,11 @@ class Target:
         error = checked(model, attention, sha256, cache, graphs)
         lm = CausalLM(model, attention, chunk, graphs)
         return Target(lm, tokenizer, path, context or limit, sha256, error, cache)
+
+
+def end_tokens(vocabulary: int, tokenizer: Any, model: Any, stops: Iterable[int] = ()) -> frozenset[int]:
+    """Return the end-of-text tokens of a model's generation config, of its tokenizer and of ``stops`` below V."""
+    config = getattr(model, "generation_config", None)
+    named = [getattr(config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    flat = [*stops, *(token for one in named for token in (one if isinstance(one, list) else [one]))]
+    return frozenset(token for token in flat if token is not None and token < vocabulary)

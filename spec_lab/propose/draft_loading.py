@@ -10,7 +10,7 @@ from spec_lab.models import gguf
 from spec_lab.models.checkpoint import weights_hash
 from spec_lab.models.loading import load_model
 from spec_lab.models.support import model_context
-from spec_lab.models.target import Target
+from spec_lab.models.target import Target, end_tokens
 
 
 class Loaded(NamedTuple):
@@ -19,6 +19,7 @@ class Loaded(NamedTuple):
     runner: Callable[[], DraftRunner]
     tokenizer: Any
     vocabulary: int
+    ends: frozenset[int]
     context: int
     sha256: str
     config: Any = None
@@ -29,15 +30,17 @@ def load_draft(target: Target, path: str) -> Loaded:
     """Load a draft model. Errors as of ``DraftModel.load``."""
     if str(path).endswith(".gguf"):
         own = gguf.load_draft(path, target)
-        return Loaded(lambda: cast(DraftRunner, own.lm), own.tokenizer, own.vocabulary, own.context, own.sha256)
+        return Loaded(
+            lambda: cast(DraftRunner, own.lm), own.tokenizer, own.vocabulary, own.ends, own.context, own.sha256
+        )
     model, tokenizer = load_model(path, str(target.lm.device), str(target.lm.dtype).removeprefix("torch."))
     sha256, width = weights_hash(path), int(model.get_output_embeddings().weight.shape[0])
-    context, config = model_context(model.config), model.config
-    return Loaded(lambda: target.draft_runner(model, sha256), tokenizer, width, context, sha256, config)
+    context, ends = model_context(model.config), end_tokens(width, tokenizer, model)
+    return Loaded(lambda: target.draft_runner(model, sha256), tokenizer, width, ends, context, sha256, model.config)
 
 
 def check_same_tokens(
-    target: Target, vocabulary: int, tokenizer: Any, path: str, mask_token: int | None = None
+    target: Target, vocabulary: int, tokenizer: Any, path: str, advice: str = "", mask_token: int | None = None
 ) -> None:
     """Refuse a draft with other tokens than the target's.
 
@@ -46,6 +49,7 @@ def check_same_tokens(
         vocabulary: V of the draft.
         tokenizer: the draft's.
         path: of the draft, for messages.
+        advice: what ends a message.
         mask_token: a token that is never drafted and may be the draft's own.
 
     Raises:
@@ -62,16 +66,17 @@ def check_same_tokens(
             raise ValueError(
                 f"the draft {path} has another tokenizer than the target {target.name}: {len(mine)} tokens in the "
                 f"target's, {len(theirs)} in the draft's, {len(wrong)} ids differ (target against draft: {some})"
+                f"{advice}"
             )
         probe = "def f(x):\n    return {'né': [x, 1.5]}  # 2024 naïve"
         ours, other = (t(probe, add_special_tokens=False)["input_ids"] for t in (target.tokenizer, tokenizer))
         if ours != other:
             raise ValueError(
                 f"the draft {path} has the target's tokens but splits text otherwise: {probe!r} becomes {ours} in the "
-                f"target's tokenizer and {other} in the draft's"
+                f"target's tokenizer and {other} in the draft's{advice}"
             )
     if vocabulary != target.vocabulary:
         raise ValueError(
             f"the draft {path} has logits for {vocabulary} tokens, the target {target.name} for {target.vocabulary}; "
-            "they must agree"
+            f"they must agree{advice}"
         )

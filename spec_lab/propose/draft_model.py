@@ -13,6 +13,7 @@ import numpy as np
 
 from spec_lab.core.draft import Draft, Drawn, Shape, empty
 from spec_lab.core.inference import inference
+from spec_lab.core.options import one_of
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.proposer import Lifecycle
 from spec_lab.engine.request import Request
@@ -23,8 +24,10 @@ from spec_lab.propose.draft_cache import DraftCache, Tentative
 from spec_lab.propose.draft_loading import check_same_tokens, load_draft
 from spec_lab.propose.expansion import Computed
 from spec_lab.propose.forced import RUN, ForcedChains
+from spec_lab.propose.retokenized import Tokens
 from spec_lab.propose.tree_plan import TreeOptions, TreePlan
 from spec_lab.propose.trees import Choices
+from spec_lab.propose.vocabularies import SameTokens, SharedTokens, Vocabularies, intersect
 
 
 class DraftModel(Lifecycle):
@@ -36,39 +39,55 @@ class DraftModel(Lifecycle):
         plan: the trees, and how their tokens are drawn.
         name: as in records.
         sha256: of the draft's weights.
+        vocabularies: between the target's tokens and the draft's; None if they are the same.
     """
 
     def __init__(
-        self, lm: DraftRunner, context: int, plan: TreePlan, name: str = "draft_model", sha256: str = ""
+        self,
+        lm: DraftRunner,
+        context: int,
+        plan: TreePlan,
+        name: str = "draft_model",
+        sha256: str = "",
+        vocabularies: Vocabularies | None = None,
     ) -> None:
         self.lm = lm
         self.context = context
         self.plan = plan
         self.name = name
         self.sha256 = sha256
+        self.vocabularies: Vocabularies = vocabularies or SameTokens()
         self.drawn: Drawn = plan.drawn
         self.tree, self.nodes, self.branches = plan.tree, plan.nodes, plan.branches
         self._bare = lru_cache(maxsize=256)(lambda roots: empty(roots, lm.device))
 
     @staticmethod
-    def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> DraftModel:
+    def load(target: Target, path: str, vocabularies: str = "same", **options: Unpack[TreeOptions]) -> DraftModel:
         """Load a draft in the target's dtype and on its device.
 
         Args:
             target: whose tokens are drafted.
             path: folder of a checkpoint, a hub name, or a GGUF file, which llama.cpp computes.
+            vocabularies: "same" refuses a draft with other tokens than the target's; "intersect" drafts the tokens that
+                both have (``propose.vocabularies``).
             options: of the trees.
 
         Raises:
-            ValueError: a wrong option; another tokenizer or vocabulary than the target's; a tree wider than the
-                vocabulary; a model of a kind that cannot decode forests (``Unsupported``).
+            ValueError: a wrong option; another tokenizer or vocabulary than the target's, or too few shared tokens; a
+                tree wider than the vocabulary; a model of a kind that cannot decode forests (``Unsupported``).
             OSError: no checkpoint there.
         """
         plan = TreePlan.read(**options)
+        one_of("proposer.vocabularies", vocabularies, ("same", "intersect"))
         draft = load_draft(target, path)
-        check_same_tokens(target, draft.vocabulary, draft.tokenizer, path)
-        plan.check_width(target.vocabulary)
-        return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256)
+        shared: SharedTokens | None = None
+        if vocabularies == "intersect":
+            shared = intersect(target, Tokens(draft.tokenizer, draft.vocabulary, draft.ends, path))
+        else:
+            advice = "; proposer.vocabularies=intersect drafts the tokens that both have"
+            check_same_tokens(target, draft.vocabulary, draft.tokenizer, path, advice)
+        plan.check_width(target.vocabulary if shared is None else shared.count)
+        return DraftModel(draft.runner(), draft.context, plan, f"draft_{plan.kind}", draft.sha256, shared)
 
     def check_sampling(self, request: Sampling) -> None:
         """See ``TreePlan.check_sampling``."""
@@ -76,12 +95,13 @@ class DraftModel(Lifecycle):
 
     def toy(self, target: Target, draft: DraftRunner, tree: Choices) -> DraftModel:
         """The same proposer with another draft and tree. See ``Proposer``."""
-        return DraftModel(draft, target.context, self.plan.toy(tree), self.name)
+        vocabularies = self.vocabularies.toy(target.vocabulary)
+        return DraftModel(draft, target.context, self.plan.toy(tree), self.name, vocabularies=vocabularies)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a record should keep."""
-        return self.plan.facts
+        return self.plan.facts | self.vocabularies.facts
 
     @property
     def forced_nodes(self) -> int:
@@ -104,10 +124,12 @@ class DraftModel(Lifecycle):
     @inference
     def propose(self, batch: Batch) -> Draft:
         """Draft below every sequence that the draft's context still holds; new prompts are computed on the way."""
+        between = self.vocabularies
+        texts = [between.read(one.tokens) for one in batch.sequences]
         # Nodes at the last depth are not computed: they may stand one beyond the draft's last position.
         limits = [
-            min(room, self.context + 1 - len(one.tokens))
-            for room, one in zip(batch.room(), batch.sequences, strict=True)
+            min(room, self.context + 1 - len(text)) if text else 0
+            for room, text in zip(batch.room(), texts, strict=True)
         ]
         depths = [max(0, min(limit, self.plan.depth)) for limit in limits]
         caches: list[DraftCache | None] = [
@@ -123,24 +145,28 @@ class DraftModel(Lifecycle):
 
         def expand(shape: Shape, rows: np.ndarray, token: np.ndarray) -> Computed:
             computed.append(rows)
-            return self.lm.extend(kvs, shape, rows, token[rows - shape.roots], timed)
+            return between.logits(self.lm.extend(kvs, shape, rows, between.nodes(token[rows - shape.roots]), timed))
 
-        active = [(cache, one.tokens) for cache, one in zip(caches, batch.sequences, strict=True) if cache is not None]
+        active = [(cache, text) for cache, text in zip(caches, texts, strict=True) if cache is not None]
         roots: Computed | None = None
         if active:
-            pending = [cache.follow(tokens) for cache, tokens in active]
+            pending = [cache.follow(text) for cache, text in active]
             bare = self._bare(len(active))
-            roots = self.lm.forward([cache.kv for cache, _ in active], pending, bare, timed=timed)
+            roots = between.logits(self.lm.forward([cache.kv for cache, _ in active], pending, bare, timed=timed))
         drafted = self.plan.draft(batch, depths, roots, expand)
         found = np.zeros(drafted.shape.rows, dtype=bool)
         for rows in computed:
             found[rows] = True
+        nodes = between.nodes(drafted.token)
         for tree, cache in enumerate(caches):
             if cache is not None:
-                cache.tentative = Tentative(drafted.shape, tree, drafted.token, found)
+                cache.tentative = Tentative(drafted.shape, tree, nodes, found)
         return drafted.draft
 
     @property
     def _drafts_forced(self) -> bool:
-        """Whether forced tokens are drafted without a forward where a constraint fast-forwards them: in chains."""
-        return self.drawn != "gumbel" and self.plan.budget is None and not self.branches
+        """Whether forced tokens are drafted without a forward where a constraint fast-forwards them: in chains.
+
+        With another vocabulary they are drafted as other tokens are: the draft may have no such token.
+        """
+        return self.vocabularies.same and self.drawn != "gumbel" and self.plan.budget is None and not self.branches

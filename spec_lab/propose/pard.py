@@ -85,7 +85,7 @@ class Pard(Lifecycle):
         draft = load_draft(target, path)
         mask = _mask_token(path, mask_token, draft.config, draft.vocabulary)
         # Both sizes may include padding, of different widths in models of one family (Qwen2.5); logits are fitted.
-        check_same_tokens(target, target.vocabulary, draft.tokenizer, path, mask)
+        check_same_tokens(target, target.vocabulary, draft.tokenizer, path, mask_token=mask)
         shared = min(target.vocabulary, draft.vocabulary)
         plan.check_width(shared - (mask < shared))
         narrower = shared if shared < target.vocabulary else None

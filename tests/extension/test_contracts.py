@@ -25,15 +25,19 @@ from spec_lab.models.hydra import HydraSettings, random_heads
 from spec_lab.models.mtp import MtpSettings, random_mtp
 from spec_lab.propose.best_first import Budget
 from spec_lab.propose.block import BlockDrafter
+from spec_lab.propose.draft_model import DraftModel
 from spec_lab.propose.feature_drafter import FeatureDrafter
 from spec_lab.propose.hydra import Hydra
 from spec_lab.propose.pard import Pard
+from spec_lab.propose.retokenized import Retokenized, Tokens
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.propose.vocabularies import SharedTokens
 from spec_lab.tasks.certify.instances import PIECES, Forking
 from spec_lab.tasks.certify.toy_models import PROMPT
 from spec_lab.verify import Gumbel, KSeq, Misfit, Token, Traversal
 from tests.extension.enumerated import SAMPLING, V, decoded, distance, model, wanted
+from tests.propose.small_tokenizers import letters
 from tests.tiny import tiny_model
 
 EXACT = 1e-12
@@ -136,6 +140,25 @@ def masked(target, plan):
     return Pard(CausalLM(lm), target.context, V, plan)
 
 
+def shared(target):
+    """A chain of a draft model whose tokens are c, bc, b, a, the end and ca."""
+    return of_shared_tokens(target, TreePlan(parse("0 0.0"), "iid"))
+
+
+def shared_tree(target):
+    return of_shared_tokens(target, TreePlan(drawn="point", budget=Budget(3, 2, 2, 1)))
+
+
+def of_shared_tokens(target, plan):
+    mine, own = (
+        Tokens(letters(tokens), len(tokens), frozenset({4}), "toy")
+        for tokens in (["a", "b", "ab", "c", "</s>"], ["c", "bc", "b", "a", "</s>", "ca"])
+    )
+    tokens = SharedTokens([(0, 3), (1, 2), (3, 0), (4, 4)], V, Retokenized(mine, own, {4: 4}), V)
+    draft = tiny_model(seed=2, num_hidden_layers=1, vocab_size=own.size)
+    return DraftModel(CausalLM(draft), target.context, plan, vocabularies=tokens)
+
+
 def recycling(target):
     return part("recycling", "Recycling")((2, 1))
 
@@ -154,6 +177,7 @@ PROPOSERS = {
     "hydra": hydra, "hydra_prefix": hydra_prefix, "hydra_best_first": hydra_best_first,
     "mtp_tree": mtp_tree, "mtp_modules": mtp_modules,
     "pard": pard, "pard_tree": pard_tree, "block": block, "block_markov": block_markov,
+    "shared": shared, "shared_tree": shared_tree,
 }  # fmt: skip
 
 
@@ -202,6 +226,7 @@ def test_outputs_have_the_target_s_distribution(proposer, constraint, verifier):
 
 SAMPLED = (  # many more outcomes
     "features", "feature_trees", "union", "eagle3", "hydra_prefix", "mtp_modules", "pard", "block_markov",
+    "shared",
 )  # fmt: skip
 
 LIMITS = {

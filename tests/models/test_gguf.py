@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from spec_lab.core.probabilities import Sampling
@@ -20,12 +21,15 @@ from spec_lab.models.gguf_export import convert
 from spec_lab.models.gguf_file import read_gguf
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
+from spec_lab.propose import Null
 from spec_lab.propose.draft_model import DraftModel
 from spec_lab.tasks.peers_llama import LlamaGenerate
 from tests.checkpoints import checkpoint
 from tests.engine.fake_llama import FakeLlama, logits_of
 from tests.engine.fake_recurrent import FakeRecurrent, RecurrentMemory
 from tests.gguf_files import field, header, with_zoo_tokenizer
+from tests.propose.lab import decode, emitted, requests
+from tests.propose.small_tokenizers import PROSE, byte_level
 
 pytest.importorskip("gguf", reason="requires the extra llamacpp")
 
@@ -339,6 +343,22 @@ def test_a_draft_model_with_another_vocabulary_is_refused(files, monkeypatch, tm
     convert(checkpoint(tmp_path / "other", vocab_size=128), tmp_path / "other.gguf")
     with pytest.raises(ValueError, match="another tokenizer than the target"):
         DraftModel.load(load(files), str(tmp_path / "other.gguf"), depth=2)
+
+
+def test_a_gguf_draft_with_another_vocabulary_drafts_shared_tokens(files, monkeypatch, tmp_path):
+    tokenizer = byte_level(PROSE, 60)
+    split = pre_tokenizers.Punctuation(), tokenizer.backend_tokenizer.pre_tokenizer  # none that llama.cpp has
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split])
+    tokenizer.save_pretrained(checkpoint(tmp_path / "other", vocab_size=len(tokenizer)))
+    convert(tmp_path / "other", tmp_path / "other.gguf")
+    monkeypatch.setattr(gguf, "load_library", lambda: FakeLlama(len(tokenizer), 32, 2))
+    target, plain = load(files), load(files)
+    draft = DraftModel.load(target, str(tmp_path / "other.gguf"), depth=3, vocabularies="intersect")
+    assert isinstance(draft.lm, LlamaCpp) and 255 < draft.facts["shared_tokens"] < len(tokenizer)
+    asked = requests(new=12, prompts=[target.tokenizer("def f(x):")["input_ids"]])
+    group, steps = decode(target, draft, asked)
+    assert emitted(group) == emitted(decode(plain, Null(), asked)[0])
+    assert sum(info.draft.shape.nodes for info in steps) > 5
 
 
 def test_a_target_of_transformers_may_have_a_gguf_draft(files, monkeypatch):

@@ -30,6 +30,7 @@ from spec_lab.propose.ngram import Ngram, NgramTree
 from spec_lab.propose.pard import Pard
 from spec_lab.propose.tree_plan import TreePlan
 from spec_lab.propose.trees import parse
+from spec_lab.propose.vocabularies import SharedTokens, one_to_one
 from spec_lab.tasks.certify.certificate import Control, Proof, grade, in_short, prove
 from spec_lab.tasks.certify.exact import Finding, examine
 from spec_lab.tasks.certify.instances import FEW, LOOPS, QUICK, STEPS, Instance
@@ -42,8 +43,12 @@ TARGET, DRAFT = table_models(RandomToy(4, plain=True), 3)
 ENUMERATED = [(verifier, drawn) for verifier, drawn in LOSSLESS if drawn != "gumbel"]
 
 
-def draft_model(tree="1x1", drawn="iid", **options):
-    return DraftModel(DRAFT, TARGET.context, TreePlan(parse(tree), drawn, **options))
+def draft_model(tree="1x1", drawn="iid", vocabularies=None, **options):
+    return DraftModel(DRAFT, TARGET.context, TreePlan(parse(tree), drawn, **options), vocabularies=vocabularies)
+
+
+def shared_tokens():
+    return SharedTokens([(0, 1), (3, 2)], 4, one_to_one({0: 1, 1: 0, 3: 2}), 4)
 
 
 def medusa(trunk, own_lm_heads=False):
@@ -82,6 +87,8 @@ PROPOSERS = {
     "tree iid": draft_model("2x1", confidence=0.5),
     "tree without": draft_model("2x1", "without"),
     "tree point": draft_model("2x1", "point", confidence=0.5),
+    "chain of shared tokens": draft_model(vocabularies=shared_tokens()),
+    "tree of shared tokens": draft_model("2x1", "without", vocabularies=shared_tokens()),
     "best first iid": draft_model(budget=Budget(3)),
     "best first without": draft_model(drawn="without", budget=Budget(3, width=1)),
     "best first point": draft_model(drawn="point", budget=Budget(3)),
