@@ -10,6 +10,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec_lab.train.distill import Distillation
+from spec_lab.train.eagle import Eagle3Recipe
+from spec_lab.train.fit import FitPlan
 from spec_lab.train.generate import Generation
 from spec_lab.train.trainer import Plan
 
@@ -34,6 +36,7 @@ class Settings:
         hold_out: number of held-out modules of each package.
         candidates: maximum number of prompts that are cut for each workload.
         prompts: number of shipped prompts of each workload.
+        eagle3, eagle3_fit: the EAGLE-3 head, and its training.
         parts: number of parts of generated text.
         windows: maximum number of windows of each held-out stream that the card measures.
         tokens: length of each continuation that the card measures.
@@ -58,6 +61,8 @@ class Settings:
     draft_control: Control = field(default_factory=lambda: Control(0, 1050, 300, 1.0))
     generation: Generation = field(default_factory=Generation)
     distillation: Distillation = field(default_factory=Distillation)
+    eagle3: Eagle3Recipe = Eagle3Recipe(unrolls=5, draft_vocab_size=1024, taps=(1, 3, 5))
+    eagle3_fit: FitPlan = field(default_factory=FitPlan)
     parts: int = 241
     windows: int = 1_000_000
     tokens: int = 96

@@ -5,6 +5,8 @@ prompts     candidates for held-out prompts
 target      pre-training of the target (long; resumes; ``control.json`` moves its phases)
 draft       pre-training of the draft on plain text
 generate    the target continues training text
+states      the same, with the hidden states that an EAGLE-3 head reads
+eagle3      an EAGLE-3 head learns from these (long; resumes)
 distill     draft and Medusa heads learn the target's distributions, on plain text and then on the target's own
 export      bf16 weights, configs and tokenizer into the zoo
 screen      choose the prompts after which the target's text has the fewest repeated 8-grams
@@ -16,6 +18,7 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +31,7 @@ from spec_lab.propose.heads import Heads
 from spec_lab.train import distill as distillation
 from spec_lab.train import export as files
 from spec_lab.train import generate as writing
+from spec_lab.train.fit import fit
 from spec_lab.train.trainer import Trainer
 
 from . import card as cards
@@ -54,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=Settings.parts, help="parts of generated text")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    training = chosen.stage in ("target", "draft", "distill")  # their threads compute parts of a batch in parallel
+    training = chosen.stage in (
+        "target",
+        "draft",
+        "distill",
+        "eagle3",
+    )  # their threads compute parts of a batch in parallel
     torch.set_num_threads(1 if training else chosen.threads)
     options = {"threads": chosen.threads} if training else {}
     control = Control(chosen.grow_step, chosen.stable_steps, chosen.decay_steps, chosen.rate)
@@ -104,6 +113,33 @@ def generate(settings: Settings) -> None:
     """Let the target continue training text."""
     model = settings.trained_target().eval()
     writing.generate(model, settings.work / "train", settings.work / "generated", settings.generation, settings.parts)
+
+
+def states(settings: Settings) -> None:
+    """Let the target continue training text, and keep the hidden states that the EAGLE-3 head reads, and the last.
+
+    In float32: the weights are the same, and many CPUs have no instructions for bfloat16.
+    """
+    model = settings.trained_target().eval().float()
+    plan = replace(settings.generation, states=(*settings.eagle3.taps, -1))
+    writing.generate(model, settings.work / "train", settings.work / "states", plan, settings.parts)
+
+
+def eagle3(settings: Settings) -> None:
+    """Train the EAGLE-3 head, and write it into the zoo."""
+    target = Target.load(str(settings.zoo / "target"), dtype="float32")
+    paths, plan = sorted((settings.work / "states").glob("part-*.safetensors")), settings.eagle3_fit
+    begun = settings.eagle3.begin(target, paths, plan.plan.seed)
+    trainer = Trainer(begun.module, plan.plan, settings.options.get("threads", 1), torch.float32)
+    fit(trainer, begun.objective, paths, settings.work / "eagle3", plan, dict(begun.facts))
+    row = settings.generation.length
+    facts = {
+        "target_sha256": files.file_sha256(settings.zoo / "target" / "model.safetensors"),
+        "seed": str(plan.plan.seed),
+        "tokens": str(len(paths) * settings.generation.batch * row),
+        "passes": str(plan.passes),
+    }
+    settings.eagle3.write(begun.module.eval(), target, settings.zoo / "eagle3", facts)
 
 
 def distill(settings: Settings) -> None:
@@ -176,5 +212,18 @@ def card(settings: Settings) -> None:
 
 STAGES: dict[str, Callable[[Settings], None]] = {
     stage.__name__: stage
-    for stage in (corpus, prompts, target, draft, generate, distill, export, screen, calibrate, card)
+    for stage in (
+        corpus,
+        prompts,
+        target,
+        draft,
+        generate,
+        states,
+        eagle3,
+        distill,
+        export,
+        screen,
+        calibrate,
+        card,
+    )
 }

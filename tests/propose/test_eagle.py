@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from spec_lab.core.draft import empty
 from spec_lab.core.probabilities import Sampling, logits_to_probs
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
+from spec_lab.engine.proposer import Observation
 from spec_lab.propose import eagle
 from spec_lab.verify import Token, Traversal
 from tests.oracles import eagle as oracle
 from tests.propose.eagle_heads import SIZES, eagle1, eagle3, speculators, written
-from tests.propose.lab import COLD, WARM, decode, emitted, expanded, plain_greedy, requests
+from tests.propose.lab import COLD, WARM, batch_of, decode, emitted, expanded, plain_greedy, requests
 from tests.tiny import VOCABULARY, tiny_target
 
 H = 32
@@ -109,6 +111,28 @@ def test_greedy_drafting_emits_the_target_s_tokens(target, folders, name, option
     assert emitted(group) == truth
     assert all(info.draft.shape.nodes == 0 for info in steps[:1]), "no position is computed before the first step"
     assert sum(info.draft.shape.nodes for info in steps) > 60
+
+
+@torch.no_grad()
+def test_nothing_is_drafted_below_several_pending_tokens_and_drafting_resumes_after_them(target, folders):
+    """Features of pending positions are not known."""
+    proposer, wanted = eagle.load(target, folders["eagle3"], depth=2), requests(WARM, prompts=[(3, 14, 15, 9, 26, 5)])
+    batch = batch_of(target, wanted, proposer, CounterDraws(1))
+    (sequence,) = batch.sequences
+    target.lm.capture(proposer.requires.hidden)
+    for forced in ([4, 17, 8], [2]):  # what follows what is computed
+        assert proposer.propose(batch).shape.nodes == 0
+        start = len(sequence.kv)
+        output = target.lm.forward([sequence.kv], [sequence.pending], empty(1))
+        sequence.tokens += forced
+        proposer.observe(
+            [Observation(sequence, start, sequence.tokens[start : len(sequence.kv) + 1], output.pending[0])]
+        )
+    draft = proposer.propose(batch)
+    assert draft.shape.nodes == 2
+    expected = logits_to_probs(reference("eagle3", target, sequence.tokens, [])[None], [WARM])[0]
+    torch.testing.assert_close(draft.q[draft.q_row[0]], expected, rtol=0, atol=1e-6)
+    target.lm.capture()
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
