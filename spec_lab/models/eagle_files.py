@@ -91,7 +91,7 @@ def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Te
         if w == v:
             return torch.arange(w)
         raise ValueError(
-            f"{folder} drafts {w} of the target's {v} tokens, but holds no d2t that says which: the head was saved "
+            f"{folder} drafts {w} of the target's {v} tokens, but holds no d2t that states which: the head was saved "
             "without it and would draft wrong tokens; export it again"
         )
     d2t, t2d = tables["d2t"], tables.get("t2d")

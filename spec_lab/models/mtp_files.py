@@ -77,8 +77,8 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
-        ValueError: there is no module, or another number of modules than the config says; a tensor is missing, surplus,
-            misshapen, NaN or infinite; the modules are for another hidden size.
+        ValueError: there is no module, or another number of modules than the config states; a tensor is missing,
+            surplus, misshapen, NaN or infinite; the modules are for another hidden size.
         Unsupported: decoder layers of a family that a drafter cannot run; no path, and a target that is not a
             checkpoint of transformers.
     """

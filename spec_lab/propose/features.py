@@ -23,7 +23,7 @@ def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], T
         return
     if len(some) == 1:
         parts = [read(some[0][1])]
-    else:  # each part gets memory of its own, so that a sequence does not keep the features of those beside it
+    else:  # memory of its own for each part: a view would keep the features of the whole batch alive
         together = read(torch.cat([hidden for _, hidden in some]))
         parts = [part.clone() for part in together.split([len(hidden) for _, hidden in some])]
     for (one, _), part in zip(some, parts, strict=True):
