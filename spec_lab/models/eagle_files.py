@@ -48,11 +48,13 @@ class EagleHead:
         network: bound to the target.
         name: "eagle" or "eagle3".
         sha256: of its weight files.
+        tokens: how many of the target's tokens it drafts.
     """
 
     network: Network
     name: str
     sha256: str
+    tokens: int
 
 
 def read_eagle(path: str, target: Target) -> EagleHead:
@@ -72,10 +74,12 @@ def read_eagle(path: str, target: Target) -> EagleHead:
         names = _names(folder, network, shapes)
         tensors = {own: read_weight(folder, held, name, target.lm.dtype) for name, own in names.items()}
         tables = {name: held[name][:] for name in TABLES if name in shapes}
+    name, tokens = "eagle", target.vocabulary
     if isinstance(settings, Eagle3Settings):
+        name, tokens = "eagle3", settings.draft_vocab_size or tokens
         network.ids = draft_tokens(folder, settings, tables)
     ready = with_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
-    return EagleHead(ready, "eagle3" if isinstance(settings, Eagle3Settings) else "eagle", weights_hash(path))
+    return EagleHead(ready, name, weights_hash(path), tokens)
 
 
 def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Tensor]) -> Tensor:  # [W]

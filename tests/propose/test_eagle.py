@@ -205,6 +205,12 @@ def test_an_eagle1_head_for_another_width_is_refused(target, tmp_path):
         eagle.load(target, path, depth=2)
 
 
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target, folders):
+    assert eagle.load(target, folders["eagle3"], tree=f"{len(IDS)}").nodes == len(IDS)
+    with pytest.raises(ValueError, match=rf"proposer\.tree: a tree {len(IDS) + 1} wide .* {len(IDS)}$"):
+        eagle.load(target, folders["eagle3"], tree=f"{len(IDS) + 1}")
+
+
 def test_pickled_weights_are_never_read(target, tmp_path):
     path = written(tmp_path / "head", *eagle1(H, VOCABULARY), name="pytorch_model.bin")
     with pytest.raises(ValueError, match="spec-lab convert"):
