@@ -16,14 +16,11 @@ from spec_lab.core.clock import Phase
 from spec_lab.core.inference import inference
 from spec_lab.engine.attention import Pack
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
-from spec_lab.engine.prepare import Packer
+from spec_lab.engine.prepare import CHUNK, Packer, chunks
 
 BlockLayers = Callable[[Tensor, Tensor, Pack, Tensor], Tensor]
 """Rows ``[1, N, H]`` (features, and the blocks' inputs), positions ``[1, N]``, what stands in for transformers' cache,
 and the numbers ``[m]`` of the blocks' rows -> outputs ``[m, Y]`` of these."""
-
-CHUNK = 512
-"""Most features of one sequence that are appended by one forward."""
 
 
 class BlockLM:
@@ -61,13 +58,10 @@ class BlockLM:
         for one in sequences:
             one.accept()
         parts, size = list(features), block.shape[1]
-        while long := [n for n, part in enumerate(parts) if len(part) > CHUNK]:
+        for long, rows in chunks(parts, CHUNK):
             early = self._packer.forest([sequences[n] for n in long], [[0] * CHUNK for _ in long], None, 0)
-            rows = torch.cat([parts[n][:CHUNK] for n in long])
             with timed:
                 self.layers(rows[None], early.positions, early.pack, torch.arange(0, device=self.device))
-            for n in long:
-                parts[n] = parts[n][CHUNK:]
         prepared = self._packer.blocks(sequences, [len(part) for part in parts], size)
         own = torch.cat([torch.arange(rows.start, rows.stop) for rows in prepared.nodes]).to(self.device)
         rows = torch.cat([piece for both in zip(parts, block, strict=True) for piece in both])

@@ -18,7 +18,7 @@ from spec_lab.core.draft import Shape
 from spec_lab.core.inference import inference
 from spec_lab.engine.attention import Pack
 from spec_lab.engine.kv_cache import GRAIN, Cells, CellSequence
-from spec_lab.engine.prepare import Packer
+from spec_lab.engine.prepare import CHUNK, Packer, chunks
 
 Layers = Callable[[Tensor, Tensor, Pack], Tensor]
 """Inputs ``[1, N, X]``, positions ``[1, N]`` and what stands in for transformers' cache -> outputs ``[1, N, Y]``."""
@@ -58,7 +58,14 @@ class FeatureLM:
         """
         for one in sequences:
             one.accept()
-        prepared = self._packer.forest(sequences, [[0] * length for length in lengths], None, 0)
+        rest = list(inputs.split(list(lengths)))
+        for long, rows in chunks(rest, CHUNK):
+            early = self._packer.forest([sequences[n] for n in long], [[0] * CHUNK for _ in long], None, 0)
+            with timed:
+                self.layers(rows[None], early.positions, early.pack)
+        if sum(map(len, rest)) < len(inputs):
+            inputs = torch.cat(rest)
+        prepared = self._packer.forest(sequences, [[0] * len(part) for part in rest], None, 0)
         with timed:
             outputs = self.layers(inputs[None], prepared.positions, prepared.pack)[0]
         if len(sequences) == 1:

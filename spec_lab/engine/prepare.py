@@ -6,7 +6,7 @@ the sequence's draft tree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ from spec_lab.engine.kv_cache import NONE_HELD, Cells, CellSequence, as_index
 
 DenseMasks = Tensor | dict[str, Tensor]
 """A dense attention mask ``[1, 1, N, S * C]``, or one for each type of layer, as transformers names them."""
+
+CHUNK = 512
+"""Most rows of one sequence that a drafter's layers append by one forward: its attention mask has their square."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -380,6 +383,22 @@ def forest_mask(shape: Shape | None, tree: int, pending: int) -> np.ndarray:
 
 
 ROOT = np.zeros((1, 1), dtype=np.float32)
+
+
+def chunks(rest: list[Tensor], most: int) -> Iterator[tuple[list[int], Tensor]]:
+    """Cut ``most`` rows off the beginning of every longer part, and again, until there is none.
+
+    Args:
+        rest: parts ``[n, X]``; what is left of them afterwards.
+        most: rows of a part.
+
+    Yields:
+        The numbers of the parts that are cut, and the rows that are cut off, part by part.
+    """
+    while long := [number for number, part in enumerate(rest) if len(part) > most]:
+        yield long, torch.cat([rest[number][:most] for number in long])
+        for number in long:
+            rest[number] = rest[number][most:]
 
 
 def _nearby(

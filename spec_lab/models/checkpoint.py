@@ -131,12 +131,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _described(file, config)
 
 
-def read_drafter_config(path: str, what: str) -> tuple[Path, dict[str, Any]]:
+def read_drafter_config(path: str, what: str, converts: bool = True) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a drafter's network and its ``config.json``, before any weights are read.
 
     Args:
         path: of the folder, as ``proposer.path`` names it.
         what: it should hold, for messages: "Hydra heads", "an EAGLE head".
+        converts: whether ``spec-lab convert`` knows the layout.
 
     Raises:
         OSError: there is no config.json.
@@ -151,9 +152,10 @@ def read_drafter_config(path: str, what: str) -> tuple[Path, dict[str, Any]]:
         raise OSError(f"no {what} at {folder}: config.json is missing{where}")
     old = sorted(one.name for pattern in ("*.bin", "*.pt", "*.pth") for one in folder.glob(pattern))
     if old and not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        advice = f"spec-lab convert {folder} OUT writes them as safetensors" if converts else "save them as safetensors"
         raise ValueError(
             f"{folder} holds its weights in {old[0]}, which a run does not read because loading it may execute code: "
-            f"spec-lab convert {folder} OUT writes them as safetensors"
+            f"{advice}"
         )
     return folder, config
 

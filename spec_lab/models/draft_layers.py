@@ -27,6 +27,8 @@ WHOLE = ("self_attn", "input_layernorm")
 """What one that is only run whole must have."""
 GIVEN = {"attention_mask", "position_ids", "past_key_values", "position_embeddings"}
 """What such a layer must read besides its input."""
+MOST_BUFFERS = 2**20
+"""Most numbers in the buffers of a config's model, which are made before weights are compared with the config."""
 
 
 class DraftLayers(nn.Module):
@@ -62,6 +64,11 @@ class DraftLayers(nn.Module):
                 refuse_by_name(config)
             with torch.device("meta"):
                 causal_lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            numbers = sum(one.numel() for one in causal_lm.buffers())
+            if numbers > MOST_BUFFERS:
+                raise ValueError(
+                    f"its rotary embedding has {numbers} numbers, more than {MOST_BUFFERS}: check head_dim"
+                )
             model = causal_lm.model
             rotary = type(model.rotary_emb)(config=config)
             windows = layer_kinds(config)

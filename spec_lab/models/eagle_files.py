@@ -29,6 +29,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, refuse_windows, taps, whole
 from spec_lab.models.eagle import Eagle3Settings, EagleSettings, Network, Settings, with_weights
 from spec_lab.models.target import Target
 
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 TABLES = ("d2t", "t2d")
-MOST_TAPS = 64
 FORMAT_VERSION = "0.3.0"
 
 
@@ -48,11 +48,13 @@ class EagleHead:
         network: bound to the target.
         name: "eagle" or "eagle3".
         sha256: of its weight files.
+        tokens: how many of the target's tokens it drafts.
     """
 
     network: Network
     name: str
     sha256: str
+    tokens: int
 
 
 def read_eagle(path: str, target: Target) -> EagleHead:
@@ -70,15 +72,14 @@ def read_eagle(path: str, target: Target) -> EagleHead:
         settings = _settings(folder, config, shapes, target)
         network = settings.network()
         names = _names(folder, network, shapes)
-        tensors = {own: held[name][:] for name, own in names.items()}
+        tensors = {own: read_weight(folder, held, name, target.lm.dtype) for name, own in names.items()}
         tables = {name: held[name][:] for name in TABLES if name in shapes}
-    for name, own in names.items():
-        if not torch.isfinite(tensors[own]).all():
-            raise ValueError(f"{folder}: '{name}' holds NaN or infinite values")
+    name, tokens = "eagle", target.vocabulary
     if isinstance(settings, Eagle3Settings):
+        name, tokens = "eagle3", settings.draft_vocab_size or tokens
         network.ids = draft_tokens(folder, settings, tables)
     ready = with_weights(network, tensors, target.services, target.lm.device, target.lm.dtype)
-    return EagleHead(ready, "eagle3" if isinstance(settings, Eagle3Settings) else "eagle", weights_hash(path))
+    return EagleHead(ready, name, weights_hash(path), tokens)
 
 
 def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Tensor]) -> Tensor:  # [W]
@@ -94,7 +95,7 @@ def draft_tokens(folder: Path, settings: Eagle3Settings, tables: Mapping[str, Te
         if w == v:
             return torch.arange(w)
         raise ValueError(
-            f"{folder} drafts {w} of the target's {v} tokens, but holds no d2t that says which: the head was saved "
+            f"{folder} drafts {w} of the target's {v} tokens, but holds no d2t that states which: the head was saved "
             "without it and would draft wrong tokens; export it again"
         )
     d2t, t2d = tables["d2t"], tables.get("t2d")
@@ -127,10 +128,11 @@ def _settings(
     if not third and "fc.weight" not in shapes:
         some = ", ".join(sorted(shapes)[:5]) or "none"
         raise ValueError(f"{folder} holds no EAGLE head, whose tensors include fc.weight (it holds: {some})")
-    h = _whole(file, layer, "hidden_size")
-    layers = _whole(file, layer, "num_hidden_layers", default=1)
+    h = whole(file, layer, "hidden_size")
+    layers = whole(file, layer, "num_hidden_layers", default=1)
     if layers > len(shapes):
         raise ValueError(f"{file}: num_hidden_layers is {layers}, but the weight files hold {len(shapes)} tensors")
+    refuse_windows(file, layer)
     v, wide = target.vocabulary, target.services.hidden_size
     fields = {name: value for name, value in layer.items() if name not in NOT_OF_LAYERS}
     fields["model_type"] = layer.get("model_type", "llama")
@@ -140,11 +142,10 @@ def _settings(
         fields["head_dim"] = h // heads
     fields["max_position_embeddings"] = max(target.context, 1)
     if not third:
-        bias = config.get("bias", True)
         if h != wide:
             raise ValueError(f"the EAGLE head at {folder} is for hidden size {h}, the target {target.name} has {wide}")
-        return EagleSettings(fields, h, v, layers, _flag(file, "bias", bias))
-    of_target = _whole(file, config, "target_hidden_size", default=h)
+        return EagleSettings(fields, h, v, layers, flag(file, config, "bias", default=True))
+    of_target = whole(file, config, "target_hidden_size", default=h)
     if of_target != wide:
         raise ValueError(
             f"the EAGLE head at {folder} reads hidden states of size {of_target}, the target {target.name} has {wide}"
@@ -159,33 +160,19 @@ def _settings(
     own = "embed_tokens.weight" in shapes
     if not own and h != wide:
         raise ValueError(f"{folder} holds no embed_tokens.weight, and the target's has hidden size {wide}, not {h}")
-    flags = {name: _flag(file, name, config.get(name, False)) for name in FLAGS}
-    taps = _taps(file, config, target)
-    return Eagle3Settings(fields, h, wide, v, taps, w, layers, **flags, own_embedding=own)
+    flags = {name: flag(file, config, name) for name in FLAGS}
+    return Eagle3Settings(fields, h, wide, v, _taps(file, config, target), w, layers, **flags, own_embedding=own)
 
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NOT_OF_LAYERS = {
     "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "draft_vocab_size", "eagle_config",
     "target_hidden_size", "bias", TAPS, *FLAGS, "use_cache", "tie_word_embeddings", "vocab_size", "bos_token_id",
-    "eos_token_id", "pad_token_id", "max_window_layers", "use_sliding_window", "sliding_window", "layer_types",
-    "_name_or_path", "attn_implementation", "_attn_implementation", "quantization_config", "num_hidden_layers",
-    "max_position_embeddings", "pretraining_tp", "initializer_range", "attention_dropout",
+    "eos_token_id", "pad_token_id", "layer_types", "_name_or_path", "attn_implementation", "_attn_implementation",
+    "quantization_config", "num_hidden_layers", "max_position_embeddings", "pretraining_tp", "initializer_range",
+    "attention_dropout",
 }  # fmt: skip
 """Fields of a config that do not describe the decoder layers."""
-
-
-def _whole(file: Path, config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise ValueError(f"{file}: {name} must be a positive whole number, not {brief(value)}")
-    return value
-
-
-def _flag(file: Path, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{file}: {name} must be true or false, not {brief(value)}")
-    return value
 
 
 def _taps(file: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
@@ -197,16 +184,7 @@ def _taps(file: Path, config: Mapping[str, Any], target: Target) -> tuple[int, .
         named, shift, where = inner.get(TAPS), 1, f"eagle_config.{TAPS}"
     if named is None:
         return tuple(max(0, min(tap, last)) for tap in (2, last // 2, last - 3))
-    plain = isinstance(named, list) and 0 < len(named) <= MOST_TAPS
-    if not plain or any(isinstance(one, bool) or not isinstance(one, int) for one in named):
-        raise ValueError(f"{file}: {where} must be a list of layers, not {brief(named)}")
-    taps = tuple(one + shift for one in named)
-    if wrong := [one for one in named if not 0 <= one + shift <= last]:
-        raise ValueError(
-            f"{file}: {where} names {wrong[0]}, but the target {target.name} has {last} layers: the head is for "
-            "another target"
-        )
-    return taps
+    return taps(file, where, named, shift, last, target.name)
 
 
 def _names(folder: Path, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -215,26 +193,15 @@ def _names(folder: Path, network: Network, shapes: Mapping[str, tuple[int, ...]]
     Raises:
         ValueError: a tensor is missing, surplus or misshapen.
     """
-    wanted = {name: tuple(one.shape) for name, one in network.named_parameters()}
-    names, problems = {}, []
-    for name, shape in shapes.items():
-        if name in TABLES and isinstance(network.settings, Eagle3Settings):
-            continue
-        if name == "embed_tokens.weight" and isinstance(network.settings, EagleSettings):
-            expected: tuple[int, ...] | None = (network.settings.vocab_size, network.settings.hidden_size)
-        else:
-            names[name] = own_name(name)
-            expected = wanted.get(names[name])
-        if expected is None:
-            problems.append(f"{brief(name)} is in no layer of the network")
-        elif expected != shape:
-            problems.append(f"{name} is {list(shape)}, not {list(expected)}")
-    held = set(names.values())
-    problems += [f"{published_name(name)} is missing" for name in wanted if name not in held]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"the weights of {folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}")
-    return names
+    v, h = network.settings.vocab_size, network.settings.hidden_size
+    first = isinstance(network.settings, EagleSettings)
+    names = {name: own_name(name) for name in shapes if first or name not in TABLES}
+    published = {own: name for name, own in names.items()}
+    own_shapes = {own: tuple(one.shape) for own, one in network.named_parameters()}
+    wanted = {published.get(own, published_name(own)): shape for own, shape in own_shapes.items()}
+    unused = {"embed_tokens.weight": (v, h)} if first and "embed_tokens.weight" in shapes else {}
+    refuse(folder, misfits(wanted | unused, {name: shapes[name] for name in names}))
+    return {name: own for name, own in names.items() if name not in unused}
 
 
 def own_name(name: str) -> str:

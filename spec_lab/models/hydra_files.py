@@ -30,6 +30,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MAX_LAYERS, SINGLE, open_weights, read_drafter_config, weight_files, weights_hash
+from spec_lab.models.drafter_files import flag, misfits, read_weight, refuse, whole
 from spec_lab.models.hydra import HydraHeads, HydraSettings
 from spec_lab.models.support import Unsupported
 from spec_lab.models.target import Target
@@ -59,7 +60,7 @@ def read_hydra(path: str, target: Target) -> HydraHeads:
         shapes = {name: tuple(one.get_shape()) for name, one in held.items()}
         network = HydraHeads(_settings(folder, config, shapes, target))
         names = _names(folder, network, shapes)
-        tensors = {own: _tensor(folder, copies, held) for own, copies in names.items()}
+        tensors = {own: _tensor(folder, copies, held, target.lm.dtype) for own, copies in names.items()}
     return network.bind(tensors, target.services, target.lm.device, target.lm.dtype)
 
 
@@ -119,7 +120,7 @@ def _settings(
     if not numbers:
         some = brief(", ".join(sorted(shapes)[:5]) or "none")
         raise ValueError(f"{folder} holds no Hydra heads, whose tensors include hydra_mlp.0 (it holds: {some})")
-    heads, layers = (_whole(file, config, name) for name in ("hydra_num_heads", "hydra_num_layers"))
+    heads, layers = (whole(file, config, name, most=MAX_LAYERS) for name in ("hydra_num_heads", "hydra_num_layers"))
     if heads > len(numbers):
         raise ValueError(f"{file}: hydra_num_heads is {heads}, but the weight files hold {len(numbers)} heads")
     arch = config.get("hydra_head_arch")
@@ -135,9 +136,7 @@ def _settings(
             f"{file}: hidden_state_offset must be 0, not {brief(offset)}: only heads that read the hidden state after "
             "the final norm are supported"
         )
-    shared = config.get("shared_lm_head", False)
-    if not isinstance(shared, bool):
-        raise ValueError(f"{file}: shared_lm_head must be true or false, not {brief(shared)}")
+    shared = flag(file, config, "shared_lm_head")
     prefix = _prefix(file, config, target) if arch == "prefix-mlp" else None
     settings = HydraSettings(h, v, heads, layers, prefix, shared)
     for part, what, own in (("linear", "hidden size", h), ("lm_head", "vocabulary", v)):
@@ -169,53 +168,36 @@ def _prefix(file: Path, config: Mapping[str, Any], target: Target) -> dict[str, 
     return kept | {"max_position_embeddings": max(target.context, 1)}
 
 
-def _whole(file: Path, config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_LAYERS:
-        raise ValueError(f"{file}: {name} must lie between 1 and {MAX_LAYERS}, not {brief(value)}")
-    return value
-
-
 def _names(folder: Path, network: HydraHeads, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """The names in the files of each of the network's parameters: one, or those of all copies.
 
     Raises:
         ValueError: a tensor is missing, surplus or misshapen.
     """
-    settings, names, problems = network.settings, dict[str, list[str]](), []
-    expected = dict[str, tuple[int, ...]]()
+    settings, names, wanted = network.settings, dict[str, list[str]](), dict[str, tuple[int, ...]]()
+    held = dict(shapes)
     if network.prefix is not None:
-        expected[UNUSED[0]] = settings.vocab_size, settings.hidden_size
+        held.pop(UNUSED[1], None)
+        if UNUSED[0] in held:
+            wanted[UNUSED[0]] = settings.vocab_size, settings.hidden_size
     for own, parameter in network.named_parameters():
         copies = published_names(own, settings)
         alone = len(copies) > 1 and not any(name in shapes for name in copies[1:])
         names[own] = copies[:1] if alone else copies
-        expected |= dict.fromkeys(names[own], tuple(parameter.shape))
-        problems += [f"{name} is missing" for name in names[own] if name not in shapes]
-    for name, shape in shapes.items():
-        if name == UNUSED[1] and network.prefix is not None:
-            continue
-        if name not in expected:
-            problems.append(f"{brief(name)} is in no layer of the network")
-        elif expected[name] != shape:
-            problems.append(f"{name} is {list(shape)}, not {list(expected[name])}")
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"the weights of {folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}")
+        wanted |= dict.fromkeys(names[own], tuple(parameter.shape))
+    refuse(folder, misfits(wanted, held))
     return names
 
 
-def _tensor(folder: Path, copies: list[str], held: Mapping[str, Any]) -> Tensor:
+def _tensor(folder: Path, copies: list[str], held: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     """One of the network's parameters.
 
     Raises:
-        ValueError: it is NaN or infinite, or its copies differ.
+        ValueError: it is quantized, NaN or infinite, or its copies differ.
     """
-    first: Tensor = held[copies[0]][:]
-    if not torch.isfinite(first).all():
-        raise ValueError(f"{folder}: '{copies[0]}' holds NaN or infinite values")
+    first = read_weight(folder, held, copies[0], dtype)
     for name in copies[1:]:
-        if not torch.equal(first, held[name][:]):
+        if not torch.equal(held[copies[0]][:], held[name][:]):
             raise ValueError(
                 f"{folder}: '{name}' differs from '{copies[0]}', but the layers after a head's first are one layer"
             )

@@ -28,10 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_lab.core.files import read_json
 from spec_lab.core.options import brief
-from spec_lab.models import checkpoint
-from spec_lab.models.checkpoint import SINGLE
+from spec_lab.models.checkpoint import open_weights, read_drafter_config, weight_files
+from spec_lab.models.drafter_files import flag, read_weight
 from spec_lab.models.drafter_layouts import INDEX, MEDUSA, MedusaLayout, Shapes, matrix, medusa_layout
 from spec_lab.models.target import Target
 
@@ -87,20 +86,8 @@ def read_medusa(path: str, target: Target) -> MedusaWeights:
         ValueError: the folder holds no Medusa heads; a setting or tensor is missing, surplus or malformed; the heads
             are for another hidden size or vocabulary; a weight is NaN or infinite.
     """
-    if not isinstance(path, str) or not path:
-        raise ValueError(f"proposer.path must name a folder of Medusa heads, not {path!r}")
-    folder = Path(path)
-    config = read_json(folder / "config.json")
-    if config is None:
-        where = "" if folder.is_dir() else ", as is the folder"
-        raise OSError(f"no Medusa heads at {folder}: config.json is missing{where}")
-    if not (folder / SINGLE).exists() and not (folder / checkpoint.INDEX).exists():
-        old = [one.name for pattern in ("*.pt", "*.bin", "*.pth") for one in sorted(folder.glob(pattern))]
-        raise OSError(
-            f"no Medusa heads at {folder}: {SINGLE} is missing"
-            + (f"; spec-lab convert {folder} OUT writes it from {old[0]}, which a run does not read" if old else "")
-        )
-    with checkpoint.open_weights(checkpoint.weight_files(folder)) as held:
+    folder, config = read_drafter_config(path, "Medusa heads")
+    with open_weights(weight_files(folder)) as held:
         files = _Files(folder, config, target, held, {name: tuple(one.get_shape()) for name, one in held.items()})
         if any(OWN.fullmatch(name) for name in held):
             return _read_own(files)
@@ -138,10 +125,7 @@ class _Files:
 
     def flag(self, name: str) -> bool:
         """The value of a flag of the config, false if it is missing."""
-        value = self.config.get(name, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.folder / 'config.json'}: {name} must be true or false, not {brief(value)}")
-        return value
+        return flag(self.folder / "config.json", self.config, name)
 
     def size(self, name: str, least: int = 1, default: int | None = None) -> int:
         """A size in the config; one that is missing and has no default is an error."""
@@ -181,11 +165,8 @@ class _Files:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in the target's dtype and on its device."""
-        read: Tensor = self.held[name][:]
-        tensor = read.to(self.target.lm.device, self.target.lm.dtype)
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{self.folder}: '{name}' holds NaN or infinite values")
-        return tensor
+        lm = self.target.lm
+        return read_weight(self.folder, self.held, name, lm.dtype).to(lm.device)
 
 
 def _read_own(files: _Files) -> MedusaWeights:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from spec_lab.core.options import brief
 from spec_lab.models.checkpoint import MTP, SINGLE, mtp_prefixes, open_weights, read_config, weight_files, weights_hash
+from spec_lab.models.drafter_files import misfits, read_weight, refuse
 from spec_lab.models.loading import describe
 from spec_lab.models.mtp import Mtp, MtpSettings, mtp_with_weights
 from spec_lab.models.target import Target
@@ -76,8 +77,8 @@ def read_mtp(path: str | None, target: Target) -> MtpModules:
 
     Raises:
         OSError: a file is missing, truncated or corrupt.
-        ValueError: there is no module, or another number of modules than the config says; a tensor is missing, surplus,
-            misshapen, NaN or infinite; the modules are for another hidden size.
+        ValueError: there is no module, or another number of modules than the config states; a tensor is missing,
+            surplus, misshapen, NaN or infinite; the modules are for another hidden size.
         Unsupported: decoder layers of a family that a drafter cannot run; no path, and a target that is not a
             checkpoint of transformers.
     """
@@ -217,23 +218,12 @@ def _weights(
     layers = {f"model.{own[5:]}": held[name] for name, own in names.items() if own.startswith("body.")}
     body, problems = network.body.read(layers, dtype)
     problems = [re.sub(r"^model(\.layers\.\S+)", lambda one: published(f"body{one[1]}"), text) for text in problems]
-    wanted = {name: tuple(one.shape) for name, one in network.named_parameters() if name.startswith("frames.")}
-    tensors = {f"body.{name}": one for name, one in body.items()}
-    for name, own in names.items():
-        if own.startswith("body."):
-            continue
-        shape = tuple(held[name].get_shape())
-        if own not in wanted:
-            problems.append(f"{brief(name)} is in no layer of the network")
-        elif shape != wanted[own]:
-            problems.append(f"{name} is {list(shape)}, not {list(wanted[own])}")
-        else:
-            tensors[own] = held[name][:].to(dtype)
-    problems += [f"{published(own)} is missing" for own in wanted.keys() - {*names.values()}]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(f"the weights of {folder} do not fit its config.json: {'; '.join(sorted(problems)[:3])}{more}")
-    return tensors
+    frames = {name: tuple(one.shape) for name, one in network.named_parameters() if name.startswith("frames.")}
+    wanted = {published(name): shape for name, shape in frames.items()}
+    others = {name: tuple(held[name].get_shape()) for name, own in names.items() if not own.startswith("body.")}
+    refuse(folder, problems + misfits(wanted, others))
+    tensors = {names[name]: read_weight(folder, held, name, dtype) for name in wanted}
+    return tensors | {f"body.{name}": one for name, one in body.items()}
 
 
 def write_mtp(network: Mtp, folder: Path, layout: Layout, layers: int, facts: Mapping[str, str]) -> str:

@@ -27,6 +27,6 @@ def load(target: Target, path: str, **options: Unpack[TreeOptions]) -> FeatureDr
         OSError: a file is missing.
     """
     plan = TreePlan.read(**options)
-    plan.check_width(target.vocabulary)
     head = read_eagle(path, target)
+    plan.check_width(head.tokens)
     return FeatureDrafter(head.network, target, plan, head.name, head.sha256)

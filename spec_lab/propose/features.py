@@ -21,8 +21,11 @@ def observe_features(observed: Sequence[Observation], read: Callable[[Tensor], T
     some = [(one, one.hidden) for one in observed if one.hidden is not None and len(one.hidden)]
     if not some:
         return
-    together = some[0][1] if len(some) == 1 else torch.cat([hidden for _, hidden in some])
-    parts = read(together).split([len(hidden) for _, hidden in some])
+    if len(some) == 1:
+        parts = [read(some[0][1])]
+    else:  # memory of its own for each part: a view would keep the features of the whole batch alive
+        together = read(torch.cat([hidden for _, hidden in some]))
+        parts = [part.clone() for part in together.split([len(hidden) for _, hidden in some])]
     for (one, _), part in zip(some, parts, strict=True):
         features: Features = one.sequence.state.features
         features.add(one.start, part)

@@ -104,8 +104,8 @@ class Retokenized:
     1. It begins with the tokens that the draft model's tokenizer puts before a text; the target's own beginning, and
        the space that its tokenizer puts before a text, are left out.
     2. Special tokens separate texts. One that both share is read as such, others are left out.
-    3. A text is split into pieces (``PIECE``), of which each is tokenized by itself. So a long text costs no more in
-       each step than its last piece, and earlier tokens never change.
+    3. A text is split into pieces (``PIECE``), of which each is tokenized by itself. So in each step
+       only the last piece of a long text is tokenized anew, and earlier tokens never change.
     4. Bytes that are no UTF-8, of an unfinished character at the end above all, are read as the draft model's tokens of
        one byte, and left out if it has none.
 

@@ -12,7 +12,7 @@ import torch
 
 from spec_lab.core.draft import Draft, Drawn, Shape, forest
 from spec_lab.core.draft import tree as shape_of
-from spec_lab.core.options import one_of, share, temperature_or_none, whole
+from spec_lab.core.options import brief, one_of, share, temperature_or_none, whole
 from spec_lab.core.probabilities import Sampling
 from spec_lab.engine.sequence import Batch
 from spec_lab.propose.best_first import BestFirst, Budget
@@ -128,7 +128,8 @@ class TreePlan:
         if sum(one is not None for one in (depth, tree, nodes)) != 1:
             raise ValueError(
                 "give one of proposer.depth, for a chain, proposer.tree, for a fixed tree, and proposer.nodes, for a "
-                "tree that grows best first"
+                f"tree that grows best first (got depth={brief(depth)}, tree={brief(tree)} and nodes={brief(nodes)}): "
+                "set the others to null"
             )
         if not isinstance(rerank, bool):
             raise ValueError(f"proposer.rerank must be true or false (got {rerank!r})")

@@ -203,7 +203,7 @@ REFUSED = {
     "no drafter": (dflash, lambda c, t: c.pop("dflash_config"), "neither dflash_config .* nor markov_rank"),
     "mask token": (dflash, inner(mask_token_id=VOCABULARY), f"mask_token_id .* 0 to {VOCABULARY - 1}, not"),
     "no mask token": (dflash, lambda c, t: c["dflash_config"].pop("mask_token_id"), "mask_token_id .*None"),
-    "taps": (dflash, inner(target_layer_ids=[0, 4]), "names layer 4, but the target .* layers 0 to 3"),
+    "taps": (dflash, inner(target_layer_ids=[0, 4]), "names layer 4, but the target .* -1 to 3 can"),
     "taps of text": (dflash, inner(target_layer_ids="all"), "list of layers"),
     "fewer taps": (dflash, inner(target_layer_ids=[1]), r"fc.weight is \[32, 64\], not \[32, 32\]"),
     "block": (dflash, outer(block_size=0), "block_size must be a whole number"),

@@ -186,14 +186,29 @@ REFUSED = {
     "descending d2t": (lambda c, t: t.update(d2t=t["d2t"].flip(0)), "no offset"),
     "d2t of floats": (lambda c, t: t.update(d2t=t["d2t"].float()), "whole numbers"),
     "other t2d": (lambda c, t: t.update(t2d=~t["t2d"]), "no offset"),
-    "taps": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), "names 9, but the target .* 4 layers"),
+    "taps": (
+        lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 9]),
+        "names layer 9, but the target .* 4 layers",
+    ),
     "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
     "hidden size": (lambda c, t: c.update(target_hidden_size=64), "size 64, the target .* 32"),
     "vocabulary": (lambda c, t: c.update(draft_vocab_size=1000), "draft_vocab_size"),
+    "both names of a tensor": (
+        lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": t["midlayer.self_attn.q_proj.weight"].clone()}),
+        "q_proj.weight' is in no layer",
+    ),
+    "quantized": (lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}), "'fc.weight' has data type I8"),
+    "eight bits": (
+        lambda c, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}),
+        "'fc.weight' has data type F8_E4M3",
+    ),
+    "windows": (lambda c, t: c.update(layer_types=["sliding_attention"]), "layer_types must be full_attention"),
+    "windows of a family": (lambda c, t: c.update(model_type="mistral", sliding_window=8), "full attention"),
+    "endless rotary embedding": (lambda c, t: c.update(head_dim=2**31), "rotary embedding"),
     "flag": (lambda c, t: c.update(norm_before_residual="yes"), "norm_before_residual must be true or false"),
     "unread flag": (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
     "layers": (lambda c, t: c.update(num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
-    "size": (lambda c, t: c.update(hidden_size="wide"), "hidden_size must be a positive whole number"),
+    "size": (lambda c, t: c.update(hidden_size="wide"), "hidden_size must be a whole number"),
     "family": (lambda c, t: c.update(model_type="mamba"), "mamba"),
     "other speculator": (lambda c, t: c.update(speculators_model_type="mlp"), "'mlp' is not supported"),
     "no head": (lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "no EAGLE head"),
@@ -212,6 +227,12 @@ def test_an_eagle1_head_for_another_width_is_refused(target, tmp_path):
     path = written(tmp_path / "head", *eagle1(48, VOCABULARY))
     with pytest.raises(ValueError, match="for hidden size 48, the target .* has 32"):
         eagle.load(target, path, depth=2)
+
+
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused(target, folders):
+    assert eagle.load(target, folders["eagle3"], tree=f"{len(IDS)}").nodes == len(IDS)
+    with pytest.raises(ValueError, match=rf"proposer\.tree: a tree {len(IDS) + 1} wide .* {len(IDS)}$"):
+        eagle.load(target, folders["eagle3"], tree=f"{len(IDS) + 1}")
 
 
 def test_pickled_weights_are_never_read(target, tmp_path):

@@ -1,9 +1,12 @@
 """Observed features are found by position, however they arrived."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from spec_lab.propose.features import Features
+from spec_lab.engine.proposer import Observation
+from spec_lab.propose.features import Features, observe_features
 
 
 @pytest.mark.parametrize("lengths", [(9,), (4, 1, 3, 1), (1,) * 9])
@@ -25,3 +28,16 @@ def test_rewound_states_are_replaced():
     features.add(2, torch.tensor([[7]]))
     assert features.since(0)[:, 0].tolist() == [0, 1, 7]
     assert twin.since(1)[:, 0].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("lengths", [(3,), (1, 400, 2)])
+def test_a_sequence_keeps_the_features_of_its_own_positions_only(lengths):
+    observed = [
+        Observation(SimpleNamespace(state=SimpleNamespace(features=Features())), 5, [], torch.full((n, 4), float(n)))
+        for n in lengths
+    ]
+    observe_features(observed, lambda hidden: hidden[:, :2] * 2)
+    for one, length in zip(observed, lengths, strict=True):
+        (part,) = one.sequence.state.features.parts
+        assert torch.equal(part, torch.full((length, 2), 2.0 * length))
+        assert part.untyped_storage().nbytes() <= length * 4 * 4, "no more than its own hidden states"

@@ -153,6 +153,7 @@ REFUSED = {
     "map below": ("vllm-token-map", put("token_map", torch.tensor([-1, *TOKENS[1:]])), "token_map must"),
     "map twice": ("vllm-token-map", put("token_map", torch.tensor([3, *TOKENS[1:]])), "token_map must hold different"),
     "map of floats": ("vllm-token-map", lambda c, t: t.update(token_map=t["token_map"].double()), "token_map must"),
+    "eight bits": ("vllm", lambda c, t: t.update({n: one.to(torch.float8_e4m3fn) for n, one in t.items()}), "F8_E4M3"),
     "unknown": ("vllm", lambda c, t: (t.clear(), t.update(a=torch.zeros(1))), "known layout: .*'a'"),
 }  # fmt: skip
 
@@ -186,5 +187,5 @@ def test_a_tree_wider_than_the_drafted_vocabulary_is_refused(target, folders):
 
 def test_pickled_weights_are_never_read(target, tmp_path):
     folder = written(tmp_path / "heads", *authors(H, VOCABULARY), name="medusa_lm_head.pt")
-    with pytest.raises(OSError, match=r"spec-lab convert .*medusa_lm_head\.pt"):
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt.*spec-lab convert"):
         Medusa.load(target, folder, tree="2")

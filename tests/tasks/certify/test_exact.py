@@ -55,9 +55,9 @@ def medusa(trunk, own_lm_heads=False):
     return Medusa(Heads.random(TARGET, 2, trunk, own_lm_heads=own_lm_heads), parse("2x1"))
 
 
-def eagle(settings, tree="2x1", drawn="point"):
+def eagle(settings, tree="2x1", drawn="point", **options):
     network = random_network(settings, TARGET.services, TARGET.lm.device, TARGET.lm.dtype)
-    return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn), "eagle")
+    return FeatureDrafter(network, TARGET, TreePlan(parse(tree), drawn, **options), "eagle")
 
 
 def hydra(prefix, tree="2x1", drawn="point", **options):
@@ -98,6 +98,9 @@ PROPOSERS = {
     "EAGLE-1 tree": eagle(EagleSettings(small_layer(4), 4, 4)),
     "EAGLE-3 chain": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1, 1), 3), "1x1", "iid"),
     "EAGLE-3 tree": eagle(Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), "2x1", "without"),
+    "EAGLE-3 best first": eagle(
+        Eagle3Settings(small_layer(4), 4, 4, 4, (0, 1), 4), drawn="iid", budget=Budget(3, depth=3)
+    ),
     "Hydra tree": hydra(prefix=False),
     "Hydra chain": hydra(prefix=False, tree="1x1", drawn="iid"),
     "Hydra tree with a prefix layer": hydra(prefix=True, drawn="without"),
