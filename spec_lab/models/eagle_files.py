@@ -6,7 +6,7 @@ are EAGLE-3 as its authors, SpecForge and SGLang write it; ``fc.weight`` and ``l
 
 Names and conventions that differ, and what they become here:
 
-- ``midlayer.*`` is layer 0.
+- ``midlayer.*`` is layer 0; so is ``transformer.*`` of speculators' EAGLE-1, where ``fc`` is ``fusion_fc``.
 - ``d2t`` is an offset: draft token i is the target's token i + d2t[i]. ``t2d`` marks these tokens.
 - Taps: ``eagle_aux_hidden_state_layer_ids`` at the top level are numbers of hidden states (number i is the input of
   layer i); inside ``eagle_config`` they are numbers of layers whose outputs are read, which is one less. Without either
@@ -120,12 +120,12 @@ def _settings(
     file = folder / "config.json"
     kind = config.get("speculators_model_type")
     layer = config.get("transformer_layer_config") if kind is not None else config
-    if kind not in (None, "eagle3"):
-        raise ValueError(f"{file}: speculators_model_type {brief(kind)} is not supported: choose an EAGLE-3 head")
+    if kind not in (None, "eagle", "eagle3"):
+        raise ValueError(f"{file}: speculators_model_type {brief(kind)} is not supported: choose eagle or eagle3")
     if not isinstance(layer, dict):
         raise ValueError(f"{file}: transformer_layer_config must be a mapping, not {brief(layer)}")
     third = kind == "eagle3" or any(name.startswith("midlayer.") or name in TABLES for name in shapes)
-    if not third and "fc.weight" not in shapes:
+    if not third and not {"fc.weight", "fusion_fc.weight"} & shapes.keys():
         some = ", ".join(sorted(shapes)[:5]) or "none"
         raise ValueError(f"{folder} holds no EAGLE head, whose tensors include fc.weight (it holds: {some})")
     h = whole(file, layer, "hidden_size")
@@ -134,6 +134,10 @@ def _settings(
         raise ValueError(f"{file}: num_hidden_layers is {layers}, but the weight files hold {len(shapes)} tensors")
     refuse_windows(file, layer)
     v, wide = target.vocabulary, target.services.hidden_size
+    if (size := layer.get("vocab_size", v)) != v:
+        raise ValueError(
+            f"the EAGLE head at {folder} is for a vocabulary of {brief(size)} tokens, the target {target.name} has {v}"
+        )
     fields = {name: value for name, value in layer.items() if name not in NOT_OF_LAYERS}
     fields["model_type"] = layer.get("model_type", "llama")
     if fields["model_type"] == "llama" and any(name.endswith("self_attn.q_norm.weight") for name in shapes):
@@ -144,7 +148,10 @@ def _settings(
     if not third:
         if h != wide:
             raise ValueError(f"the EAGLE head at {folder} is for hidden size {h}, the target {target.name} has {wide}")
-        return EagleSettings(fields, h, v, layers, flag(file, config, "bias", default=True))
+        if kind == "eagle" and flag(file, config, "layernorms"):
+            raise ValueError(f"{file}: layernorms=true is not supported: choose a head without further norms")
+        bias = flag(file, config, "fusion_bias") if kind == "eagle" else flag(file, config, "bias", default=True)
+        return EagleSettings(fields, h, v, layers, bias)
     of_target = whole(file, config, "target_hidden_size", default=h)
     if of_target != wide:
         raise ValueError(
@@ -206,7 +213,7 @@ def _names(folder: Path, network: Network, shapes: Mapping[str, tuple[int, ...]]
 
 def own_name(name: str) -> str:
     """The network's own name of a published tensor."""
-    name = re.sub(r"^midlayer\.", "layers.0.", name)
+    name = re.sub(r"^(midlayer|transformer)\.", "layers.0.", name).replace("fusion_fc.", "fc.", 1)
     if name == "layers.0.hidden_norm.weight":
         return "hidden_norm.weight"
     return f"body.{name}" if name.startswith("layers.") else name

@@ -75,7 +75,7 @@ def check(name, target, draft, sequences):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_every_stated_distribution_is_that_of_plain_forwards_over_rounds_with_rejections(target, folders, name):
+def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
     proposer = BlockDrafter.load(target, folders[name], tree=TREE, drawn="without")
     wanted = requests(WARM, new=12)
     texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0

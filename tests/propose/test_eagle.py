@@ -79,7 +79,7 @@ def reference(name, target, text, path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_every_stated_distribution_is_that_of_plain_forwards_over_rounds_with_rejections(target, folders, name):
+def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, folders, name):
     proposer, wanted = eagle.load(target, folders[name], tree=TREE, drawn="without"), requests(WARM, new=9)
     texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
     for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
@@ -192,7 +192,8 @@ REFUSED = {
     ),
     "taps of text": (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids="all"), "list of layers"),
     "hidden size": (lambda c, t: c.update(target_hidden_size=64), "size 64, the target .* 32"),
-    "vocabulary": (lambda c, t: c.update(draft_vocab_size=1000), "draft_vocab_size"),
+    "vocabulary": (lambda c, t: c.update(vocab_size=1000), "vocabulary of 1000 tokens, the target .* has 61"),
+    "draft vocabulary": (lambda c, t: c.update(draft_vocab_size=1000), "draft_vocab_size"),
     "both names of a tensor": (
         lambda c, t: t.update({"layers.0.self_attn.q_proj.weight": t["midlayer.self_attn.q_proj.weight"].clone()}),
         "q_proj.weight' is in no layer",

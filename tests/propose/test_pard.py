@@ -52,7 +52,7 @@ def expected(proposer, text, depth, sampling=WARM):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_every_stated_distribution_is_that_of_plain_forwards_over_rounds_with_rejections(target, variant):
+def test_every_stated_distribution_is_that_of_plain_forwards_over_steps_with_rejections(target, variant):
     proposer, wanted = pard(*VARIANTS[variant], tree=TREE, drawn="without"), requests(WARM, new=12)
     texts, compared, rejected = {one.id: list(one.tokens) for one in wanted}, 0, 0
     for info in fixed_group(target, proposer, Token(), wanted, CounterDraws(3)):
