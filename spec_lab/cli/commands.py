@@ -1,4 +1,7 @@
-"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights."""
+"""Commands: ``spec-lab state DIR``, ``collect``, ``compare``, ``report``, ``track`` read runs; ``convert`` weights.
+
+``spec-lab train NAME`` is short for an experiment (``experiment``).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_lab.analysis.text import COLUMNS, WIDE
+from spec_lab.cli.build import conf
 from spec_lab.core.files import replacing, write_text
 from spec_lab.core.terminal import visible
 from spec_lab.results import sweep
@@ -24,7 +28,7 @@ def command(arguments: Sequence[str], console: Console | None = None) -> int:
     """Run a sub-command; return the exit code. Errors are printed in one line."""
     console = console or Console(markup=False)
     if arguments[0] not in COMMANDS:
-        known = ", ".join(COMMANDS)
+        known = ", ".join((*COMMANDS, TRAIN))
         print(
             f"spec_lab: unknown command {arguments[0]}; commands are {known}; "
             "+experiment=NAME runs an experiment, NAME=VALUE sets an option",
@@ -50,7 +54,9 @@ def complete(line: str) -> tuple[list[str], bool]:
     """
     first, *others = [*line.split()[1:], *([""] if line[-1:].isspace() or len(line.split()) < 2 else [])]
     if not others:
-        return [name for name in COMMANDS if name.startswith(first)], True
+        return [name for name in (*COMMANDS, TRAIN) if name.startswith(first)], True
+    if first == TRAIN:
+        return [name for name in trainings() if name.startswith(others[-1])], False
     if first not in COMMANDS:
         return [], True
     if others[-1].startswith("-"):
@@ -60,6 +66,36 @@ def complete(line: str) -> tuple[list[str], bool]:
     above = f"{folder}/" if folder or others[-1].startswith("/") else ""
     found = sorted(one.name for one in Path(above or ".").glob("*/") if one.name.startswith(begins))
     return [f"{above}{name}/" for name in found if name[0] != "." or begins], False
+
+
+TRAIN, PREFIX = "train", "train_"
+
+
+def trainings() -> list[str]:
+    """Return the names of the experiments that train a drafter, without ``PREFIX``."""
+    return sorted(file.stem.removeprefix(PREFIX) for file in Path(conf(), "experiment").glob(f"{PREFIX}*.yaml"))
+
+
+def experiment(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that ``train NAME OVERRIDES...`` is short for.
+
+    Raises:
+        SystemExit: ``--help`` is printed; there is no name.
+    """
+    given = _parser()[1][TRAIN].parse_args(arguments[1:])
+    return [f"+experiment={PREFIX}{given.name}", *given.overrides]
+
+
+def training_line(line: str) -> str:
+    """Return a command line with the experiment in place of ``train NAME``, for completions of its options."""
+    return re.sub(rf"^(\s*\S+\s+){TRAIN}\s+(\w+)(?=\s)", rf"\1+experiment={PREFIX}\2", line)
+
+
+def _training(name: str) -> str:
+    """Check the name of an experiment that trains."""
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{name} is not a name: choose among {', '.join(trainings())}")
+    return name
 
 
 def _refuse(error: object) -> int:
@@ -125,6 +161,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     convert.add_argument("out", type=Path, metavar="OUT", help="the GGUF file to write; or the folder of the drafter")
     convert.add_argument("--dtype", help="of a GGUF file's matrices: f32, bf16, f16, q8_0 or q4_0 (the checkpoint's)")
     convert.add_argument("--force", action="store_true", help="overwrite an existing GGUF file")
+    train = which.add_parser(
+        TRAIN,
+        usage=f"spec-lab {TRAIN} NAME [OVERRIDE ...]",
+        description=f"Train a drafter for a target: short for python -m spec_lab +experiment={PREFIX}NAME OVERRIDE...",
+    )
+    names = ", ".join(trainings())
+    train.add_argument("name", type=_training, metavar="NAME", help=f"one of {names}; NAME --help prints its options")
+    more = "options, such as target.path=DIR output_dir=DIR"
+    train.add_argument("overrides", nargs=argparse.REMAINDER, metavar="OVERRIDE", help=more)
     return parser, which.choices
 
 

@@ -154,13 +154,18 @@ def command_line() -> None:
         print(f"spec_lab {version('spec-lab')}")
         return
     if {"-sc", "--shell-completion"} & {*sys.argv[1:]} and "COMP_LINE" in os.environ:
-        from spec_lab.cli.commands import complete
+        from spec_lab.cli.commands import complete, training_line
 
+        os.environ["COMP_LINE"] = training_line(os.environ["COMP_LINE"])
         found, hydras_too = complete(os.environ["COMP_LINE"])
         print(*found, sep="\n")
         if not hydras_too:
             return
         os.environ["COMP_LINE"] = re.sub(r"(?<=\s)(-v|--verbose)(?!\S)", "verbose=true", os.environ["COMP_LINE"])
+    if sys.argv[1:2] == ["train"]:
+        from spec_lab.cli.commands import experiment
+
+        sys.argv[1:] = experiment(sys.argv[1:])
     if not {"-m", "--multirun"} & set(sys.argv):
         sys.argv[1:] = [quote_prompt(option) for option in sys.argv[1:]]
     if len(sys.argv) > 1 and sys.argv[1].isidentifier():  # Hydra's options have a "=", or begin with "-", "+" or "~"

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 from spec_lab.analysis import figures, metrics
 from spec_lab.analysis.figures import NodePosition, tree_layout
 from spec_lab.analysis.metrics import Tables, frames, sweeps
+from spec_lab.cli.build import conf
 from spec_lab.tasks.benchmark import run
 from tests.labs import Repeat, lab, settings
 
@@ -124,6 +126,19 @@ def test_a_proposer_has_one_colour_whatever_stands_beside_it():
         alone = figures.colours([arm])[arm]
         assert figures.colours(["draft_chain", arm])[arm] == figures.colours([arm, "draft_tree"])[arm] == alone
     assert figures.colours(["medusa"])["medusa"] == figures.PROPOSERS["medusa"]
+
+
+ALIKE = [{"draft_chain", "draft_model"}, {"ngram", "ngram_chain"}]
+"""Names of one proposer."""
+
+
+def test_every_bundled_proposer_has_a_colour_of_its_own():
+    options = {file.stem for file in Path(conf(), "proposer").glob("*.yaml")} - {"none"}
+    assert options | {"draft_reranked", "eagle3"} <= {*figures.PROPOSERS}
+    shared = {colour: {name for name, own in figures.PROPOSERS.items() if own == colour}
+              for colour in figures.PROPOSERS.values()}  # fmt: skip
+    assert [names for names in shared.values() if len(names) > 1] == ALIKE
+    assert not {figures.BASELINE, figures.GREY} & {*shared}
 
 
 def test_names_are_drawn_with_control_characters_visible():

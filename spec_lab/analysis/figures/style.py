@@ -23,9 +23,12 @@ BASELINE = "#4d4d4d"
 
 PROPOSERS = {
     "medusa": COLOURS[0], "draft_chain": COLOURS[1], "draft_model": COLOURS[1], "draft_tree": COLOURS[4],
+    "draft_best_first": "#ee9090", "draft_reranked": "#f0284f",
     "ngram": COLOURS[2], "ngram_chain": COLOURS[2], "ngram_tree": COLOURS[6],
+    "eagle": "#500a8c", "eagle3": "#c478f5", "hydra": "#a5b800", "mtp": "#10bb58", "pard": "#f0309a",
+    "block": "#12306a",
 }  # fmt: skip
-"""Fixed colours of the bundled proposers."""
+"""Fixed colours of the bundled proposers, by the name in their records or of their config."""
 
 PHASES = {
     "target_forward": "#1f6fb2",

@@ -1,0 +1,85 @@
+"""``spec-lab train NAME`` runs the experiment train_NAME; drafters without a path are refused by the option's name."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from spec_lab.cli.commands import trainings
+from spec_lab.cli.main import conf
+from tests import checkpoints
+
+
+def test_train_composes_what_its_experiment_composes(cli):
+    options = ["target.path=there", "task.rows=4", "--cfg", "job"]
+    short = cli("train", "eagle3", *options)
+    assert short == cli("+experiment=train_eagle3", *options)
+    assert short[0] == 0 and OmegaConf.create(short[1]).task.rows == 4
+
+
+def test_train_supports_the_flags_of_runs(cli):
+    code, output, _ = cli("train", "eagle3", "-v", "--cfg", "job")
+    assert code == 0 and "verbose: true" in output.splitlines()
+
+
+def test_the_help_of_train_names_the_experiments(cli):
+    code, output, _ = cli("train", "--help")
+    assert code == 0
+    assert "+experiment=train_NAME" in output
+    assert "eagle3" in trainings() and all(name in output for name in trainings())
+    assert all(Path(conf(), "experiment", f"train_{name}.yaml").is_file() for name in trainings())
+
+
+def test_the_help_of_a_training_prints_its_options(cli):
+    code, output, _ = cli("train", "eagle3", "--help")
+    assert code == 0 and "Eagle3Recipe" in output
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "facts"),
+    [
+        ([], 2, ["name"]),
+        (["task.rows=4"], 2, ["task.rows=4", "eagle3"]),
+        (["nothing"], 1, ["experiment/train_nothing"]),
+        (["eagle3", "task.rws=4"], 1, ["rws"]),
+    ],
+)
+def test_a_wrong_training_is_refused_by_its_name(cli, tmp_path, given, code, facts):
+    found, _, errors = cli("train", *given)
+    assert found == code
+    assert all(fact in errors.lower() for fact in facts)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "some"),
+    [
+        ("spec-lab tr", ["track", "train"]),
+        ("spec-lab train ", ["eagle3"]),
+        ("spec-lab train ea", ["eagle3"]),
+        ("spec-lab train eagle3 task.ro", ["task.rows="]),
+        ("spec-lab train eagle3 prompts=j", ["prompts=json", "prompts=jsonl"]),
+    ],
+)
+def test_the_shell_completes_trainings_and_their_options(cli, monkeypatch, line, some):
+    monkeypatch.setenv("COMP_LINE", line)
+    code, output, _ = cli("-sc", "query=bash")
+    assert code == 0 and {*some} <= {*output.split()}
+
+
+@pytest.mark.parametrize("name", ["block", "eagle", "hydra", "pard"])
+@pytest.mark.parametrize("part", ["proposer", "arms.mine"])
+def test_a_drafter_without_a_path_is_refused_before_anything_is_loaded(cli, tmp_path, name, part):
+    chosen = [f"proposer={name}"] if part == "proposer" else ["proposer=ngram", f"+proposer@{part}={name}"]
+    code, _, errors = cli("target.path=/nowhere", *chosen)
+    assert code == 1
+    assert f"spec_lab: {part}.path has no default: give {part}.path=... on the command line" in errors.splitlines()
+    assert not list(tmp_path.glob("outputs/*/*"))
+
+
+def test_a_target_without_mtp_modules_is_refused_with_the_option_that_names_others(cli, tmp_path):
+    checkpoints.checkpoint(tmp_path / "target")
+    code, _, errors = cli(f"target.path={tmp_path / 'target'}", "proposer=mtp", "output_dir=here")
+    assert code == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("spec_lab: ")]
+    assert "proposer.path" in line and str(tmp_path / "target") in line
