@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spec_lab.core.files import write_text
 from spec_lab.core.options import whole
 from spec_lab.train.objectives import Measured, expected_length
 from spec_lab.train.texts import Texts
@@ -134,7 +135,7 @@ def fit(
             means = np.mean(recent, 0)
             seconds = before + time.monotonic() - began
             lines.append(_line(step + 1, (step + 1) * plan.rows, seconds, means))
-            curve.write_text("".join(json.dumps(one) + "\n" for one in lines))
+            write_text(curve, "".join(json.dumps(one) + "\n" for one in lines))
             log.info("step %d of %d: %s", step + 1, len(order), lines[-1])
             recent.clear()
         if time.monotonic() - saved > plan.save_seconds:

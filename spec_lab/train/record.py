@@ -14,7 +14,7 @@ from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.proposer import Lifecycle, Observation, Requires
 from spec_lab.engine.request import Request
-from spec_lab.engine.sequence import Batch
+from spec_lab.engine.sequence import Batch, SequenceState
 from spec_lab.models.target import Target
 from spec_lab.train.texts import Texts
 from spec_lab.verify import Match
@@ -53,6 +53,7 @@ def record(
     states: tuple[int, ...],
     folder: Path,
     rows: int,
+    batch: int,
     seed: int,
     tick: Callable[[int], Any] = lambda done: None,
 ) -> list[Path]:
@@ -63,7 +64,8 @@ def record(
         requests: as many as fill files; a rest that fills none is left out.
         states: numbers of the hidden states to keep.
         folder: of the files.
-        rows: texts of a file, answered together.
+        rows: texts of a file.
+        batch: requests answered together.
         seed: of all random choices.
         tick: called with the number of texts of each file that is there.
     """
@@ -73,17 +75,19 @@ def record(
         path = folder / f"part-{number:05d}.safetensors"
         paths.append(path)
         if not path.exists():
-            _record(target, requests[number * rows : (number + 1) * rows], states, seed).write(path)
+            _record(target, requests[number * rows : (number + 1) * rows], states, batch, seed).write(path)
         tick(rows)
     return paths
 
 
-def _record(target: Target, requests: Sequence[Request], states: tuple[int, ...], seed: int) -> Texts:
-    recorder = StateRecorder(states)
-    group = fixed_group(target, recorder, Match(), requests, CounterDraws(seed))
-    for _ in group:
-        pass
-    ended = sorted(group.sequences, key=lambda one: one.request.id)
+def _record(target: Target, requests: Sequence[Request], states: tuple[int, ...], batch: int, seed: int) -> Texts:
+    recorder, sequences = StateRecorder(states), list[SequenceState]()
+    for start in range(0, len(requests), batch):
+        group = fixed_group(target, recorder, Match(), requests[start : start + batch], CounterDraws(seed))
+        for _ in group:
+            pass
+        sequences += group.sequences
+    ended = sorted(sequences, key=lambda one: one.request.id)
     length = torch.tensor([len(one.tokens) for one in ended])
     first = torch.tensor([len(one.request.tokens) for one in ended])
     width = len(states) * target.services.hidden_size

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from spec_lab.core.options import share, whole
+from spec_lab.core.options import brief, share, whole
 from spec_lab.core.randomness import CounterDraws
 from spec_lab.engine.engine import fixed_group
 from spec_lab.engine.request import Request
@@ -76,7 +76,16 @@ def train(
     console = console or Console()
     for name, value in (("answers", answers), ("rows", rows), ("warmup_steps", warmup_steps)):
         whole(f"task.{name}", value)
-    share("task.held_out", held_out), share("task.decay", decay)
+    for name, part_of in (("held_out", held_out), ("decay", decay)):
+        share(f"task.{name}", part_of)
+    positive: tuple[tuple[str, Any], ...] = (
+        ("passes", passes),
+        ("learning_rate", learning_rate),
+        ("save_seconds", save_seconds),
+    )
+    for name, number in positive:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
+            raise ValueError(f"task.{name} must be a positive number, not {brief(number)}")
     if lab.applied is not None:
         raise ValueError("task=train does not support constraints; set constraint=none")
     requests = lab.requests(settings)
@@ -106,7 +115,7 @@ def train(
         begun.module.eval()
         source = {"target_sha256": lab.target.sha256, "seed": str(settings.seed), "method": recipe.name}
         sha256 = recipe.write(begun.module, lab.target, out / "drafter", source)
-        accepted, agreed = _held_out(begun.objective, others)
+        accepted, agreed = _held_out(begun.objective, others, part)
         curve = [json.loads(line) for line in (out / "training" / "learning.jsonl").read_text().splitlines()]
         summary = {
             "experiment": settings.name, "target": lab.target.name, "temperature": lab.sampling.temperature,
@@ -137,26 +146,30 @@ def _answered(
     lab: Lab, settings: Settings, requests: Sequence[Request], states: tuple[int, ...], folder: Path, rows: int
 ) -> list[Path]:
     with tqdm(total=len(requests), desc=folder.name, unit="text", disable=None) as bar:
-        return record(lab.target, requests, states, folder, rows, settings.seed, bar.update)
+        return record(lab.target, requests, states, folder, rows, settings.batch_size, settings.seed, bar.update)
 
 
 @torch.no_grad()
-def _held_out(objective: Objective, paths: Sequence[Path]) -> tuple[list[float], list[float]]:
-    """Acceptance of sampled tokens and agreement of the likeliest ones at each draft position."""
-    found = [objective(Texts.read(path))[1] for path in paths]
-    accepted = torch.tensor([[one.accepted for one in some] for some in found]).mean(0)
-    agreed = torch.tensor([[one.agreed for one in some] for some in found]).mean(0)
-    return [round(float(one), 4) for one in accepted], [round(float(one), 4) for one in agreed]
+def _held_out(objective: Objective, paths: Sequence[Path], part: int) -> tuple[list[float], list[float]]:
+    """Acceptance of sampled tokens and agreement of the likeliest at each draft position, ``part`` texts at once."""
+    texts = [Texts.read(path) for path in paths]
+    pieces = [one.rows(slice(start, start + part)) for one in texts for start in range(0, len(one), part)]
+    found = [objective(piece)[1] for piece in pieces]
+    share = torch.tensor([len(piece) for piece in pieces]) / sum(map(len, pieces))
+    accepted = torch.tensor([[one.accepted for one in some] for some in found])
+    agreed = torch.tensor([[one.agreed for one in some] for some in found])
+    first, second = ([round(float(one), 4) for one in share @ each] for each in (accepted, agreed))
+    return first, second
 
 
 def _measured(lab: Lab, settings: Settings, recipe: Recipe, folder: Path, requests: Sequence[Request]) -> float:
     """Mean accepted tokens of a chain of ``recipe.depth`` tokens, of steps in which a whole chain was drafted."""
     proposer = recipe.load(lab.target, folder, recipe.depth)
-    group = fixed_group(lab.target, proposer, Token(), requests, CounterDraws(settings.seed))
-    accepted = [
-        len(done.path)
-        for info in group
-        for tree, done in enumerate(info.committed)
-        if len(info.draft.shape.trees[tree]) == recipe.depth + 1
-    ]
+    accepted = list[int]()
+    for start in range(0, len(requests), settings.batch_size):
+        some = requests[start : start + settings.batch_size]
+        for info in fixed_group(lab.target, proposer, Token(), some, CounterDraws(settings.seed)):
+            for tree, done in enumerate(info.committed):
+                if len(info.draft.shape.trees[tree]) == recipe.depth + 1:
+                    accepted.append(len(done.path))
     return sum(accepted) / max(1, len(accepted))
