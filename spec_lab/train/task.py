@@ -78,12 +78,8 @@ def train(
         whole(f"task.{name}", value)
     for name, part_of in (("held_out", held_out), ("decay", decay)):
         share(f"task.{name}", part_of)
-    positive: tuple[tuple[str, Any], ...] = (
-        ("passes", passes),
-        ("learning_rate", learning_rate),
-        ("save_seconds", save_seconds),
-    )
-    for name, number in positive:
+    rates = {"passes": passes, "learning_rate": learning_rate, "save_seconds": save_seconds}
+    for name, number in rates.items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < float("inf"):
             raise ValueError(f"task.{name} must be a positive number, not {brief(number)}")
     if lab.applied is not None:
