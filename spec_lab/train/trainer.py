@@ -72,10 +72,11 @@ class Trainer(Generic[M]):
         edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n}
         hidden = [p for n, p in self.masters.items() if p.ndim == 2 and n not in edges]
         rest = [p for n, p in self.masters.items() if p.ndim != 2 or n in edges]
+        shares = min(threads, len(hidden))
         muon = partial(torch.optim.Muon, momentum=0.95, ns_steps=4, adjust_lr_fn="match_rms_adamw")
         self.optimisers = [
             (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), plan.adamw_rate),
-            *((muon(hidden[k::threads], weight_decay=plan.weight_decay), plan.muon_rate) for k in range(threads)),
+            *((muon(hidden[k::threads], weight_decay=plan.weight_decay), plan.muon_rate) for k in range(shares)),
         ]
 
     def update(self, losses: Sequence[Callable[[], Tensor]], factor: float) -> tuple[float, float]:
