@@ -267,3 +267,34 @@ def write_eagle3(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / SINGLE, metadata={"format": "pt", **facts})
     return weights_hash(str(folder))
+
+
+def write_eagle(
+    settings: EagleSettings,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    embedding: Tensor,
+    facts: Mapping[str, str],
+    dtype: torch.dtype,
+) -> str:
+    """Write an EAGLE-1 or EAGLE-2 head in the official format; return the SHA-256 of its weights.
+
+    Args:
+        settings: what the head is.
+        weights: by the network's own names.
+        folder: is made.
+        embedding: ``[V, H]`` of the target, which the official loader reads from the head's file.
+        facts: for the file's metadata.
+        dtype: of the weights in the file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {published_name(name): one for name, one in weights.items()}
+    tensors["embed_tokens.weight"] = embedding[: settings.vocab_size]
+    config = dict(settings.layer) | {
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": settings.layers, "vocab_size": settings.vocab_size,
+        "bias": settings.bias,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    halves = {name: one.detach().to(dtype).contiguous() for name, one in tensors.items()}
+    save_file(halves, folder / SINGLE, metadata={"format": "pt", **facts})
+    return weights_hash(str(folder))

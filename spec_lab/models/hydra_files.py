@@ -64,7 +64,9 @@ def read_hydra(path: str, target: Target) -> HydraHeads:
     return network.bind(tensors, target.services, target.lm.device, target.lm.dtype)
 
 
-def write_hydra(network: HydraHeads, folder: Path, target: str, facts: Mapping[str, str]) -> str:
+def write_hydra(
+    network: HydraHeads, folder: Path, target: str, facts: Mapping[str, str], dtype: torch.dtype | None = None
+) -> str:
     """Write heads under their published names; return the SHA-256 of their weights.
 
     Args:
@@ -72,6 +74,7 @@ def write_hydra(network: HydraHeads, folder: Path, target: str, facts: Mapping[s
         folder: is made.
         target: name or path of the target.
         facts: for the file's metadata.
+        dtype: of the weights in the file; None: their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = network.settings
@@ -88,7 +91,7 @@ def write_hydra(network: HydraHeads, folder: Path, target: str, facts: Mapping[s
     if settings.prefix is not None:
         config["prefix_layer_config"] = dict(settings.prefix)
     tensors = {
-        name: one.detach().clone().contiguous()
+        name: one.detach().to(dtype, copy=True).contiguous()
         for own, one in network.named_parameters()
         for name in published_names(own, settings)
     }

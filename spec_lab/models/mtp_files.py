@@ -226,7 +226,14 @@ def _weights(
     return tensors | {f"body.{name}": one for name, one in body.items()}
 
 
-def write_mtp(network: Mtp, folder: Path, layout: Layout, layers: int, facts: Mapping[str, str]) -> str:
+def write_mtp(
+    network: Mtp,
+    folder: Path,
+    layout: Layout,
+    layers: int,
+    facts: Mapping[str, str],
+    dtype: torch.dtype | None = None,
+) -> str:
     """Write modules to a folder of their own; return the SHA-256 of the weights.
 
     Args:
@@ -235,6 +242,7 @@ def write_mtp(network: Mtp, folder: Path, layout: Layout, layers: int, facts: Ma
         layout: of the names. Modules that share all but their layers are "qwen"; several that do not are "deepseek".
         layers: of the target.
         facts: for the file's metadata.
+        dtype: of the weights in the file; None: their own.
 
     Raises:
         ValueError: a layout that cannot hold these modules.
@@ -246,7 +254,8 @@ def write_mtp(network: Mtp, folder: Path, layout: Layout, layers: int, facts: Ma
     prefixes = [MTP] if layout == "qwen" else [f"model.layers.{layers + one}." for one in range(settings.modules)]
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        _published(name, layout, prefixes): one.detach().contiguous() for name, one in network.state_dict().items()
+        _published(name, layout, prefixes): one.detach().to(dtype).contiguous()
+        for name, one in network.state_dict().items()
     }
     config = dict(settings.layer) | {
         "num_hidden_layers": layers, "vocab_size": settings.vocab_size, COUNTS[layout]: settings.modules,

@@ -1,11 +1,11 @@
-"""Recipes of EAGLE-3 and EAGLE-1 heads. The losses are in ``unroll``."""
+"""The recipe of EAGLE-3 heads. The losses are in ``unroll``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from spec_lab.models.eagle_files import write_eagle3
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer, eagle
 from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth
-from spec_lab.train.recipe import Beginning, TargetHead
+from spec_lab.train.recipe import Beginning, TargetHead, layer_of
 from spec_lab.train.texts import Texts
 from spec_lab.train.unroll import eagle3_losses
 
@@ -133,22 +133,6 @@ class Eagle3Objective:
         read = Texts(text.ids, text.first, text.length, taps.to(own))
         found = eagle3_losses(self.network, read, truth, embedded, self.unrolls, self.kind)
         return sum((self.decay**number * one.loss for number, one in enumerate(found)), torch.zeros(())), found
-
-
-def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -> dict[str, Any]:
-    """The config of a Llama layer of the target's hidden size, by default with its heads, MLP and rotary embedding."""
-    config, h = target.causal_lm.model.config, target.services.hidden_size
-    count = heads or int(config.num_attention_heads)
-    shared = count if heads else int(getattr(config, "num_key_value_heads", None) or count)
-    fields: dict[str, Any] = {
-        "model_type": "llama", "hidden_size": h, "num_attention_heads": count, "num_key_value_heads": shared,
-        "intermediate_size": intermediate_size or int(getattr(config, "intermediate_size", None) or 4 * h),
-        "head_dim": int(getattr(config, "head_dim", None) or h // count) if not heads else h // count,
-        "hidden_act": "silu", "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
-        "max_position_embeddings": int(target.context),
-    }  # fmt: skip
-    rope = getattr(config, "rope_parameters", None)
-    return fields | ({"rope_parameters": dict(rope)} if isinstance(rope, dict) and "rope_type" in rope else {})
 
 
 def frequent(paths: Sequence[Path], vocabulary: int, width: int) -> Tensor:  # [W], ascending

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,20 +27,37 @@ def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
     return file_sha256(folder / "model.safetensors")
 
 
-def export_medusa(tensors: dict[str, torch.Tensor], vocab_size: int, target_sha256: str, folder: Path) -> str:
-    """Write heads, given as ``distill.shipped`` returns them; return the SHA-256 of the weights file."""
-    folder.mkdir(parents=True, exist_ok=True)
+def export_medusa(
+    tensors: dict[str, torch.Tensor], vocab_size: int, target_sha256: str, folder: Path, facts: Mapping[str, str] = {}
+) -> str:
+    """Write heads in this package's layout (``models.medusa_files``); return the SHA-256 of the weights file.
+
+    Args:
+        tensors: of the layout.
+        vocab_size: of the target.
+        target_sha256: of its weights.
+        folder: is made.
+        facts: for the file's metadata.
+    """
     heads, layers, hidden, _ = tensors["weight"].shape
     config = {
         "hidden_size": hidden,
         "vocab_size": vocab_size,
         "num_heads": heads,
         "num_layers": layers,
-        "trunk_size": len(tensors["trunk_in.bias"]),
+        "trunk_size": len(tensors.get("trunk_in.bias", ())),
         "shared_lm_head": True,
         "target_sha256": target_sha256,
     }
+    return export_heads(tensors, config, folder, facts)
+
+
+def export_heads(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, object], folder: Path, facts: Mapping[str, str]
+) -> str:
+    """Write tensors in bfloat16, and a config; return the SHA-256 of the weights file."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     halves = {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
-    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt", **facts})
     return file_sha256(folder / "model.safetensors")

@@ -46,7 +46,8 @@ class Measured(NamedTuple):
 
     Args:
         loss: mean over the rows that count, in nats.
-        accepted: mean of sum min(p, q): the chance that a token drawn from q is accepted at temperature 1.
+        accepted: mean chance that the drafted token is accepted at temperature 1: sum min(p, q) of one that is drawn
+            from q, p of one that is always the most probable of q.
         agreed: share of rows at which the most probable tokens of p and q are the same.
     """
 
@@ -55,7 +56,7 @@ class Measured(NamedTuple):
     agreed: float
 
 
-def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl") -> Measured:
+def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl", point: bool = False) -> Measured:
     """Compare a draft's logits with the target.
 
     As in EAGLE-3's training, p is renormalised over the draft vocabulary, and rows whose most probable token is not in
@@ -67,6 +68,7 @@ def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl") -> 
         counts: ``[N]`` bool, which rows count.
         kind: "kl": KL(p || q) plus the entropy of p, a constant (cross-entropy); "reverse_kl": KL(q || p);
             "tv": -log sum min(p, q), whose minimum is that of the total variation.
+        point: the drafter always drafts the most probable token of q.
     """
     log_q = logits.float().log_softmax(-1)
     p = truth.p / truth.p.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -80,8 +82,9 @@ def measure(logits: Tensor, truth: Truth, counts: Tensor, kind: Loss = "kl") -> 
     loss = (rows * learned).sum() / learned.sum().clamp_min(1)
     with torch.no_grad():
         total = counts.sum().clamp_min(1)
-        accepted = (torch.minimum(truth.p, log_q.exp()).sum(-1) * counts).sum() / total
-        agreed = ((log_q.argmax(-1) == truth.best) & counts).sum() / total
+        top = log_q.argmax(-1)
+        chance = truth.p.gather(1, top[:, None])[:, 0] if point else torch.minimum(truth.p, log_q.exp()).sum(-1)
+        accepted, agreed = (chance * counts).sum() / total, ((top == truth.best) & counts).sum() / total
     return Measured(loss, float(accepted), float(agreed))
 
 

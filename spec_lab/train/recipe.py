@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from spec_lab.models.target import Target
 from spec_lab.propose import Proposer
+from spec_lab.train.distill import embedding_scale
 from spec_lab.train.fit import Objective
 
 
@@ -92,6 +95,33 @@ class TargetHead:
         return found
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        """``[.., H] -> [.., V]``."""
-        found: Tensor = self.model.get_output_embeddings()(hidden)
+        """``[.., H] -> [.., V]``, computed in the dtype of ``hidden``: the target's or float32."""
+        own = self.model.get_output_embeddings()
+        found: Tensor = (own if hidden.dtype == own.weight.dtype else self._float32)(hidden)
         return found
+
+    @cached_property
+    def embedding_scale(self) -> float:
+        """See ``distill.embedding_scale``."""
+        return embedding_scale(self.model)
+
+    @cached_property
+    def _float32(self) -> nn.Module:
+        copy: nn.Module = deepcopy(self.model.get_output_embeddings()).float()
+        return copy
+
+
+def layer_of(target: Target, heads: int | None, intermediate_size: int | None) -> dict[str, Any]:
+    """The config of a Llama layer of the target's hidden size, by default with its heads, MLP and rotary embedding."""
+    config, h = target.causal_lm.model.config, target.services.hidden_size
+    count = heads or int(config.num_attention_heads)
+    shared = count if heads else int(getattr(config, "num_key_value_heads", None) or count)
+    fields: dict[str, Any] = {
+        "model_type": "llama", "hidden_size": h, "num_attention_heads": count, "num_key_value_heads": shared,
+        "intermediate_size": intermediate_size or int(getattr(config, "intermediate_size", None) or 4 * h),
+        "head_dim": int(getattr(config, "head_dim", None) or h // count) if not heads else h // count,
+        "hidden_act": "silu", "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-6)),
+        "max_position_embeddings": int(target.context),
+    }  # fmt: skip
+    rope = getattr(config, "rope_parameters", None)
+    return fields | ({"rope_parameters": dict(rope)} if isinstance(rope, dict) and "rope_type" in rope else {})

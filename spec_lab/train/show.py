@@ -19,7 +19,7 @@ from spec_lab.core.files import own_folder, replacing
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Print the acceptance at each draft position, and the estimated and measured lengths."""
     table = Table(box=box.SIMPLE_HEAD, title=f"{summary['drafter']} on held-out prompts", title_justify="left")
-    for name in ("draft position", "sampled token accepted", "likeliest token agrees"):
+    for name in ("draft position", "drafted token accepted", "likeliest token agrees"):
         table.add_column(name, justify="right")
     for number, (accepted, agreed) in enumerate(zip(summary["accepted"], summary["agreed"], strict=True), start=1):
         table.add_row(str(number), f"{accepted:.3f}", f"{agreed:.3f}")
@@ -41,7 +41,7 @@ def draw(curve: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
         figure = Figure(figsize=(9, 3.2), layout="constrained")
         axes = figure.subplots(1, 3)
         steps = [line["step"] for line in curve]
-        names = (("loss", "loss, nats"), ("accepted", "chance that a sampled token is accepted"),
+        names = (("loss", "loss, nats"), ("accepted", "chance that a drafted token is accepted"),
                  ("agreed", "share of likeliest tokens that agree"))  # fmt: skip
         for axis, (key, label) in zip(axes, names, strict=True):
             for position in range(len(curve[0][key])):

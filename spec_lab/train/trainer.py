@@ -1,7 +1,6 @@
 """Training on a CPU: weights for computing, float32 master weights, Muon and AdamW, warm-up-stable-decay.
 
-Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) updates the hidden matrices, AdamW the embedding, LM head
-and norms. A checkpoint is one file, replaced atomically.
+Muon updates the hidden matrices, AdamW the embedding, LM head and norms. A checkpoint is one file, replaced atomically.
 """
 
 import json
@@ -10,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -18,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
+
+from spec_lab.train.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Trainer(Generic[M]):
         edges = {n for n in self.masters if "embed_tokens" in n or "lm_head" in n}
         hidden = [p for n, p in self.masters.items() if p.ndim == 2 and n not in edges]
         rest = [p for n, p in self.masters.items() if p.ndim != 2 or n in edges]
-        muon = partial(torch.optim.Muon, momentum=0.95, ns_steps=4, adjust_lr_fn="match_rms_adamw")
-        self.optimisers = [
+        shares = min(threads, len(hidden))
+        self.optimisers: list[tuple[torch.optim.Optimizer, float]] = [
             (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0), plan.adamw_rate),
-            *((muon(hidden[k::threads], weight_decay=plan.weight_decay), plan.muon_rate) for k in range(threads)),
+            *((Muon(hidden[k::threads], plan.weight_decay), plan.muon_rate) for k in range(shares)),
         ]
 
     def update(self, losses: Sequence[Callable[[], Tensor]], factor: float) -> tuple[float, float]:

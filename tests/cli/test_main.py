@@ -42,7 +42,9 @@ STUDIES = [
     "verifier_vs_temperature",
 ]  # fmt: skip
 """They are run by their own tests."""
-EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", "train_eagle3"])
+TRAIN = [f"train_{name}" for name in ("draft", "eagle1", "eagle3", "hydra", "medusa", "mtp")]
+"""They are run by tests/train."""
+EXPERIMENTS = sorted([*RUNS, *TASKS, *STUDIES, "constraint_placement", "llama_cpp_peers", "stream", *TRAIN])
 GIVEN = {"target", "sampling", "seed"}
 """Arguments that the command line passes at the call."""
 LAB = {"lab", "settings", "config"}

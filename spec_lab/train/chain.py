@@ -1,0 +1,122 @@
+"""The loss of drafters that read the target's state after its final norm, and the tokens after it.
+
+Column j reads state j. At draft position k it has seen the tokens t_{j+1} to t_{j+1+k}, drafts t_{j+2+k}, and is
+compared with the target's distribution after t_{j+1+k}. Only tokens that the target wrote are learned. Letters: B
+texts, T tokens of the longest, n rows, H hidden size, V vocabulary, X width of what a drafter computes before its
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spec_lab.core.options import one_of, share, whole
+from spec_lab.train.objectives import LOSSES, Loss, Measured, Truth, measure
+from spec_lab.train.recipe import TargetHead
+from spec_lab.train.texts import Texts
+from spec_lab.train.unroll import Unrolls
+
+
+class Drafts(Protocol):
+    """What a drafter computes in training."""
+
+    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+        """Return what each draft position k computes at every column: ``[B, T - 1 - k, X]``.
+
+        Args:
+            hidden: ``[B, T, H]`` of the target after its final norm.
+            embedded: ``[B, T, H]`` embeddings of the tokens.
+        """
+        ...
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """Some of the states of a draft position ``[n, X]`` -> logits ``[n, V]``."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ChainObjective:
+    """The sum of the losses of all draft positions, each ``decay`` times the one before it.
+
+    Args:
+        network: in training; its dtype is that of the computation.
+        drafts: what it computes.
+        target: its embedding and LM head.
+        dtype: of the target.
+        decay: weight of a draft position's loss over that of the one before it.
+        kind: of loss.
+        scale: factor of the embeddings.
+        point: see ``measure``.
+    """
+
+    network: nn.Module
+    drafts: Drafts
+    target: TargetHead
+    dtype: torch.dtype
+    decay: float = 1.0
+    kind: Loss = "kl"
+    scale: float = 1.0
+    point: bool = False
+
+    def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
+        """The loss of texts with the states after the final norm as their hidden states."""
+        assert text.hidden is not None
+        own = next(self.network.parameters()).dtype
+        counts = text.counts(1)  # [B, T - 1]: whether the token after each is one to learn from
+        number = (counts.flatten().cumsum(0) - 1).view(counts.shape)
+        with torch.no_grad():
+            truth = Truth.of(self.target.lm_head(text.hidden[:, :-1][counts].to(self.dtype)))
+            embedded = self.target.embed(text.ids).to(own) * self.scale
+        found = []
+        for position, states in enumerate(self.drafts.states(text.hidden.to(own), embedded)):
+            learned = counts[:, 1 + position :]  # the last column's next token is not in the text
+            logits = self.drafts.logits(position, states[:, : learned.shape[1]][learned])
+            rows = number[:, 1 + position :][learned]
+            found.append(measure(logits, truth[rows], torch.ones_like(rows, dtype=torch.bool), self.kind, self.point))
+        return sum((self.decay**position * one.loss for position, one in enumerate(found)), torch.zeros(())), found
+
+
+def unrolled(
+    network: nn.Module, mix: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, embedded: Tensor, unrolls: int
+) -> Iterator[Tensor]:
+    """Yield what each unroll of a recurrent drafter returns, which stands in for the target's states in the next one.
+
+    Args:
+        network: called with inputs, positions and KV cache.
+        mix: embeddings and the states before them -> inputs.
+        hidden, embedded: see ``Drafts``.
+        unrolls: how many tokens are drafted. See ``unroll`` for their attention and positions.
+    """
+    cache, feature = Unrolls(), hidden
+    for unroll in range(unrolls):
+        columns = max(0, hidden.shape[1] - 1 - unroll)
+        feature = feature[:, :columns]
+        if columns:
+            x = mix(embedded[:, 1 + unroll :], feature)
+            feature = network(x, torch.arange(unroll, unroll + columns, device=x.device)[None], cache)
+        yield feature
+
+
+def check_options(recipe: Any, *sizes: str) -> None:
+    """Refuse wrong options of a recipe.
+
+    Args:
+        recipe: has ``loss`` and may have ``decay``.
+        sizes: names of its options that are whole numbers of 1 or more, or None where this is their default.
+
+    Raises:
+        ValueError: names the option.
+    """
+    defaults = {one.name: one.default for one in fields(recipe)}
+    one_of("task.recipe.loss", recipe.loss, LOSSES)
+    if "decay" in defaults:
+        share("task.recipe.decay", recipe.decay)
+    for name in sizes:
+        value = getattr(recipe, name)
+        if value is not None or defaults[name] is not None:
+            whole(f"task.recipe.{name}", value)

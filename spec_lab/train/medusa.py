@@ -1,0 +1,159 @@
+"""The recipe of Medusa heads by self-distillation (2401.10774, section 3.3). ``propose.heads`` describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from spec_lab.core.options import one_of, whole
+from spec_lab.models.target import Target
+from spec_lab.propose import Proposer
+from spec_lab.propose.medusa import Medusa
+from spec_lab.train.chain import ChainObjective, check_options
+from spec_lab.train.export import export_heads, export_medusa
+from spec_lab.train.objectives import Loss
+from spec_lab.train.recipe import Beginning, TargetHead
+
+LAYOUTS = ("own", "medusa")
+
+
+@dataclass(frozen=True)
+class MedusaRecipe:
+    """Medusa heads.
+
+    Args:
+        heads: K.
+        layers: L, residual layers of each head.
+        trunk: W, the width of a trunk that adds the pending token to the state; 0 for none, as in the paper.
+        decay: weight of a head's loss over that of the head before it.
+        loss: "kl", "reverse_kl" or "tv".
+        layout: of the files. "own": the heads share the target's LM head; "medusa": that of Medusa's authors, in which
+            each head has an LM head of its own, which is trained too. It has no trunk.
+    """
+
+    heads: int = 4
+    layers: int = 1
+    trunk: int = 0
+    decay: float = 1.0
+    loss: str = "kl"
+    layout: str = "own"
+    name = "medusa"
+
+    def __post_init__(self) -> None:
+        check_options(self, "heads", "layers")
+        whole("task.recipe.trunk", self.trunk, 0)
+        one_of("task.recipe.layout", self.layout, LAYOUTS)
+        if self.layout == "medusa" and self.trunk:
+            raise ValueError("task.recipe.layout=medusa has no trunk: set task.recipe.trunk=0 or layout=own")
+
+    @property
+    def depth(self) -> int:
+        """See ``Recipe``."""
+        return self.heads
+
+    def states(self, target: Target) -> tuple[int, ...]:
+        """See ``Recipe``."""
+        return (-1,)
+
+    def begin(self, target: Target, paths: Sequence[Path], seed: int) -> Beginning:
+        """See ``Recipe``. The heads begin as the identity on the state, and LM heads of their own as the target's."""
+        head, h = TargetHead.of(target), target.services.hidden_size
+        network = MedusaNetwork(self.heads, self.layers, h, self.trunk, head, self.layout == "medusa")
+        network.to(target.lm.device)
+        if network.trunk_in is not None:
+            drawn = torch.randn(self.trunk, 2 * h, generator=torch.Generator().manual_seed(seed))
+            network.trunk_in.weight.data.copy_(drawn * (2 * h) ** -0.5)
+        scale = head.embedding_scale
+        own = target.lm.dtype, self.decay, cast(Loss, self.loss), scale
+        return Beginning(
+            network.train(), ChainObjective(network, network, head, *own, point=True), {"trunk": self.trunk}
+        )
+
+    def write(self, module: nn.Module, target: Target, folder: Path, facts: Mapping[str, str]) -> str:
+        """See ``Recipe``: in bfloat16, for embeddings that are not scaled."""
+        assert isinstance(module, MedusaNetwork)
+        v, h = target.vocabulary, target.services.hidden_size
+        if self.layout == "medusa":
+            config = {
+                "medusa_num_heads": self.heads, "medusa_num_layers": self.layers, "hidden_size": h, "vocab_size": v,
+                "base_model_name_or_path": target.name,
+            }  # fmt: skip
+            return export_heads(module.published(), config, folder, facts)
+        tensors = module.tensors()
+        if self.trunk:
+            tensors["trunk_in.weight"][:, h:] *= TargetHead.of(target).embedding_scale
+        return export_medusa(tensors, v, target.sha256, folder, facts)
+
+    def load(self, target: Target, folder: Path, depth: int) -> Proposer:
+        """See ``Recipe``; the heads always draft their most probable tokens."""
+        return Medusa.load(target, str(folder), tree="x".join(["1"] * depth))
+
+
+class MedusaNetwork(nn.Module):
+    """Medusa heads in training, and what they draft (``chain.Drafts``).
+
+    Args:
+        heads: K.
+        layers: L.
+        hidden: H.
+        width: W of the trunk; 0 for none.
+        target: its LM head is shared, or
+        own: each head begins with a copy of it.
+    """
+
+    def __init__(self, heads: int, layers: int, hidden: int, width: int, target: TargetHead, own: bool) -> None:
+        super().__init__()
+        linear = nn.Linear
+        self.trunk_in = linear(2 * hidden, width) if width else None
+        self.trunk_out = linear(width, hidden) if width else None
+        self.heads = nn.ModuleList(nn.ModuleList(linear(hidden, hidden) for _ in range(layers)) for _ in range(heads))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        self.counts, self.target, self.lm_heads = (heads, layers), target, nn.ModuleList()
+        if own:
+            rows = target.model.get_output_embeddings().weight
+            for _ in range(heads):
+                lm_head = linear(hidden, len(rows), bias=False)
+                lm_head.weight.data.copy_(rows)
+                self.lm_heads.append(lm_head)
+
+    def states(self, hidden: Tensor, embedded: Tensor) -> Iterable[Tensor]:
+        """The state, or the trunk's output, for each head: ``[B, T - 1 - k, H]``."""
+        x = hidden[:, :-1]
+        if self.trunk_in is not None and self.trunk_out is not None:
+            x = x + self.trunk_out(silu(self.trunk_in(torch.cat([x, embedded[:, 1:]], -1))))
+        for head in range(len(self.heads)):
+            yield x[:, : max(0, x.shape[1] - head)]
+
+    def logits(self, position: int, states: Tensor) -> Tensor:
+        """``[n, H] -> [n, V]``."""
+        for layer in self.heads[position].children():
+            states = states + silu(layer(states))
+        return self.lm_heads[position](states) if len(self.lm_heads) else self.target.lm_head(states)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of this package's layout in ``models.medusa_files``, in float32."""
+        named = {name: one.detach().float().clone() for name, one in self.named_parameters()}
+        found = {name: one for name, one in named.items() if name.startswith("trunk")}
+        for kind in ("weight", "bias"):
+            every = [named[f"heads.{head}.{layer}.{kind}"] for head, layer in np.ndindex(self.counts)]
+            found[kind] = torch.stack(every).unflatten(0, self.counts)
+        return found
+
+    def published(self) -> dict[str, Tensor]:
+        """Those of the layout of Medusa's authors."""
+        found = dict[str, Tensor]()
+        for name, one in self.named_parameters():
+            kind, head, *rest = name.split(".")
+            if kind == "heads":
+                found[f"{head}.{rest[0]}.linear.{rest[1]}"] = one
+            else:
+                found[f"{head}.{self.counts[1]}.weight"] = one
+        return found

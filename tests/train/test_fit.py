@@ -1,0 +1,124 @@
+"""The training loop: what is seen when, checkpoints, learning curves."""
+
+import json
+
+import pytest
+import torch
+
+from spec_lab.train.fit import FitPlan, fit, order_of
+from spec_lab.train.objectives import Measured
+from spec_lab.train.texts import Texts
+from spec_lab.train.trainer import Plan, Trainer
+
+PLAN = FitPlan(2.0, rows=4, part=2, warmup=2, every=3, plan=Plan(muon_rate=1e-2, adamw_rate=1e-2))
+FILES, ROWS = 3, 8
+STEPS = 12
+
+
+def trainer():
+    torch.manual_seed(0)
+    return Trainer(torch.nn.Linear(4, 4), PLAN.plan, 2, torch.float32)
+
+
+class Objective:
+    """Pulls the weights to a value that depends on the text; keeps the texts that it has seen."""
+
+    def __init__(self, network):
+        self.network, self.seen = network, []
+
+    def __call__(self, text):
+        self.seen += text.ids[:, 0].tolist()
+        loss = (self.network(text.ids[:, :4].float()) - 1).square().mean()
+        return loss, [Measured(loss, 0.5, 0.25), Measured(loss, 0.5, 0.5)]
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Files of texts whose first token is the text's number."""
+    found = []
+    for number in range(FILES):
+        ids = torch.arange(number * ROWS, (number + 1) * ROWS)[:, None].repeat(1, 5)
+        found.append(tmp_path / f"{number}.safetensors")
+        Texts(ids, torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 5)).write(found[-1])
+    return found
+
+
+def weights(one):
+    return {name: tensor.clone() for name, tensor in one.tensors().items()}
+
+
+def test_each_pass_sees_every_text_once_in_another_order():
+    order = order_of(parts=5, rows=4, batch=8, passes=2.5)
+    first, second, rest = order[:10], order[10:20], order[20:]
+    assert sorted(first) == sorted(second) == [(part, row) for part in range(5) for row in (0, 4)]
+    assert first != second and len(rest) == 5
+    assert order == order_of(parts=5, rows=4, batch=8, passes=2.5)
+
+
+def test_a_rest_of_a_file_that_fills_no_step_is_left_out():
+    assert sorted(order_of(parts=2, rows=3, batch=8, passes=1)) == [(0, 0), (0, 3), (1, 0), (1, 3)]
+
+
+def test_a_step_is_computed_on_its_texts_in_pieces(paths, tmp_path):
+    own = trainer()
+    objective = Objective(own.model)
+    ticks = []
+    fit(own, objective, paths, tmp_path / "out", PLAN, {}, tick=lambda *both: ticks.append(both))
+    assert ticks == [(step + 1, STEPS) for step in range(STEPS)]
+    expected = [
+        number for part, row in order_of(FILES, 4, ROWS, 2.0) for number in range(part * 8 + row, part * 8 + row + 4)
+    ]
+    steps = [sorted(objective.seen[start : start + 4]) for start in range(0, len(objective.seen), 4)]
+    assert steps == [expected[start : start + 4] for start in range(0, len(expected), 4)]
+
+
+@pytest.mark.parametrize("stop", [1, 5, 11])
+def test_a_stopped_training_resumes_to_the_same_weights_and_curve(paths, tmp_path, stop):
+    whole = trainer()
+    fit(whole, Objective(whole.model), paths, tmp_path / "whole", PLAN, {"a": 1})
+    first = trainer()
+    fit(first, Objective(first.model), paths, tmp_path / "parts", PLAN, {"a": 1}, stop_after=stop)
+    assert first.step == stop
+    second = trainer()
+    objective = Objective(second.model)
+    fit(second, objective, paths, tmp_path / "parts", PLAN, {"a": 1})
+    assert len(objective.seen) == (STEPS - stop) * 4
+    assert weights(whole).keys() == weights(second).keys()
+    assert all(torch.equal(one, weights(second)[name]) for name, one in weights(whole).items())
+    last = [
+        json.loads((tmp_path / kind / "learning.jsonl").read_text().splitlines()[-1]) for kind in ("whole", "parts")
+    ]
+    assert last[0]["step"] == last[1]["step"] == STEPS
+    fit(second, Objective(second.model), paths, tmp_path / "parts", PLAN, {"a": 1})  # nothing is left to do
+    assert all(torch.equal(one, weights(second)[name]) for name, one in weights(whole).items())
+
+
+def test_the_curve_states_means_since_its_last_line_and_the_estimated_length(paths, tmp_path):
+    own = trainer()
+    fit(own, Objective(own.model), paths, tmp_path / "out", PLAN, {})
+    lines = [json.loads(line) for line in (tmp_path / "out" / "learning.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6, 9, 12] and [line["texts"] for line in lines] == [12, 24, 36, 48]
+    assert lines[0]["accepted"] == [0.5, 0.5] and lines[0]["agreed"] == [0.25, 0.5]
+    assert lines[0]["length_at_1"] == 0.75 and lines[0]["length_greedy"] == 0.375
+    assert len(lines[0]["loss"]) == 2
+
+
+@pytest.mark.parametrize("changed", ["facts", "plan", "files"])
+def test_a_checkpoint_of_another_training_is_refused(paths, tmp_path, changed):
+    own = trainer()
+    fit(own, Objective(own.model), paths, tmp_path / "out", PLAN, {"a": 1}, stop_after=2)
+    plan = FitPlan(3.0, rows=4, part=2, warmup=2, every=3, plan=PLAN.plan) if changed == "plan" else PLAN
+    others, facts = paths[:2] if changed == "files" else paths, {"a": 2 if changed == "facts" else 1}
+    again = trainer()
+    with pytest.raises(ValueError, match="output_dir"):
+        fit(again, Objective(again.model), others, tmp_path / "out", plan, facts)
+
+
+def test_too_few_texts_are_refused(paths, tmp_path):
+    own = trainer()
+    with pytest.raises(ValueError, match="no texts"):
+        fit(own, Objective(own.model), [], tmp_path / "out", PLAN, {})
+    with pytest.raises(ValueError, match=r"train\.rows=16"):
+        fit(own, Objective(own.model), paths, tmp_path / "out", FitPlan(rows=16, part=8), {})
+    with pytest.raises(ValueError, match=r"train\.part"):
+        FitPlan(rows=4, part=3)
