@@ -124,6 +124,7 @@ class Eagle3Objective:
 
     def __call__(self, text: Texts) -> tuple[Tensor, list[Measured]]:
         """The loss of texts with the taps and, last, the state after the final norm as their hidden states."""
+        text = text.padded(self.unrolls + 2)
         assert text.hidden is not None
         own, final = next(self.network.parameters()).dtype, self.network.settings.target_hidden_size
         taps, states = text.hidden[..., :-final], text.hidden[..., -final:]

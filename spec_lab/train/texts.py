@@ -39,6 +39,14 @@ class Texts:
             self.ids[some], self.first[some], self.length[some], None if self.hidden is None else self.hidden[some]
         )
 
+    def padded(self, length: int) -> Texts:
+        """The same texts with room for at least so many tokens."""
+        more = length - self.ids.shape[1]
+        if more <= 0:
+            return self
+        hidden = None if self.hidden is None else torch.nn.functional.pad(self.hidden, (0, 0, 0, more))
+        return Texts(torch.nn.functional.pad(self.ids, (0, more)), self.first, self.length, hidden)
+
     def counts(self, ahead: int) -> Tensor:  # [B, T - ahead]
         """At which positions j the token ``ahead`` places later is one to learn from."""
         places = torch.arange(ahead, self.ids.shape[1])

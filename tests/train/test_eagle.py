@@ -117,6 +117,14 @@ def test_the_sum_over_unrolls_decays_and_reaches_every_weight():
     assert all(bool((one != 0).any()) for one in gradients)
 
 
+def test_texts_shorter_than_the_unrolls_are_learned_from_as_far_as_they_go():
+    network, own = eagle3().requires_grad_(True), text(4)
+    few = Texts(own.ids[:, :4], own.first, own.length.clamp_max(4), own.hidden[:, :4])
+    loss, found = Eagle3Objective(network, SERVICES, FLOAT, unrolls=6)(few)
+    assert len(found) == 6 and bool(loss.isfinite())
+    assert [float(one.loss.detach()) > 0 for one in found] == [True, True, False, False, False, False]
+
+
 def test_eagle1_learns_features_and_distributions_one_position_ahead():
     network = random_network(EagleSettings(LAYER, H, V), SERVICES, torch.device("cpu"), FLOAT)
     w = {published_name(name): one for name, one in network.named_parameters()}
